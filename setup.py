@@ -1,8 +1,8 @@
-"""Compile the CPU engine (fp4kit/cpu) on Linux and macOS. If it cannot be compiled, fp4kit installs as pure Python.
+"""Build fp4kit, with its compiled CPU engine (fp4kit/cpu) on Linux and macOS.
 
-A *level* is a set of processor features: base, avx2 or avx512. Each level is compiled to a library of its own.
-FP4KIT_CPU_LEVELS names the levels to compile: "native" (the default), "all", "none", or names of LEVELS separated by
-commas.
+If the engine cannot be compiled, fp4kit installs as pure Python. A *level* is a set of processor features: base, avx2
+or avx512. Each level is compiled to its own library. The environment variable FP4KIT_CPU_LEVELS names the levels to
+compile: "native" (the default), "all", "none", or names of LEVELS separated by commas.
 """
 
 import os
@@ -20,15 +20,13 @@ from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
 CPU = Path("fp4kit") / "cpu"
-SOURCES = [
-    str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules", "decoders", "c_api")
-]  # the slowest first
+# The source files, those that compile slowest first.
+SOURCES = [str(CPU / "source" / f"{name}.cpp") for name in ("elements", "rules", "decoders", "c_api")]
 # -ffp-contract=off: no fused multiply-add, because the rules say where a product is rounded. The two -fno-*-math flags
 # change no result and let the compiler vectorize loops.
 FLAGS = ["-std=c++17", "-g0", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-w"]
-FLAGS += [
-    "-fno-wrapv"
-]  # Python's own flags have -fwrapv, which makes decoding 8-bit codes 10% slower; no integer sum overflows here
+# Undo -fwrapv of Python's own flags, which makes decoding 8-bit codes 10% slower. No signed integer sum overflows here.
+FLAGS += ["-fno-wrapv"]
 # With g++, these flags compile in half the time of -O3 (a quarter for avx512), and the libraries are as fast (g++ 12,
 # November 2026).
 OPTIMIZATION = [
@@ -40,10 +38,8 @@ OPTIMIZATION = [
     "-fpredictive-commoning",
 ]
 OPTIMIZATION += ["-ftree-partial-pre", "-fgcse-after-reload", "-fipa-cp-clone"]
-ENGINE = [
-    "-funswitch-loops",
-    "-fsplit-paths",
-]  # calls are up to 5% faster with these for c_api.cpp; other files gain nothing
+# Further flags for c_api.cpp, which make calls up to 5% faster. Other files gain nothing from them.
+ENGINE = ["-funswitch-loops", "-fsplit-paths"]
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"base": []}
 # Features that a processor needs for a level. fp4kit_level in source/c_api.cpp checks the same features.
@@ -53,7 +49,9 @@ if IS_X86:
 
 
 def chosen_levels(text: str) -> list[str]:
-    """Return the levels to compile. base is always included, because it finds out which level the processor has."""
+    """Return the levels to compile, from the value of FP4KIT_CPU_LEVELS. Unless the list is empty ("none"), it contains
+    base, because the base library finds out which level the processor supports.
+    """
     names = {name.strip() for name in text.split(",")} - {""} or {"native"}
     if unknown := names - {"native", "all", "none", *LEVELS}:
         sys.exit(
@@ -70,7 +68,7 @@ def chosen_levels(text: str) -> list[str]:
 
 
 def native_levels() -> set[str]:
-    """Return the highest level of this machine's processor, or all levels if it cannot be determined."""
+    """Return the highest level that this machine's processor supports, or all levels if it cannot be determined."""
     features = features_of_processor() if IS_X86 else {""}
     if not features:
         return {*LEVELS}
@@ -95,7 +93,9 @@ def features_of_processor() -> set[str]:
 
 
 def extension(level: str) -> Extension:
-    """Return the engine for one level: a library of C functions that fp4kit.cpu.library loads, not a Python module."""
+    """Return the extension that builds the engine for one level. It is a C library that fp4kit.cpu.library loads, not a
+    Python module.
+    """
     digest = runpy.run_path(str(CPU / "source_digest.py"))["digest"]()
     return Extension(
         f"fp4kit.cpu._{level}",
@@ -160,11 +160,11 @@ class BuildEngine(build_ext):
             try:
                 known = subprocess.run(command, capture_output=True).returncode == 0
             except OSError:
-                known = False  # there is no compiler; compiled() reports that
+                known = False  # no compiler is installed; compiled() reports that
         return OPTIMIZATION if known else ["-O3"]
 
     def compiled(self, one: Extension, source: str, optimization: list[str]) -> list[str]:
-        """Compile one source file for a level. Return the names of the object files."""
+        """Compile one source file for a level, and return the names of its object files."""
         folder = Path(self.build_temp) / one.name
         (folder / source).parent.mkdir(parents=True, exist_ok=True)
         if optimization is OPTIMIZATION and source.endswith("c_api.cpp"):
@@ -173,7 +173,9 @@ class BuildEngine(build_ext):
         return self.compiler.compile([source], output_dir=str(folder), extra_postargs=options)
 
     def build_extension(self, one: Extension) -> None:
-        """Link the object files of a level. Compilation errors are raised here, where setuptools reports them."""
+        """Link the object files of a level. Compilation errors are raised here, because setuptools handles them
+        here.
+        """
         path = self.get_ext_fullpath(one.name)
         if one.name not in getattr(self, "objects", {}):
             return
@@ -189,7 +191,7 @@ def cores_of_process() -> int:
 
 
 def say(text: str) -> None:
-    """Print a message; pip shows it only with -v."""
+    """Print a message. pip shows it only with -v."""
     print(f"fp4kit: {text}", flush=True)
 
 

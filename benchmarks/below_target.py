@@ -1,7 +1,7 @@
-"""List the reasons why rows of the committed records miss their target, and the other designs that were tried.
+"""State why rows of the committed GPU records miss their target, and which other designs were tried.
 
-report.py prints them below the table. A figure in `tried` is an efficiency, unless it has a unit or belongs to a row
-with a ratio. It was measured on the device of the record, in another run, against a copy in that run.
+report.py prints these reasons below its table. A figure in `tried` is an efficiency, unless it has a unit or belongs to
+a row with a ratio. Each figure was measured on the record's device in another run, relative to a copy in that run.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ class Reason(NamedTuple):
     """Explain why some rows miss their target.
 
     Attributes:
-        operation, recipes, dtypes: the rows (shell patterns for operation and recipes)
+        operation: shell pattern of the operations that the reason covers
+        recipes: shell patterns of the recipes
+        dtypes: names of the dtypes
         why: the cause
-        tried: other designs, with what they reached
+        tried: other designs, with the figure that each reached
     """
 
     operation: str
@@ -113,5 +115,5 @@ REASONS = (
 
 
 def reason_of(row: BenchmarkRow, reasons: Sequence[Reason] = REASONS) -> Reason | None:
-    """Return the first reason that covers a row, or None."""
+    """Return the first reason that covers a row, or None if no reason covers it."""
     return next((reason for reason in reasons if reason.covers(row)), None)

@@ -1,4 +1,4 @@
-"""Benchmark amax: of a tensor, of its rows, of its columns and of a recipe's blocks."""
+"""Benchmark amax of a whole tensor, per row, per column and per block of a recipe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from fp4kit.evidence.testing import assert_same_bits
 
 
 def run(bench: Bench) -> None:
-    """Add one row per kind of amax. The minimum traffic is one read of x; the ceiling is the rate of a copy."""
+    """Add one row per kind of amax. The minimum traffic is one read of x."""
     for dtype in (F32, F16, BF16):
         x = bench.normal(dtype)
         bits = f"i{dtype.itemsize}"
-        largest = (x.view(bits) & np.iinfo(bits).max).max()  # without the sign, magnitudes order as integers
+        largest = (x.view(bits) & np.iinfo(bits).max).max()  # without the sign bit, magnitudes order as integers
         assert_same_bits(fp4kit.amax(x).get(), largest.get().view(dtype).astype(np.float32), f"amax of {dtype}")
         others = peers.amax(bench, x) if dtype == BF16 else {}
         bench.row("amax", "", x, element_bytes(x=dtype), lambda x=x: fp4kit.amax(x), peers=others)

@@ -64,13 +64,13 @@ CHUNK = 2 << 20  # bytes per read in bytes_run, which computes nothing but hashe
 
 
 class ProcessCost(NamedTuple):
-    """Cost of one timed run.
+    """Hold the cost of one timed run.
 
     Attributes:
         seconds: elapsed time
-        cpu: CPU time
-        peak: peak memory in MB of the process
-        peak_of_workers: peak memory in MB of the largest process that it started
+        cpu: CPU time in seconds, summed over processes
+        peak: peak memory of the process in MB
+        peak_of_workers: peak memory in MB of the largest process that it started, or 0 if it started none
     """
 
     seconds: float
@@ -108,13 +108,15 @@ def generate(root: Path, nbytes: int) -> None:
 
 
 def alone(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Run the function once per argument tuple, all at once, each in a new process. Return the results in order."""
+    """Call the function once per tuple of arguments, each in a new process, all at the same time. Return the results in
+    order.
+    """
     with ProcessPoolExecutor(len(calls), mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(function, *zip(*calls, strict=True)))
 
 
 def quantize_run(plan: Plan, workers: int) -> ProcessCost:
-    """Time quantize of the plan's arrays, divided among `workers` processes. Reading is not timed."""
+    """Time quantize of the tensors that the plan converts, divided among `workers` processes. Reading is not timed."""
     source = open_source(plan.source.root)
     names = sorted((t.name for t in plan.converted), key=lambda name: -source.tensors[name][1].nbytes)
     runs = alone(quantize_share, [(str(plan.source.root), plan.recipe.id, names[i::workers]) for i in range(workers)])
@@ -153,8 +155,8 @@ def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
 
 
 def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> ProcessCost:
-    """Time a conversion from making the plan to the rename of the finished directory, workers included. Remove the
-    result.
+    """Time a conversion, from making the plan to the rename of the finished directory, workers included. Then remove
+    the result.
     """
     start, before = time.perf_counter(), os.times()
     execute(make_plan(source, recipe), folder / "out", Options(workers))
@@ -166,8 +168,8 @@ def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Proces
 
 
 def names_run(recipe: str) -> tuple[int, float]:
-    """Return the number of tensor names and the seconds that the rules of convert_tensors take to decide on all of them
-    (best of five).
+    """Return (number of tensor names, seconds). The seconds are the best of five times that the rules of
+    convert_tensors take to decide on all names.
     """
     leaves = ("gate_proj", "up_proj", "down_proj")
     names = [
@@ -182,8 +184,8 @@ def names_run(recipe: str) -> tuple[int, float]:
 
 
 def peak(who: int) -> int:
-    """Return the peak resident memory in MB: of this process (RUSAGE_SELF), or of the largest child that it has waited
-    for.
+    """Return the peak resident memory in MB: of this process for RUSAGE_SELF, or of the largest finished child process
+    for RUSAGE_CHILDREN.
     """
     if who == resource.RUSAGE_SELF:  # ru_maxrss includes the peak of the parent process, so VmHWM is read instead
         found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())
@@ -192,7 +194,7 @@ def peak(who: int) -> int:
 
 
 def main() -> None:
-    """Time the three runs and report them."""
+    """Time conversion, quantize and bytes alone in turns, then report them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2)
     parser.add_argument("--workers", type=int, default=2)
@@ -204,9 +206,8 @@ def main() -> None:
     source = args.folder / f"model-{args.gb:g}"
     if not source.exists():
         generate(source, int(args.gb * 1e9))
-    compileall.compile_dir(
-        Path(fp4kit.__file__).parent, quiet=2
-    )  # as pip does, so that no worker compiles the modules to bytecode
+    # Compile the modules to bytecode first, as pip does, so that no worker spends time on it.
+    compileall.compile_dir(Path(fp4kit.__file__).parent, quiet=2)
     plan = make_plan(source, args.recipe)
     own, whole, moved = [], [], []
     for _ in range(args.repeat):
@@ -224,8 +225,15 @@ def report(
     whole: list[ProcessCost],
     named: tuple[int, float],
 ) -> None:
-    """Print the record, and write it if --json is given. Sorted lists show the spread from the fastest run to the
-    slowest.
+    """Print the record and, if --json names a file, write the record to it.
+
+    Args:
+        args: the command line
+        plan: the plan of the conversion
+        own: runs of quantize_run
+        moved: runs of bytes_run
+        whole: runs of convert_run
+        named: the result of names_run
     """
     seconds = [median(run.seconds for run in runs) for runs in (whole, own)]
     cpu = [median(run.cpu for run in runs) for runs in (whole, own)]

@@ -1,4 +1,4 @@
-"""Benchmark the device-to-device copy that is the ceiling of every other row, at three sizes, next to torch's copy."""
+"""Benchmark the device-to-device copy that all other rows are compared with, at three sizes, next to torch's copy."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from rows import element_bytes
 
 
 def run(bench: Bench) -> None:
-    """Time cupy.copyto of bfloat16 at the full size, and with half and a quarter of the rows and columns. Small buffers
-    take turns.
+    """Add rows of cupy.copyto for square bfloat16 matrices of the full size, half and a quarter of it. Small matrices
+    have several buffers, which take turns, so that they do not stay in the L2 cache.
     """
     for size in (bench.size, bench.size // 2, bench.size // 4):
         x = bench.normal(BF16, (size, size))

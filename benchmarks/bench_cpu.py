@@ -4,15 +4,15 @@
     ...]
 
 Writes results/cpu.json, cpu.md and cpu.svg. A partial run (--only, --quick or named recipes) is written only if
---output names a folder. --peers names a Python that has the other libraries (cpu_peers.py); --ggml names the sources of
-ggml (cpu_ggml.py).
+--output names a folder. --peers names a Python that has the other libraries (cpu_peers.py); --ggml names the source
+folder of ggml (cpu_ggml.py).
 
-Before a row is timed, its results are compared bit for bit with the specification's. Calls that take `out` write over
-bytes 0xEE.
+Before a row is timed, its results are compared bit for bit with the specification's. A preallocated result is filled
+with bytes 0xEE before that, so that unwritten memory is found.
 
 The calls of a row take turns: on one thread, on all threads, into preallocated memory (`out=`), the specification, the
 other libraries. Short calls, and all calls of the group "sizes", follow an untimed call. Reported times are medians;
-the smallest time is reported too. No time is asserted.
+the smallest time is reported too. The script fails on wrong results only, never on slow ones.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ HERE = Path(__file__).resolve().parent
 SIZES = (1 << 20, 1 << 25, 1 << 30, 1 << 33)  # bytes of bfloat16 input
 COLUMNS = 4096
 SMALL = (64, 4096)
-SPARE = 1 << 30  # bytes of memory that stay free beside a large array
+SPARE = 1 << 30  # bytes of memory that stay free while a large array is timed
 
 
 class Peers:
-    """Run the other libraries in a process and time their calls on demand."""
+    """Run the other libraries in a separate process (cpu_peers.py) and time their calls on demand. `about` holds the
+    process's first answer: {"calls", "missing", "versions"}.
+    """
 
     def __init__(self, python: str, size: int, threads: int, quick: bool) -> None:
         command = [python, str(HERE / "cpu_peers.py"), str(size), str(threads), *(["--quick"] if quick else [])]
@@ -67,7 +69,7 @@ class Peers:
         self.about = self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """Read one line of JSON. Raises RuntimeError if the process has ended."""
+        """Read one line of JSON from the process. Raises RuntimeError if the process has ended."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -76,7 +78,9 @@ class Peers:
         return found
 
     def seconds(self, name: str) -> float:
-        """Return the seconds of one call. Raises RuntimeError with the error that the call raised there."""
+        """Make one call in the process and return its seconds. Raises RuntimeError with the call's error if it
+        failed.
+        """
         assert self.process.stdin is not None
         self.process.stdin.write(name + "\n")
         self.process.stdin.flush()
@@ -87,8 +91,8 @@ class Peers:
         return float(answer["seconds"])
 
     def _rest(self) -> None:
-        """Wait, at most a second, until the threads of the process are idle. Some libraries let them spin for long
-        after a call, which occupies a processor.
+        """Wait, at most a second, until the threads of the process are idle. Some libraries let their threads spin long
+        after a call, which would slow the next call to be timed.
         """
         for _ in range(50):
             before = self._ticks()
@@ -97,13 +101,13 @@ class Peers:
                 return
 
     def _ticks(self) -> list[str]:
-        """Return the CPU times of the process and its children, or an empty list if there is no /proc."""
+        """Return the CPU times of the process and its children, or an empty list on systems without /proc."""
         stat = Path(f"/proc/{self.process.pid}/stat")
         return stat.read_text().rpartition(")")[2].split()[11:15] if stat.exists() else []
 
     def watches(self, operation: str, kind: str) -> tuple[dict[str, Watch], dict[str, str]]:
-        """Return {library: watch} for an operation and kind of format, and {library: error} for libraries whose call
-        fails. Each call is tried once.
+        """Return ({library: watch}, {library: error}) for an operation and kind of format. Each call is tried once; the
+        second dict has the libraries whose call failed.
         """
         found: dict[str, Watch] = {}
         failed: dict[str, str] = {}
@@ -126,7 +130,7 @@ class Peers:
 
 
 class Bench:
-    """Hold a run: its options and the rows so far."""
+    """Hold the options of a run, its rows so far and, in `extra`, its other measurements."""
 
     def __init__(self, args: argparse.Namespace, peers: Peers | None) -> None:
         self.args, self.peers, self.rows = args, peers, list[CpuRow]()
@@ -134,7 +138,13 @@ class Bench:
         self.extra: dict[str, Any] = {}
 
     def watches(self, case: CpuCase, specification: bool = True, warm_below: float = WARMED) -> dict[str, Watch]:
-        """Return the watches of a case. The keys are the names of CpuRow.times."""
+        """Return {key of CpuRow.times: watch} for a case.
+
+        Args:
+            case: the case, timed on one thread and on all threads
+            specification: True to time the specification too
+            warm_below: see timing.watch
+        """
         found: dict[str, Watch] = {}
         for name, count in (("one", 1), ("all", self.threads)):
             for what, call in case.calls.items():
@@ -143,8 +153,8 @@ class Bench:
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: CpuCase, recipe: str, x: np.ndarray, beside: bool = False) -> None:
-        """Check a case, time it and keep its row. If `beside` is true, also time the other libraries' calls of the same
-        kind.
+        """Check a case, time it and keep its row. If `beside` is true, also time the matching calls of the other
+        libraries.
         """
         check(case)
         others, failed = {}, {}
@@ -166,13 +176,13 @@ class Bench:
         self.keep(row)
 
     def keep(self, row: CpuRow) -> None:
-        """Print a row and add it."""
+        """Print a row and add it to the run."""
         print(row, flush=True)
         self.rows.append(row)
 
 
 def recipes(bench: Bench) -> None:
-    """Time every recipe on bfloat16, seven of them next to the other libraries."""
+    """Time every recipe on bfloat16. Those in SEVEN are timed next to the other libraries."""
     x = normal((bench.args.size, bench.args.size))
     for recipe in bench.args.recipes:
         for case in cpu_cases.of_recipe(recipe, x):
@@ -180,7 +190,7 @@ def recipes(bench: Bench) -> None:
 
 
 def operations(bench: Bench) -> None:
-    """Time the other operations and dtypes."""
+    """Time the remaining operations and dtypes of the recipes in SEVEN."""
     shape = (bench.args.size, bench.args.size)
     x = normal(shape)
     for recipe in _seven(bench):
@@ -194,7 +204,7 @@ def operations(bench: Bench) -> None:
 
 
 def small(bench: Bench) -> None:
-    """Time calls on 64 x 4096 arrays, where the cost of the call dominates."""
+    """Time calls on 64 x 4096 arrays, where the fixed cost of a call dominates."""
     x = normal(SMALL)
     for recipe in _seven(bench):
         for case in (
@@ -206,21 +216,21 @@ def small(bench: Bench) -> None:
 
 
 def _seven(bench: Bench) -> Iterator[str]:
-    """Return the recipes of SEVEN that this run times."""
+    """Return an iterator over the recipes of SEVEN that this run times."""
     return (recipe for recipe in SEVEN if recipe in bench.args.recipes)
 
 
 def touch() -> None:
-    """Write to all available memory except SPARE once. A virtual machine's host may provide pages only when they are
-    first written, at half a gigabyte per second.
+    """Write once to all available memory except SPARE bytes, so that `sizes` does not time the allocation of pages. The
+    host of a virtual machine may provide pages only at their first write, at half a gigabyte per second.
     """
     memory = np.empty(max(available() - SPARE, 0), np.uint8)
     memory[::4096] = 1
 
 
 def sizes(bench: Bench) -> None:
-    """Time quantize of 1 MB to 8 GB of input, next to a streaming loop over as many bytes. Sizes that do not fit in
-    memory are left out.
+    """Time quantize of 1 MiB to 8 GiB of input, next to a streaming loop over as many bytes. Sizes that do not fit in
+    memory are left out and recorded in bench.extra.
     """
     left_out = bench.extra.setdefault("left out", {})
     if not bench.args.quick:
@@ -256,12 +266,12 @@ def sizes(bench: Bench) -> None:
                     peers=peers,
                 )
             )
-            del case, loops, passes, targets  # and the arrays that they write to
+            del case, loops, passes, targets  # frees the large arrays that they hold
 
 
 def ggml(bench: Bench) -> None:
-    """Time ggml's encoders and decoders on float32 with one thread, next to fp4kit with one thread from bfloat16 and
-    float32.
+    """Time ggml on float32 with one thread, next to fp4kit on bfloat16 and float32 with one thread. Does nothing
+    without --ggml.
     """
     if bench.args.ggml is None:
         return
@@ -321,14 +331,14 @@ def searches(bench: Bench) -> None:
 
 
 def loops(bench: Bench) -> None:
-    """Measure memory throughput with streaming loops, at the size of the rows."""
+    """Measure memory throughput with streaming loops over as many bytes as the large matrix has."""
     nbytes = max(2 * bench.args.size**2 // (32 * bench.threads), 1) * 32 * bench.threads
     bench.extra["loops"] = cpu_loops.streaming(nbytes, bench.threads, bench.args.repeat)
     print(f"loops, GB/s: {bench.extra['loops']}", flush=True)
 
 
 def first(bench: Bench) -> None:
-    """Measure the time and memory that a fresh process needs."""
+    """Measure the time of the first calls in a fresh process, and the peak memory of large calls."""
     bench.extra["first use, ms"] = cpu_loops.first_use(1 if bench.args.quick else bench.args.repeat)
     nbytes = SIZES[1 if bench.args.quick else 2]
     bench.extra["MiB beyond"] = cpu_loops.beyond(("nvfp4-te", "mxfp4-ocp"), nbytes, COLUMNS)
@@ -336,7 +346,7 @@ def first(bench: Bench) -> None:
 
 
 def sweeps(bench: Bench) -> None:
-    """Look for calls that are slower than the specification."""
+    """Run the sweep of cpu_sweep.py, which looks for calls that are slower than the specification."""
     bench.extra["sweep"] = sweep(bench.args.recipes, SHAPES[:3] if bench.args.quick else SHAPES)
     found = bench.extra["sweep"]
     print(f"sweep: {found['cases']} cases, {len(found['slower'])} slower; smallest {found['smallest'][:3]}", flush=True)
@@ -356,14 +366,14 @@ GROUPS: dict[str, Callable[[Bench], None]] = {
 
 
 def available() -> int:
-    """Return the bytes of memory that can be allocated, or 0 if there is no /proc/meminfo."""
+    """Return the bytes of memory that can be allocated, or 0 on systems without /proc/meminfo."""
     lines = Path("/proc/meminfo").read_text().splitlines() if Path("/proc/meminfo").exists() else []
     found = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable")]
     return found[0] if found else 0
 
 
 def processor() -> str:
-    """Return the processor's name as the system gives it."""
+    """Return the processor's model name, or the machine's architecture if the system gives no name."""
     path = Path("/proc/cpuinfo")
     names = [line.partition(":")[2].strip() for line in path.read_text().splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor() or platform.machine()
@@ -422,7 +432,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the groups and write the record after each."""
+    """Run the groups. After each group, write the record so far. At the end, print the bars."""
     args = parser().parse_args(arguments)
     whole = not (args.only or args.quick or args.recipes)
     args.recipes, args.repeat = args.recipes or fp4kit.recipes(), 3 if args.quick else args.repeat

@@ -16,7 +16,9 @@ IN_BOTH = {"nvfp4-te-2d": COLUMNWISE, "nvfp4-te": BOTH, "mxfp4-ocp": BOTH, "mxfp
 
 
 def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = False) -> None:
-    """Add a row of quantize_both with the tensor amax given. It reads x once."""
+    """Add a row of quantize_both with the tensor amax given, so that x is read once. If `hadamard` is true, the
+    columnwise result is that of transformed columns.
+    """
     amax = {"tensor_amax": fp4kit.amax(x)} if fp4kit.recipe(recipe).tensor_scaling == "tensor" else {}
     for q, options in zip(
         fp4kit.quantize_both(x, recipe, hadamard=hadamard, **amax), ({}, {"hadamard": hadamard}), strict=True
@@ -28,7 +30,7 @@ def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = Fals
 
 
 def run(bench: Bench) -> None:
-    """Add the rows. Every input is bfloat16, and amaxes are given."""
+    """Add the rows. Every input is bfloat16, and the tensor amax is given."""
     x = bench.normal(BF16)
     _, call = prepared(x, "nvfp4-te-2d")
     bench.row("quantize 16x16, amax given", "nvfp4-te-2d", x, traffic("nvfp4-te-2d", x), call, target=COLUMNWISE)

@@ -11,10 +11,10 @@ process:
 
 Every rank compares every byte of every matrix with quantize of the whole matrix.
 
-Times come from CUDA events on each rank, with a barrier before each step. The medians over --repeat steps are taken per
-rank, and the slowest rank's is reported. If a stage waits for another rank, the wait is included. `step` is the whole
-step without events between its stages; `host` is the time until the call returns. NCCL_NVLS_ENABLE is set to 0, so that
-NVLink multicast stays off.
+Times come from CUDA events on each rank, with a barrier before each step. Each rank takes the median over --repeat
+steps; the largest of these medians is reported. A stage that waits for another rank includes the wait. `step` is the
+whole step without events between its stages; `host` is the time until the call returns. NCCL_NVLS_ENABLE is set to 0,
+so that NVLink multicast stays off.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ ODD = ((1040, 80), (48, 4112))
 
 
 def shapes_of(elements: int) -> list[tuple[int, int]]:
-    """Return shapes of layer matrices until they have enough elements, then the two odd shapes."""
+    """Return shapes of layer matrices with at least `elements` elements in total, followed by the shapes in ODD."""
     found: list[tuple[int, int]] = []
     while sum(M * K for M, K in found) < elements:
         found.append(LAYER[len(found) % len(LAYER)])
@@ -47,7 +47,9 @@ def shapes_of(elements: int) -> list[tuple[int, int]]:
 
 
 def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
-    """Return the boundaries of the shards of each matrix, of shape (processes + 1, matrices)."""
+    """Return the element indices at which each matrix is cut into shards, of shape (processes + 1, matrices). `sizes`
+    are the matrices' numbers of elements.
+    """
     total, ends = sum(sizes), np.cumsum(sizes)
     if partition == "each":
         return np.array(
@@ -61,7 +63,7 @@ def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
 
 
 class Rank:
-    """Hold one process: its weights, its plan and its times."""
+    """Hold the communicator and the weights of one process. All processes draw the same weights."""
 
     def __init__(self, comm: Any, shapes: Sequence[tuple[int, int]], repeat: int) -> None:
         import cupy
@@ -72,7 +74,9 @@ class Rank:
         self._flag = cupy.zeros(1, np.uint32)
 
     def run(self, partition: str) -> dict[str, Any]:
-        """Compare the results of a partition with the whole matrices, then time its stages."""
+        """Cast the weights in a partition, compare the results with the whole matrices, and time the stages. Return
+        this partition's part of the record.
+        """
         from fp4kit import MasterWeightsPlan, Shard
 
         cuts, rank = cuts_of(partition, [w.size for w in self.weights], self.comm.size), self.comm.rank
@@ -97,8 +101,8 @@ class Rank:
         }
 
     def compare(self, result: Sequence[Any]) -> int:
-        """Return the number of bytes compared. Raises AssertionError unless every matrix equals quantize of the whole
-        matrix.
+        """Compare every matrix with quantize of the whole matrix, and return the number of bytes compared. Raises
+        AssertionError if a byte differs.
         """
         import fp4kit
 
@@ -118,11 +122,13 @@ class Rank:
         return count
 
     def barrier(self) -> None:
-        """Wait on the device until all ranks have arrived."""
+        """Make the device wait until all ranks have arrived."""
         self.comm.all_reduce_max(self._flag)
 
     def time(self, calls: Sequence[tuple[str, Any]]) -> dict[str, float]:
-        """Return the median microseconds of each call on the slowest rank. Calls are made in the order given."""
+        """Return {name: median microseconds on the slowest rank} of the (name, call) pairs, which are called in
+        order.
+        """
         cuda = self.cupy.cuda
         times: dict[str, list[float]] = {name: [] for name, _ in calls}
         for i in range(self.repeat + 3):
@@ -140,7 +146,7 @@ class Rank:
         return dict(zip(times, np.round(slowest, 1).tolist(), strict=True))
 
     def host_us(self, call: Any) -> float:
-        """Return the median microseconds until a call returns."""
+        """Return the median microseconds on the host until a call returns."""
         times = []
         for _ in range(self.repeat):
             self.cupy.cuda.Device().synchronize()
@@ -151,7 +157,9 @@ class Rank:
 
 
 def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> None:
-    """Run one process. Rank 0 prints the record as one line."""
+    """Run the benchmark in one process. `path` is the file through which the processes exchange NCCL's id. Rank 0
+    prints the record as one line of JSON.
+    """
     import cupy
     import cupy.cuda.nccl
     from measure import describe
@@ -178,7 +186,9 @@ def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> Non
 
 
 def spawn(args: argparse.Namespace) -> dict[str, Any]:
-    """Start the processes and return rank 0's record. If one process fails, end the others."""
+    """Start the processes and return the record that rank 0 prints. If one process fails, kill the others and raise
+    SystemExit.
+    """
     with tempfile.TemporaryDirectory() as folder:
         command = [
             sys.executable,
@@ -209,7 +219,7 @@ def spawn(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the record as text."""
+    """Return the times of the record as a text table."""
     weights = f"{record['elements'] / 1e6:.0f} M weights, {record['matrices']} matrices"
     head = f"{record['processes']} x {record['device']}: {weights}: equal"
     stages = list(record["partitions"][-1]["us"])

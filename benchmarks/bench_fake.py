@@ -1,4 +1,4 @@
-"""Benchmark fake_quantize with its amax given, and fake_quantize_backward with a clip mask."""
+"""Benchmark fake_quantize with a given amax, and fake_quantize_backward with a clip mask."""
 
 from __future__ import annotations
 
@@ -37,9 +37,7 @@ FROM_F32 = ("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "int8-modelopt-channel
 
 
 def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
-    """Add a row of fake_quantize, which reads and writes x once. Recipes with a tensor scale per block find its amax in
-    the same pass.
-    """
+    """Add a row of fake_quantize. The tensor or row amax that the recipe needs is computed before the clock starts."""
     scaling = fp4kit.recipe(recipe).tensor_scaling
     amax = {"tensor": fp4kit.amax(x), "row": fp4kit.amax(x, axis=1)}.get(scaling)
     options = {} if amax is None else {"tensor_amax": amax}
@@ -58,7 +56,9 @@ def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
 
 
 def backward(bench: Bench, recipe: str, x: Any, grad: Any, amax: Any) -> None:
-    """Add a row of fake_quantize_backward with a clip mask. It reads x and the gradient, and writes the gradient."""
+    """Add a row of fake_quantize_backward that sets the gradient to zero where x is clipped. The call reads x and the
+    gradient, and writes a gradient.
+    """
     out = fp4kit.fake_quantize_backward(grad, x, recipe, amax=amax, pass_through=False)
 
     def expected(rows: slice) -> np.ndarray:

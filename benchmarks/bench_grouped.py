@@ -1,5 +1,7 @@
-"""Benchmark grouped operations with a plan. They are compared with one launch on the concatenated tensors, with a loop
-of single calls, and with Model-Optimizer's loop.
+"""Benchmark grouped operations: GroupedPlan quantizes the tensors of many experts in one launch.
+
+Each row is compared with one launch on the concatenated tensors. For tensors of equal sizes, a loop of single calls and
+Model-Optimizer's loop are timed too.
 """
 
 from __future__ import annotations
@@ -18,16 +20,23 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 from fp4kit.evidence.testing import assert_same_bits
 
 EXPERT = (1856, 2688)
-UNEQUAL, EQUAL = (8, 32, 128, 256), (32, 128)  # numbers of tensors; only equal ones are compared with loops
+UNEQUAL, EQUAL = (8, 32, 128, 256), (32, 128)  # numbers of tensors of unequal and equal sizes
 FAKE = ("fp8-modelopt", "int8-modelopt-channel", "nvfp4-modelopt", "mxfp4-flashinfer")
 CODES = ("nvfp4-te", "mxfp4-flashinfer")
-WITH_AMAX = ("fp8-modelopt", "nvfp4-te")  # also timed with amaxes, which takes two launches
-AT_MOST = 1.05  # largest allowed ratio to one launch on the concatenation
+WITH_AMAX = ("fp8-modelopt", "nvfp4-te")  # also timed with computed amaxes, which takes two launches
+AT_MOST = 1.05  # target: largest time relative to one launch on the concatenated tensors
 STEP, HOST_US = 128, 50  # tensors in a step, and the target for its host time
 
 
 class Tensors:
-    """Hold `count` experts as parts of one array. Their sizes are equal, or random with one expert that has no rows."""
+    """Hold the tensors of `count` experts as slices of one array.
+
+    Args:
+        bench: provides the array
+        count: number of experts
+        equal: True for equal sizes; False for random sizes, with one expert that has no rows
+        shape: shape of a tensor of equal size; the mean of the random sizes
+    """
 
     def __init__(self, bench: Bench, count: int, equal: bool, shape: tuple[int, int] = EXPERT) -> None:
         rows, K = shape
@@ -36,16 +45,23 @@ class Tensors:
         self.ends, self.equal = np.cumsum(sizes).tolist(), equal
         self.whole = bench.normal(BF16, (self.ends[-1], K))
         self.xs = self.parts(self.whole)
-        self.name = f"{count} {'equal' if equal else 'unequal'}"  # the operation of a row is named by this and a verb
+        self.name = f"{count} {'equal' if equal else 'unequal'}"  # follows the verb in a row's operation
 
     def parts(self, whole: Any) -> list[Any]:
-        """Return the experts' parts of an array that has all rows."""
+        """Return the slice of each expert from an array with the rows of all experts."""
         return [whole[start:end] for start, end in zip([0, *self.ends], self.ends, strict=False)]
 
 
 def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
-    """Return a call that only launches the kernel on the whole array with its amaxes. It skips the checks of a public
-    call, which would take longer than the kernel of 8 tensors.
+    """Return a call that quantizes the concatenated tensors x in one launch, to compare grouped calls with.
+
+    The call skips the argument checks of a public call, which would take longer than the kernel for 8 tensors.
+
+    Args:
+        x: the concatenated tensors
+        r: the recipe
+        fake: True for fake_quantize, False for quantize
+        amax: the tensor amax or row amaxes, or None
     """
     if fake:
         values = x.copy()
@@ -58,7 +74,7 @@ def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
 
 
 def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> None:
-    """Raise AssertionError unless a few rows of some tensors equal those of the CPU."""
+    """Raise AssertionError unless the last rows of every few tensors' results equal what the CPU computes."""
     by_row = fp4kit.recipe(recipe).tensor_scaling == "row"
     for i in range(0, len(tensors.xs), max(len(tensors.xs) // 4, 1)):
         x, result = tensors.xs[i][-32:].get(), results[i]
@@ -74,7 +90,9 @@ def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> Non
 
 
 def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop) -> None:
-    """Add rows of a plan that is given the amaxes."""
+    """Add rows of a GroupedPlan with given amaxes, for fake_quantize if `fake` is true, else for quantize. Recipes of
+    WITH_AMAX get a row with computed amaxes too.
+    """
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
     method, single = (plan.fake_quantize, fp4kit.fake_quantize) if fake else (plan.quantize, fp4kit.quantize)
@@ -96,7 +114,9 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
 
 
 def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call, traffic: Traffic) -> None:
-    """Add rows of a plan that computes the amaxes, against the same two launches on the concatenation."""
+    """Add a row of a grouped call that computes the amaxes, compared with a single call on the concatenated tensors.
+    Each takes two launches.
+    """
     single = fp4kit.fake_quantize if name.startswith("fake") else fp4kit.quantize
     one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).median, AT_MOST)
     twice = element_bytes(**{"x for amax": BF16}) | traffic
@@ -104,7 +124,7 @@ def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Ca
 
 
 def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
-    """Add rows of grouped amaxes alone."""
+    """Add a row of grouped amaxes."""
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt")
     for i, amax in enumerate(plan.amax()):
         assert_same_bits(amax.get(), fp4kit.amax(tensors.xs[i]).get(), f"amax of {i}")
@@ -113,7 +133,7 @@ def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
 
 
 def clipped(bench: Bench, tensors: Tensors) -> None:
-    """Add rows of the backward pass with a clip mask."""
+    """Add a row of the grouped backward pass that sets the gradient to zero where x is clipped."""
     whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole) / 2
     grads = tensors.parts(grad)
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt", tensor_amax=[amax] * len(tensors.xs))
@@ -131,8 +151,8 @@ def clipped(bench: Bench, tensors: Tensors) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Add rows of the host time per step, which does not depend on the tensor sizes. A step that computes amaxes has
-    two launches.
+    """Add rows of the host time per grouped call, which does not depend on the sizes of the tensors. A call that
+    computes amaxes makes two launches.
     """
     tensors = Tensors(bench, STEP, False, (16, EXPERT[1]))
     for recipe in (*FAKE, CODES[0]):
@@ -143,8 +163,8 @@ def host(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Add the rows: experts of unequal sizes, one of them empty, then of equal sizes. The equal ones come last, when
-    Model-Optimizer's extensions have been compiled.
+    """Add the rows. Experts of equal sizes come last, because by then Model-Optimizer's extensions have been compiled
+    in the background.
     """
     loop = Loop(bench)
     host(bench)

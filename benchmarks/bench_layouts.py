@@ -14,7 +14,7 @@ TARGET = 0.93
 
 
 def run(bench: Bench) -> None:
-    """Add the rows, for codes of shape (size, size) and as many scales."""
+    """Add the rows, for codes of shape (size, size) and block scales of the same shape."""
     codes = (bench.normal(np.int8) & np.int8(15)).view(np.uint8)
     packed = fp4kit.pack(codes)
     check_rows(packed, lambda rows: layouts.pack(codes[rows].get()), "packed codes")
@@ -25,7 +25,7 @@ def run(bench: Bench) -> None:
     traffic = {"scales": Fraction(1), "scales out": Fraction(1)}
     for layout in layouts.SCALE_LAYOUTS[1:]:
         scales = fp4kit.swizzle(codes, layout)
-        tiles = 128  # rows of a tile of 128x4, which are whole tiles of 8x4 too
+        tiles = 128  # rows to compare: one tile of swizzled_128x4, 16 tiles of swizzled_8x4
         few = layouts.swizzle_scales(codes[:tiles].get(), layout)
         assert (scales[:tiles].get() == few).all(), f"{layout} scales"
         check_rows(

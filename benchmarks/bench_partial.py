@@ -26,20 +26,27 @@ TENSOR_AMAX = np.float32(5)
 
 
 def traffic(recipe: str, dtype: Any) -> dict[str, Fraction]:
-    """Return the bytes moved per element: the element, its code, and its part of the block amax."""
+    """Return the bytes moved per element: the element, its code, and its share of the float32 block amax."""
     r = fp4kit.recipe(recipe)
     codes = quantized_bytes(recipe)["codes"]
     return element_bytes(shard=dtype) | {"codes": codes, "amax": Fraction(4, r.block_size * r.block_rows)}
 
 
 def tensor_amax_of(recipe: str) -> float | None:
-    """Return the tensor amax to use for the whole matrix, or None if the recipe has no tensor scale."""
+    """Return TENSOR_AMAX, or None if the recipe has no tensor scale."""
     return None if fp4kit.recipe(recipe).tensor_scaling == "none" else TENSOR_AMAX
 
 
 def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, recipe: str) -> None:
-    """Raise AssertionError unless three groups of rows, the first and last among them, equal those of the CPU. `out`
-    was filled with 0xEE.
+    """Raise AssertionError unless the first, middle and last 64 rows of `out` equal what the CPU casts.
+
+    Args:
+        shard: the flat shard, which begins at element `start` of the matrix
+        out: the matrix's codes, filled with 0xEE before the cast, so that codes outside the shard are checked too
+        amax: block amaxes of the matrix
+        shape: shape of the matrix
+        start: index of the shard's first element
+        recipe: id of the recipe
     """
     M, K = shape
     rows = 64
@@ -54,7 +61,9 @@ def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, r
 
 
 def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[int, int], ...]) -> None:
-    """Add rows for shards of one matrix that begin at each of the offsets."""
+    """Add rows of partial_cast for shards of a matrix with K columns, one per (start, skip) pair of `offsets`. Then add
+    one row of partial_amax for the last pair.
+    """
     M = bench.size * bench.size // K // 64 * 64
     memory = bench.normal(dtype, (M * K + 8,))
     out = cp.empty((M, K // 2 if fp4kit.recipe(recipe).is_packed else K), np.uint8)
@@ -77,8 +86,8 @@ def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[i
 
 
 def step(bench: Bench) -> None:
-    """Add rows of a step of a plan on 64 matrices in one process. Its traffic counts the weights twice, because a step
-    reads them twice.
+    """Add rows of one step of a MasterWeightsPlan for 64 matrices in one process. Its traffic counts the weights twice,
+    because a step reads them twice.
     """
     size = bench.size // 8
     memory = bench.normal(F32, (64, size, size))

@@ -1,5 +1,6 @@
-"""Benchmark quantize along rows: every family of recipes, each input dtype, the amax pass, swizzled scales and
-stochastic rounding.
+"""Benchmark quantize along rows, for every family of recipes.
+
+Rows vary the input dtype, the amax (given, or computed by the call), the scale layout, and the rounding.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 
 
 def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Call]:
-    """Return the output of quantize with x's amax given, and the call that writes it. The call is made once into
-    poisoned memory, and its result is compared with the CPU's.
+    """Return (q, call) for quantize of x with its tensor amax given. `call` writes its result into q.
+
+    The call is made once into poisoned memory, and the result is compared with the CPU's.
     """
     amax = (
         {}
@@ -61,7 +63,7 @@ def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Cal
 
 
 def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> BenchmarkRow:
-    """Add a row of quantize with the tensor amax given, and return it."""
+    """Add a row of quantize with the tensor amax given, and return the row."""
     q, call = prepared(x, recipe)
     others = peers.quantize_mx(bench, x, recipe)
     if recipe == "nvfp4-torchao":
@@ -73,12 +75,12 @@ def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> Benchmar
 
 
 def traffic(recipe: str, x: Any) -> Any:
-    """Return the bytes moved per element: x, codes and scales, once each."""
+    """Return the bytes moved per element: x, its codes and its scales, each once."""
     return element_bytes(x=x.dtype) | quantized_bytes(recipe)
 
 
 def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
-    """Add a row of quantize that also computes the amax, so that x is read twice."""
+    """Add a row of quantize without a given amax. The call reads x twice: for the amax, then for the codes."""
     q = fp4kit.quantize(x, recipe)
     others = {}
     if recipe == "nvfp4-torchao":

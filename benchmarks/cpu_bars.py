@@ -1,5 +1,6 @@
-"""Compute the bars of the CPU benchmark. A *bar* is a target for a set of rows, checked against the row that comes
-closest to missing it.
+"""Compute the bars of the CPU benchmark.
+
+A *bar* is a target for a set of rows. It is compared with the row that comes closest to missing the target.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ class Bar(NamedTuple):
     """State a target and whether it holds.
 
     Attributes:
-        text: the target
-        figure: the figure that comes closest to missing it
-        where: the row that has this figure
-        holds: whether the target holds, or None if no row was measured
+        text: the target in words
+        figure: the measured figure that comes closest to missing the target, or "" if no row was measured
+        where: the row that has this figure, or "" if no row was measured
+        holds: True if the target holds, or None if no row was measured
     """
 
     text: str
@@ -38,8 +39,13 @@ class Bar(NamedTuple):
 
 
 def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any] | None) -> list[Bar]:
-    """Return the bars of the CPU engine. `loops` is the GB/s of streaming loops by name (cpu_loops.py); a rate needs at
-    most 60% of its loop.
+    """Return the bars of the CPU engine.
+
+    Args:
+        rows: the measured rows
+        loops: GB/s of streaming loops on all threads by name (cpu_loops.py). A target rate is lowered to 60% of the
+            rate of the matching loop, so that slow memory does not count as a miss.
+        sweep: the result of cpu_sweep.sweep, or None if it was not run
     """
     of = {name: [row for row in rows if row.group == name] for name in ("recipes", "small", "sizes", "ggml")}
     seven = [row for row in of["recipes"] if row.recipe in SEVEN]
@@ -74,24 +80,35 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
 
 
 def _ours(row: CpuRow) -> list[Time]:
-    """Return the row's times on all threads."""
+    """Return the row's times on all threads: with a new result and, if timed, into a preallocated one."""
     return [us for name, us in row.times.items() if name.startswith("all")]
 
 
 def _where(row: CpuRow) -> str:
-    """Return the name of a row."""
+    """Return a name for the row: operation, recipe and dtype."""
     return f"{row.operation} {row.recipe} {row.dtype}"
 
 
 def _rate_bar(text: str, rows: list[CpuRow], least: float, loop: float | None, threads: str = "all") -> Bar:
-    """Return a bar for a rate: at least `least` GB/s, or 60% of `loop` if that is less."""
+    """Return a bar for a rate of at least `least` GB/s, or 60% of `loop` if that is lower.
+
+    Args:
+        text: the first words of the bar's text
+        loop: GB/s of the matching streaming loop, or None to use `least` alone
+        threads: "all" or "one", the time of the row to use
+    """
     wanted = least if loop is None else min(least, 0.6 * loop)
     given = "" if wanted == least else f", 60% of {loop:.1f}"
     return _least(f"{text}: GB/s", wanted, [(row, row.rate(threads)) for row in rows], given)
 
 
 def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], given: str = "") -> Bar:
-    """Return a bar for the smallest figure: at least `wanted`."""
+    """Return a bar that holds if the smallest figure is at least `wanted`.
+
+    Args:
+        found: (row, figure) pairs; figures that are None are ignored
+        given: text after the target, such as where it comes from
+    """
     values = [(value, _where(row)) for row, value in found if value is not None]
     text = f"{text}: at least {wanted:g}{given}"
     if not values:
@@ -101,7 +118,7 @@ def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], g
 
 
 def _most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
-    """Return a bar for the largest figure: at most `wanted`."""
+    """Return a bar that holds if the largest figure of the (row, figure) pairs is at most `wanted`."""
     text = f"{text}: at most {wanted:g}"
     if not found:
         return Bar(text, "", "", None)
@@ -110,8 +127,8 @@ def _most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
 
 
 def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
-    """Return a bar for the speed-up over ggml, with one thread each, float32 on ggml's side, and preallocated
-    results.
+    """Return a bar for the speed-up over ggml of at least `least`. Both use one thread and preallocated results; ggml
+    reads or writes float32.
     """
     found = [
         (row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation
@@ -121,7 +138,7 @@ def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
 
 
 def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
-    """Return a bar for the smallest ratio that the sweep found."""
+    """Return a bar for the smallest speed-up over the specification in the sweep."""
     text = "times faster than the specification, every recipe, dtype and shape from 1 KB: at least 1"
     if not sweep or not sweep["cases"]:
         return Bar(text, "", "", None)
@@ -130,11 +147,16 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
 
 
 def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str) -> Bar:
-    """Return a bar for the growth of the time per byte, from the smallest size of at least `least` bytes to the
-    largest.
+    """Return a bar for how the time per byte grows with size: the largest size compared with the smallest size of at
+    least `least` bytes.
 
-    The smallest times are compared, because every call that takes a second meets some disturbance. If a streaming loop
-    over as many bytes grows too, the growth is divided by the loop's.
+    The smallest times are compared, because every call that takes a second meets some disturbance. If the time per byte
+    of a streaming loop grows too, the growth is divided by the loop's growth.
+
+    Args:
+        name: the key of the row's times to use, such as "all into"
+        loop: the key of the streaming loop in the row's peers
+        text: words that the bar's text adds
     """
     text = f"time per byte{text}, 8 GiB over {least >> 20} MiB, relative to a streaming loop: at most 1.25"
     large = sorted((row for row in rows if row.bytes >= least and name in row.times), key=lambda row: row.bytes)
@@ -151,8 +173,8 @@ def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str)
 
 
 def _growth(rows: list[CpuRow], name: str) -> float:
-    """Return the ratio of the smallest time per byte in the last row to that in the first row, or 1 if either was not
-    measured.
+    """Return the smallest time per byte of the last row divided by that of the first row. Return 1 if either row lacks
+    the time `name`.
     """
     first, last = (row.times | row.peers for row in (rows[0], rows[-1]))
     return (

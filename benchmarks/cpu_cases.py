@@ -1,4 +1,4 @@
-"""Define the calls that bench_cpu.py times. Each is checked bit for bit against the specification."""
+"""Define the calls that bench_cpu.py times, and check their results against fp4kit's NumPy specification."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from fp4kit.quantized.container import PARTS
 
 
 class CpuCase(NamedTuple):
-    """Describe a call to time.
+    """Describe one call to time.
 
     Attributes:
-        operation: the operation's name in the record
-        call: the call
-        bytes: the bytes that its rate counts
-        target: memory that `into` or `call` writes to, or None
-        into: a call that writes the same result into `target`, or None if there is none or `call` itself writes there
+        operation: the operation's name in the record, such as "quantize"
+        call: the call without arguments
+        bytes: the number of bytes that its rate in GB/s counts
+        target: the preallocated result that `into` (or `call`) writes to, or None if `call` allocates its result
+        into: the call that writes its result into `target`, or None if only `call` is timed
     """
 
     operation: str
@@ -34,18 +34,22 @@ class CpuCase(NamedTuple):
 
     @property
     def calls(self) -> dict[str, Call]:
-        """Return the calls by the suffix that a row adds to its names of times."""
+        """Return {suffix: call}: "" for `call` and, unless `into` is None, " into" for `into`. The key of a time in
+        CpuRow.times ends with this suffix, as in "all into".
+        """
         return {"": self.call} if self.into is None else {"": self.call, " into": self.into}
 
 
 def normal(shape: tuple[int, ...], dtype: Any = BF16) -> np.ndarray:
-    """Return normal values. A square matrix equals cpu_peers.matrix."""
+    """Return normally distributed values from a fixed seed. cpu_peers.matrix returns equal values before the cast to
+    `dtype`, so that other libraries get the same input.
+    """
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
 def poison(target: Any) -> None:
-    """Fill an array, or the codes and block scales of a Quantized, with the byte 0xEE, which marks memory that a call
-    did not write.
+    """Fill an array, or the codes and block scales of a Quantized, with the byte 0xEE. A check then fails if a call
+    leaves part of the memory unwritten.
     """
     parts = (target.packed, target.block_scale) if isinstance(target, fp4kit.Quantized) else (target,)
     for part in parts:
@@ -54,7 +58,7 @@ def poison(target: Any) -> None:
 
 
 def check(case: CpuCase) -> None:
-    """Raise AssertionError unless every call gives the specification's result."""
+    """Raise AssertionError unless every call of the case gives the specification's result."""
     poison(case.target)
     with fp4kit.specification():
         wanted = case.call()
@@ -65,7 +69,9 @@ def check(case: CpuCase) -> None:
 
 
 def same(actual: Any, wanted: Any, name: str) -> None:
-    """Raise AssertionError unless two results, or two tuples of results, agree in every bit."""
+    """Raise AssertionError unless two results, or two tuples of results, are bit-identical. `name` begins the
+    message.
+    """
     if not isinstance(wanted, tuple):
         assert_same_bits(actual, wanted, name)
         return
@@ -74,15 +80,17 @@ def same(actual: Any, wanted: Any, name: str) -> None:
 
 
 def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> CpuCase:
-    """Return the case of quantize with these options. It is also timed into preallocated arrays."""
+    """Return the case of quantize with these options, timed both with a new result and into a preallocated one.
+    `operation` is its name in the record.
+    """
     target = copy.deepcopy(fp4kit.quantize(x, recipe, **options))
     into = lambda: fp4kit.quantize(x, recipe, **options, out=target)  # noqa: E731
     return CpuCase(operation, lambda: fp4kit.quantize(x, recipe, **options), x.nbytes, target, into)
 
 
 def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of quantize of a very large array. It needs memory for only two results: the target and a new
-    one.
+    """Return the case of quantize for a very large array. At most two results exist at a time: the target, and the new
+    result of a call. (`quantize` above needs one more for a moment, because it copies the target.)
     """
     target = fp4kit.quantize(x, recipe)
     into = lambda: fp4kit.quantize(x, recipe, out=target)  # noqa: E731
@@ -90,19 +98,19 @@ def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def dequantize(recipe: str, x: np.ndarray, dtype: Any = BF16) -> CpuCase:
-    """Return the case of dequantize of a quantized x."""
+    """Quantize x, then return the case of dequantize of the result to `dtype`."""
     q, target = fp4kit.quantize(x, recipe), np.empty(x.shape, dtype)
     into = lambda: fp4kit.dequantize(q, dtype, out=target)  # noqa: E731
     return CpuCase("dequantize", lambda: fp4kit.dequantize(q, dtype), target.nbytes, target, into)
 
 
 def fake_quantize(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of fake_quantize."""
+    """Return the case of fake_quantize, which always allocates its result."""
     return CpuCase("fake_quantize", lambda: fp4kit.fake_quantize(x, recipe), x.nbytes)
 
 
 def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
-    """Yield quantize and dequantize, or fake_quantize if the recipe is only a fake quantizer."""
+    """Yield the cases of quantize and dequantize, or that of fake_quantize if the recipe has no codes."""
     if fp4kit.recipe(recipe).fake_only:
         yield fake_quantize(recipe, x)
         return
@@ -111,7 +119,9 @@ def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
-    """Yield the other operations on bfloat16."""
+    """Yield the cases of the remaining operations: other axes and roundings, quantize_both, partial_cast, amax of
+    blocks and, for recipes with square blocks, transpose.
+    """
     yield quantize(recipe, x, "quantize along columns", axis=0)
     yield fake_quantize(recipe, x)
     yield CpuCase("quantize_both", lambda: fp4kit.quantize_both(x, recipe), x.nbytes)
@@ -138,7 +148,9 @@ def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def check_rows(q: fp4kit.Quantized, x: np.ndarray, rows: int = 64) -> None:
-    """Raise AssertionError unless the first and last rows of a large q equal the specification's."""
+    """Raise AssertionError unless the first and the last `rows` rows of q equal the specification's. This spares a
+    large array the slow specification.
+    """
     for part in (slice(rows), slice(-rows, None)):
         with fp4kit.specification():
             wanted = fp4kit.quantize(x[part], q.recipe, tensor_amax=q.tensor_amax)

@@ -1,7 +1,7 @@
 """Compile ggml's own C code for MXFP4 and NVFP4 blocks for this processor, and time it with one thread on float32.
 
-The folder is that of ggml (with include/ and src/), such as vendor/llama.cpp/ggml in the source package of
-llama-cpp-python:
+bench_cpu.py passes ggml's source folder (with include/ and src/). The source package of llama-cpp-python has it as
+vendor/llama.cpp/ggml:
 
     pip download --no-binary llama-cpp-python --no-deps llama-cpp-python   # 0.3.36 was tried
     tar xzf llama_cpp_python-*.tar.gz
@@ -30,8 +30,8 @@ const char * ggml_type_name(int type) { abort(); }
 
 
 def build(folder: Path, target: Path) -> ctypes.CDLL:
-    """Compile ggml-quants.c into a library in the target folder, with the optimization of ggml's own build, and load
-    it.
+    """Compile ggml-quants.c from ggml's source folder, with the optimization flags of ggml's own build, and load it.
+    The library is written to the target folder.
     """
     (target / "stubs.c").write_text(STUBS)
     out = target / "ggml.so"
@@ -57,8 +57,8 @@ def build(folder: Path, target: Path) -> ctypes.CDLL:
 
 
 class Ggml:
-    """Encode and decode one float32 matrix in one kind of block. encode() writes self.blocks; decode() writes
-    self.values.
+    """Encode and decode one float32 matrix in blocks of one kind, "mxfp4" or "nvfp4". encode() writes self.blocks;
+    decode() writes self.values.
     """
 
     def __init__(self, library: ctypes.CDLL, kind: str, x: np.ndarray) -> None:
@@ -86,14 +86,16 @@ class Ggml:
 
 
 def calls(library: ctypes.CDLL, kind: str, x: np.ndarray) -> dict[str, Callable[[], object]]:
-    """Return {"quantize": call, "dequantize": call} after a check of their results."""
+    """Return {"quantize": call, "dequantize": call} of ggml on x. Raises AssertionError if the decoded values are
+    wrong.
+    """
     found = Ggml(library, kind, x)
     found.check()
     return {"quantize": found.encode, "dequantize": found.decode}
 
 
 def version(folder: Path) -> str:
-    """Return the version in ggml's CMakeLists.txt, such as "0.25.3", or "unknown" if it is not there."""
+    """Return the version in ggml's CMakeLists.txt, such as "0.25.3", or "unknown" if the file has no version."""
     text = (folder / "CMakeLists.txt").read_text() if (folder / "CMakeLists.txt").exists() else ""
     parts = [re.search(rf"GGML_VERSION_{name}\s+(\d+)", text) for name in ("MAJOR", "MINOR", "PATCH")]
     return ".".join(part[1] for part in parts if part) or "unknown"

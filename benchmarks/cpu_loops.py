@@ -1,11 +1,11 @@
-"""Measure what memory allows: NumPy loops in threads over the bytes that an operation moves, and the cost of a fresh
-process.
+"""Measure the limits of the machine: the throughput of memory, and the time and memory that a fresh process needs.
 
-Rates are GB/s of the large array. All arrays are in memory. The loops are:
+The streaming loops are NumPy calls in threads that move as many bytes as an operation of fp4kit. Their rates are GB/s
+of the large array. All arrays are in memory. The loops are:
 
 - one pass: copy every fourth 8-byte word, so that every cache line is read and a quarter as many bytes are written
 - two passes: find the largest 8-byte word, so that every byte is read, then do "one pass". quantize with a tensor scale
-  moves the same bytes
+  moves as many bytes
 - expand: read a small array and write each word four times, as dequantize to bfloat16 does
 - copy: read everything and write everything
 """
@@ -59,13 +59,13 @@ print((memory("VmHWM") - before) / 1024 - result.nbytes / 2**20)
 
 
 def _part(a: np.ndarray, i: int, parts: int) -> np.ndarray:
-    """Return the i-th of `parts` nearly equal parts of an array."""
+    """Return the i-th of `parts` nearly equal parts of an array, as a view."""
     return a[len(a) * i // parts : len(a) * (i + 1) // parts]
 
 
 def two_passes(x: np.ndarray, quarter: np.ndarray | None, threads: int, pool: ThreadPoolExecutor) -> Call:
-    """Return the loop "two passes" over an array of 8-byte words. It writes to `quarter`, or to a new array per call if
-    `quarter` is None.
+    """Return the loop "two passes" over x, an array of 8-byte words, in `threads` threads of a pool. It writes to
+    `quarter`, an array a quarter as long, or to a new array per call if `quarter` is None.
     """
     words = range(threads)
 
@@ -78,7 +78,7 @@ def two_passes(x: np.ndarray, quarter: np.ndarray | None, threads: int, pool: Th
 
 
 def loops(nbytes: int, threads: int, pool: ThreadPoolExecutor) -> dict[str, Call]:
-    """Return the loops on an array of nbytes bytes, in `threads` threads of a pool."""
+    """Return {name: call} of the streaming loops over a new array of nbytes bytes, in `threads` threads of a pool."""
     x = np.random.default_rng(0).integers(0, 2**62, nbytes // 8, dtype=np.int64)
     y, quarter = np.zeros_like(x), np.zeros(len(x) // 4, np.int64)
 
@@ -96,7 +96,9 @@ def loops(nbytes: int, threads: int, pool: ThreadPoolExecutor) -> dict[str, Call
 
 
 def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return {"one" or "all" threads: {loop: GB/s by the median time}}. nbytes must be a multiple of 32 * threads."""
+    """Return {"one" or "all": {loop: GB/s}} for one thread and for all threads. A rate comes from the median of
+    `rounds` times. nbytes must be a multiple of 32 * threads.
+    """
     found: dict[str, dict[str, float]] = {}
     for name, count in (("one", 1), ("all", threads)):
         with ThreadPoolExecutor(count) as pool:
@@ -107,8 +109,13 @@ def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, flo
 
 
 def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float]:
-    """Return {call: peak memory in MiB in excess of input and result}, each in a fresh process with no freed memory.
-    Return an empty dict if there is no /proc.
+    """Measure the peak memory of quantize and dequantize that is neither input nor result.
+
+    Each call is made in a fresh process, so that no freed memory is reused. The input has nbytes bytes of bfloat16 in
+    rows of `columns` elements.
+
+    Returns:
+        {call: MiB}. Calls whose process fails are left out, so the dict is empty on systems without /proc.
     """
     found = {}
     for operation in ("quantize", "dequantize"):
@@ -121,8 +128,8 @@ def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float
 
 
 def first_use(rounds: int) -> dict[str, dict[str, float]]:
-    """Return the milliseconds of each step of a fresh process, {step: {"best", "median"}}, for 64 x 4096 bfloat16 and
-    nvfp4-te.
+    """Start a fresh process `rounds` times that imports fp4kit, then quantizes and dequantizes a 64 x 4096 bfloat16
+    array with nvfp4-te. Return {step: {"best": ms, "median": ms}} for the imports and for the first and second calls.
     """
     runs = []
     for _ in range(rounds):

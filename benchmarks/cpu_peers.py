@@ -27,15 +27,20 @@ from typing import Any, NamedTuple
 import numpy as np
 from timing import WARMED
 
-LARGEST_ERROR = {"nvfp4": 0.15, "mxfp4": 0.2, "mxfp8": 0.05}  # relative root mean square error that is accepted
+LARGEST_ERROR = {"nvfp4": 0.15, "mxfp4": 0.2, "mxfp8": 0.05}  # accepted root mean square error, relative to the input
 PACKAGES = ("torch", "torchao", "compressed-tensors", "mlx", "numpy")
 
 
 class Peer(NamedTuple):
-    """Describe how a library computes one kind of format.
+    """Describe how a library quantizes and decodes one kind of format.
 
-    quantize() returns some object; dequantize(object) decodes it; values(decoded) converts to a float32 NumPy array. If
-    quantize is None, the library only computes decoded values, which fake() returns.
+    Attributes:
+        library: the library's name in the record, with its mode, such as "torchao RCEIL eager"
+        kind: "nvfp4", "mxfp4" or "mxfp8"
+        quantize: returns the library's quantized object, or None if the library offers only `fake`
+        dequantize: decodes this object
+        values: converts the decoded result to a float32 NumPy array
+        fake: quantizes and decodes in one call, or None if the library offers quantize and dequantize
     """
 
     library: str
@@ -47,17 +52,19 @@ class Peer(NamedTuple):
 
 
 def matrix(size: int) -> np.ndarray:
-    """Return the normal values of bench_cpu.py as float32."""
+    """Return the normally distributed matrix of bench_cpu.py as float32, before its cast to bfloat16."""
     return np.random.default_rng(0).standard_normal((size, size), dtype=np.float32)
 
 
 def _float32(y: Any) -> np.ndarray:
-    """Return a torch tensor's values as a float32 NumPy array."""
+    """Return the values of a torch tensor as a float32 NumPy array."""
     return np.asarray(y.float().numpy())
 
 
 def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield to_mx with to_dtype, and nvfp4_quantize with NVFP4Tensor.dequantize, with and without a tensor scale."""
+    """Yield torchao's to_mx with to_dtype, and its NVFP4Tensor with and without a tensor scale. If `quick` is false,
+    yield each also with torch.compile.
+    """
     import torch
     from torchao.prototype.mx_formats import mx_tensor as mx
     from torchao.prototype.mx_formats import nvfp4_tensor as nv
@@ -87,7 +94,9 @@ def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
 
 
 def compressed_tensors(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield the calls that its observers and its NVFP4 compressor make for a weight."""
+    """Yield the calls that compressed-tensors makes for an NVFP4 weight: observers for the scales, then its
+    compressor.
+    """
     import torch
     from compressed_tensors.compressors import quantize_and_pack_fp4, unpack_fp4_from_uint8
     from compressed_tensors.quantization import QuantizationArgs
@@ -115,7 +124,7 @@ def compressed_tensors(x: np.ndarray, threads: int, quick: bool) -> Iterator[Pee
 
 
 def microxcaling(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield quantize_mx_op, which returns decoded values only."""
+    """Yield quantize_mx_op of microxcaling, which returns decoded values only."""
     import torch
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
@@ -180,7 +189,9 @@ class Timed:
         return self.last
 
     def _try(self) -> None:
-        """Check the peer's values and keep the call to time. Raises ValueError if the values are wrong."""
+        """Check the peer's values, then keep the call to time in `self.call`. Raises ValueError if the values are
+        wrong.
+        """
         peer, made = self.peer, self.peer.fake or self.peer.quantize
         assert made is not None
         q = made()
@@ -193,7 +204,9 @@ class Timed:
 
 
 def found(x: np.ndarray, threads: int, quick: bool) -> tuple[dict[str, Timed], dict[str, str]]:
-    """Return the calls by "operation/kind/library", and {library: error} for libraries that are not available."""
+    """Return ({"operation/kind/library": call to time}, {library: error}). The second dict has the libraries that could
+    not be loaded.
+    """
     calls, missing = {}, {}
     for library in LIBRARIES:
         try:
@@ -206,12 +219,12 @@ def found(x: np.ndarray, threads: int, quick: bool) -> tuple[dict[str, Timed], d
 
 
 def first_line(error: BaseException) -> str:
-    """Return the type and the first line of an error."""
+    """Return the type of an error and the first line of its message, at most 160 characters."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"[:160]
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages."""
+    """Return {package: version} for the installed packages of PACKAGES."""
     result = {}
     for name in PACKAGES:
         try:
@@ -222,7 +235,9 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Answer each input line with one line. What libraries print goes to standard error."""
+    """Print the available calls, then answer each input line with one line of JSON. What the libraries print goes to
+    standard error.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", type=int)
     parser.add_argument("threads", type=int)

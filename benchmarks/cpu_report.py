@@ -1,6 +1,8 @@
-"""Write the Markdown table and the plot of a run of bench_cpu.py.
+"""Write the Markdown page and the plot of a record of bench_cpu.py.
 
-python benchmarks/cpu_report.py benchmarks/results/cpu.json
+    python benchmarks/cpu_report.py benchmarks/results/cpu.json
+
+A *bar* is a performance target with the figure that was measured for it (cpu_bars.py).
 """
 
 from __future__ import annotations
@@ -40,30 +42,32 @@ GROUPS = {
 
 
 def rows_of(record: Record) -> list[CpuRow]:
-    """Return the rows of a run."""
+    """Return the rows of a record."""
     return [CpuRow.of(row) for row in record["rows"]]
 
 
 def bars_of(record: Record) -> list[Bar]:
-    """Return the bars of a run."""
+    """Return the bars of a record."""
     return bars(rows_of(record), record.get("loops", {}).get("all", {}), record.get("sweep"))
 
 
 def bar_lines(record: Record) -> list[str]:
-    """Return one line of text per bar."""
+    """Return one line of text per bar: whether it holds, the target, the measured figure and the row with this
+    figure.
+    """
     said = {True: "holds", False: "MISSED", None: "not measured"}
     return [f"{said[bar.holds]:13}{bar.text}   {bar.figure}   {bar.where}" for bar in bars_of(record)]
 
 
 def heading(record: Record) -> str:
-    """Return machine, engine, versions, commit, date and load in one line."""
+    """Return machine, engine, versions, commit, date and load average as one line."""
     load = f"load {record['load'][0]} at the start, {record['load at the end']} at the end"
     machine = f"{record['processor']}, {record['threads']} threads, {record['engine']}"
     return f"{machine}, {head_text(record)}; {load}"
 
 
 def markdown(record: Record) -> str:
-    """Return the run as a Markdown page."""
+    """Return the Markdown page of a record."""
     rows = rows_of(record)
     found = bars_of(record)
     others = ", ".join(f"{name} {version}" for name, version in record["versions of peers"].items())
@@ -96,12 +100,14 @@ def markdown(record: Record) -> str:
 
 
 def _bar_cells(bar: Bar) -> tuple[str, ...]:
-    """Return a bar's row of the Markdown table."""
+    """Return the cells of a bar in the table "Bars"."""
     return bar.text, bar.figure, bar.where, {True: "holds", False: "missed", None: "not measured"}[bar.holds]
 
 
 def _machine(record: Record) -> list[str]:
-    """Return the lines about streaming loops and about a fresh process."""
+    """Return the Markdown lines about memory throughput and about the first calls of a fresh process. Parts that were
+    not measured are left out.
+    """
     lines = []
     if "loops" in record:
         loops = record["loops"]
@@ -115,7 +121,7 @@ def _machine(record: Record) -> list[str]:
 
 
 def _groups(rows: list[CpuRow], record: Record) -> list[str]:
-    """Return one table per group of rows, and the notes below them."""
+    """Return the Markdown tables, one per group of rows, followed by notes on peak memory and on sizes left out."""
     lines = []
     for group, title in GROUPS.items():
         found = [row for row in rows if row.group == group]
@@ -131,19 +137,21 @@ def _groups(rows: list[CpuRow], record: Record) -> list[str]:
 
 
 def _gb(rate: float | None) -> str:
-    """Return a rate as text with three digits, or an empty text if there is none."""
+    """Format a rate with three digits. Return "" for None, which means that the call was not timed."""
     return "" if rate is None else f"{rate:.2f}" if rate < 10 else f"{rate:.1f}"
 
 
 def _others(row: CpuRow) -> str:
-    """Return each library's time divided by ours, the fastest library first."""
+    """Return the time of each other library divided by fp4kit's, the fastest library first, then the libraries that
+    failed. fp4kit's time is that on all threads, or on one thread if only that was timed.
+    """
     ours = row.times["all" if "all" in row.times else "one"].median
     ratios = sorted((us.median / ours, name) for name, us in row.peers.items())
     return ", ".join([f"{name} {ratio:.1f}" for ratio, name in ratios] + [f"{name} fails" for name in row.failed])
 
 
 def _cells(row: CpuRow) -> tuple[str, ...]:
-    """Return a row of the tables "recipes" and "operations"."""
+    """Return the cells of a row in a table with COLUMNS."""
     smallest = row.bytes / row.times["all"].best / 1e3
     rates = (row.rate("all"), smallest, row.rate("one"), row.rate("all into"), row.rate("specification"))
     times = row.ratio("specification", "all")
@@ -152,7 +160,7 @@ def _cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return a row of the table "ggml", in G elements/s."""
+    """Return the cells of a row in the table of group "ggml", in G elements/s."""
     elements = row.bytes / (4 if row.operation == "dequantize" or row.dtype == "float32" else 2) / 1e3
     mine, into, theirs = row.times["one"].median, row.times["one into"].median, row.peers["ggml"].median
     rates = tuple(f"{elements / us:.2f}" for us in (mine, into, theirs))
@@ -160,14 +168,14 @@ def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _small_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return a row of the table "small", in microseconds."""
+    """Return the cells of a row in the table of group "small", in microseconds."""
     names = ("all", "all into", "one", "specification")
     found = (f"{row.times[name].median:.0f}" if name in row.times else "" for name in names)
     return row.operation, row.recipe, *found, f"{row.ratio('specification', 'all') or 0:.1f}"
 
 
 def _size_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return a row of the table "sizes"."""
+    """Return the cells of a row in the table of group "sizes", in ns per element and GB/s."""
     size = f"{row.bytes >> 20} MiB" if row.bytes < 1 << 30 else f"{row.bytes >> 30} GiB"
     elements = row.bytes / 2
     names = ("all", "all into", "one")
@@ -195,7 +203,7 @@ _HEADS = {
 
 
 def _sweep(record: Record) -> list[str]:
-    """Return the lines about the sweep."""
+    """Return the Markdown lines about the sweep of cpu_sweep.py, or an empty list if the record has no sweep."""
     if not record.get("sweep"):
         return []
     found = record["sweep"]
@@ -211,12 +219,12 @@ def _sweep(record: Record) -> list[str]:
 
 
 def _shape(shape: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return a row of the sweep's table."""
+    """Return the cells of a shape in the sweep's table. `entry` is the case with the smallest speed-up."""
     return shape, f"{entry['ratio']:.2f}", entry["case"].rpartition(" ")[0]
 
 
 def summary(record: Record) -> str:
-    """Return the README's part: the machine, how many bars hold, and the seven recipes."""
+    """Return the README's table: the machine, how many bars hold, and the rates of the recipes in SEVEN."""
     rows = {(row.operation, row.recipe): row for row in rows_of(record) if row.group == "recipes"}
     head = ["recipe"]
     for operation in ("quantize", "dequantize"):
@@ -234,14 +242,16 @@ def summary(record: Record) -> str:
 
 
 def _summary_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the README's cells for an operation and recipe."""
+    """Return the README's four cells for one operation and recipe: three rates in GB/s and the fastest other
+    library.
+    """
     peer = row.fastest_peer
     other = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
     return *(_gb(row.rate(name)) for name in ("all", "one", "specification")), other
 
 
 def plot(record: Record, path: Path) -> None:
-    """Plot the rates of every recipe, and the seven recipes compared with other libraries."""
+    """Plot the rates of every recipe, and the times of other libraries relative to fp4kit for the recipes in SEVEN."""
     plt = records.pyplot(path)
     rows = [row for row in rows_of(record) if row.group == "recipes"]
     seven = [row for row in rows if row.recipe in SEVEN]
@@ -256,7 +266,9 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -> None:
-    """Plot the rates of every recipe."""
+    """Plot GB/s over recipe, on all threads, on one thread and by the specification. `names` are the recipes in
+    order.
+    """
     marks = {"quantize": "o", "dequantize": "D", "fake_quantize": "s"}
     colours = {"all": COLOURS["bfloat16"], "one": COLOURS["float16"], "specification": COLOURS["uint8"]}
     for row in rows:
@@ -288,7 +300,7 @@ def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
 
 
 def _scale(axes: Any, lines: list[str], label: str) -> None:
-    """Label the axes."""
+    """Label the rows and the logarithmic x axis of a plot."""
     axes.set_yticks(range(len(lines)), lines, fontsize=7)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")
@@ -299,8 +311,8 @@ def _scale(axes: Any, lines: list[str], label: str) -> None:
 
 
 def write(record: Record, folder: Path) -> list[Path]:
-    """Write the JSON, the table and, if matplotlib is installed, the plot of a run into a folder. Return their
-    paths.
+    """Write cpu.json, cpu.md and, if the group "recipes" was measured and matplotlib is installed, cpu.svg into a
+    folder. Return the paths of the written files.
     """
     plotted = any(row.group == "recipes" for row in rows_of(record))
     return records.write(record, folder, "cpu", markdown(record), plot if plotted else None)

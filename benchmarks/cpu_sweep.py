@@ -1,4 +1,4 @@
-"""Find out whether the compiled engine is slower than the specification anywhere: every recipe, dtype and operation, on
+"""Look for calls of the compiled engine that are slower than the specification: every recipe, dtype and operation, on
 many shapes.
 """
 
@@ -16,7 +16,7 @@ from timing import alternate, watch
 import fp4kit
 from fp4kit.cpu.coverage import not_faked
 
-# From 1 KB of bfloat16 upward. Some end within a vector, a row or a block of rows; some have three dimensions.
+# From 1 KB of bfloat16 upward. Some shapes are no multiple of a vector or of a block of rows; some are 3-D.
 SHAPES = (
     (1, 512),
     (8, 64),
@@ -30,22 +30,25 @@ SHAPES = (
     (1024, 1024),
 )
 DTYPES = (BF16, F16, F32)
-NOISE = 0.05  # a call that falls back to the specification takes about as long
-FAR = 2.5  # a ratio that is accepted after a single call of the specification
+NOISE = 0.05  # a call that falls back to the specification has a ratio of about 1, so ratios above 0.95 are accepted
+FAR = 2.5  # at this ratio or above, the specification is called only once
+# Measurements that are tried in order: (rounds, seconds per call, smallest ratio that ends the measurement).
 TURNS = (
     (3, 0.02, 1.2),
     (15, 0.06, 1 - NOISE),
     (99, 0.5, 0.0),
-)  # rounds, seconds per call, smallest ratio that is then accepted
-BATCH = 5e-4  # seconds
+)
+BATCH = 5e-4  # seconds that a timed batch of calls should last
 KEPT = 20  # how many of the smallest ratios are recorded
-MOST_DECLINED = (
-    1 << 14
-)  # elements; larger arrays are left out if the engine has no code for the recipe, since both calls are then the same
+# If the compiled engine does not cover fake_quantize of a recipe, both timed calls run the specification. Such cases
+# are included only up to this number of elements.
+MOST_DECLINED = 1 << 14
 
 
 def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
-    """Yield functions that make a case on x. They raise ValueError if the recipe does not accept the shape."""
+    """Yield functions that make the cases of a recipe on x. A function raises ValueError if the recipe does not accept
+    the shape of x.
+    """
     r, few = fp4kit.recipe(recipe), x.size <= MOST_DECLINED
     if not r.fake_only:
         yield lambda: quantize(recipe, x)
@@ -56,8 +59,8 @@ def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
 
 
 def ratio(case: CpuCase) -> float:
-    """Return the time of the specification divided by that of the engine, both the smallest of several turns. The
-    smaller the ratio, the more turns are taken.
+    """Return the specification's time divided by the engine's time, each the smallest of several timings. Small ratios
+    are measured longer, so that noise does not make a call look slower.
     """
     fast = min(_seconds(case.call) for _ in range(3))
     with fp4kit.specification():
@@ -74,14 +77,19 @@ def ratio(case: CpuCase) -> float:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Return the seconds of one call."""
     start = time.perf_counter()
     call()
     return time.perf_counter() - start
 
 
 def sweep(recipes: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) -> dict[str, Any]:
-    """Return the number of cases, the slower ones, the smallest ratios, and the smallest ratio of each shape."""
+    """Time every case of the recipes and shapes.
+
+    Returns:
+        {"cases": number of cases, "slower": cases slower than the specification by more than NOISE, "smallest": the
+        KEPT
+        cases with the smallest ratios, "smallest of a shape": {shape: the case with its smallest ratio}}
+    """
     found: list[tuple[float, str, tuple[int, ...]]] = []
     for recipe in recipes:
         for dtype in DTYPES:
@@ -97,13 +105,15 @@ def sweep(recipes: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) ->
 
 
 def _ratios(recipe: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[str, float]]:
-    """Yield name and ratio of every case of a recipe, dtype and shape, after a check of its result."""
+    """Yield the name and ratio of every case of a recipe, dtype and shape. Each result is first compared with the
+    specification's. Shapes that the recipe does not accept yield no case.
+    """
     for make in cases(recipe, normal(shape, dtype)):
         try:
             case = make()
             with fp4kit.specification():
                 wanted = case.call()
-        except ValueError:  # the shape has no whole blocks
+        except ValueError:  # the recipe does not accept the shape
             continue
         name = f"{case.operation} {recipe} {np.dtype(dtype).name} {'x'.join(map(str, shape))}"
         same(case.call(), wanted, name)
@@ -114,5 +124,5 @@ def _ratios(recipe: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[s
 
 
 def _entry(value: float, name: str) -> dict[str, Any]:
-    """Return a case as it stands in the record."""
+    """Return the JSON record of a case: its ratio and its name."""
     return {"ratio": round(value, 3), "case": name}

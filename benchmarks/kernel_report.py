@@ -2,8 +2,8 @@
 
     python benchmarks/kernel_report.py [--arch sm_90] [--output FILE]
 
-Prints a table. Resident threads are those that fit a multiprocessor with 65,536 registers and 2,048 threads. The exit
-status is 1 if a kernel spills registers.
+Prints a table. Its last column, resident threads, is the number of threads that fit on a multiprocessor with 65,536
+registers and 2,048 threads. The exit status is 1 if a kernel spills registers.
 """
 
 from __future__ import annotations
@@ -38,7 +38,15 @@ OTHER_INPUTS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxf
 
 
 class Kernel(NamedTuple):
-    """Describe one instantiation of a kernel, with the words that name it in the table."""
+    """Describe one instantiation of a kernel.
+
+    Attributes:
+        kernel: the kernel's function name
+        recipe: id of the recipe, or "" if the kernel does not depend on one
+        types: the element type, as shown in the table
+        options: further template arguments, as shown in the table
+        source: the CUDA source to compile
+    """
 
     kernel: str
     recipe: str
@@ -50,7 +58,15 @@ class Kernel(NamedTuple):
 def quantize_kernel(
     r: Recipe, dtype: np.dtype, aligned: bool = True, layout: str = "linear", **options: object
 ) -> Kernel:
-    """Return the kernel that quantizes dtype to a recipe. `options` are those of recipe_struct."""
+    """Return the kernel that quantizes arrays of `dtype` to a recipe.
+
+    Args:
+        r: the recipe
+        dtype: dtype of the input
+        aligned: False for the variant for misaligned input
+        layout: layout of the block scales
+        options: further arguments of recipe_struct, such as stochastic=True
+    """
     file = kernel_for(LaunchRequest(r, dtype, (1024, 4096), layout, grouped=True)).kernel
     struct = recipe_struct(r, layout, **options)  # type: ignore[arg-type]
     names = [layout] * (layout != "linear") + ["misaligned"] * (not aligned)
@@ -60,25 +76,27 @@ def quantize_kernel(
 
 
 def table_kernel(r: Recipe) -> Kernel:
-    """Return the kernel that quantizes large matrices to a 4over6 recipe."""
+    """Return the kernel that quantizes large bfloat16 matrices to a 4over6 recipe."""
     source = instantiation("quantize_table", recipe_struct(r), Input=TYPES[BF16], kAligned=True)
     return Kernel("quantize_table_kernel", r.id, str(BF16), "", source)
 
 
 def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
-    """Return the kernel that decodes a recipe to dtype."""
+    """Return the kernel that decodes a recipe's codes to `dtype`."""
     source = instantiation("dequantize", recipe_struct(r), Input=TYPES[dtype], Output=TYPES[dtype])
     return Kernel("dequantize_kernel", r.id, str(dtype), "", source)
 
 
 def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
-    """Return the kernel that quantizes along columns, in both directions, and in square blocks."""
+    """Return the kernel that quantizes along columns, in both directions, and in square blocks. `mask` is the sign mask
+    of the Hadamard transform, or None for no transform.
+    """
     source = instantiation("quantize_columns", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
     return Kernel("quantize_columns_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
 
 
 def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
-    """Return the kernel that computes the amax of a tensor."""
+    """Return the kernel that computes the amax of a tensor, after a Hadamard transform if `hadamard` is true."""
     transform = f"struct Transform {{ static constexpr bool kHadamard = {str(hadamard).lower()}; "
     transform += f"static constexpr u32 kSignMask = {TE_SIGN_MASK}u; }};"
     source = instantiation("amax", transform, Input=TYPES[dtype], kCounted="AmaxInput::all", kAligned=True)
@@ -86,8 +104,8 @@ def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield the kernels of the report: every recipe from bfloat16, some from other dtypes and with options, dequantize,
-    amax, shards and layouts.
+    """Yield the kernels of the report. Every recipe has its bfloat16 kernel; a few recipes have also those for other
+    dtypes and options, for dequantize, amax, shards and layouts.
     """
     for r in RECIPES.values():
         if not r.fake_only:
@@ -117,7 +135,7 @@ def kernels() -> Iterator[Kernel]:
 
 
 def partial_kernels() -> Iterator[Kernel]:
-    """Yield the kernels for shards."""
+    """Yield the kernels of partial_amax and partial_cast, which work on shards of a matrix."""
     for id in ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d"):
         for dtype in (F32, BF16):
             for file in ("partial_amax", "partial_cast"):
@@ -126,7 +144,7 @@ def partial_kernels() -> Iterator[Kernel]:
 
 
 def layout_kernels() -> Iterator[Kernel]:
-    """Yield the kernels that move bytes, for aligned and misaligned arrays."""
+    """Yield the kernels that only move codes and scales: transpose, swizzle, pack and unpack."""
     for id in ("nvfp4-te-2d", "mxfp8-te-2d"):
         bits, size = (4 if RECIPES[id].is_packed else 8), RECIPES[id].block_size
         for layout in SCALE_LAYOUTS:
@@ -140,8 +158,13 @@ def layout_kernels() -> Iterator[Kernel]:
 
 
 class Usage(NamedTuple):
-    """State the resources of one kernel: registers per thread, bytes of spills and stack per thread, bytes of shared
-    memory per block.
+    """State the resources of one kernel.
+
+    Attributes:
+        registers: registers per thread
+        spills: bytes per thread that are stored and loaded because registers do not suffice
+        stack: bytes of stack per thread
+        shared: bytes of shared memory per thread block
     """
 
     registers: int
@@ -151,13 +174,17 @@ class Usage(NamedTuple):
 
     @property
     def resident_threads(self) -> int:
-        """The threads that fit a multiprocessor. Registers are allocated to a thread in multiples of eight."""
+        """The number of threads that fit on a multiprocessor. Registers are allocated in multiples of eight per
+        thread.
+        """
         blocks = 65536 // (-(-self.registers // 8) * 8 * THREADS)
         return min(blocks * THREADS, 2048)
 
 
 def usage(kernel: Kernel, arch: str) -> Usage:
-    """Compile a kernel and read the assembler's report. Raises ValueError if the report has another form."""
+    """Compile a kernel for an architecture, and return the resources that the assembler reports. Raises ValueError if
+    the report cannot be parsed.
+    """
     headers = loader.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
     options = (*loader.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
     _, log = nvrtc.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
@@ -172,7 +199,7 @@ def usage(kernel: Kernel, arch: str) -> Usage:
 
 
 def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
-    """Return the report as Markdown."""
+    """Return the report as a Markdown table."""
     version = ".".join(map(str, nvrtc.version()))
     spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
     lines = [
@@ -194,7 +221,7 @@ def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
 
 
 def main() -> int:
-    """Print the report and, if --output is given, write it. Return the exit status."""
+    """Print the report and, if --output names a file, write it. Return 1 if a kernel spills registers, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default="sm_90", help="architecture, such as sm_100a (default: sm_90)")
     parser.add_argument("--output", type=Path, help="file to write the table to")

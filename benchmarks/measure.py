@@ -1,6 +1,6 @@
-"""Provide what the GPU benchmarks share: inputs, the copy that is the ceiling, timings, checks of results, and rows.
+"""Provide what the GPU benchmarks share: inputs, timings, the copy to compare with, checks of results, and rows.
 
-A script bench_<operation>.py has one function, `run(bench)`, which calls `bench.row(...)` for each thing that it times:
+A script bench_<operation>.py has one function, `run(bench)`, which calls `bench.row(...)` for each call that it times:
 
     from measure import BF16, Bench, check_quantized, main, poison
     from rows import element_bytes, quantized_bytes
@@ -17,12 +17,11 @@ A script bench_<operation>.py has one function, `run(bench)`, which calls `bench
     if __name__ == "__main__":
         main(run)
 
-efficiency = (fewest bytes the operation must move) / time / (bytes per second, read and written, of a device-to-device
-copy that moves as many bytes, measured in the same run). If arrays are not several times the L2, give `row` several
-calls on different buffers; the calls then take turns.
+*Traffic* is the number of bytes per element that an operation must move, by array name. *Efficiency* is the time of a
+device-to-device copy that moves as many bytes, measured in the same run, divided by the time of the operation. If the
+arrays fit in the L2 cache, pass `bench.row` several calls on different buffers; the calls then take turns.
 
-*Traffic* is the bytes per element that an operation must move, by array name. To *poison* memory is to fill it with
-bytes 0xEE, so that a result that was not written does not pass a check.
+To *poison* memory is to fill it with bytes 0xEE, so that a check fails if a call leaves part of its result unwritten.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from fp4kit.layouts import unswizzle_scales
 F32, F16, BF16 = FLOATS
 SIZE = 16384
 REPEAT = 15
-CALLS = 10  # launches between two events, so that each launch is hidden by the previous kernel
-LEAD_COPIES = 16  # copies before the first event take 2 ms, in which the host queues all calls, even at 100 us per call
+CALLS = 10  # launches between two events, so that the previous kernel hides the cost of each launch
+LEAD_COPIES = 16  # copies before the first event; they take 2 ms, in which the host queues all calls (100 us each)
 SMALL_CALLS = 20  # calls in one CUDA graph
 POISON = 0xEE
 CHECKED = (slice(64), slice(-64, None))  # rows that are compared with the specification
@@ -57,7 +56,7 @@ PACKAGES = ("fp4kit", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton"
 
 
 def poison(*arrays: Any) -> None:
-    """Fill CuPy arrays, and the arrays of a Quantized, with the byte 0xEE."""
+    """Fill CuPy arrays, and the codes and block scales of Quantized objects, with the byte 0xEE."""
     for array in arrays:
         parts = (array.packed, array.block_scale) if isinstance(array, fp4kit.Quantized) else (array,)
         for part in parts:
@@ -66,11 +65,15 @@ def poison(*arrays: Any) -> None:
 
 
 def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
-    """Raise AssertionError unless the first and last rows of q equal the specification's. If q is quantized along
-    another axis, that axis is moved last first.
+    """Raise AssertionError unless the first and the last rows of q equal what the CPU computes from the same rows of x.
 
-    `options` are those of quantize, except axis, layout and tensor_amax, which come from q. With a seed, only the first
-    rows are compared.
+    If q is quantized along another axis than the last, that axis of x is moved to the end before. With a seed, only the
+    first rows are compared, because the random bits depend on the position.
+
+    Args:
+        q: the result to check, on the device
+        x: the input of quantize
+        options: the options of quantize, except axis, layout and tensor_amax, which come from q
     """
     source = x if q.axis == x.ndim - 1 else x.swapaxes(q.axis, -1)
     scales = None if q.block_scale is None else unswizzle_scales(q.block_scale.get(), q.scale_layout, q.scale_shape)
@@ -84,14 +87,21 @@ def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
 
 
 def check_rows(actual: Any, expected: Callable[[slice], Any], name: str) -> None:
-    """Raise AssertionError unless the first and last rows of a CuPy array equal expected(rows), a NumPy array."""
+    """Raise AssertionError unless the first and the last rows of a CuPy array equal the NumPy array `expected(rows)`.
+    `name` begins the message.
+    """
     for rows in CHECKED:
         assert_same_bits(actual[rows].get(), expected(rows), f"{name}[{rows.start}:{rows.stop}]")
 
 
 class Bench:
-    """Hold a run on one device: inputs, copies, timings and the rows so far. `quick`: fewer repeats, and no
-    torch.compile.
+    """Hold a run on one device: inputs, timings, and the rows so far.
+
+    Args:
+        size: rows and columns of the large inputs
+        repeat: number of timings per call
+        quick: True for 5 repeats and no torch.compile
+        peers: True to time other libraries too
     """
 
     def __init__(self, size: int = SIZE, repeat: int = REPEAT, quick: bool = False, peers: bool = True) -> None:
@@ -108,12 +118,12 @@ class Bench:
 
     @cached_property
     def _lead(self) -> tuple[Any, Any]:
-        """Two buffers. Copies between them keep the device busy while the host queues the calls to time."""
+        """Two buffers of 256 MiB. Copies between them keep the device busy while the host queues the calls to time."""
         return self.cupy.zeros(1 << 28, np.uint8), self.cupy.zeros(1 << 28, np.uint8)
 
     def normal(self, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
-        """Return normal values of a dtype, of shape (size, size) by default. Calls return the same array, so do not
-        write to it.
+        """Return an array of normally distributed values, of shape (size, size) by default. Calls with the same
+        arguments return the same array, so do not write to it.
         """
         shape = (self.size, self.size) if shape is None else shape
         key = np.dtype(dtype), shape
@@ -126,14 +136,16 @@ class Bench:
         return self._inputs[key]
 
     def release(self) -> None:
-        """Free the inputs and the unused device memory of CuPy and torch."""
+        """Free the inputs and the device memory that CuPy and torch cache."""
         self._inputs.clear()
         self.cupy.get_default_memory_pool().free_all_blocks()
         if "torch" in sys.modules:
             sys.modules["torch"].cuda.empty_cache()
 
     def time(self, *calls: Call) -> Time:
-        """Return the device time of a call, measured by events. Several calls (on different buffers) take turns."""
+        """Return the device time of one call, measured by CUDA events. If several calls are given (on different
+        buffers), they take turns.
+        """
         for call in (*calls, *calls):
             call()
         number = len(calls) * max(round(min(CALLS, 3000 / self._events(calls)) / len(calls)), 1)
@@ -141,7 +153,9 @@ class Bench:
         return Time.of(self._events(turns) * 1e-6 for _ in range(self.repeat))
 
     def _events(self, calls: Sequence[Call]) -> float:
-        """Return the microseconds per call, queued behind copies so that the device does not wait for the host."""
+        """Return the device time of the calls in microseconds per call. Copies are queued before them, so that the
+        device does not wait for the host.
+        """
         start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         for _ in range(LEAD_COPIES):
             self.cupy.copyto(*self._lead)
@@ -153,7 +167,7 @@ class Bench:
         return float(self.cupy.cuda.get_elapsed_time(start, stop)) * 1e3 / len(calls)
 
     def graph_time(self, call: Call) -> Time:
-        """Return the device time of one call inside a CUDA graph of several calls that is replayed."""
+        """Return the device time of one call inside a CUDA graph that makes SMALL_CALLS calls."""
         self.cupy.cuda.Device().synchronize()
         stream = self.cupy.cuda.Stream(non_blocking=True)
         with stream:
@@ -168,22 +182,23 @@ class Bench:
         return Time(*(us / SMALL_CALLS for us in found))
 
     def host_time(self, call: Call) -> Time:
-        """Return the time until a call returns, on the host."""
+        """Return the time on the host until a call returns."""
         return self.host_times([call])[0]
 
     def host_times(self, calls: Sequence[Call], batch: int = 200) -> list[Time]:
-        """Return the host time of each call. Calls take turns, and the device is idle when a batch begins.
+        """Return the time on the host of each call. Calls take turns in batches; the device is idle when a batch
+        begins.
 
-        Rows report the smallest time of the batches, as timeit does, because a shared host varies: x * 2 of PyTorch
-        takes 7.5 us at one moment and 11.5 us a second later.
+        Rows report the smallest of these times, as timeit does, because the speed of a shared host varies: x * 2 of
+        PyTorch takes 7.5 us at one moment and 11.5 us a second later.
         """
         idle = self.cupy.cuda.Device().synchronize
         watches = {i: batches(call, batch, lambda call=call: (call(), idle())) for i, call in enumerate(calls)}
         return [*alternate(watches, 2 * self.repeat, float("inf")).values()]
 
     def copy_us(self, nbytes: int) -> float:
-        """Return the time of a device-to-device copy that reads and writes nbytes in total. It is measured once per
-        run.
+        """Return the microseconds of a device-to-device copy that reads and writes nbytes in total. Each size is
+        measured once per run.
         """
         if nbytes not in self._copies:
             source, target = (self.cupy.zeros(max(nbytes // 2, 1), np.uint8) for _ in range(2))
@@ -202,14 +217,18 @@ class Bench:
         timed: Time | None = None,
         **targets: Any,
     ) -> BenchmarkRow:
-        """Time calls on x, print the row and keep it. x is an array, or anything with shape and dtype; n is the number
-        of elements.
+        """Time calls on x, print the row and keep it.
 
         Args:
+            operation: the operation's name in the record
+            recipe: id of the recipe, or "" if the operation has none
+            x: an array, or any object with shape and dtype, that counts the elements
+            traffic: the bytes that the operation must move per element
+            calls: one call, or several on different buffers that take turns
             kind: "kernel", "graph" or "host"; see BenchmarkRow
             peers: {name: call}, timed in the same way; a call that raises is recorded as failed
             timed: the time of the calls, if it is already known
-            targets: target, target_us or beside, see BenchmarkRow
+            targets: target, target_us or beside; see BenchmarkRow
         """
         measure = {"kernel": self.time, "graph": self.graph_time, "host": self.host_time}[kind]
         n = prod(x.shape)
@@ -241,7 +260,7 @@ class Bench:
         return row
 
     def record(self) -> dict[str, Any]:
-        """Return the run as it stands in the JSON file."""
+        """Return the record of the run, as written to the JSON file."""
         large = 4 * self.size * self.size  # bytes that a copy of a bfloat16 input moves
         copy = self.copy_us(large)
         about = describe() | {
@@ -254,12 +273,12 @@ class Bench:
 
 
 def _reported(time: Time, kind: str) -> float:
-    """Return the microseconds that a row reports: the smallest for the host, the median for the device."""
+    """Return the microseconds that a row reports: the smallest time for kind "host", else the median."""
     return time.best if kind == "host" else time.median
 
 
 def describe() -> dict[str, Any]:
-    """Return device, driver, versions, commit and date."""
+    """Return a record's description of device, driver, package versions, commit and date."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)
@@ -287,7 +306,7 @@ def main(run: Callable[[Bench], None]) -> None:
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
-    with fp4kit.specification():  # so that the CPU results to compare with are the specification's
+    with fp4kit.specification():  # so that checks compare with the specification, not with the CPU engine
         run(bench)
     record = bench.record()
     print(f"{record['device']}, driver {record['driver']}, copy {record['copy_TB/s']} TB/s, {record['date']}")

@@ -1,4 +1,7 @@
-"""Run the demo model (fp4kit.checkpoint.convert.demo) in NumPy to collect the inputs of its linear layers."""
+"""Run the demo model (fp4kit.checkpoint.convert.demo) in NumPy to collect the inputs of its linear layers.
+
+The demo model is a MiniLM sentence encoder. bench_scale_search.py uses the collected inputs as calibration data.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +14,36 @@ import numpy as np
 from fp4kit.storage.safetensors_file import TensorReader, read_header
 
 HEADS, EPS, LENGTH = 12, 1e-12, 128  # attention heads and layer norm epsilon (config.json); tokens per sequence
-Seen = Callable[
-    [str, np.ndarray], None
-]  # called with a weight's name and its layer's input, float32 of shape (tokens, K)
+# Called with the name of a linear layer's weight and the layer's input, float32 of shape (tokens, K).
+Seen = Callable[[str, np.ndarray], None]
 
 
 def tensors_of(folder: Path) -> dict[str, np.ndarray]:
-    """Return the float32 tensors of a model."""
+    """Return {name: array} of the float32 tensors of a model's folder."""
     file = read_header(folder / "model.safetensors")
     with TensorReader(file) as reader:
         return {entry.name: reader.read(entry) for entry in file.entries if entry.dtype == "F32"}
 
 
 def linear_names(tensors: Mapping[str, np.ndarray]) -> list[str]:
-    """Return the names of the encoder's linear weights, layer by layer."""
+    """Return the names of the linear weights in the encoder's layers, layer by layer."""
     return [name for name, x in tensors.items() if name.endswith(".weight") and x.ndim == 2 and ".layer." in name]
 
 
 def tokens_of(text: str, folder: Path) -> list[int]:
-    """Return the WordPiece tokens of a text: words and signs in lower case, each split greedily into the longest pieces
-    of the vocabulary.
+    """Return the WordPiece token ids of a text.
+
+    The text is lower-cased and split into words and punctuation. Each word is split greedily into the longest pieces
+    that the vocabulary in `folder` has.
     """
     known = {word: i for i, word in enumerate((folder / "vocab.txt").read_text(encoding="utf-8").splitlines())}
     return [known[piece] for word in re.findall(r"\w+|[^\w\s]", text.lower()) for piece in _pieces(word, known)]
 
 
 def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
-    """Yield the pieces of a word, the longest known beginning first, or "[UNK]" if no piece matches."""
+    """Yield the vocabulary pieces of a word, from its start, each as long as possible. If no piece matches the rest,
+    yield "[UNK]" for it. `known` maps a piece to its id.
+    """
     start = 0
     while start < len(word):
         beginnings = (("##" if start else "") + word[start:end] for end in range(len(word), start, -1))
@@ -50,8 +56,8 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
 
 
 def run(tensors: Mapping[str, np.ndarray], tokens: list[int], seen: Seen) -> None:
-    """Run the encoder on sequences of LENGTH tokens, with GELU in its tanh form. Call `seen` for every linear layer of
-    each sequence.
+    """Run the encoder on consecutive sequences of LENGTH tokens, with GELU in its tanh form. Call `seen` for every
+    linear layer of each sequence. Tokens after the last whole sequence are ignored.
     """
     for start in range(0, len(tokens) - LENGTH + 1, LENGTH):
         e = "embeddings"
@@ -63,7 +69,7 @@ def run(tensors: Mapping[str, np.ndarray], tokens: list[int], seen: Seen) -> Non
 
 
 def _layer(tensors: Mapping[str, np.ndarray], p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
-    """Return the output of one encoder layer."""
+    """Return the output of one encoder layer with input x. `p` is the prefix of its tensors' names."""
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         seen(f"{p}.{name}.weight", x)
@@ -84,7 +90,7 @@ def _layer(tensors: Mapping[str, np.ndarray], p: str, x: np.ndarray, seen: Seen)
 
 
 def _norm(tensors: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
-    """Return the layer norm of x."""
+    """Return the layer norm of x with the weight and bias of the layer `name`."""
     centred = x - x.mean(axis=-1, keepdims=True)
     scaled = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + EPS)
     found: np.ndarray = (scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]).astype(np.float32)

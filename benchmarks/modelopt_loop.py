@@ -1,4 +1,4 @@
-"""Run Model-Optimizer's quantizers in a loop, one quantizer per tensor, as Model-Optimizer does for experts."""
+"""Time Model-Optimizer's quantizers in a loop with one quantizer per tensor, as Model-Optimizer quantizes experts."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ ATTRIBUTES: dict[str, dict[str, Any]] = {
     "int8-modelopt-channel": {"num_bits": 8, "axis": 0},
     "nvfp4-modelopt": {
         "num_bits": (2, 1),
-        "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)},
-    },  # computed by a Triton kernel
+        "block_sizes": {-1: 16, "type": "dynamic", "scale_bits": (4, 3)},  # computed by a Triton kernel
+    },
 }
 EXTENSIONS = {"fp8-modelopt": "get_cuda_ext_fp8", "int8-modelopt-channel": "get_cuda_ext"}
-PATIENCE = 120  # seconds to wait for a build that has not finished
+PATIENCE = 120  # seconds to wait for the build of an extension
 NAME = "Model-Optimizer loop"
 
 
 class Loop:
-    """Provide Model-Optimizer's loop. Building its CUDA extensions takes up to 45 s, so it starts in background
-    processes at once.
+    """Build Model-Optimizer's CUDA extensions in the background, and provide calls that loop over its quantizers.
 
-    If an extension cannot be built, FP8 runs as eager PyTorch operations, and INT8 fails, which is recorded.
+    A build takes up to 45 s, so it starts when the object is created. If an extension cannot be built, FP8 runs as
+    eager PyTorch operations, and INT8 fails, which the row records.
     """
 
     def __init__(self, bench: Bench) -> None:
@@ -43,8 +43,8 @@ class Loop:
 
     @cached_property
     def _modules(self) -> tuple[Any, ...]:
-        """The modules with the quantizers and their settings, after loading the extensions. Empty if Model-Optimizer is
-        not installed.
+        """The modules `nn` and `config` of Model-Optimizer's quantization, after its extensions are loaded. Empty if
+        Model-Optimizer is not installed.
         """
         names = ("nn", "config", "extensions")
         found = [peers.module(f"modelopt.torch.quantization.{name}") for name in names] if self._builds else [None]
@@ -56,8 +56,8 @@ class Loop:
 
     @staticmethod
     def _load(extension: Any, build: subprocess.Popen[bytes]) -> None:
-        """Load an extension once it is built. If the build failed, mark the extension as missing, because
-        Model-Optimizer would otherwise build it again.
+        """Load an extension once its build has finished. If the build failed, mark the extension as missing, so that
+        Model-Optimizer does not try to build it again.
         """
         try:
             built = build.wait(PATIENCE) == 0
@@ -71,8 +71,8 @@ class Loop:
             extension()
 
     def calls(self, recipe: str, xs: Sequence[Any], amaxes: Sequence[Any]) -> dict[str, Call]:
-        """Return {name: call} that quantizes the tensors with their amaxes. Empty if there is no quantizer for the
-        recipe.
+        """Return {name: call} of a loop that quantizes the tensors `xs` with their amaxes. The dict is empty if
+        Model-Optimizer is not installed or has no quantizer for the recipe.
         """
         if recipe not in ATTRIBUTES or not self._modules:
             return {}
@@ -80,7 +80,7 @@ class Loop:
         pairs: list[tuple[Any, Any]] = []
 
         def loop() -> None:
-            if not pairs:  # created in the call, so that an error is recorded as a failed peer
+            if not pairs:  # created in the first call, so that an error is recorded as a failed peer
                 for x, amax in zip(xs, amaxes, strict=True):
                     quantizer = nn.TensorQuantizer(config.QuantizerAttributeConfig(**ATTRIBUTES[recipe])).cuda()
                     limits = peers.tensor(amax.reshape(-1))

@@ -1,8 +1,8 @@
 """Call other libraries on the same device arrays in this process: torch, torchao and Model-Optimizer, if installed.
 
-Each function returns {name: call} for `Bench.row(peers=...)`, empty if the library is missing. With --quick,
-torch.compile is not used, because it takes seconds per function. Versions tried: torch 2.11, torchao 0.18,
-nvidia-modelopt 0.47.
+Functions named after an operation return {name: call} for `Bench.row(peers=...)`, or an empty dict if the library is
+missing or does not offer the operation. With --quick, torch.compile is not used, because it takes seconds per function.
+Versions tried: torch 2.11, torchao 0.18, nvidia-modelopt 0.47.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from measure import BF16, F16, F32, Bench, Call
 
-MX_MODES = {  # recipes that torchao's to_mx computes, with its element dtype and scale mode
+MX_MODES = {  # recipe that torchao's to_mx computes: (element dtype, scale mode)
     "mxfp4-ocp": ("float4_e2m1fn_x2", "FLOOR"),
     "mxfp4-torchao-rceil": ("float4_e2m1fn_x2", "RCEIL"),
     "mxfp8-torchao-rceil": ("float8_e4m3fn", "RCEIL"),
@@ -38,13 +38,13 @@ def module(name: str) -> Any:
 
 
 def torch() -> Any:
-    """Return torch if it has a CUDA device, else None."""
+    """Return the module torch, or None if it is not installed or sees no CUDA device."""
     found = module("torch")
     return found if found is not None and found.cuda.is_available() else None
 
 
 def tensor(x: Any) -> Any:
-    """Return a torch tensor on the memory of a contiguous CuPy array."""
+    """Return a torch tensor that shares the memory of a contiguous CuPy array."""
     signed = {1: np.int8, 2: np.int16, 4: np.int32}[x.dtype.itemsize]
     dtypes = {BF16: torch().bfloat16, F16: torch().float16, F32: torch().float32, np.dtype(np.uint8): torch().uint8}
     return torch().from_dlpack(x.view(signed)).view(dtypes[x.dtype])
@@ -52,14 +52,14 @@ def tensor(x: Any) -> Any:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return torch.compile of a function, for the one shape and dtype it is called with. The function must not call
-    functions of this module.
+    """Return the function compiled by torch.compile, for the one shape and dtype of its first call. The function must
+    not call functions of this module.
     """
     return torch().compile(function, dynamic=False, fullgraph=True)
 
 
 def both_ways(bench: Bench, name: str, function: Callable[..., Any], *arguments: Any) -> dict[str, Call]:
-    """Return calls of a function of tensors: eager and, except in a quick run, compiled."""
+    """Return {name: call} of a function of tensors: eager and, unless the run is quick, compiled."""
     calls: dict[str, Call] = {f"{name} eager": lambda: function(*arguments)}
     if not bench.quick:
         torch().compiler.reset()  # otherwise another dtype or shape would be compiled as a dynamic one
@@ -69,7 +69,7 @@ def both_ways(bench: Bench, name: str, function: Callable[..., Any], *arguments:
 
 
 def copy(bench: Bench, x: Any, y: Any) -> dict[str, Call]:
-    """Return torch's y.copy_(x), which converts if the dtypes differ."""
+    """Return a call of torch's y.copy_(x), which converts if the dtypes differ."""
     if not bench.peers or torch() is None:
         return {}
     source, target = tensor(x), tensor(y)
@@ -97,14 +97,16 @@ def _has_torchao(bench: Bench) -> bool:
 
 
 def quantize_mx(bench: Bench, x: Any, recipe: str) -> dict[str, Call]:
-    """Return torchao's to_mx, for the recipes of MX_MODES from bfloat16 or float32."""
+    """Return calls of torchao's to_mx. The dict is empty for float16 and for recipes that MX_MODES lacks."""
     if recipe not in MX_MODES or x.dtype == F16 or not _has_torchao(bench):
         return {}
     return both_ways(bench, "torchao", _to_mx(*MX_MODES[recipe]), tensor(x))
 
 
 def dequantize_mx(bench: Bench, q: Any, dtype: Any) -> dict[str, Call]:
-    """Return torchao's to_dtype of codes and scales, for the recipes of MX_MODES."""
+    """Return calls of torchao's to_dtype on the codes and scales of q. The dict is empty for recipes that MX_MODES
+    lacks.
+    """
     if q.recipe.id not in MX_MODES or not _has_torchao(bench):
         return {}
     element, _ = MX_MODES[q.recipe.id]
@@ -116,6 +118,9 @@ def dequantize_mx(bench: Bench, q: Any, dtype: Any) -> dict[str, Call]:
 
 @cache
 def _nvfp4(given: bool) -> Callable[..., Any]:
+    """Return a function that calls torchao's nvfp4_quantize with a tensor scale. If `given` is true, the function takes
+    the tensor amax as second argument; otherwise it computes the amax.
+    """
     nv = module("torchao.prototype.mx_formats.nvfp4_tensor")
     quantize, scale = nv.nvfp4_quantize, nv.per_tensor_amax_to_scale
     if given:
@@ -124,7 +129,9 @@ def _nvfp4(given: bool) -> Callable[..., Any]:
 
 
 def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
-    """Return torchao's nvfp4_quantize with a tensor scale, from the given amax or with an amax pass of its own."""
+    """Return calls of torchao's nvfp4_quantize with a tensor scale, from `amax` or, if it is None, from an amax that
+    the call computes. The dict is empty for float16.
+    """
     if x.dtype == F16 or not _has_torchao(bench):
         return {}
     if amax is None:
@@ -133,7 +140,9 @@ def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 
 
 def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
-    """Return Model-Optimizer's NVFP4QTensor.quantize, with the tensor scale of the given amax or of its own."""
+    """Return a call of Model-Optimizer's NVFP4QTensor.quantize, with the tensor scale from `amax` or, if it is None,
+    from an amax that the call computes.
+    """
     qtensor = module("modelopt.torch.quantization.qtensor") if bench.peers and torch() is not None else None
     if qtensor is None:
         return {}
@@ -145,7 +154,7 @@ def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 
 
 def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
-    """Return Model-Optimizer's Triton kernel fp4_fake_quant_block."""
+    """Return a call of Model-Optimizer's Triton kernel fp4_fake_quant_block with the given tensor amax."""
     gemm = module("modelopt.torch.kernels.quantization.gemm") if bench.peers and torch() is not None else None
     if gemm is None or not hasattr(gemm, "fp4_fake_quant_block"):
         return {}
@@ -154,7 +163,7 @@ def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
 
 
 def amax(bench: Bench, x: Any) -> dict[str, Call]:
-    """Return torch's abs().max(), eager and compiled."""
+    """Return calls of torch's abs().max(), eager and compiled."""
     if not bench.peers or torch() is None:
         return {}
     return both_ways(bench, "torch", _abs_max, tensor(x))

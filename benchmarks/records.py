@@ -1,4 +1,7 @@
-"""Provide what the GPU and CPU benchmarks share: the head of a record, the files written from it, and plot settings."""
+"""Provide what the GPU and CPU benchmarks share: the head of a record, the files written from it, and plot settings.
+
+A *record* is the result of a benchmark run as a dict, stored as JSON.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ PEER_COLOURS = ("#b5443c", "#7a55a3", "#2f8f8b", "#c77f2a", "#555555", "#d06fa8"
 
 
 def output_of(*command: str) -> str:
-    """Return the first line that a command prints; "unknown" if the command fails."""
+    """Return the first line that a command prints, or "unknown" if the command fails or prints nothing."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
     except (OSError, subprocess.CalledProcessError, IndexError):
@@ -28,20 +31,20 @@ def output_of(*command: str) -> str:
 
 
 def head(**versions: str) -> dict[str, Any]:
-    """Return versions (fp4kit's included), commit and date, as a record has them."""
+    """Return the entries that begin every record: versions (with fp4kit's), commit and date."""
     commit = output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "--short=12", "HEAD")
     return {"versions": {"fp4kit": fp4kit.__version__} | versions, "commit": commit, "date": str(date.today())}
 
 
 def head_text(record: Record) -> str:
-    """Return versions, commit and date as one line."""
+    """Return versions, commit and date of a record as one line."""
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
     return f"{versions}, commit {record['commit']}, {record['date']}"
 
 
 def pyplot(path: Path) -> Any:
-    """Return matplotlib's pyplot, set so that a plot drawn twice has the same bytes. Raises ImportError without
-    matplotlib.
+    """Return matplotlib's pyplot, configured so that plotting a record twice gives the same bytes. `path` is the file
+    to plot to. Raises ImportError if matplotlib is not installed.
     """
     import matplotlib
 
@@ -53,7 +56,7 @@ def pyplot(path: Path) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Write a figure without its date, and close it."""
+    """Write a figure to a file without its date, and close the figure."""
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot(path).close(figure)
 
@@ -61,8 +64,8 @@ def save(figure: Any, path: Path) -> None:
 def write(
     record: Record, folder: Path, name: str, page: str, plot: Callable[[Record, Path], None] | None = None
 ) -> list[Path]:
-    """Write NAME.json, the page NAME.md and, with a function that plots and matplotlib, NAME.svg. Return their
-    paths.
+    """Write the record to NAME.json and the Markdown text `page` to NAME.md. If `plot` is given and matplotlib is
+    installed, also write NAME.svg. Return the paths of the written files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".svg")]
@@ -79,6 +82,8 @@ def write(
 
 
 def rewrite(write_all: Callable[[Record, Path], list[Path]]) -> None:
-    """Write page and plot again for every record that the command line names."""
+    """Write page and plot again for every record file that the command line names. `write_all` takes a record and its
+    folder.
+    """
     for name in sys.argv[1:]:
         print(*write_all(json.loads(Path(name).read_text()), Path(name).parent), sep="\n")

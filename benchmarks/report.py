@@ -1,6 +1,8 @@
-"""Write the Markdown table and the plot of a run that benchmarks/run.py recorded.
+"""Write the Markdown page and the plot of a record of benchmarks/run.py.
 
-python benchmarks/report.py benchmarks/results/h200.json
+    python benchmarks/report.py benchmarks/results/h200.json
+
+A *peer* is another library's call that was timed beside a row.
 """
 
 from __future__ import annotations
@@ -30,12 +32,12 @@ COLUMNS = (
 
 
 def rows_of(record: Record) -> list[BenchmarkRow]:
-    """Return the rows of a run."""
+    """Return the rows of a record."""
     return [BenchmarkRow.of(row) for row in record["rows"]]
 
 
 def heading(record: Record) -> str:
-    """Return device, driver, versions, commit, date and the time of the ceiling copy in one line."""
+    """Return device, driver, versions, commit, date and the time of the reference copy as one line."""
     return (
         f"{record['device']}, driver {record['driver']}, {head_text(record)}; a copy of {record['size']} x"
         f" {record['size']} bfloat16 takes {record['copy_us']:.1f} us, {record['copy_TB/s']:.2f} TB/s"
@@ -43,7 +45,9 @@ def heading(record: Record) -> str:
 
 
 def target_text(row: BenchmarkRow) -> str:
-    """Return a row's target, and "(missed)" if the row misses it."""
+    """Return a row's targets as text, followed by "(missed)" if the row misses one. Return "" if the row has no
+    target.
+    """
     parts = [] if row.target is None else [f"{row.target:.2f}"]
     if row.target_us is not None:
         parts.append(f"{row.target_us:g} us")
@@ -53,7 +57,7 @@ def target_text(row: BenchmarkRow) -> str:
 
 
 def cells(row: BenchmarkRow) -> tuple[str, ...]:
-    """Return a row of the Markdown table."""
+    """Return the cells of a row in the Markdown table."""
     peers = [f"{name} {ratio:.2f}" for name, ratio in row.ratios.items()] + [f"{name} fails" for name in row.failed]
     operation = row.operation if row.kind == "kernel" else f"{row.operation} ({row.kind} time)"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
@@ -72,12 +76,11 @@ def cells(row: BenchmarkRow) -> tuple[str, ...]:
 
 
 def markdown(record: Record) -> str:
-    """Return the run as a Markdown page."""
+    """Return the Markdown page of a record."""
     rows = rows_of(record)
     missed = sum(row.met is False for row in rows)
-    ours = (
-        row for row in rows if not row.operation.startswith("copy,")
-    )  # torch's copy is compared with CuPy's, which is the ceiling
+    # Rows of "copy" are left out: they time CuPy's copy itself, not an operation of fp4kit.
+    ours = (row for row in rows if not row.operation.startswith("copy,"))
     slower = [f"{row.operation} {row.recipe} {row.dtype}" for row in ours if row.faster]
     lines = [
         f"# {record['device']}",
@@ -102,7 +105,9 @@ def markdown(record: Record) -> str:
 
 
 def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASONS) -> list[str]:
-    """Return Markdown lines with the rows that miss their target, the reason, and the other designs that were tried."""
+    """Return the Markdown section on rows that miss their target: the reason, and the other designs that were tried.
+    Return an empty list if no row misses its target.
+    """
     found: dict[Reason | None, list[BenchmarkRow]] = {}
     for row in rows:
         if row.met is False:
@@ -119,7 +124,7 @@ def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASO
 
 
 def _shortfall(row: BenchmarkRow) -> str:
-    """Return what a row reached and what it should reach."""
+    """Return text on what a row reached and what its target is, such as "0.896, not 0.90"."""
     if row.beside is not None:
         return f"{row.us / row.beside.us:.3f} of {row.beside.name}, not {row.beside.at_most:.2f}"
     return (
@@ -130,7 +135,7 @@ def _shortfall(row: BenchmarkRow) -> str:
 
 
 def slug(record: Record) -> str:
-    """Return the base name of the files of a device: "NVIDIA H200" -> "h200"."""
+    """Return the base name of a device's files, such as "h200" for "NVIDIA H200"."""
     return record["device"].lower().removeprefix("nvidia ").replace(" ", "-").replace("/", "-")
 
 
@@ -193,10 +198,11 @@ SUMMARY_COLUMNS = ("operation", "recipe", "from", "time", "efficiency", "fastest
 
 
 def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Return the README's rows: those of the wanted (operation, recipe) pairs, from bfloat16 (or the only dtype), timed
-    on the device.
+    """Return the README's rows: one per wanted (operation, recipe) pair, from rows of kind "kernel". If a pair was
+    timed with float32 and another dtype, the other dtype's row is used.
 
-    Raises ValueError if the run lacks one of these rows.
+    Raises:
+        ValueError: the record lacks a wanted pair.
     """
     found = {
         (row.operation, row.recipe): row for row in rows_of(record) if row.kind == "kernel" and row.dtype == "float32"
@@ -211,7 +217,7 @@ def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str
 
 
 def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
-    """Return a row of the README's table."""
+    """Return the cells of a row in the README's table."""
     peer = min(row.ratios.items(), key=lambda pair: pair[1], default=None)
     against = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.2f}"
@@ -219,7 +225,9 @@ def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
 
 
 def write(record: Record, folder: Path, plotted: bool = True) -> list[Path]:
-    """Write the JSON, the table and, if `plotted`, the plot of a run into a folder. Return their paths."""
+    """Write the record's JSON, page and, if `plotted` is true, plot into a folder. Return the paths of the written
+    files.
+    """
     return records.write(record, folder, slug(record), markdown(record), plot if plotted else None)
 
 

@@ -1,6 +1,7 @@
-"""Define the rows of benchmark records, and count the bytes that an operation must move. Needs no GPU.
+"""Define the rows of benchmark records, and count the bytes that an operation must move. No GPU is needed.
 
-*Traffic* maps array names to the bytes that an operation must move per element.
+*Traffic* maps the name of each array to the bytes per element that an operation must read or write. A *peer* is another
+library's call that is timed beside a row.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Traffic = Mapping[str, Fraction]
 
 
 class Beside(NamedTuple):
-    """State another time of the same run that a row is compared with: us <= at_most * other."""
+    """State another time of the same run that a row is compared with. The row meets its target if its time is at most
+    `at_most` times `us`.
+    """
 
     name: str
     us: float
@@ -28,7 +31,16 @@ class Beside(NamedTuple):
 
 @dataclass(kw_only=True)
 class Row:
-    """Hold one timed operation of a record. `failed`: {peer: why it could not be timed}."""
+    """Hold one timed operation of a record.
+
+    Attributes:
+        operation: the operation's name, such as "quantize"
+        recipe: id of the recipe, or "" if the operation has none
+        dtype: dtype of the unquantized array
+        shape: shape of the unquantized array
+        bytes: the bytes that the operation moves, as each subclass counts them
+        failed: {peer: why it could not be timed}
+    """
 
     operation: str
     recipe: str
@@ -40,14 +52,18 @@ class Row:
 
 @dataclass(kw_only=True)
 class BenchmarkRow(Row):
-    """Hold one timed operation on a GPU. `bytes` is n elements times the bytes of `traffic`. `copy_us` is the time of a
-    copy that moves as many bytes.
+    """Hold one timed operation on a GPU. Times are in microseconds.
 
     Attributes:
+        formula: the traffic as text; `bytes` is its value
+        us: the row's time
+        spread: the largest timing minus the smallest
         kind: "kernel" (events around consecutive calls), "graph" (events around replays of a CUDA graph) or "host"
             (time until the call returns)
+        copy_us: time of a device-to-device copy that moves as many bytes, or None if it was not measured
         target: smallest efficiency wanted
         target_us: largest time wanted
+        beside: another time of the run that bounds this one
         peers: {name: us}
     """
 
@@ -63,7 +79,7 @@ class BenchmarkRow(Row):
 
     @property
     def efficiency(self) -> float | None:
-        """The time of the copy divided by the row's time, or None for a row without traffic or copy."""
+        """The time of a copy that moves as many bytes divided by the row's time, or None if no copy was timed."""
         return None if self.copy_us is None else self.copy_us / self.us
 
     @property
@@ -73,12 +89,12 @@ class BenchmarkRow(Row):
 
     @property
     def faster(self) -> list[str]:
-        """The peers that take less time, by more than the row's spread."""
+        """The peers that are faster than the row by more than the row's spread."""
         return [name for name, us in self.peers.items() if us + self.spread < self.us]
 
     @property
     def met(self) -> bool | None:
-        """True if every target is reached, None if the row has no target."""
+        """True if every target is reached, False if one is missed, None if the row has no target."""
         found = []
         if self.target is not None and self.efficiency is not None:
             found.append(self.efficiency >= self.target)
@@ -89,14 +105,14 @@ class BenchmarkRow(Row):
         return all(found) if found else None
 
     def record(self) -> dict[str, Any]:
-        """Return the row as it stands in the JSON file."""
+        """Return the row as it is written to the JSON file, with its efficiency and `met`."""
         efficiency = None if self.efficiency is None else round(self.efficiency, 3)
         beside = None if self.beside is None else self.beside._asdict()
         return asdict(self) | {"beside": beside, "efficiency": efficiency, "met": self.met}
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> BenchmarkRow:
-        """Return the row of a JSON record."""
+        """Return the row of an entry of a JSON file."""
         given = {name: value for name, value in record.items() if name not in ("efficiency", "met")}
         beside = None if given["beside"] is None else Beside(**given["beside"])
         return cls(**given | {"beside": beside, "shape": tuple(given["shape"])})
@@ -118,9 +134,10 @@ class CpuRow(Row):
     """Hold one timed operation on a CPU. `bytes` counts the input, or the output of dequantize. A rate is bytes / time.
 
     Attributes:
-        times: "one" and "all" (threads), "one into" and "all into" (preallocated memory, by out=), "specification"
-        peers: {name: time} on all threads; in the group "ggml", ggml on one thread; in "sizes", a streaming loop
-        failed: {peer: why it could not be timed}
+        group: the group of bench_cpu.py that timed the row, such as "recipes"
+        times: {key: time}. The keys are "one" and "all" (threads), "one into" and "all into" (with a preallocated
+            result), and "specification"
+        peers: {name: time} on all threads; in the group "ggml", ggml on one thread; in "sizes", streaming loops
     """
 
     group: str
@@ -128,31 +145,35 @@ class CpuRow(Row):
     peers: dict[str, Time] = field(default_factory=dict)
 
     def rate(self, name: str) -> float | None:
-        """Return GB/s by the median time, or None if the call was not timed."""
+        """Return GB/s by the median time of the key `name`, or None if this was not timed."""
         found = self.times.get(name)
         return None if found is None else self.bytes / found.median / 1e3
 
     def ratio(self, over: str, under: str) -> float | None:
-        """Return the median time `over` divided by the median time `under`, or None if either was not timed."""
+        """Return the median time of the key `over` divided by that of the key `under`, or None if either was
+        not timed.
+        """
         if over not in self.times or under not in self.times:
             return None
         return self.times[over].median / self.times[under].median
 
     @property
     def fastest_peer(self) -> tuple[str, float] | None:
-        """The fastest peer, and its time divided by the row's time on all threads. None if there are no peers."""
+        """The name of the fastest peer, and its time divided by the row's time on all threads (on one thread if only
+        that was timed). None if the row has no peers.
+        """
         ours = self.times["all" if "all" in self.times else "one"].median
         found = min(self.peers.items(), key=lambda pair: pair[1].median, default=None)
         return None if found is None else (found[0], found[1].median / ours)
 
     def record(self) -> dict[str, Any]:
-        """Return the row as it stands in the JSON file."""
+        """Return the row as it is written to the JSON file. Times keep only the smallest and the median."""
         timed = {part: {name: us[:2] for name, us in getattr(self, part).items()} for part in ("times", "peers")}
         return asdict(self) | timed
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> CpuRow:
-        """Return the row of a JSON record."""
+        """Return the row of an entry of a JSON file."""
         timed = {part: {name: Time(*us) for name, us in record[part].items()} for part in ("times", "peers")}
         return cls(**{**record, **timed, "shape": tuple(record["shape"])})
 
@@ -165,19 +186,21 @@ class CpuRow(Row):
 
 
 def element_bytes(**dtypes: Any) -> dict[str, Fraction]:
-    """Return the bytes per element of arrays that are read or written once: element_bytes(x=F32, values=BF16)."""
+    """Return the traffic of arrays that are read or written once, such as element_bytes(x=F32, values=BF16)."""
     return {name: Fraction(np.dtype(dtype).itemsize) for name, dtype in dtypes.items()}
 
 
 def quantized_bytes(recipe: str) -> dict[str, Fraction]:
-    """Return the bytes of codes and block scales per element. The few float32 scales of a tensor are left out."""
+    """Return the traffic of a recipe's codes and block scales. The few float32 scales of a tensor are left out."""
     r = fp4kit.recipe(recipe)
     codes = {"codes": Fraction(1, 2) if r.is_packed else Fraction(1)}
     return codes if r.scale is None else codes | {"scales": Fraction(1, r.block_size)}
 
 
 def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
-    """Return the traffic of results in both directions: each entry, and once more under the name "columnwise ..."."""
+    """Return the traffic of results in two directions: the given entries, and each again with `name` before its
+    name.
+    """
     return dict(traffic) | {f"{name} {key}": value for key, value in traffic.items()}
 
 
@@ -185,7 +208,7 @@ NO_BYTES: Traffic = {"nothing": Fraction(0)}  # traffic of rows that time the ho
 
 
 def formula(traffic: Traffic) -> str:
-    """Return the traffic of n elements as text, such as "n (2 x + 1/2 codes + 1/16 scales)"."""
+    """Return the traffic as text, such as "n (2 x + 1/2 codes + 1/16 scales)" for n elements."""
     return f"n ({' + '.join(f'{value} {name}' for name, value in traffic.items())})"
 
 

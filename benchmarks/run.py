@@ -22,14 +22,14 @@ from measure import REPEAT, SIZE, Bench
 import fp4kit
 
 HERE = Path(__file__).resolve().parent
-ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # scripts for the CPU or for several GPUs
-FIRST = (
-    "small",
-)  # measures host times, so it runs before other libraries are loaded, which keep threads and processes busy
+ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # bench_*.py that use the CPU or several GPUs
+# Benchmarks that run first. "small" measures host times, which other libraries disturb once they are loaded, because
+# they keep threads and processes busy.
+FIRST = ("small",)
 
 
 def names() -> list[str]:
-    """Return the names of the GPU benchmarks."""
+    """Return the names of the GPU benchmarks in the order in which they run."""
     found = (path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
     return sorted((name for name in found if name not in ELSEWHERE), key=lambda name: (name not in FIRST, name))
 
@@ -54,13 +54,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None]) -> dict[str, str]:
-    """Run the chosen benchmarks and save after each. Return {name: error} of those that stopped."""
+    """Run the chosen benchmarks, and call `save(errors)` after each. Return {name: error} for the benchmarks that
+    raised an exception.
+    """
     errors = {}
     for name in chosen:
         start = time.perf_counter()
         print(f"== {name}", flush=True)
         try:
-            with fp4kit.specification():  # so that the CPU results to compare with are the specification's
+            with fp4kit.specification():  # so that checks compare with the specification, not with the CPU engine
                 importlib.import_module(f"bench_{name}").run(bench)
         except Exception as error:
             traceback.print_exc(limit=-3)
@@ -72,7 +74,9 @@ def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None])
 
 
 def main() -> int:
-    """Run the benchmarks, print their rows and write the record. Return the exit status."""
+    """Run the benchmarks, print their rows and write the record. Return 1 if a benchmark raised an exception,
+    else 0.
+    """
     args = parser().parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
     output = args.output or (None if args.only or args.quick else HERE / "results")

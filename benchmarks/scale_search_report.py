@@ -30,29 +30,29 @@ MARKS = {"amax": "o", "4over6": "s", "mse": "D", "weighted mse": "^"}
 
 
 def decibels(sums: Mapping[str, float], way: str) -> float:
-    """Return the SQNR of one way."""
+    """Return the SQNR of one way in dB, from the sums of squares of the signal and of the way's error."""
     return sqnr_db(sums["signal"], sums[way])
 
 
 def total(record: Record, of: str) -> dict[str, float]:
-    """Return the sums over all layers. `of` is "weights" or "outputs"."""
+    """Return the sums of squares over all layers. `of` is "weights" or "outputs"."""
     return {key: sum(layer[of][key] for layer in record["layers"]) for key in ("signal", *WAYS)}
 
 
 def mean(record: Record, of: str, way: str) -> float:
-    """Return the mean SQNR over layers."""
+    """Return the mean over layers of the SQNR of one way in dB. `of` is "weights" or "outputs"."""
     return float(np.mean([decibels(layer[of], way) for layer in record["layers"]]))
 
 
 def heading(record: Record) -> str:
-    """Return what was measured, where and when, in one line."""
+    """Return model, versions, commit and date of the record as one line."""
     values = sum(layer["shape"][0] * layer["shape"][1] for layer in record["layers"])
     model = f"{record['model']}, {len(record['layers'])} layers, {values:,} weights"
     return f"{model}, {head_text(record)}"
 
 
 def summary(record: Record) -> str:
-    """Return the README's table: the SQNR of weights and of layer outputs on text, over all layers."""
+    """Return the README's table: the SQNR of weights and of layer outputs for each way."""
     rows = [
         ("weights, all layers", *(f"{decibels(total(record, 'weights'), way):.2f}" for way in WAYS)),
         ("weights, mean over layers", *(f"{mean(record, 'weights', way):.2f}" for way in WAYS)),
@@ -77,8 +77,12 @@ def markdown(record: Record) -> str:
 
 
 def losses(values: Any, scales: Any) -> np.ndarray:
-    """Return the sum of squared errors of blocks (..., 16) under scales (...). Each value is rounded to the nearest
-    E2M1 value times the scale.
+    """Return the sum of squared errors of blocks under given scales. Each value is rounded to the nearest E2M1 value
+    times its block's scale.
+
+    Args:
+        values: blocks of shape (..., 16)
+        scales: scales of shape (...); they broadcast against the leading axes of `values`
     """
     x = np.abs(np.float64(values))[..., None]
     grid = np.float64(E2M1.magnitudes) * np.float64(scales)[..., None, None]
@@ -96,7 +100,9 @@ def plot(record: Record, path: Path) -> None:
 
 
 def plot_block(axes: Any, block: Record) -> None:
-    """Plot the error of one block over its scale, with the scale of each way. block["amax"] is the tensor's amax."""
+    """Plot the error of one block as a function of its scale, and mark the scale that each way chose. block["amax"] is
+    the amax of the whole tensor.
+    """
     usual = np.abs(block["values"]).max() / 6
     energy = np.square(block["values"]).sum()
     ends = 0.7, 1.75
@@ -130,7 +136,7 @@ def plot_block(axes: Any, block: Record) -> None:
 
 
 def plot_layers(pair: Any, record: Record) -> None:
-    """Plot, on two axes, the SQNR of every layer's weights and outputs."""
+    """Plot the SQNR of every layer: weights on the first of two axes, outputs on the second."""
     rows = np.arange(len(record["layers"]))[::-1]
     names = [layer["name"].removeprefix("encoder.layer.").removesuffix(".weight") for layer in record["layers"]]
     for axes, of, labels in zip(pair, ("weights", "outputs"), (names, []), strict=True):
@@ -140,7 +146,7 @@ def plot_layers(pair: Any, record: Record) -> None:
 
 
 def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
-    """Plot the SQNR of every way and layer."""
+    """Plot the SQNR of every way and layer. `of` is "weights" or "outputs"."""
     for way in WAYS:
         found = [decibels(layer[of], way) for layer in record["layers"]]
         axes.plot(
@@ -152,7 +158,7 @@ def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
 
 
 def write(record: Record, folder: Path) -> list[Path]:
-    """Write record, table and plot. Return their paths."""
+    """Write record, page and plot into a folder. Return the paths of the written files."""
     return records.write(record, folder, "scale-search", markdown(record), plot)
 
 

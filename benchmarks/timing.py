@@ -1,6 +1,6 @@
 """Time calls, one by one or in turns.
 
-A *watch* is a function that returns the seconds of one call. Calls that are compared take turns, because a shared
+A *watch* is a function that makes a call and returns its seconds. Calls that are compared take turns, because a shared
 machine is slower at one moment than at another.
 """
 
@@ -17,11 +17,11 @@ Watch = Callable[[], float]
 
 BATCH_SECONDS = 2e-3  # watch times calls in batches of about this length
 WARMED = 0.05  # seconds: shorter calls are timed after an untimed one
-BUDGET = 0.7  # seconds after which a slow call gets no further turn, if it had three
+BUDGET = 0.7  # seconds; a call that has used them gets no further turn after the third
 
 
 class Time(NamedTuple):
-    """Hold the microseconds of one call over several timings: the smallest, the median, and the largest minus the
+    """Hold the microseconds per call over several timings: the smallest, the median, and the largest minus the
     smallest.
     """
 
@@ -31,13 +31,13 @@ class Time(NamedTuple):
 
     @classmethod
     def of(cls, seconds: Iterable[float]) -> Time:
-        """Return the time of some timings of one call."""
+        """Return the Time of several timings of one call, given in seconds."""
         found = sorted(one * 1e6 for one in seconds)
         return cls(round(found[0], 3), round(median(found), 3), round(found[-1] - found[0], 3))
 
 
 def batches(call: Call, size: int, before: Call = lambda: None) -> Watch:
-    """Return a watch that calls `before`, then times `size` calls in a row."""
+    """Return a watch that calls `before`, then times `size` calls in a row and returns the seconds per call."""
 
     def seconds() -> float:
         before()
@@ -56,10 +56,14 @@ def watch(
     warm_below: float = 0.0,
 ) -> Watch:
     """Return a watch that makes a call inside a context, in batches of about `lasting` seconds. The call is made once
-    or twice first, to warm up.
+    or twice right away, to warm up and to find the size of a batch.
 
-    warm_below: a call that takes fewer seconds is made once untimed before each batch, so that it does not pay for
-    cache lines that the previous call evicted.
+    Args:
+        call: the call to time
+        context: returns the context manager to enter, such as fp4kit.specification
+        lasting: seconds per batch
+        warm_below: if the first call took fewer seconds, an untimed call precedes each batch, so that the batch does
+            not pay for cache lines that another call evicted
     """
 
     def seconds(size: int, warmed: bool = False) -> float:
@@ -72,8 +76,8 @@ def watch(
 
 
 def alternate(watches: Mapping[Any, Watch], rounds: int, budget: float = BUDGET) -> dict[Any, Time]:
-    """Return the time of each call. Calls take turns; one that has used its budget is left out from the fourth round
-    on.
+    """Return {name: time} of the watches, which take turns for a number of rounds. From the fourth round on, a watch
+    that has used `budget` seconds is left out.
     """
     found: dict[Any, list[float]] = {name: [] for name in watches}
     spent = dict.fromkeys(watches, 0.0)

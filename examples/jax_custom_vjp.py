@@ -1,8 +1,9 @@
-"""Train a network quantization-aware in JAX with fp4kit.jax, under jit and grad.
+"""Train a network with NVFP4 weights in JAX: quantization-aware training with fp4kit.jax, under jit and grad.
 
     python examples/jax_custom_vjp.py
 
-In a traced function, fp4kit runs on the host in jax.pure_callback, so the values equal fp4kit's in every bit.
+In a traced function, fp4kit runs on the host in jax.pure_callback. Its values are therefore bit-identical to those of
+fp4kit on NumPy arrays.
 """
 
 from __future__ import annotations

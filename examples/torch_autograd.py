@@ -1,9 +1,9 @@
-"""Train a network quantization-aware in PyTorch with fp4kit.torch. The forward pass uses fake-quantized weights, and
-the optimizer updates the unquantized ones.
+"""Train a network with NVFP4 weights in PyTorch: quantization-aware training with fp4kit.torch.
 
     python examples/torch_autograd.py
 
-To compile the model, call model = torch.compile(model, fullgraph=True).
+The forward pass uses fake-quantized weights, and the optimizer updates the unquantized weights. To compile the model,
+call model = torch.compile(model, fullgraph=True).
 """
 
 from __future__ import annotations

@@ -1,22 +1,22 @@
-"""Train a small network on NVFP4 weights, in several ways that must give the same loss in every bit.
+"""Train a small network on NVFP4 weights in several ways, and check that their losses are bit-identical.
 
     python examples/train_fp4.py                          # whole matrices; flat shards on 1, 2 and 4 ranks (threads)
     python examples/train_fp4.py --gpu                    # also with CuPy: the quantizer alone, and everything
     mpiexec -n 4 python examples/train_fp4.py --mpi       # flat shards on MPI processes
 
-The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer. The buffer is cut among the ranks
-at odd elements, as optimizers that shard their state do. Every step
+The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer, which is cut into one shard per
+rank at odd elements, as optimizers that shard their state do. The samples of a step are divided among the ranks, too.
+Every step
 
-1. quantizes the master weights (recipe nvfp4-te-2d), 2. multiplies with the decoded 4-bit weights, 3. updates the
-master weights with the straight-through gradient.
+1. quantizes the master weights (recipe nvfp4-te-2d);
+2. multiplies with the decoded 4-bit weights;
+3. updates the master weights with the straight-through gradient.
 
-The samples of a step are divided among the ranks, too.
+fp4kit gives the same codes and scales everywhere, but BLAS may add in any order. To make losses comparable bit for bit,
+every sum here is exact in float64, whatever its order:
 
-Why every bit can be compared: fp4kit gives the same codes and scales everywhere, but BLAS may add in any order.
-Therefore every sum here is exact in float64, whatever its order:
-
-- All factors are multiples of a power of two. Codes times block scales are; the tensor scale is applied after the sum;
-  activations and errors are rounded to multiples of GRID.
+- All factors are multiples of a power of two. Codes times block scales are such multiples; the tensor scale is applied
+  after the sum; activations and errors are rounded to multiples of GRID.
 - Every sum stays below 2^53 units. `product` checks this bound.
 
 The results then do not depend on the machine, the number of ranks or the device.
@@ -48,31 +48,32 @@ GRID = 2.0**-16  # unit of activations and errors
 INPUT_UNIT = 2.0**-3
 WEIGHT_UNIT = E2M1.min_subnormal * E4M3.min_subnormal  # unit of codes times block scales
 
+# Turns the shards of one rank into the quantized matrices, whole on every rank.
 Quantizer = Callable[[Sequence[Shard], Communicator], list[Quantized]]
 
 
 class Result(NamedTuple):
-    """Hold the loss of every step, and a digest of the last codes and scales."""
+    """Hold the loss of every step, and a digest of the codes and scales after the last step."""
 
     losses: list[float]
     digest: str
 
 
-# ---- how weights become codes ----
+# ---- quantizers ----
 
 
 def whole(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
-    """Quantize whole matrices. Works with one rank only, which holds them entirely."""
+    """Quantize whole matrices. This works with one rank only, whose shards are the whole matrices."""
     return [fp4kit.quantize(shard.values.reshape(shard.shape), RECIPE) for shard in shards]
 
 
 def sharded(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
-    """Return the whole codes on every rank, from flat shards of the master weights."""
+    """Quantize flat shards of the master weights. Every rank gets the whole matrices."""
     return fp4kit.cast_master_weights(shards, comm, RECIPE)
 
 
 def whole_on_gpu(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]:
-    """Quantize whole matrices on the GPU and return results in host memory."""
+    """Quantize whole matrices on the GPU, and return the results in host memory."""
     import cupy
 
     on_gpu = [Shard(cupy.asarray(shard.values), shard.shape, shard.start) for shard in shards]
@@ -95,7 +96,7 @@ def whole_on_gpu(shards: Sequence[Shard], comm: Communicator) -> list[Quantized]
 
 
 def product(a: Any, unit_a: float, b: Any, unit_b: float) -> Any:
-    """Return a @ b exactly. Elements are multiples of their units.
+    """Return a @ b exactly, in float64. The elements of a and b are multiples of `unit_a` and `unit_b`.
 
     Raises OverflowError if a sum could reach 2^53 times the product of the units.
     """
@@ -106,13 +107,13 @@ def product(a: Any, unit_a: float, b: Any, unit_b: float) -> Any:
 
 
 def on_grid(x: Any, xp: Any) -> Any:
-    """Return x rounded to multiples of GRID."""
+    """Return x rounded to multiples of GRID. `xp` is numpy or cupy."""
     return xp.rint(x / GRID) * GRID
 
 
 def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
-    """Return codes times block scales (float64 multiples of WEIGHT_UNIT) and the tensor scale. Their product is the
-    weight.
+    """Return (codes times block scales, tensor scale) as float64. Their product is the decoded weight. The first factor
+    is a multiple of WEIGHT_UNIT, so that `product` can add it exactly.
     """
     codes = xp.asarray(E2M1.values, np.float64)[fp4kit.unpack(q.packed)]
     scales = xp.asarray(E4M3.values, np.float64)[q.block_scale]
@@ -123,8 +124,8 @@ def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
 
 
 def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
-    """Return the sum of squared errors and its gradients with respect to A and B, as one flat float64 array of exact
-    sums.
+    """Return one flat float64 array: the sum of squared errors, then its gradients with respect to A and B. All are
+    exact sums, so that the arrays of the ranks can be added in any order.
     """
     (a, a_scale), (b, b_scale) = (factors(q, xp) for q in weights)
     hidden = on_grid(xp.maximum(product(x, INPUT_UNIT, a.T, WEIGHT_UNIT) * a_scale, 0), xp)
@@ -136,7 +137,7 @@ def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
 
 
 def data(xp: Any) -> tuple[Any, Any, Any]:
-    """Return inputs, the outputs of a teacher network, and the first master weights (flat, float32)."""
+    """Return inputs, target outputs of a teacher network, and initial master weights (flat, float32)."""
     rng = np.random.default_rng(4)
     x = rng.integers(-8, 9, (SAMPLES, SHAPES[0][1])) * INPUT_UNIT
     a, b = (on_grid(uniform(rng, *shape), np) for shape in SHAPES)
@@ -147,21 +148,23 @@ def data(xp: Any) -> tuple[Any, Any, Any]:
 
 
 def uniform(rng: np.random.Generator, m: int, k: int) -> np.ndarray:
-    """Return uniform values of shape (m, k) and variance 1 / k. They are made from integers, because the logarithms in
-    normal values differ between machines.
+    """Return uniformly distributed values of shape (m, k) and variance 1 / k. They are made from integers, because
+    normal values need logarithms, which differ between machines.
     """
     return rng.integers(-(2**15), 2**15, (m, k)) * (2.0**-15 * np.sqrt(3 / k))
 
 
 def cuts(total: int, size: int) -> list[int]:
-    """Return the boundaries of the ranks' parts of the flat buffer. They are odd, so they lie inside bytes and
-    blocks.
+    """Return the boundaries of the ranks' parts of the flat buffer. Inner boundaries are odd, so they fall inside bytes
+    and blocks, which is the hardest case for `sharded`.
     """
     return [0, *((total * rank // size) | 1 for rank in range(1, size)), total]
 
 
 def shards_of(flat: Any, start: int) -> list[Shard]:
-    """Return the shard of each matrix that lies in `flat`, which begins at element `start` of the flat buffer."""
+    """Return, for each matrix, the shard that lies in `flat`, a part of the flat buffer that begins at element `start`.
+    A shard may be empty.
+    """
     shards, begin = [], 0
     for m, k in SHAPES:
         low, high = (min(max(edge - begin, 0), m * k) for edge in (start, start + flat.size))
@@ -171,7 +174,14 @@ def shards_of(flat: Any, start: int) -> list[Shard]:
 
 
 def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp: Any = np) -> Result:
-    """Train on the ranks of comm; the caller is one of them. Every rank returns the same result."""
+    """Train for a number of steps, and return the Result, which is equal on all ranks.
+
+    Args:
+        steps: number of steps
+        quantizer: `whole`, `sharded` or `whole_on_gpu`
+        comm: the ranks to train on, of which the caller is one; None for a single process
+        xp: numpy or cupy
+    """
     comm = comm or SingleProcess()
     x, target, first = data(xp)
     edges = cuts(first.size, comm.size)
@@ -184,9 +194,8 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
         sums = step(weights, x[samples], target[samples], xp)
         sums = comm.all_gather(sums).reshape(comm.size, -1).sum(axis=0) / (BATCH * SHAPES[1][0])
         losses.append(float(sums[0]))
-        velocity = (
-            MOMENTUM * velocity + sums[1:][mine]
-        )  # straight-through: the gradient with respect to the quantized weights
+        # Straight-through: the gradient with respect to the quantized weights updates the master weights.
+        velocity = MOMENTUM * velocity + sums[1:][mine]
         master = (master.astype(np.float64) - LEARNING_RATE * velocity).astype(np.float32)
     parts = [
         part
@@ -201,8 +210,8 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
 
 
 class Thread:
-    """Act as one rank of a group of threads: an fp4kit.training.communicators.Communicator. If a rank fails, the others
-    stop waiting.
+    """Act as one rank in a group of threads. Implements fp4kit.training.communicators.Communicator. If a rank fails,
+    the other ranks stop waiting for it.
     """
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
@@ -213,7 +222,7 @@ class Thread:
         return functools.reduce(np.maximum, self._share(array)).reshape(array.shape)
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the concatenated arrays of all ranks."""
+        """Return the concatenated arrays of all ranks, in `out` if it is given."""
         found = (np if isinstance(array, np.ndarray) else sys.modules["cupy"]).concatenate(self._share(array))
         if out is None:
             return found
@@ -221,7 +230,7 @@ class Thread:
         return out
 
     def _share(self, array: Any) -> list[Any]:
-        """Return copies of the arrays of all ranks, in the order of ranks."""
+        """Return copies of the arrays of all ranks, by rank."""
         self._slots[self.rank] = array.copy()
         self._barrier.wait()
         found = list(self._slots)
@@ -230,7 +239,7 @@ class Thread:
 
 
 def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
-    """Call work(communicator) on each of `size` threads. Return the results, or raise the first error."""
+    """Call work(communicator) on each of `size` threads. Return the results by rank, or raise the first error."""
     barrier, slots = threading.Barrier(size), [None] * size
     results: list[Any] = [None] * size
     errors: list[BaseException] = []
@@ -257,7 +266,7 @@ def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
 
 def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Result]]]:
     """Return {name: function} of the ways to train. A function takes the number of steps and returns the results of all
-    ranks.
+    ranks. If `gpu` is true, ways with CuPy are included.
     """
 
     def group(size: int, xp: Any) -> Callable[[int], list[Result]]:
@@ -274,14 +283,14 @@ def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Resu
 
 
 def all_results(mine: Result, comm: Communicator) -> list[Result]:
-    """Return the results of all processes."""
+    """Return the results of all MPI processes, of which `mine` is this process's."""
     losses = comm.all_gather(np.array(mine.losses)).reshape(comm.size, -1).tolist()
     digests = comm.all_gather(np.frombuffer(bytes.fromhex(mine.digest), np.uint8).copy()).reshape(comm.size, -1)
     return [Result(*result) for result in zip(losses, (digest.tobytes().hex() for digest in digests), strict=True)]
 
 
 def report(name: str, results: list[Result], expected: Result, seconds: float) -> None:
-    """Print whether all ranks gave the expected losses and codes."""
+    """Print whether the results of all ranks equal the expected losses and codes."""
     if all(result == expected for result in results):
         verdict = "every loss and the last codes are equal in every bit"
     else:

@@ -1,7 +1,9 @@
-"""Record which releases of producers were found equal: fp4kit recipes --live --json | python tools/live_record.py
+"""Record which releases of producers gave results equal to fp4kit's.
 
-In docs/live-producers.json, the entry of a producer is replaced if all its arrays were equal. Other entries stay. Then
-run tools/readme.py, which writes the table of the page.
+    fp4kit recipes --live --json | python tools/live_record.py
+
+If all arrays of a producer were equal, its entry in docs/live-producers.json is replaced. Other entries stay. Then run
+tools/readme.py, which writes the table of the documentation page.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ KEPT = ("version", "versions", "seconds", "arrays", "elements", "exceptions")
 
 
 def merged(record: dict[str, Any], run: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return the record with the run's equal producers, and the names of the producers that differed."""
+    """Return (record, names): the record with new entries for producers whose arrays were all equal, and the names of
+    the producers that differed. `run` is the output of fp4kit recipes --live --json.
+    """
     found = dict(record)
     differing = []
     for producer in run["producers"]:

@@ -1,7 +1,7 @@
-"""Provide the hooks of the documentation site (mkdocs.yml): pages of producers, and links that leave docs/.
+"""Provide the hooks of the documentation site (mkdocs.yml). `mkdocs build` calls these functions.
 
-`mkdocs build` calls these functions. The pages of producers are generated from the recipes at each build, so they
-cannot differ from the code.
+They add the pages of producers, and point links that leave docs/ to the repository. The pages of producers are
+generated from the recipes at each build, so they cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages of producers into the navigation."""
+    """Add the pages of producers to the navigation, in place of the entry "Producers". Return the config."""
     pages = [f"producers/{name}" for name in producer_pages.names()]
     config.nav = [{"Producers": pages} if "Producers" in entry else entry for entry in config.nav]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of producers."""
+    """Add the pages of producers to the site's files. Return the files."""
     for name, text in producer_pages.pages().items():
         files.append(File.generated(config, f"producers/{name}", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Point links that leave docs/ to the repository.
+    """Return a page's Markdown with links that leave docs/ pointed to the repository.
 
     Raises FileNotFoundError for a link to a file that does not exist.
     """

@@ -2,14 +2,15 @@
 
     python tools/pack_golden.py FILE... [--into DIRECTORY] [--replace]
 
-Each FILE has the outputs of one producer, as recorded (`te.npz`) or packed. `inputs.npz` has the inputs from which they
-were computed. FILE becomes DIRECTORY/<name of FILE>. If that file exists, the arrays of FILE are added to it.
+Each FILE has the outputs of one producer, as recorded (such as `te.npz`) or already packed. The file `inputs.npz` has
+the inputs from which they were computed. FILE becomes DIRECTORY/<name of FILE>. If that file exists, the arrays of FILE
+are added to it.
 
 An array of FILE that differs from the existing array with the same key is an error, unless --replace is given. If an
 array is replaced, files that store differences to it are packed again.
 
 fp4kit/evidence/golden/packed.py describes the packed form. The result is read back and compared before the program
-ends. The same arrays give the same bytes, if the version of liblzma is the same.
+ends. Packing equal arrays again gives equal bytes, as long as the version of liblzma does not change.
 """
 
 from __future__ import annotations
@@ -27,26 +28,28 @@ import numpy as np
 from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
 from fp4kit.evidence.golden.packed import BASES, INDEX, references
 
-# The table of rcp.approx is data of the package, fp4kit/reference/rcp_approx_sm90.npz: the reference computes with it.
+# Not an output of a producer: the specification stores this table as fp4kit/reference/rcp_approx_sm90.npz.
 EXCLUDED = ("rcp_approx_sm90",)
 
-# An array is stored as a difference if at most this share of its bytes differs from the other array's.
+# An array is stored as its difference to another array if less than this share of its bytes differs.
 MAX_DIFFERING = 0.3
-MIN_BYTES = 64
+MIN_BYTES = 64  # smaller arrays are never stored as differences
 
 Arrays = Mapping[str, np.ndarray]
-# {(file, key): array}: the arrays that others may be stored as differences to.
+# {(file, key): base array}. A base array is one that other arrays may be stored as differences to.
 Places = dict[tuple[str, str], np.ndarray]
 
 
 def arrays_of(golden: GoldenSet, name: str) -> dict[str, np.ndarray]:
-    """Return {key: array} for one file of a set, {} if it has none of that name."""
+    """Return {key: array} for the file `name` of a golden set, or an empty dict if the set has no such file."""
     return {key: golden.get(name, key) for key in golden.keys(name)}
 
 
 def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[str, np.ndarray]:
-    """Return the arrays of both. If they differ under one key, the new array replaces the old one if `replace` is true;
-    otherwise ValueError is raised.
+    """Return the recorded arrays `old` together with the arrays `new`.
+
+    If an array differs from the recorded array with the same key, it replaces that array if `replace` is true.
+    Otherwise ValueError is raised. `name` is the file, for the message.
     """
     for key in old.keys() & new.keys():
         if not replace and content(old[key]) != content(new[key]):
@@ -55,35 +58,41 @@ def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[s
 
 
 def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """Return the dtype, shape and bytes of an array. Two arrays are equal if these are equal, so NaNs are compared by
-    their bits.
+    """Return the dtype, shape and bytes of an array. Arrays are compared by these, so that NaNs are compared by their
+    bits.
     """
     return array.dtype.name, array.shape, array.tobytes()
 
 
 def similarity(key: str) -> tuple[str, str, str]:
-    """Return a sort key that puts outputs for one input side by side, so that the compressor finds common parts."""
+    """Return a sort key that puts outputs for the same input side by side, so that the compressor finds common
+    parts.
+    """
     return key.split("/")[0], key.split("/")[-1], key
 
 
 def rank(name: str) -> tuple[int, str]:
-    """Return a sort key: a file is stored as differences only to files in BASES that come before it."""
+    """Return the sort key that orders files. A file is stored as differences only to files of BASES that come before
+    it.
+    """
     return (BASES.index(name) if name in BASES else len(BASES)), name
 
 
 def base_places(golden: GoldenSet, name: str) -> Places:
-    """Return the arrays to which those of file `name` may be stored as differences."""
+    """Return the arrays that those of the file `name` may be stored as differences to."""
     files = [base for base in BASES if rank(base) < rank(name)]
     return {(file, key): array for file in files for key, array in arrays_of(golden, file).items()}
 
 
 def raw(array: np.ndarray) -> np.ndarray:
-    """Return the bytes of an array as one row of uint8."""
+    """Return the bytes of an array as a 1-d uint8 array."""
     return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
 
 
 class Nearest:
-    """Find the base array that differs least from a given array of the same input and size."""
+    """Find the base array that differs least from a given array, among base arrays for the same input and of equal
+    size.
+    """
 
     def __init__(self, bases: Places) -> None:
         self._found: dict[tuple[str, str, int], dict[bytes, tuple[str, str]]] = {}
@@ -96,7 +105,9 @@ class Nearest:
         return key.split("/")[0], array.dtype.name, array.size
 
     def __call__(self, key: str, array: np.ndarray) -> tuple[tuple[str, str], np.ndarray] | None:
-        """Return the place and the bytes of the nearest base array, or None if no base array is near enough."""
+        """Return ((file, key), bytes) of the nearest base array. Return None if MAX_DIFFERING or more of the bytes
+        differ from every base array, or if the array is smaller than MIN_BYTES.
+        """
         if array.nbytes < MIN_BYTES:
             return None
         own, best, limit = raw(array), None, array.nbytes * MAX_DIFFERING
@@ -109,7 +120,7 @@ class Nearest:
 
 
 def pack(source: Arrays, bases: Places) -> dict[str, bytes]:
-    """Return the members of a packed file: {name: bytes}."""
+    """Return the members of a packed file, {name: bytes}, for the arrays `source`. Equal arrays are stored once."""
     nearest = Nearest(bases)
     numbers: dict[tuple[str, tuple[int, ...], bytes], int] = {}
     chunks: dict[str, list[np.ndarray]] = {}
@@ -132,15 +143,15 @@ def pack(source: Arrays, bases: Places) -> dict[str, bytes]:
 
 
 def npy(array: np.ndarray) -> bytes:
-    """Return the bytes of a .npy file."""
+    """Return the bytes of a .npy file with the array."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, version=(1, 0), allow_pickle=False)
     return buffer.getvalue()
 
 
 def write(members: dict[str, bytes], path: Path) -> None:
-    """Write the zip file under a temporary name, then rename it. Its dates and modes are fixed, so that its bytes are
-    reproducible.
+    """Write the members as a zip file, first under a temporary name. Dates and modes are fixed, so that equal members
+    give equal bytes.
     """
     temporary = path.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w") as archive:
@@ -153,14 +164,14 @@ def write(members: dict[str, bytes], path: Path) -> None:
 
 
 def write_file(directory: Path, name: str, source: Arrays) -> None:
-    """Pack one file, and read it back."""
+    """Pack the arrays `source` into the file `name` of a directory. Then read the file back and compare it."""
     golden = GoldenSet.open(directory) if any(directory.glob("*.npz")) else None
     write(pack(source, base_places(golden, name) if golden else {}), directory / f"{name}.npz")
     verify(source, GoldenSet.open(directory), name)
 
 
 def verify(source: Arrays, packed: GoldenSet, name: str) -> None:
-    """Raise ValueError unless the file of the set has exactly the keys and arrays of the source."""
+    """Raise ValueError unless the file `name` of the packed set has exactly the keys and arrays of `source`."""
     arrays = arrays_of(packed, name)
     if arrays.keys() != source.keys():
         raise ValueError(
@@ -172,13 +183,19 @@ def verify(source: Arrays, packed: GoldenSet, name: str) -> None:
 
 
 def dependents(directory: Path, name: str, changed: Iterable[str]) -> list[str]:
-    """Return the packed files that store an array as a difference to one of the changed keys of file `name`."""
+    """Return the names of packed files that store an array as a difference to a changed key of file `name`. They must
+    be packed again.
+    """
     gone = {(name, key) for key in changed}
     return [path.stem for path in sorted(directory.glob("*.npz")) if gone & set(references(path).values())]
 
 
 def add(directory: Path, name: str, new: Arrays, replace: bool = False) -> list[str]:
-    """Pack the arrays of one producer into its file of a directory. Return the names of the files that were written."""
+    """Add the arrays of one producer to its packed file in a directory, and pack dependent files again. Return the
+    names of the files that were written.
+
+    Raises ValueError if an array differs from the recorded one and `replace` is false.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     before = GoldenSet.open(directory) if any(directory.glob("*.npz")) else None
     old = arrays_of(before, name) if before else {}
@@ -193,7 +210,7 @@ def add(directory: Path, name: str, new: Arrays, replace: bool = False) -> list[
 
 
 def main() -> None:
-    """Run the program."""
+    """Pack the files that the command line names, and print the sizes."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="+")
     parser.add_argument("--into", type=Path, default=RECORDED, metavar="DIRECTORY")

@@ -46,12 +46,12 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
-    """Return an SVG text element; `kind` names classes of STYLE."""
+    """Return an SVG text element. `kind` names CSS classes of STYLE."""
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str) -> str:
-    """Return an SVG rectangle with rounded corners."""
+    """Return an SVG rectangle with rounded corners. `kind` names CSS classes of STYLE."""
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>'
 
 
@@ -61,7 +61,7 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
 
 
 def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    """Return an SVG document. Screen readers read `title`."""
+    """Return an SVG document made of the elements `parts`. Screen readers read `title`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
         f' aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n'
@@ -113,7 +113,7 @@ def two_producers() -> str:
     return picture(width, 198, title, parts)
 
 
-SPEED = (  # (operation, recipe) of the GPU record, label
+SPEED = (  # (operation and recipe of a row in the GPU record, label in the picture)
     ("quantize", "mxfp4-ocp", "quantize MXFP4"),
     ("quantize, amax given", "nvfp4-torchao", "quantize NVFP4, amax given"),
     ("quantize with amax", "nvfp4-modelopt", "quantize NVFP4 with amax"),
@@ -123,7 +123,7 @@ SPEED = (  # (operation, recipe) of the GPU record, label
 
 
 def speed() -> str:
-    """Return the picture of times relative to a copy of as many bytes, for fp4kit and for the fastest other library."""
+    """Return the picture of times, of fp4kit and of the fastest other library, relative to a copy of as many bytes."""
     record = json.loads((RESULTS / "h200.json").read_text())
     rows = {(row["operation"], row["recipe"]): row for row in record["rows"] if row["dtype"] == "bfloat16"}
     left, unit, top = 210, 92, 46
@@ -177,7 +177,7 @@ def element() -> str:
 
 
 def block() -> str:
-    """Return the picture of one row that is cut into blocks of sixteen with one scale each."""
+    """Return the picture of a row that is cut into blocks of sixteen elements with one scale each."""
     parts = [text(12, 24, "A row of 48 elements in NVFP4: three blocks of 16, one scale byte per block", "title")]
     for b in range(3):
         x = 12 + b * 268
@@ -236,7 +236,7 @@ def recipe() -> str:
 
 
 def container() -> str:
-    """Return the picture of the names under which two containers store one layer."""
+    """Return the picture of the tensor names under which two containers store one layer."""
     rows = (
         ("", "Model-Optimizer", "compressed-tensors"),
         ("codes", "weight", "weight_packed"),
@@ -258,7 +258,7 @@ def container() -> str:
 
 
 def packing() -> str:
-    """Return the picture of a byte with two codes."""
+    """Return the picture of a byte that holds two codes."""
     parts = [text(12, 24, "Two codes per byte: the even element is in the low nibble", "title")]
     for n, words in enumerate(("high nibble: element 1", "low nibble: element 0")):
         parts += [box(12 + n * 210, 40, 200, 34, "cell"), text(112 + n * 210, 62, words, "middle")]
@@ -286,7 +286,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Write every picture."""
+    """Write every picture to docs/images."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         (IMAGES / f"{name}.svg").write_text(draw())

@@ -1,4 +1,7 @@
-"""Write one page per producer for the documentation site, from the recipes and the specification."""
+"""Generate one page per producer for the documentation site, from the recipes and the specification.
+
+tools/mkdocs_hooks.py adds the pages to the site.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ TITLES = {
 
 @cache
 def producers() -> dict[str, list[Recipe]]:
-    """Return the recipes of each producer, in the order of the table."""
+    """Return {producer: its recipes}, in the order of the table of recipes."""
     found: dict[str, list[Recipe]] = {}
     for r in RECIPES.values():
         found.setdefault(producer_of(r.id), []).append(r)
@@ -55,19 +58,19 @@ def names() -> list[str]:
 
 
 def pages() -> dict[str, str]:
-    """Return the text of each page by its file name."""
+    """Return {file name: Markdown text} of all pages."""
     return {"index.md": overview()} | {f"{name}.md": page(name, rs) for name, rs in producers().items()}
 
 
 def overview() -> str:
-    """Return the page that lists all producers."""
+    """Return the Markdown page that lists all producers."""
     rows = [(f"[{TITLES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
     text = "Each page states the formulas and recipes of one producer, and how many of its outputs were compared.\n\n"
     return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
 
 
 def page(name: str, recipes: list[Recipe]) -> str:
-    """Return the page of one producer."""
+    """Return the Markdown page of one producer, which has these recipes."""
     equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
     recorded = (
         f"{equal:,} of {compared:,} recorded arrays of this producer are equal in every bit."
@@ -88,7 +91,7 @@ def page(name: str, recipes: list[Recipe]) -> str:
 
 
 def _entry(r: Recipe) -> str:
-    """Return one line of the list of recipes."""
+    """Return the line for a recipe in the list of recipes."""
     equal, compared = _recorded(r)
     counts = f"{equal} of {compared} recorded arrays equal" if compared else "no recorded arrays"
     exact = f" Equal to: {r.exact}." if r.exact else ""
@@ -101,7 +104,7 @@ def _versions(recipes: Iterable[Recipe]) -> str:
 
 @cache
 def _recorded(r: Recipe) -> tuple[int, int]:
-    """Return how many recorded arrays of a recipe are equal, and how many were compared."""
+    """Return (number of recorded arrays of a recipe that fp4kit equals, number of arrays compared)."""
     result = check_recipe(r.id, _golden())
     return result.equal, result.compared
 
@@ -112,7 +115,7 @@ def _golden() -> GoldenSet:
 
 
 def _rules(title: str, rules: Iterable[str], source: Callable[[str], str]) -> list[str]:
-    """Return Markdown lines with the source of each rule."""
+    """Return Markdown lines with the source code of each rule. `source(rule)` returns the code."""
     lines = []
     for rule in sorted(rules):
         lines += [f"### {title}: `{rule}`", "", "```python", source(rule).rstrip(), "```", ""]
@@ -120,7 +123,7 @@ def _rules(title: str, rules: Iterable[str], source: Callable[[str], str]) -> li
 
 
 def _block_source(rule: str) -> str:
-    """Return the source of a block rule's two functions."""
+    """Return the source code of a block rule: the functions for the scale code and for the factor."""
     found = BLOCK_RULES[rule]
     return "\n".join(inspect.getsource(f) for f in dict.fromkeys((found.code, found.factor)))
 
@@ -131,8 +134,8 @@ def _tensor_source(rule: str) -> str:
 
 @cache
 def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return codes and block scales of the matrix of `_drawn`. Return None for a fake quantizer, a recipe without block
-    scales, with a search or with square blocks.
+    """Return (codes, block scales) of the matrix of `_drawn`, so that recipes can be compared. Return None if the
+    recipe is a fake quantizer, has no block scales, searches scales, or has square blocks.
     """
     if r.fake_only or r.scale is None or r.search or r.block != (1, r.block_size):
         return None
@@ -142,13 +145,16 @@ def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
 
 @cache
 def _drawn() -> np.ndarray:
-    """Return a fixed random bfloat16 matrix."""
+    """Return a fixed random bfloat16 matrix with values like those of weights."""
     weights = np.random.default_rng(5).standard_normal((256, 512)) * 0.02
     return weights.astype(ml_dtypes.bfloat16)
 
 
 def _relative(r: Recipe) -> list[str]:
-    """Return Markdown lines on the recipe that differs least from r, with one block in which they differ."""
+    """Return Markdown lines on the recipes of other producers that are closest to r: those that give the same bytes,
+    and the nearest one with other bytes, shown on one block. Return an empty list if r cannot be compared
+    (`_bytes_of`).
+    """
     mine = _bytes_of(r)
     if mine is None:
         return []
@@ -178,7 +184,9 @@ def _relative(r: Recipe) -> list[str]:
 
 
 def _worked(r: Recipe, other: str, mine: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> str:
-    """Return a table of the block that differs most: its elements, and the values and scale bytes of both recipes."""
+    """Return a Markdown table of the block in which r and `other` differ most: its elements, and the values and scale
+    bytes of both recipes. `mine` and `theirs` are the results of `_bytes_of`.
+    """
     size = r.block_size
     differs = (mine[0] != theirs[0]).reshape(-1, size).sum(axis=1) + (mine[1] != theirs[1]).reshape(-1)
     at = int(differs.argmax())

@@ -40,17 +40,17 @@ MEASURED = (  # rows of the table of times: (operation, recipe)
 
 
 def recipes() -> str:
-    """Return the table of recipes."""
+    """Return the table of all recipes."""
     return markdown(RECIPE_COLUMNS, grouped_recipe_rows())
 
 
 def agreement() -> str:
-    """Return the table of recipes that give the same bytes."""
+    """Return the table of recipes that give equal bytes."""
     return markdown(COLUMNS, agreement_rows())
 
 
 def performance() -> str:
-    """Return a line on the machine and the table of times on a GPU, from the committed record."""
+    """Return the machine and the table of times on a GPU, from the committed record."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import report
 
@@ -59,7 +59,7 @@ def performance() -> str:
 
 
 def cpu() -> str:
-    """Return a line on the machine and the table of rates on a CPU, from the committed record."""
+    """Return the machine and the table of rates on a CPU, from the committed record."""
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import cpu_report
 
@@ -67,7 +67,9 @@ def cpu() -> str:
 
 
 def scale_search() -> str:
-    """Return the table of errors of the demo model with and without a search of scales, from the committed record."""
+    """Return the table of the demo model's errors with and without a search of block scales, from the committed
+    record.
+    """
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import scale_search_report
 
@@ -87,14 +89,14 @@ LIVE_COLUMNS = (
 
 
 def live() -> str:
-    """Return the table of producer releases that were found equal on drawn inputs."""
+    """Return the table of producer releases whose results were equal to fp4kit's on random inputs."""
     record = json.loads((ROOT / "docs" / "live-producers.json").read_text())
     names = sorted(adapter.title or adapter.name for adapter in adapters())
     return markdown(LIVE_COLUMNS, [_live_row(name, record.get(name)) for name in names])
 
 
 def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
-    """Return the row of one producer. It says "none recorded" if `entry` is None."""
+    """Return the row of one producer. If `entry` is None, the row says "none recorded"."""
     if entry is None:
         return (name, "none recorded", *[""] * 6)
     beside = ", ".join(
@@ -105,12 +107,12 @@ def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def loaders() -> str:
-    """Return the table of containers that each engine loads."""
+    """Return the table of containers that each inference engine loads."""
     return support.markdown()
 
 
 def uncovered() -> str:
-    """Return the table of calls that fall back to the specification."""
+    """Return the table of calls that the compiled CPU engine does not cover, so that they run in the specification."""
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
@@ -119,8 +121,8 @@ PARTS = {one.__name__: one for one in ALL}
 
 
 def with_output(text: str) -> str:
-    """Return the text with the example's current output. The example is the fence after `<!-- example -->`; its output
-    goes to the fence after `<!-- output -->`. A text without an example is returned unchanged.
+    """Return the text with the current output of its example. The example is the code after `<!-- example -->`; its
+    output replaces the block after `<!-- output -->`. A text without an example is returned unchanged.
     """
     example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.DOTALL)
     if example is None:
@@ -132,7 +134,7 @@ def with_output(text: str) -> str:
 
 
 def rewritten(text: str) -> str:
-    """Return the text with the example's current output and all generated parts.
+    """Return the text of a page with its example's output and all generated parts up to date.
 
     Raises ValueError for a name that is not in PARTS, and for a part that occurs twice.
     """

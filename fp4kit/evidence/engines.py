@@ -20,13 +20,13 @@ from fp4kit.quantized.container import FACTS, PARTS, Quantized
 
 
 class Outcome(NamedTuple):
-    """Hold the result of a comparison.
+    """Hold the result of a comparison. Outcomes are added with +.
 
     Attributes:
         values: number of compared values.
         differing: number of values that differ.
-        first: description of the first difference.
-        skipped: what could not be compared, with the reason.
+        first: description of the first difference, or "" if no value differs.
+        skipped: descriptions of what could not be compared, with the reason.
     """
 
     values: int = 0
@@ -42,16 +42,19 @@ class Outcome(NamedTuple):
 
 
 class ComparedEngine:
-    """Call public functions on arrays of one library (numpy or cupy), with NumPy arrays as input and output.
+    """Call public functions of fp4kit on arrays of one library (numpy or cupy), with NumPy arrays as input and output.
 
-    ComparedEngine(np) is the host's compiled engine, if there is one; ComparedEngine(cupy) is the GPU.
+    ComparedEngine(cupy) uses the GPU. ComparedEngine(np) uses the host's compiled engine, or the specification if that
+    engine is not installed.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
 
     def put(self, a: Any) -> Any:
-        """Return an array, or a Quantized with its arrays, in the engine's library. Return anything else unchanged."""
+        """Return an array, or a Quantized, with its memory in the engine's library. Return any other value
+        unchanged.
+        """
         if isinstance(a, Quantized):
             return replace(a, **{name: self.put(getattr(a, name)) for name in PARTS})
         return self.module.asarray(a) if isinstance(a, np.ndarray) else a
@@ -71,25 +74,27 @@ class ComparedEngine:
         return a.get() if hasattr(a, "get") else a
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which this engine computes all calls of public functions."""
+        """Return a context manager in which public functions run on this engine."""
         return nullcontext()
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function`` with arguments that are already in the engine's library. The result stays there."""
+        """Call ``function`` on this engine, with arrays that are already in its library. The result stays in the
+        library.
+        """
         with self.computing():
             return function(*arguments, **options)
 
     def call(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function`` with NumPy arguments, and return its result as NumPy arrays."""
+        """Call ``function`` on this engine with NumPy arrays, and return its result as NumPy arrays."""
         moved = {name: self.put(value) for name, value in options.items()}
         return self.get(self.apply(function, *map(self.put, arguments), **moved))
 
 
 class Specification(ComparedEngine):
-    """Call public functions on NumPy arrays in the specification, even where a compiled engine is installed."""
+    """Call public functions in the NumPy specification, even if a compiled engine is installed."""
 
     def computing(self) -> AbstractContextManager[None]:
-        """Return a context in which the specification computes all calls of public functions."""
+        """Return a context manager in which public functions run in the specification."""
         return specification()
 
 
@@ -99,8 +104,10 @@ SPECIFICATION = Specification(np)
 def compare(found: Any, expected: Any, what: str) -> Outcome:
     """Compare a result with the expected one, bit for bit, and return the Outcome. Any NaN equals any other NaN.
 
-    The results are arrays, numbers, Quantized (compared part by part), or lists of these. ``what`` names the result in
-    the description of a difference.
+    Args:
+        found: an array, a number, a Quantized (compared part by part), or a list or tuple of these.
+        expected: what ``found`` must equal.
+        what: names the result in the description of a difference.
     """
     if isinstance(expected, Quantized):
         return _compare_quantized(found, expected, what)
@@ -115,7 +122,7 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
-    """Compare two Quantized: first their fields, such as shape and layout, then their arrays."""
+    """Compare two Quantized objects: first their fields, such as shape and layout, then their arrays."""
     if not isinstance(found, Quantized):
         return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
     total = Outcome()
@@ -146,9 +153,8 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """Return call(). If it raises NotImplementedError, return an Outcome that lists ``what`` as skipped.
-
-    An engine raises it for a call that it has no kernel for.
+    """Return the Outcome of ``call()``. If the engine has no kernel for the call, which it says by raising
+    NotImplementedError, return an Outcome that lists ``what`` as skipped.
     """
     try:
         return call()

@@ -13,10 +13,10 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
-    """Raise AssertionError unless two arrays, or two Quantized, have equal shape, dtype and bits.
+    """Raise AssertionError unless two arrays, or two Quantized objects, have equal shape, dtype and bits.
 
-    NaN patterns must be equal too. The message gives the number of differences, the first coordinate, and both bit
-    patterns there.
+    NaNs are compared by their bits too. The message gives the number of differences, the coordinate of the first one,
+    and both bit patterns there. The fields of a Quantized that are not arrays, such as its layout, are not compared.
 
     Args:
         actual: the array or Quantized to check.
@@ -45,12 +45,17 @@ def assert_same_bits(actual: Any, expected: Any, name: str = "array") -> None:
 
 
 def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) -> np.ndarray:
-    """Return rows of blocks that reach the edge cases of every rule: (rows, 4 * block) of ``dtype``, finite.
+    """Return finite blocks that reach the edge cases of every rule, as an array of shape (rows, 4 * block).
 
     They contain:
         - ties of E2M1 and their neighbours, at many scales;
-        - blocks whose amax is at or beside 6 * 2^k, steps of 448, and powers of two;
+        - blocks whose amax is at or next to 6 * 2^k, steps of 448, and powers of two;
         - signed zeros, subnormals, single outliers, and the largest finite values.
+
+    Args:
+        dtype: dtype of the result.
+        block: number of elements per block.
+        seed: seed of the random parts.
     """
     rows = [row for part in _adversarial(np.random.default_rng(seed), 4 * block) for row in part]
     finite = float(ml_dtypes.finfo(dtype).max)
@@ -58,7 +63,7 @@ def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) 
 
 
 def _adversarial(rng: np.random.Generator, k: int) -> Iterator[np.ndarray]:
-    """Yield arrays of rows with ``k`` columns for adversarial_blocks, as float64 before the cast to its dtype."""
+    """Yield arrays of rows with ``k`` columns, as float64, for adversarial_blocks to clip and cast."""
     grid = np.concatenate([E2M1.midpoints, E2M1.magnitudes.astype(np.float64)])
     for exponent in (-140, -126, -30, -14, -7, 0, 1, 7, 30, 100, 125):
         signs = rng.choice([-1.0, 1.0], (4, k))

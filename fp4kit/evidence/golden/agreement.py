@@ -21,9 +21,9 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 
 
 def ordinary_data(dtype: Any) -> list[np.ndarray]:
-    """Return the arrays on which recipes are compared: weights, heavy tails, wide ranges and ties.
+    """Return the arrays on which recipes are compared: weights, normal values, heavy tails, wide ranges and ties.
 
-    Each array is (256, 512). Every call returns the same values.
+    Each array has shape (256, 512). Every call returns the same values.
     """
     rng = np.random.default_rng(20)
     shape = (256, 512)
@@ -39,7 +39,7 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
 def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
     """Return groups of two or more recipe ids that give the same bytes on ordinary_data(dtype).
 
-    Groups and ids are in the order of the table.
+    Groups and ids are in the order of RECIPES.
     """
     data = ordinary_data(dtype)
     with specification():
@@ -49,8 +49,8 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
     """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``.
 
-    Recipes that give different bytes on one array are not compared on the next ones. Recipes with a search are left
-    out: no other recipe gives their bytes, and they take long.
+    Recipes are split into groups by the bytes of the first array, then each group by those of the next array, and so
+    on. Recipes with a search are left out: no other recipe gives their bytes, and they take long.
     """
     groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
     order = {r.id: i for i, r in enumerate(groups[0])}
@@ -60,7 +60,7 @@ def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
 
 
 def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
-    """Split a group of recipes into groups that give the same bytes for ``x``."""
+    """Split a group of recipes into groups that give the same codes and block scales for ``x``."""
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)
@@ -71,7 +71,9 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
 
 
 def agreement_rows() -> list[tuple[str, ...]]:
-    """Return one row per group of recipes: the input dtypes for which it agrees, and its recipes."""
+    """Return the rows of the table COLUMNS, one per group of recipes that agree: the input dtypes for which they agree,
+    and their ids.
+    """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():
         for group in agreeing(dtype):

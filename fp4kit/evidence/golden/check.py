@@ -1,11 +1,16 @@
 """Compare recipes with recorded outputs of producers. `fp4kit recipes --check` prints the result; the tests assert it.
 
-Local words: a row (GoldenRow) says which recorded outputs a recipe must equal; a case (RecordedCase) is one input of a
-row; a part is one recorded array of a case, such as "codes". A mask is True for elements whose difference is excused.
+Local words:
 
-By default the specification is compared. `fp4kit selftest` passes the Operations of another engine instead. Every array
-is compared bit for bit, with two exceptions: differences that a row excuses by `skip` and `inputs`, and the sign bit of
-a NaN, which no producer keeps stable. fp4kit/evidence/recorded/README.md lists and explains the exceptions.
+- A *row* (GoldenRow) says which recorded outputs a recipe must equal.
+- A *case* (RecordedCase) is one input of a row.
+- A *part* is one recorded array of a case, such as "codes".
+- A *mask* is a boolean array, True for elements whose differences are excused.
+
+By default the results of the specification are compared. `fp4kit selftest` passes the Operations of another engine
+instead. Every array is compared bit for bit, with two exceptions: differences that a row excuses by `skip` and
+`inputs`, and the sign bit of a NaN, which no producer keeps stable. fp4kit/evidence/recorded/README.md lists and
+explains the exceptions.
 """
 
 from __future__ import annotations
@@ -50,7 +55,7 @@ class Operations(NamedTuple):
 
     @classmethod
     def of(cls, engine: ComparedEngine) -> Operations:
-        """Return the functions, bound to an engine."""
+        """Return the functions that run on ``engine``."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
@@ -58,40 +63,39 @@ class Operations(NamedTuple):
 SPECIFIED = Operations.of(SPECIFICATION)
 
 
-# ---- exceptions: functions from a case to a mask of elements that are not compared
+# ---- exceptions: each function returns the mask of the elements of a case that are not compared
 
 
 def _block_amax(case: RecordedCase) -> np.ndarray:
-    """Return the amax of the block of each element, in the shape of x."""
+    """Return, for each element of the case's input x, the amax of its block."""
     x = np.abs(case.x.astype(np.float32))
     size = case.recipe.block_size
     return np.repeat(np.max(x.reshape(len(x), -1, size), axis=-1), size, axis=1)
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes under a NaN scale, which carry no meaning."""
+    """Excuse codes under a NaN scale, which carry no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
 def _skip_nonfinite_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks with inf or NaN. In C, their casts to uint8 are undefined."""
+    """Excuse blocks that contain inf or NaN. The producer casts such values to uint8, which is undefined in C."""
     return ~np.isfinite(_block_amax(case))
 
 
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks that compressed-tensors corrupts.
-
-    The amax of such a block rounds up to a power of two that the input dtype cannot hold.
+    """Excuse blocks that compressed-tensors corrupts, because it rounds their amax up to a power of two that the input
+    dtype cannot hold.
     """
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)
 
 
 def _skip_uncertain(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes that depend on how the GPU instruction rcp.approx rounds.
+    """Excuse codes that depend on how the GPU instruction rcp.approx rounds.
 
-    The file marks the codes that do not depend on it (codes_certain).
+    The recorded array "codes_certain" marks the blocks whose codes do not depend on it.
     """
     certain = case.part("codes_certain")
     if certain is None:
@@ -100,18 +104,19 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 
 
 def _skip_undefined(case: RecordedCase) -> Mask:
-    """Return a mask that excuses NaN elements, for which the producer reads an uninitialized variable.
+    """Excuse NaN elements, for which the producer reads an uninitialized variable.
 
-    The file marks the other elements (valid).
+    The recorded array "valid" marks the other elements.
     """
     valid = case.part("valid")
     return np.zeros(case.x.shape, bool) if valid is None else ~valid
 
 
 def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
-    """Return a mask that excuses rows of fp8-modelopt-channel whose result differs between a CPU and a GPU.
+    """Excuse rows of fp8-modelopt-channel whose result differs between a CPU and a GPU.
 
-    A CPU evaluates 448 / amax as (1 / amax) * 448. Rows are excused only for inputs that were recorded on a CPU alone.
+    PyTorch on a CPU evaluates 448 / amax as (1 / amax) * 448. Rows are excused only for inputs that were recorded on a
+    CPU alone.
     """
     cpu_only = case.recipe.id == "fp8-modelopt-channel" and case.part("amax") is None
     amax = np.max(np.abs(case.x.astype(np.float32)), axis=1, keepdims=True)
@@ -121,17 +126,17 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """Return a mask that excuses two kinds of tensors with inf or NaN in fouroversix.
+    """Excuse two kinds of fouroversix tensors that contain inf or NaN.
 
-    For float32 tensors, the processor decides the sign of a NaN scale. In blocks of 16x16, fouroversix's Triton kernels
-    leave out rows with inf or NaN.
+    In float32 tensors, the sign of a NaN scale depends on the processor. In blocks of 16x16, fouroversix's Triton
+    kernels leave out rows with inf or NaN.
     """
     undecided = case.x.dtype == np.float32 or (case.recipe.keep_infinity and case.recipe.block_rows > 1)
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())
 
 
 def _skip_nan_element(case: RecordedCase) -> Mask:
-    """Return a mask that excuses elements of triton_kernels that are not finite.
+    """Excuse elements of triton_kernels that are not finite.
 
     If such an element is NaN, or becomes NaN as inf * 0, the sign of its code is undefined.
     """
@@ -139,7 +144,7 @@ def _skip_nan_element(case: RecordedCase) -> Mask:
 
 
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
-    """Return a mask that excuses elements that Quark turns into infinities, which it packs as 4.
+    """Excuse elements that Quark turns into infinities, because it packs an infinity as the value 4.
 
     This happens in tensors with inf or NaN, and where an element divided by the scale 2^-23 overflows.
     """
@@ -151,9 +156,9 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses Quark's values under scales that it stores differently, and blocks with inf or NaN.
+    """Excuse values that Quark scaled with another scale than it stores, and blocks with inf or NaN.
 
-    The file has the scales that Quark applied (scale_applied).
+    The recorded array "scale_applied" has the scales that Quark applied.
     """
     skip, applied = _skip_nonfinite_block(case), case.part("scale_applied")
     if applied is None:
@@ -167,7 +172,17 @@ def _skip_applied_scale(case: RecordedCase) -> Mask:
 
 @dataclass
 class RecordedCase:
-    """Hold one input of a row, the recorded outputs for it, and the recipe that must give them."""
+    """Hold one input of a row, the recorded outputs for it, and the recipe that must give them.
+
+    Attributes:
+        row: the row.
+        golden: the set that holds the recorded arrays.
+        name: name of the input.
+        recipe: the recipe, with the block size of the row.
+        x: the input.
+        ops: the engine's functions whose results are compared.
+        q: the engine's result of quantize, set when the case is compared.
+    """
 
     row: GoldenRow
     golden: GoldenSet
@@ -178,11 +193,11 @@ class RecordedCase:
     q: Any = None
 
     def key(self, part: str) -> str:
-        """Return the key of a recorded array of this case in the file: <input>/<variant>/<part>."""
+        """Return the key under which the file stores a part of this case: <input>/<variant>/<part>."""
         return f"{self.name}/{self.row.variant}/{part}"
 
     def part(self, part: str) -> np.ndarray | None:
-        """Return a recorded array, or None if the file has none. bfloat16 arrays have the dtype bfloat16.
+        """Return the recorded array of a part, or None if it was not recorded. uint16 arrays are returned as bfloat16.
 
         If the array was recorded both on a CPU and on a GPU, return the one recorded on the GPU.
         """
@@ -196,16 +211,18 @@ class RecordedCase:
         return None
 
     def global_scale(self) -> np.ndarray | None:
-        """Return MLX's global scale, which is an amax.
+        """Return MLX's recorded global scale, which is an amax.
 
-        For a variant recorded with Metal, it is the global scale of the CPU variant unless the file has its own.
+        A variant recorded with Metal that has no global scale uses that of the CPU variant.
         """
         own = self.part("global_scale")
         key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"
         return self.golden.get(self.row.file, key) if own is None else own
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of the call: the row's options, and the amaxes that the file supplies."""
+        """Return the keyword arguments of quantize or fake_quantize: the row's options, and the amaxes that the file
+        supplies.
+        """
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
         amax = self.global_scale() if self.row.given_amaxes == "global_scale" else amax
@@ -229,7 +246,7 @@ SKIPS: dict[str, Callable[[RecordedCase], Mask]] = {
     "infinite_quotient": _skip_infinite_quotient,
     "applied_scale": _skip_applied_scale,
 }
-# exceptions that excuse block scales as well as codes
+# The exceptions that excuse block scales as well as codes.
 SKIPPED_SCALES = (
     "nonfinite_block",
     "overflowing_block",
@@ -238,7 +255,7 @@ SKIPPED_SCALES = (
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
-    """Yield a RecordedCase for each input of a row that the golden set holds."""
+    """Yield a RecordedCase for each input of a row that the golden set has. ``ops`` are the functions to compare."""
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
@@ -248,7 +265,9 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Ite
 
 
 def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare all recorded arrays of a recipe with the results of ``ops``. Return the counts and differences."""
+    """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences.
+    ``name`` is the recipe's id.
+    """
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     results.append(check_bytes(name, golden, ops))
     differences = tuple(difference for result in results for difference in result.differences)
@@ -256,12 +275,14 @@ def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> G
 
 
 def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare decoded values of all codes, and blocks of files, for a recipe; see recorded_bytes.py."""
+    """Compare the arrays of a recipe that were recorded from bytes alone (recorded_bytes.py): decoded values of all
+    codes, and blocks of files.
+    """
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
 
 def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a row with the results of ``ops``. Return the counts and differences."""
+    """Compare every recorded array of a row with the results of ``ops``, and return the counts and differences."""
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
     return result_of(
         row.recipe, ((row.file, compared) for case in cases(row, golden, ops) for compared in arrays(case))
@@ -269,7 +290,7 @@ def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) ->
 
 
 def _arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield the arrays of quantize to compare: codes, scales, amaxes and stored bytes. Each is a Compared tuple."""
+    """Quantize a case, and yield a Compared tuple for each recorded array: codes, scales, amaxes and stored bytes."""
     case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.part("codes"), case.part("scales")
@@ -289,7 +310,7 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (fp4kit's codes, recorded codes), one code per element."""
+    """Return (fp4kit's codes, recorded codes) of a case, one code per element and NaNs without their sign."""
     if case.recipe.element.packing.codes > 1:
         return unpack(case.q.packed), unpack(recorded)
     ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
@@ -299,9 +320,9 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield the tensor amax, tensor scale and block amaxes to compare, as Compared tuples.
+    """Yield a Compared tuple for the recorded tensor amax, tensor scale and block amaxes of a case.
 
-    A tensor scale is compared in the direction in which the file stores it.
+    A producer stores its tensor scale or the reciprocal. fp4kit's scale is compared in that form.
     """
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     nothing = np.False_
@@ -324,7 +345,7 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield the results of fake_quantize and of its gradient to compare, as Compared tuples."""
+    """Yield a Compared tuple for each recorded result of fake_quantize, and for the recorded gradient."""
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     for name in case.row.values:
@@ -342,12 +363,12 @@ def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return the recorded scales without the padding rows and columns that ``ours`` does not have."""
+    """Return the recorded scales without the padding rows and columns, in the shape of ``ours``."""
     if recorded.size == ours.size:
         return recorded.reshape(ours.shape)
     return recorded[: ours.shape[0], : ours.shape[1]]
 
 
 def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
-    """Return the codes with the sign removed from every NaN."""
+    """Return codes of the format ``fmt`` with every NaN replaced by the NaN without a sign."""
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)

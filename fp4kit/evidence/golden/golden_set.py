@@ -1,8 +1,8 @@
 """Read recorded outputs of the producers (golden vectors): a directory with one `<file>.npz` per producer.
 
-The keys of a file are `<input>/<variant>/<part>`; the keys of `inputs.npz` are the names of the inputs. A file has the
-original form (numpy.savez) or the packed form (fp4kit/evidence/golden/packed.py); a directory may hold both.
-tools/pack_golden.py packs files. fp4kit/evidence/recorded/README.md describes the arrays.
+The keys of a file are `<input>/<variant>/<part>`, such as "normal__bf16/nvfp4/codes". The keys of `inputs.npz` are the
+names of the inputs. A file has the original form (numpy.savez) or the packed form (fp4kit/evidence/golden/packed.py); a
+directory may hold both. tools/pack_golden.py packs files. fp4kit/evidence/recorded/README.md describes the arrays.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ _BF16_SUFFIX = "__bf16"  # inputs with this suffix are stored as uint16 bit patt
 
 
 class GoldenSet:
-    """Read one set of recorded outputs, and the inputs that they were computed from. Arrays are read-only.
+    """Read a set of recorded outputs, and the inputs that they were computed from. Arrays are read-only.
 
-    The properties `files` and `inputs` and the methods `keys` and `variants` leave out missing data. `get` and `input`
-    raise KeyError for it.
+    For a file that the set does not have, `keys` and `variants` return nothing, while `get` and `input` raise KeyError.
     """
 
     def __init__(self, path: Path, names: tuple[str, ...], read: Callable[[str], Arrays]) -> None:
@@ -92,7 +91,7 @@ class GoldenSet:
     def input(self, name: str, file: str = INPUTS) -> Array:
         """Return one input as a float32, float16 or bfloat16 array.
 
-        If `file` stores an input of its own with this name (under `<name>/input/values`), return that one.
+        If `file` stores its own input with this name (under `<name>/input/values`), return that input.
 
         Raises:
             KeyError: if the set has no such input.
@@ -102,7 +101,7 @@ class GoldenSet:
         return array.view(ml_dtypes.bfloat16) if name.endswith(_BF16_SUFFIX) else array
 
     def variants(self, file: str) -> dict[str, tuple[str, ...]]:
-        """Return {variant: names of the inputs it was computed from} of one file.
+        """Return {variant: names of the inputs it was computed from} of one file, or {} if the set has no such file.
 
         Keys that do not begin with the name of an input are left out.
         """
@@ -117,14 +116,16 @@ class GoldenSet:
         return {variant: tuple(names) for variant, names in found.items()}
 
     def _file(self, name: str) -> Arrays:
-        """Return the arrays of one file by key; empty if the set has no such file."""
+        """Return {key: array} of one file, or {} if the set has no such file."""
         if name not in self._arrays:
             self._arrays[name] = self._read(name) if name in self._names else {}
         return self._arrays[name]
 
 
 class _Reader:
-    """Read files of one directory by name. Each file that packed files refer to is read only once."""
+    """Read the files of a directory by name, each only once. Packed files refer to others, which are read by this
+    object too.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -138,7 +139,7 @@ class _Reader:
 
 
 def _read_original(path: Path) -> dict[str, Array]:
-    """Return the read-only arrays of a file in the original form."""
+    """Return {key: read-only array} of a file in the original form."""
     with np.load(path, allow_pickle=False) as npz:
         arrays = {key: npz[key] for key in npz.files}
     for array in arrays.values():

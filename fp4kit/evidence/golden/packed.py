@@ -6,9 +6,10 @@ The member `index.json` of a packed file is
 
 Array i consists of the elements [start, start + size) of the member `<dtype>.npy`, in row-major order. An entry
 `[dtype, start, shape, file, key]` stores a difference: the XOR of the array's bytes with the bytes of the array `key`
-in another packed file of the same directory. Both arrays have the same number of bytes. Only files in BASES are
-referred to. A file in BASES may refer only to files before it; any other file may refer to all of them.
-tools/pack_golden.py writes packed files.
+in another packed file of the directory. Both arrays have the same number of bytes.
+
+Only files in BASES can be referred to. A file in BASES may refer only to files before it; any other file may refer to
+all of them. tools/pack_golden.py writes packed files.
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ BASES = (INPUTS, "ao", "modelopt", "modelopt_fake", "te", "mlx")
 
 
 def is_packed(path: Path) -> bool:
-    """Return True if the .npz file is packed, so that it has an index."""
+    """Return True if the .npz file is packed, which its index shows."""
     with zipfile.ZipFile(path) as archive:
         return INDEX in archive.namelist()
 
 
 def references(path: Path) -> dict[str, tuple[str, ...]]:
-    """Return {key: (file, key)} of a packed file: for each array, the array to which it is stored as a difference.
+    """Return {key: (file, key)} of a packed file: for each array, the array that it is stored as a difference to.
 
     The value is () for an array that is stored whole. For a file in the original form, return {}.
     """
@@ -52,7 +53,7 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[str, Array]:
     """Return {key: read-only array} of one packed file.
 
-    ``base`` is a function that returns the arrays of another file of the directory, for arrays stored as differences.
+    ``base(file)`` returns {key: array} of another file of the directory. It is called for arrays stored as differences.
     """
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])
@@ -62,7 +63,13 @@ def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[
 
 
 def _array(members: Mapping[str, Array], entry: list[Any], base: Callable[[str], Mapping[str, Array]]) -> Array:
-    """Return the array that an entry of the index describes. ``members`` are the arrays of the file."""
+    """Return the array that an entry of the index describes.
+
+    Args:
+        members: {dtype: array} of the file.
+        entry: the entry: dtype, start, shape and, for a difference, file and key.
+        base: see read_packed.
+    """
     dtype, start, shape = entry[:3]
     array = members[dtype][start : start + math.prod(shape)].reshape(shape)
     if len(entry) > 3:

@@ -1,4 +1,4 @@
-"""Compare arrays that were recorded from bytes alone, without input values.
+"""Compare arrays that producers computed from codes and scales alone, without input values.
 
 These arrays are of two kinds: the decoded values of all codes under all scales, and blocks of files that converters
 made from other producers' codes.
@@ -22,13 +22,13 @@ _TYPES = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f1
 
 
 class Bytes(NamedTuple):
-    """Describe the recorded bytes of a recipe.
+    """State which arrays of this kind are recorded for a recipe.
 
     Attributes:
         recipe: id of the recipe.
         file: file of the golden set.
-        variant: variant that holds the decoded values of all codes under all scales.
-        blocks: variants that hold blocks of files.
+        variant: variant with the decoded values of all codes under all scales.
+        blocks: variants with blocks of files.
     """
 
     recipe: str
@@ -45,7 +45,7 @@ BYTES = (
 
 
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
-    """Yield (file, Compared tuple) for each array that was recorded from bytes alone for the recipe ``name``."""
+    """Yield (file, Compared tuple) for each array of this kind that is recorded for the recipe ``name``."""
     for each in BYTES:
         if each.recipe == name:
             for key, ours, recorded in (*_values(each, golden, dequantize), *_blocks(each, golden)):
@@ -53,7 +53,7 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 
 
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the decoded values of all codes under all scales to compare, in each dtype that was recorded."""
+    """Yield (key, fp4kit's values, recorded values) of all codes under all scales, in each dtype that was recorded."""
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"
         if key in golden.keys(each.file):
@@ -63,7 +63,9 @@ def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> I
 
 
 def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the blocks of files to compare: packed from recorded codes and scales, and unpacked to them."""
+    """Yield (key, fp4kit's array, recorded array) of blocks of files. The blocks are compared with packed codes and
+    scales. Blocks that a converter made are also unpacked, and compared with the codes and scales.
+    """
     for key in golden.keys(each.file):
         head, _, part = key.rpartition("/")
         variant = head.rpartition("/")[2]
@@ -77,7 +79,8 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """Return a Quantized in which each row holds all element codes, and each row has another scale code.
+    """Return a Quantized to decode all codes under all scales: each row has all element codes, and row i has scale code
+    i.
 
     If the recipe has a tensor scale, it is 1. ``dtype`` is the dtype of the Quantized.
     """

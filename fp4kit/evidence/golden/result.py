@@ -9,7 +9,8 @@ import numpy as np
 
 from fp4kit.formats import bit_patterns
 
-Compared = tuple[str, Any, Any, Any]  # key, fp4kit's array, recorded array, mask of elements that are not compared
+# (key, fp4kit's array, recorded array, mask of elements that are not compared)
+Compared = tuple[str, Any, Any, Any]
 
 
 class ArrayDifference(NamedTuple):
@@ -21,9 +22,10 @@ class ArrayDifference(NamedTuple):
 
 
 class GoldenResult(NamedTuple):
-    """Hold the result for one recipe or row.
+    """Hold the result of comparing the recorded arrays of a recipe or row.
 
     Attributes:
+        recipe: id of the recipe.
         compared: number of arrays compared.
         differences: the arrays that differ.
         values: number of values in all arrays.
@@ -36,12 +38,14 @@ class GoldenResult(NamedTuple):
 
     @property
     def equal(self) -> int:
-        """The number of arrays that are equal."""
+        """The number of compared arrays without a difference."""
         return self.compared - len(self.differences)
 
 
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
-    """Compare arrays, given as (file, Compared tuple), and return the GoldenResult for ``recipe``."""
+    """Compare arrays and return the GoldenResult. ``arrays`` yields (file, Compared tuple); ``recipe`` is the recipe's
+    id.
+    """
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:
         compared, values = compared + 1, values + np.size(recorded)
@@ -54,7 +58,9 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 
 
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """Return a mask of the elements that differ in a bit. A NaN value equals any other NaN; codes must be equal."""
+    """Return a mask of the elements that differ in a bit. A NaN value equals any other NaN, but uint8 codes must be
+    equal. If shape or dtype differs, all elements differ.
+    """
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)
     bits = bit_patterns(ours) != bit_patterns(recorded)

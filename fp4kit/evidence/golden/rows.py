@@ -1,4 +1,4 @@
-"""List which recorded arrays each recipe must equal (`fp4kit recipes --check`, tests)."""
+"""List which recorded arrays each recipe must equal. `fp4kit recipes --check` and the tests compare them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,25 @@ class GoldenRow:
         recipe: id of the recipe.
         file: file of the golden set.
         variant: variant in that file.
-        inputs: a suffix that input names must have, such as "__bf16" if only that dtype is defined.
-        block: a block size other than the recipe's.
+        inputs: a suffix that input names must have, such as "__bf16" if the producer takes only bfloat16. "" selects
+            all inputs.
+        block: the block size if it is not the recipe's, else None.
         given_amaxes: the amaxes that the file supplies. "tensor": global_amax or amax. "static": block_amax too.
-            "global_scale": an amax of that name. "": none, all are computed from x.
+            "global_scale": an amax of that name. "": none; the call computes all amaxes.
         options: further arguments of the call.
-        skip: name of the exception that excuses differences, a key of check.SKIPS. "": none.
+        skip: name of the exception that excuses differences, a key of check.SKIPS, or "" for none.
         columnwise_in_place: True if the file keeps columnwise codes as (M, K) and their scales as (M/block, K).
         fake: True if fake_quantize is compared instead of quantize.
-        widen: True if inputs are cast to float32, because the producer takes nothing else.
+        widen: True if inputs are cast to float32, because the producer takes only float32.
         decoded: True if the decoded values of the codes are compared too.
-        raw: how to make the bytes that the producer stores, a key of stored_bytes.RAW. "": they are not compared.
-        min_amax: the smallest value that the file's global_amax can have.
-        on_gpu: the variant in the file producers_h200 that holds the arrays that differ on a GPU. "": none differs.
+        raw: how to make the bytes that the producer stores, a key of stored_bytes.RAW. If "", these bytes are not
+            compared.
+        min_amax: the smallest global_amax that the producer records; smaller amaxes of fp4kit are raised to it.
+        on_gpu: the variant in the file producers_h200 with the arrays that differ on a GPU, or "" if no array differs.
         values: names of the recorded arrays that are compared if ``fake`` is True.
-        min_scale: the smallest scale byte that the file can have.
-        searched: how search_scales chooses the block amaxes. "by error", or "by hessian" with the file's Hessian for
-            that number of columns.
+        min_scale: the smallest scale byte that the producer records; smaller scales of fp4kit are raised to it.
+        searched: how search_scales chooses the block amaxes: "by error", or "by hessian" with the file's Hessian. If
+            "", quantize or fake_quantize is compared instead.
     """
 
     recipe: str
@@ -145,7 +147,13 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 
 
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
-    """Yield the rows of one mode of torchao's to_mx, for the recipe ids that end in ``release`` ("" or "-018")."""
+    """Yield the rows of one scale mode of torchao's to_mx.
+
+    Args:
+        mode: the mode, such as "floor".
+        file: the file with the outputs of a torchao release.
+        release: "" or "-018", the end of the recipe ids for this release.
+    """
     name = "mxfp4-ocp" if mode == "floor" and not release else f"mxfp4-torchao-{mode}{release}"
     yield GoldenRow(name, file, f"mxfp4_{mode}", skip="nan_scale")
     for size in (16, 64):

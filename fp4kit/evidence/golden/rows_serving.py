@@ -1,6 +1,7 @@
 """List the rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
 
-rows.py defines GoldenRow and imports this module, so each function here takes a constructor of rows as ``row``.
+rows.py defines GoldenRow and imports this module. To avoid a circular import, each function here takes the class
+GoldenRow as ``row``.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ Rows = Iterator[Any]
 
 
 def serving_rows(row: Callable[..., Any]) -> Rows:
-    """Yield all rows of this module. ``row`` is the constructor of a GoldenRow."""
+    """Yield all rows of this module. ``row`` is the class GoldenRow."""
     for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _others):
         yield from family(row)
 
@@ -22,7 +23,7 @@ def _vllm(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
     yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")
-    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")  # compares its global_scale
+    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")  # its global_scale
     yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
     yield row("mxfp4-vllm-cpu", "vllm", "mxfp4")
     yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # also named mxfp8-vllm

@@ -1,4 +1,8 @@
-"""Compare recorded arrays of a row other than codes and scales: stored bytes, decoded values, and searched amaxes."""
+"""Compare recorded arrays of a row other than codes and scales.
+
+These are the bytes that a producer stores, decoded values, scales that are not stored, and the amaxes that a search of
+scales chooses.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import tensor_scale
 
-RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from a Quantized to the bytes}
+RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from a Quantized to its stored bytes}
     "gguf_mxfp4": lambda q: pack_gguf(q.packed, q.block_scale, "mxfp4"),
     "gguf_nvfp4": lambda q: pack_gguf(q.packed, q.block_scale, "nvfp4"),
     "mlx": lambda q: pack_mlx(q.packed),
@@ -23,9 +27,10 @@ RAW: dict[str, Callable[[Any], np.ndarray]] = {  # {GoldenRow.raw: function from
 
 
 def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the stored bytes and decoded values of a RecordedCase to compare.
+    """Yield the stored bytes, decoded values and unstored scales of a RecordedCase to compare.
 
-    Each item is (key, fp4kit's array, recorded array, mask of elements that are not compared).
+    Each item is a Compared tuple: (key, fp4kit's array, recorded array, mask of elements that are not compared).
+    ``skip`` is the mask of the case's exception.
     """
     raw, values = case.part("raw"), case.part("dequant")
     if case.row.raw and raw is not None:
@@ -36,7 +41,9 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield the amaxes that search_scales chooses for a RecordedCase, in the form of stored_arrays."""
+    """Yield a Compared tuple for the tensor amax of a RecordedCase, and for the block amaxes that search_scales
+    chooses.
+    """
     amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
     if amax is not None:
@@ -50,12 +57,14 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield scales that are applied but not stored, and element values recorded instead of codes, to compare."""
+    """Yield a Compared tuple for scales that the producer applied but did not store, and for element values that were
+    recorded instead of codes.
+    """
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
             yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
     if (values := case.part("values")) is not None:
-        # NaN is not compared, because E2M1 has no code for it
+        # NaN values are not compared, because E2M1 has no code for NaN.
         yield (
             case.key("values"),
             decode(unpack(case.q.packed), case.recipe.element),
@@ -66,9 +75,9 @@ def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 @np.errstate(all="ignore")
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
-    """Return the scales by which a recipe divides the elements of x: float32, (rows, blocks).
+    """Return the scales by which a recipe divides the elements of x, as float32 of shape (rows, blocks).
 
-    The stored scale byte may decode to another value. Recipes with a tensor scale are not supported.
+    Such a scale may differ from the value of the stored scale byte. Recipes with a tensor scale are not supported.
     """
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]

@@ -1,11 +1,9 @@
 """Quantize every float32 on a device and compare the codes with those of the specification.
 
-A code does not decrease as the magnitude grows, so for each sign the 2^31 magnitudes form a short list of runs of equal
-codes. On the specification, the start of each run is found by bisection over bit patterns. The device then quantizes
-every magnitude and compares its code with that of the run. A quick sweep takes only every STEP-th magnitude, and all
-magnitudes near the start of a run.
-
-Local word: a run is a range of adjacent magnitudes with equal codes.
+The specification need not compute all 2^32 codes: a code does not decrease as the magnitude grows, so for each sign the
+magnitudes form a short list of runs. A *run* is a range of adjacent magnitudes with equal codes. The start of each run
+is found in the specification by bisection over bit patterns. The device then quantizes every magnitude and compares its
+code with that of the run. A quick sweep takes only every STEP-th magnitude, and all magnitudes near the start of a run.
 """
 
 from __future__ import annotations
@@ -23,20 +21,21 @@ from fp4kit.recipes import RECIPES, Recipe
 
 INFINITY = 0x7F800000
 SIGN = 0x80000000
-CHUNK = 1 << 24  # values per step: 350 MB on the device
-# A quick sweep takes every STEP-th bit pattern, and NEAR patterns on each side of a change of code. STEP is a prime, so
-# that every pattern of low bits occurs.
+CHUNK = 1 << 24  # values per call of quantize, which needs 350 MB on the device
+# A quick sweep takes every STEP-th bit pattern, and NEAR patterns on each side of a change of code. STEP is odd, so
+# that every combination of low bits occurs.
 STEP, NEAR = 61, 1 << 12
 
 
 class Float32Sweep(NamedTuple):
-    """Describe a sweep: all float32 magnitudes with bits below ``limit``, of both signs, quantized with a scale of 1.
+    """Describe a sweep: all float32 magnitudes below a limit, of both signs, quantized with a scale of 1.
 
     Attributes:
         name: what the report calls the sweep.
         recipe: id of the recipe.
         limit: the first bit pattern that is left out.
-        anchor: a value at the end of each block that makes its scale 1. None: given amaxes do that.
+        anchor: a value that is put at the end of each block so that the block's scale is 1, or None if given amaxes
+            make the scale 1.
     """
 
     name: str
@@ -62,9 +61,12 @@ SWEEPS = (
 
 
 def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
-    """Quantize float32 bit patterns with the sweep's recipe. Return their codes, one code per byte.
+    """Quantize float32 bit patterns with the sweep's recipe and a scale of 1. Return their codes, one code per byte.
 
-    ``bits`` is a 1-d uint32 array of ``module`` (numpy or cupy), of any length.
+    Args:
+        module: numpy or cupy.
+        sweep: the sweep.
+        bits: 1-d uint32 array of ``module``, of any length.
     """
     r = sweep.target
     size = r.block_size if r.block is not None else r.length_multiple
@@ -83,7 +85,9 @@ def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
 
 
 def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
-    """Return the amax arguments of quantize that make every block scale and the tensor scale 1."""
+    """Return the amax arguments of quantize that make every block scale and the tensor scale 1. Return an empty dict if
+    the recipe has no tensor scale, because then the sweep's anchor sets the block scale.
+    """
     r = sweep.target
     if r.tensor_scaling == "none":
         return {}
@@ -96,8 +100,16 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (starts, codes) of the runs in the specification, for one sign.
 
-    ``starts`` are the first bit pattern of each run (uint32, ascending); ``codes`` are the codes of the runs. Raises
-    ValueError if a code decreases as the magnitude grows, which is checked on a sample of points.
+    Args:
+        sweep: the sweep.
+        sign: 0 for positive values, SIGN for negative values.
+
+    Returns:
+        starts: the first bit pattern of each run without its sign, uint32, ascending.
+        codes: the code of each run.
+
+    Raises:
+        ValueError: a code decreases as the magnitude grows. This is checked on a sample of magnitudes.
     """
 
     def specified(bits: np.ndarray) -> np.ndarray:
@@ -120,7 +132,13 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
-    """Return, for each code above the first, the smallest bit pattern up to ``last`` that has at least this code."""
+    """Return, for each code above that of bit pattern 1, the smallest bit pattern that reaches the code.
+
+    Args:
+        specified: returns the specification's codes of bit patterns.
+        last: the largest bit pattern to consider.
+        sign_bit: the bit of a code to ignore.
+    """
     first, top = (int(code) & ~sign_bit for code in specified(np.array([1, last])))
     codes_above_first = np.arange(first + 1, top + 1)
     low, high = np.ones(len(codes_above_first), np.int64), np.full(len(codes_above_first), last, np.int64)
@@ -136,12 +154,15 @@ def differences(
 ) -> tuple[int, int, str]:
     """Compare the codes of a sweep on a device with the specification's.
 
-    Return (values compared, values whose code differs, description of the first difference).
-
     Args:
-        chunk: values per step on the device.
-        chunks: which of the steps to run.
+        module: numpy for the host's engine, cupy for the GPU.
+        sweep: the sweep.
+        chunk: number of values per call of quantize.
+        chunks: which of these calls to make, per sign; all by default.
         quick: True to compare a sample of the magnitudes.
+
+    Returns:
+        (number of values compared, number of values whose code differs, description of the first difference or "")
     """
     compared, differing, first = 0, 0, ""
     for sign in (0, SIGN):
@@ -165,11 +186,15 @@ def differences(
 
 
 def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
-    """Yield ranges that cover every ``step``-th bit pattern below ``limit``, with ``chunk`` patterns per range."""
+    """Yield ranges that cover every ``step``-th bit pattern below ``limit``, with up to ``chunk`` patterns per
+    range.
+    """
     yield from (range(low, min(low + chunk * step, limit), step) for low in range(0, limit, chunk * step))
 
 
 def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
-    """Yield ranges for a quick sweep: every STEP-th bit pattern, then all near the start of a run."""
+    """Yield ranges for a quick sweep: every STEP-th bit pattern below ``limit``, then all patterns near the start of a
+    run.
+    """
     yield from _pieces(limit, chunk, STEP)
     yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))

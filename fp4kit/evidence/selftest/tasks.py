@@ -51,8 +51,8 @@ class Task(NamedTuple):
 
     Attributes:
         part: the row of the report that the task belongs to.
-        name: what it compares.
-        run: the call that does it.
+        name: what the task compares.
+        run: makes the comparison and returns its Outcome.
     """
 
     part: str
@@ -61,7 +61,9 @@ class Task(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Hold a task with its outcome, its seconds, and the error that ended it, if any."""
+    """Hold a task with its outcome, the seconds it took, and the error that ended it, or "" if it ended without an
+    error.
+    """
 
     task: Task
     outcome: Outcome
@@ -103,7 +105,7 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
-    """Compare every recorded array of a recipe with the results of an engine."""
+    """Compare an engine's results with every recorded producer output of a recipe."""
     ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
@@ -112,16 +114,17 @@ def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
 
 
 def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
-    """Return the result of a check against recorded outputs as an Outcome. ``arguments`` are passed to ``check``."""
+    """Call ``check(*arguments)``, a comparison with recorded outputs, and return its GoldenResult as an Outcome."""
     result = check(*arguments)
     first = "".join(f"{d.key}: {d.differing} of {d.size}" for d in result.differences[:1])
     return Outcome(result.values, sum(d.differing for d in result.differences), first)
 
 
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
-    """Compare an engine with the specification: quantize and dequantize of each test input in each dtype.
+    """Compare an engine with the specification on the inputs of ``inputs`` in each dtype: quantize, then dequantize.
 
-    Unless ``quick`` is True, fake_quantize is compared too.
+    If ``quick`` is True, each result is decoded to the input's dtype only. Otherwise it is decoded to all dtypes, and
+    fake_quantize is compared too.
     """
     total = Outcome()
     for dtype in FLOATS:
@@ -136,9 +139,10 @@ def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
 def round_trip(
     engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str, decoded: Iterable[np.dtype], **options: Any
 ) -> Outcome:
-    """Compare an engine with the specification: quantize x, then dequantize the result to each dtype in ``decoded``.
+    """Compare an engine with the specification: quantize x, then dequantize to each dtype in ``decoded``.
 
-    Both engines dequantize the specification's result.
+    Both engines dequantize the specification's result, so that an error in quantize does not show as one in dequantize.
+    ``what`` names the comparison, and ``options`` are passed to quantize.
     """
     expected = SPECIFICATION.call(quantize, x, r, **options)
     total = compare(engine.call(quantize, x, r, **options), expected, what)
@@ -156,23 +160,25 @@ def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcom
 def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, changes: int = 0) -> Outcome:
     """Compare an engine with the specification on ``count`` random calls.
 
-    The calls use the recipes ``ids``, and variants of them with up to ``changes`` changed fields.
+    Args:
+        engine: the engine to test.
+        ids: the recipes of the calls.
+        seed: seed of the random calls.
+        count: number of calls.
+        changes: a call may use a variant of its recipe with up to this many changed fields.
     """
     return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
 
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
-    """Compare an engine with the specification on a large array of normally distributed values.
-
-    The operations are quantize and dequantize.
-    """
+    """Compare quantize and dequantize with the specification on a large array of normally distributed values."""
     return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
 
 
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare quantize of all 65536 bfloat16 values under every block scale that bfloat16 blocks can have.
+    """Compare quantize of all 65536 bfloat16 values under every block scale that blocks of bfloat16 values can have.
 
-    The last element of each block, its anchor, makes it get this scale.
+    The last element of each block is an anchor: the block's amax, which determines the scale.
     """
     r = RECIPES[id]
     size = r.block_size
@@ -187,9 +193,8 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def _anchors(r: Recipe) -> np.ndarray:
-    """Return, for each scale byte, the block amax that gives it, as float32.
-
-    Scales that need an amax beyond bfloat16 are left out.
+    """Return the block amax that gives each scale byte, as float32. Scale bytes whose amax exceeds the range of
+    bfloat16 are left out.
     """
     scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     if r.tensor_scaling != "none":
@@ -214,7 +219,7 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
-    """Compare every float32 of a sweep, or a sample of them if ``quick`` is True."""
+    """Compare quantize of every float32 of a sweep, or of a sample of them if ``quick`` is True."""
     return Outcome(*differences(engine.module, sweep, quick=quick))
 
 
@@ -224,7 +229,10 @@ def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
 def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[Task]:
     """Return all tasks of the self-test, the long ones first.
 
-    If there are no recorded outputs, ``golden`` is None. If ``quick`` is True, there are fewer and smaller tasks.
+    Args:
+        engine: the engine to test.
+        golden: recorded outputs of producers, or None to leave them out.
+        quick: True for fewer and smaller tasks.
     """
     with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
     ids = QUICK if quick else with_codes
@@ -249,9 +257,8 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run the tasks on several threads. Yield each result when it is ready.
-
-    With several threads, GPU kernels compile while the specification computes.
+    """Run the tasks on several threads, and yield each result when it is ready. GPU kernels then compile while the
+    specification computes.
     """
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
         for future in as_completed([pool.submit(_finish, task) for task in tasks]):
@@ -259,7 +266,7 @@ def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
 
 
 def _finish(task: Task) -> Finished:
-    """Run a task. An exception becomes the error of the result."""
+    """Run a task and return its result. If the task raises an exception, its text becomes the result's error."""
     start = time.perf_counter()
     try:
         outcome, error = task.run(), ""

@@ -1,4 +1,6 @@
-"""List the adapters, one module per producer with an ADAPTER, and why other producers have none."""
+"""List the adapters of producers. Each module in NAMES defines an ADAPTER; WITHOUT says why other producers
+have none.
+"""
 
 NAMES = (
     "auto_round",

@@ -1,4 +1,4 @@
-"""Adapter of Intel auto-round: its data types, and their codes as QuantLinear.pack stores them."""
+"""Define the adapter of Intel auto-round: its quantization functions, and codes as its QuantLinear.pack stores them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,16 @@ def _prepare() -> None:
 def _packed(
     values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None
 ) -> dict[str, np.ndarray]:
-    """Pack quantized weights with QuantLinear of auto-round. Return the arrays that it stores."""
+    """Pack quantized weights with auto-round's QuantLinear. Return {"codes", "block_scale"} as it stores them.
+
+    Args:
+        values: the quantized weights, decoded.
+        scales: the block scales or exponents that the quantization function returned.
+        bits: bits per element, 4 or 8.
+        size: elements per block.
+        kind: QuantLinear's data type, such as "nv_fp4".
+        global_scale: the tensor scale of NVFP4, or None.
+    """
     import torch
     from auto_round.export.export_to_autoround.qlinear_fp import QuantLinear
 
@@ -36,7 +45,10 @@ def _packed(
 
 
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
-    """Quantize x to an MX format with the named function of auto_round.data_type.mxfp. Return the arrays to compare."""
+    """Quantize x to an MX format with a function of auto_round.data_type.mxfp. Return the arrays to compare.
+
+    ``function`` is its name, and ``bits`` is the number of bits per element.
+    """
     from auto_round.data_type import mxfp
 
     values, exponents, _ = getattr(mxfp, function)(to_torch(x), bits=bits, group_size=32)
@@ -46,7 +58,7 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
     """Quantize x to NVFP4 with the named function of auto_round.data_type.nvfp. Return the arrays to compare.
 
-    If ``fake`` is True, these are the decoded values only.
+    If ``fake`` is True, return only the decoded values, else codes and scales.
     """
     import torch
     from auto_round.data_type import nvfp
@@ -61,7 +73,7 @@ def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
 
 
 def _mx_call(function: str, bits: int) -> ProducerCall:
-    """Return the ProducerCall for the named MX function."""
+    """Return the ProducerCall for the named MX function with ``bits`` bits per element."""
     return ProducerCall(partial(_mx, function=function, bits=bits))
 
 

@@ -1,4 +1,4 @@
-"""Adapter of compressed-tensors: its scales, and its compressors of weights."""
+"""Define the adapter of compressed-tensors: its computation of scales, and its compressors of weights."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fp4kit.evidence.live.exceptions import ROUNDS_BEYOND_DTYPE
 
 
 def _prepare() -> None:
-    """Import the compressors."""
+    """Import the modules of compressed-tensors that the calls use."""
     import compressed_tensors.compressors  # noqa: F401
 
 
 def _scheme(bits: int) -> Any:
-    """Return compressed-tensors' quantization scheme of an MX format with elements of ``bits`` bits."""
+    """Return compressed-tensors' quantization scheme for an MX format with elements of ``bits`` bits."""
     import torch
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 
@@ -29,7 +29,7 @@ def _scheme(bits: int) -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize, compress and decompress x in NVFP4. Return the arrays to compare."""
+    """Compress and decompress x in NVFP4. Return the arrays to compare."""
     import torch
     from compressed_tensors.compressors import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -53,7 +53,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
-    """Return (tensors that a compressor stores, values that it decodes from them)."""
+    """Compress x in an MX format. Return (tensors that the compressor stores, values that it decodes from them)."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
     scheme, weight = _scheme(bits), to_torch(x)

@@ -1,6 +1,6 @@
-"""Adapter of fouroversix: its PyTorch back end on a CPU.
+"""Define the adapter of fouroversix: its PyTorch back end on a CPU.
 
-Its files are loaded without the package, whose installation needs CUDA.
+The back end's files are loaded without the package, because installing the package needs CUDA.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _QUANTIZE = "fouroversix.quantize"
 
 @cached
 def _modules() -> dict[str, ModuleType]:
-    """Load fouroversix's plain PyTorch modules. Return them by name.
+    """Load fouroversix's plain PyTorch modules, and return {module name: module}.
 
-    Stand-ins replace the modules that they import and this machine may lack.
+    Modules that they import, but that may be missing on this machine, are replaced by stand-ins.
     """
     found = packages(
         "fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton"
@@ -36,7 +36,14 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = False) -> Parts:
-    """Quantize x with a scale rule of fouroversix. Return the arrays to compare. ``both`` selects 2-d blocks."""
+    """Quantize x with fouroversix. Return the arrays to compare.
+
+    Args:
+        x: the input.
+        rule: name of the scale rule.
+        format: "nvfp4" or "mxfp4".
+        both: True for blocks of 16x16.
+    """
     modules = _modules()
     kinds = modules["fouroversix.utils"]
     codes, scales, _ = modules[f"{_QUANTIZE}.pytorch.reference"].quantize_to_fp4(
@@ -54,7 +61,7 @@ def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = Fals
 
 
 def _call(*arguments: Any, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a scale rule. The arguments are those of _quantize after x."""
+    """Return the ProducerCall for a scale rule, the only positional argument. Options are those of _quantize."""
     dependency_versions = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
     return ProducerCall(partial(_quantize, rule=arguments[0], **options), dependency_versions=dependency_versions)
 

@@ -1,4 +1,4 @@
-"""Adapter of the gguf package: quantize_blocks and dequantize_blocks of gguf.quants, in NumPy."""
+"""Define the adapter of the gguf package: quantize and dequantize of gguf.quants, in NumPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapter of microxcaling: quantize_mx_op of its package mx, in PyTorch on a CPU."""
+"""Define the adapter of microxcaling: quantize_mx_op of its package mx, in PyTorch on a CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
-    """Fake-quantize x with quantize_mx_op. Return the values."""
+    """Fake-quantize x with quantize_mx_op. Return the decoded values to compare.
+
+    Args:
+        x: the input.
+        element: the element format, such as "fp4_e2m1".
+        rounding: the rounding mode, such as "nearest".
+        flush: True to replace float32 subnormals by zero first.
+    """
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
 
@@ -35,7 +42,7 @@ def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -
 
 
 def _call(element: str, rounding: str, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for an element format and a rounding."""
+    """Return the ProducerCall for an element format and a rounding mode. Options are those of _quantize."""
     return ProducerCall(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
 
 

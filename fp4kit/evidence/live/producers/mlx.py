@@ -1,4 +1,4 @@
-"""Adapter of MLX: mx.quantize and mx.dequantize of its CPU back end."""
+"""Define the adapter of MLX: mx.quantize and mx.dequantize of its CPU back end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _numpy(a: Any) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
-    """Quantize and dequantize x with MLX. Return the arrays to compare.
+    """Quantize and dequantize x in a mode of MLX, such as "nvfp4". Return the arrays to compare.
 
     If ``with_global`` is True, pass the tensor amax as global_scale.
     """
@@ -49,7 +49,7 @@ def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
-    """Return the values that mx.dequantize decodes from q."""
+    """Return the values that mx.dequantize decodes from q, in q's dtype."""
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -58,7 +58,9 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
 
 
 def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``."""
+    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``. A version that is "" sets no
+    limit.
+    """
     decode = None if options else partial(_decode, mode=mode)
     return ProducerCall(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)
 

@@ -1,4 +1,4 @@
-"""Adapter of NVIDIA Model-Optimizer: its quantized tensor classes, on a CPU."""
+"""Define the adapter of NVIDIA Model-Optimizer: its quantized tensor classes, on a CPU."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
 def _prepare() -> None:
-    """Import the quantized tensor classes."""
+    """Import the quantized tensor classes of Model-Optimizer."""
     import modelopt.torch.quantization.qtensor  # noqa: F401
 
 
 def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
-    """Decode a quantized tensor to each of three dtypes. Return {name in compare.PARTS: values}."""
+    """Decode Model-Optimizer's quantized tensor ``t`` to three dtypes. Return {name in compare.PARTS: values}.
+
+    ``scales`` are the arguments of its method dequantize.
+    """
     import torch
 
     names = {"values": torch.float32, "values_float16": torch.float16, "values_bfloat16": torch.bfloat16}

@@ -1,4 +1,4 @@
-"""Adapter of AMD Quark: weights as its quantizers observe them and its exporter packs them.
+"""Define the adapter of AMD Quark: weights are scaled by its quantizers and packed by its exporter.
 
 Quark compiles its C++ code when it is imported.
 """
@@ -23,7 +23,7 @@ def _prepare() -> None:
 
 
 def _observed(t: Any, config: Any) -> Any:
-    """Return a Quark quantizer that has observed the weight ``t``, so that it knows its scales."""
+    """Return a Quark quantizer for ``config`` that has computed its scales from the weight ``t``."""
     import torch
     from quark.torch.quantization.tensor_quantize import FakeQuantizeBase
 
@@ -36,7 +36,7 @@ def _observed(t: Any, config: Any) -> Any:
 
 
 def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
-    """Return the exporter object of Quark for a quantizer that has observed a weight."""
+    """Return Quark's exporter object for a quantizer that has observed the weight ``t``."""
     import torch
     from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
 
@@ -45,7 +45,10 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
-    """Quantize x with a Quark MX spec and a scale mode. Return the arrays to compare."""
+    """Quantize x with a Quark MX spec and a scale mode. Return the arrays to compare.
+
+    ``spec`` is a class name in Quark's configuration, and ``mode`` is how the amax is rounded to a power of two.
+    """
     from quark.torch.quantization.config import config as specs
 
     t = to_torch(x)
@@ -71,7 +74,8 @@ def _six_bits(packed: np.ndarray) -> np.ndarray:
 def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
     """Quantize x to NVFP4 with Quark. Return the arrays to compare.
 
-    ``realigned`` selects Quark's model flow instead of its file-to-file flow.
+    If ``realigned`` is True, follow Quark's flow for models, which realigns quantizers after calibration. Otherwise
+    follow its file-to-file flow.
     """
     from quark.torch.quantization.config.template import FP4Block16ScaleE4M3Scheme
     from quark.torch.quantization.post_calibration import realign_single_sequential_quantizer

@@ -1,4 +1,4 @@
-"""Adapter of qwix: qarray.quantize, as XLA computes it on a CPU."""
+"""Define the adapter of qwix: qarray.quantize, as XLA computes it on a CPU."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _prepare() -> None:
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
     """Return the blocks of x, one per row, followed by rows of zeros.
 
-    All padded arrays have the same shape, so XLA compiles only once.
+    Padded arrays have the same shape for every x of at most MAX_ELEMENTS elements, so that XLA compiles only once.
     """
     blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
     blocks[: x.size // size] = x.reshape(-1, size)
@@ -30,7 +30,7 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, kind: str) -> Parts:
-    """Quantize x with qarray.quantize. Return the arrays to compare."""
+    """Quantize x with qarray.quantize. ``kind`` is the format, such as "nvfp4". Return the arrays to compare."""
     import jax
     import jax.numpy as jnp
     from qwix._src.core import qarray
@@ -45,7 +45,7 @@ def _quantize(x: np.ndarray, kind: str) -> Parts:
         codes = codes.view(np.uint8)
     if kind == "nvfp4":
         return {"codes": codes, "block_scale": np.asarray(jnp.asarray(scale).astype(jnp.float8_e4m3fn)).view(np.uint8)}
-    # an E8M0 scale is the exponent field of its float32; 255 stands for inf and NaN
+    # The E8M0 code of a scale is the exponent field of its float32 value; inf and NaN give 255.
     return {
         "codes": codes,
         "block_scale": exponent_field(scale).astype(np.uint8),

@@ -1,4 +1,4 @@
-"""Adapter of SGLang: its MXFP4 utilities, loaded without the package."""
+"""Define the adapter of SGLang: its MXFP4 utilities, whose files are loaded without the package."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ _QUANTIZATION = "srt/layers/quantization"
 
 @cached
 def _mxfp4_tensor() -> Any:
-    """Return SGLang's module mxfp4_tensor."""
+    """Load and return SGLang's module mxfp4_tensor."""
     return load("sglang", f"{_QUANTIZATION}/mxfp4_tensor.py")
 
 
 @cached
 def _kvfp4_tensor() -> Any:
-    """Return SGLang's module kvfp4_tensor."""
+    """Load and return SGLang's module kvfp4_tensor."""
     return load(
         "sglang", f"{_QUANTIZATION}/kvfp4_tensor.py", packages("sglang", "sglang.srt", "sglang.srt.runtime_context")
     )
@@ -31,12 +31,12 @@ def _kvfp4_tensor() -> Any:
 
 @cached
 def _stored() -> Any:
-    """Return MXFP4QuantizeUtil with the constructor that its methods expect."""
+    """Return a subclass of MXFP4QuantizeUtil whose constructor takes the arguments that its methods pass."""
 
     def keep(self: Any, shape: Any, dtype: Any, data: Any) -> None:
         self.data = data
 
-    # SGLang's fp8_utils.py defines a subclass like this one
+    # SGLang's fp8_utils.py defines an equivalent subclass.
     return type("Stored", (_mxfp4_tensor().MXFP4QuantizeUtil,), {"__init__": keep})
 
 
@@ -55,13 +55,13 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 def _kv(x: np.ndarray) -> Parts:
     """Quantize x with SGLang's utility for key-value caches, without torch.compile. Return the arrays to compare."""
-    quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)  # without torch.compile
+    quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)
     codes, scale = quantize(to_torch(x)[None])
     return {"codes": fp4kit.unpack(to_numpy(codes[0])), "block_scale": to_numpy(scale).reshape(len(x), -1)}
 
 
 def _prepare() -> None:
-    """Load both modules."""
+    """Load both modules of SGLang that the calls use."""
     _mxfp4_tensor()
     _kvfp4_tensor()
 

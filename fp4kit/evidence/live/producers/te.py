@@ -1,4 +1,7 @@
-"""Adapter of Transformer Engine: NVFP4QuantizerRef, its reference quantizer in PyTorch, loaded without the package."""
+"""Define the adapter of Transformer Engine: NVFP4QuantizerRef, its reference quantizer in PyTorch.
+
+Its files are loaded without importing the package, so that the CUDA libraries that the package loads are not needed.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ _RECIPES = "transformer_engine.pytorch.custom_recipes"
 
 @cached
 def _reference() -> Any:
-    """Load and return TE's module reference_nvfp4."""
+    """Load and return TE's module reference_nvfp4. Stand-ins replace the modules that it imports."""
 
     class Quantizer:  # stands in for the class in transformer_engine.pytorch.quantized_tensor
         def __init__(self, *, rowwise: bool, columnwise: bool) -> None:
@@ -35,7 +38,10 @@ def _reference() -> Any:
 
 
 def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Parts:
-    """Quantize x with NVFP4QuantizerRef. Return the arrays to compare."""
+    """Quantize x with NVFP4QuantizerRef. Return the arrays to compare.
+
+    ``tile`` is the shape of a block, and ``options`` are further arguments of NVFP4QuantizerRef.
+    """
     module = _reference()
     kind = module.reference_utils.Fp4Formats.E2M1
     quantizer = module.NVFP4QuantizerRef(kind, rowwise=True, columnwise=False, quant_tile_shape=tile, **options)
@@ -44,7 +50,9 @@ def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Pa
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x with power-of-two scales, which is TE's only MXFP4. Return the arrays to compare."""
+    """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales. Return the arrays to compare. TE has no other
+    MXFP4 quantizer.
+    """
     quantize = _reference().NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = quantize(to_torch(x), None, 32, 1, pow_2_scales=True, eps=0.0)
     exponents = np.frexp(to_numpy(scales).astype(np.float64))[1] + 126  # the E8M0 code of a power of two
@@ -52,12 +60,18 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _call(**options: Any) -> ProducerCall:
-    """Return the ProducerCall for options of NVFP4QuantizerRef."""
+    """Return the ProducerCall for a block shape and options, which are those of _nvfp4."""
     return ProducerCall(partial(_nvfp4, **options))
 
 
 def _four_over_six(error: str, scale_max: int, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a 4over6 variant, with an error measure and a largest block scale."""
+    """Return the ProducerCall for a 4over6 variant.
+
+    Args:
+        error: the error measure, "mae" or "mse".
+        scale_max: the largest block scale, 448 or 256.
+        options: further arguments of _nvfp4.
+    """
     return _call(nvfp4_use_4over6=True, nvfp4_4over6_err_mode=error.upper(), nvfp4_e4m3_max=scale_max, **options)
 
 

@@ -1,4 +1,4 @@
-"""Adapter of torchao: MXTensor.to_mx and nvfp4_quantize, on a CPU."""
+"""Define the adapter of torchao: MXTensor.to_mx and NVFP4Tensor.to_nvfp4, on a CPU."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize and dequantize x with MXTensor.to_mx. Return the arrays to compare."""
+    """Quantize and dequantize x with MXTensor. ``element`` and ``mode`` name its element dtype and scale mode. Return
+    the arrays to compare.
+    """
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
 
@@ -33,7 +35,7 @@ def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
 def _nvfp4(x: np.ndarray, single: bool) -> Parts:
     """Quantize and dequantize x with NVFP4Tensor. Return the arrays to compare.
 
-    If ``single`` is True, there is no tensor scale.
+    If ``single`` is True, the block scales are the only level of scales. Otherwise the tensor has a scale too.
     """
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -51,7 +53,7 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
 
 
 def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
-    """Return the values that torchao's to_dtype decodes from q."""
+    """Return the values that torchao's to_dtype decodes from q. ``element`` names the element dtype."""
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
@@ -73,10 +75,10 @@ def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
 
 
 def _calls() -> dict[str, ProducerCall]:
-    """Return {recipe id: call}.
+    """Return {recipe id: ProducerCall}.
 
-    Two recipes may describe one call, with one id ending in -018. The installed version decides which of them is
-    compared.
+    If torchao 0.19 changed the bytes of a call, two recipes describe it: an id that ends in -018 for earlier versions,
+    and an id without this ending. The installed version decides which of them is compared.
     """
     recipe_ids = fp4kit.recipes()
     nvfp4: dict[str, tuple[Any, Any]] = {

@@ -1,6 +1,6 @@
-"""Adapter of triton_kernels: its PyTorch reference downcast_to_mxfp_torch, as vLLM includes it.
+"""Define the adapter of triton_kernels: its PyTorch reference downcast_to_mxfp_torch, in the copy that vLLM contains.
 
-The file is loaded without either package.
+The file is loaded without importing either package.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _DETAILS = "vllm.third_party.triton_kernels.numerics_details"
 
 @cached
 def _mxfp() -> Any:
-    """Load and return the module numerics_details.mxfp."""
+    """Load and return the module numerics_details.mxfp. Stand-ins replace the Triton kernels that it imports."""
     names = ("vllm", "vllm.third_party", "vllm.third_party.triton_kernels", _DETAILS, f"{_DETAILS}.mxfp_details")
     kernels = {f"{_DETAILS}.mxfp_details.{name}": None for name in ("_upcast_from_mxfp", "_downcast_to_mxfp")}
     stand_ins = packages(*names, *kernels)
@@ -30,7 +30,11 @@ def _mxfp() -> Any:
 
 
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize x with downcast_to_mxfp_torch. Return the arrays to compare."""
+    """Quantize x with downcast_to_mxfp_torch. Return the arrays to compare.
+
+    ``element`` names the torch dtype of the codes ("uint8" for packed E2M1), and ``mode`` names how the scale is
+    rounded.
+    """
     import torch
 
     rounding = getattr(_mxfp().DequantScaleRoundingMode, mode)
@@ -40,7 +44,7 @@ def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _call(element: str, mode: str) -> ProducerCall:
-    """Return the ProducerCall for an element format and a rounding mode of the scale."""
+    """Return the ProducerCall for the arguments ``element`` and ``mode`` of _downcast."""
     return ProducerCall(partial(_downcast, element=element, mode=mode))
 
 

@@ -1,4 +1,7 @@
-"""Adapter of vLLM: the PyTorch code that emulates NVFP4 and quantizes to MXFP8, loaded without the package."""
+"""Define the adapter of vLLM: its PyTorch code that emulates NVFP4 and quantizes to MXFP8.
+
+The files are loaded without importing the package.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ def _mxfp8_utils() -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize and fake-quantize x with the NVFP4 emulation. Return the arrays to compare."""
+    """Quantize and fake-quantize x with vLLM's NVFP4 emulation. Return the arrays to compare."""
     import torch
 
     t = to_torch(x)
@@ -68,7 +71,7 @@ def _mxfp8(x: np.ndarray) -> Parts:
 
 
 def _prepare() -> None:
-    """Load both modules."""
+    """Load both modules of vLLM that the calls use."""
     _emulation()
     _mxfp8_utils()
 
