@@ -17,6 +17,7 @@ from fuzz_faults import engine_away
 from host.compiler import require_compiler
 from host.libraries import Libraries
 from hypothesis import settings
+from mpi_processes import require_mpiexec
 from specified import compiled_here, needs_specification, specification_everywhere
 
 from fp4kit.evidence.golden.golden_set import GoldenSet
@@ -176,6 +177,12 @@ def either_engine(request):
 def golden():
     """Return the recorded outputs of the producers that the package carries."""
     return GoldenSet.find()
+
+
+@pytest.fixture(scope="session")
+def mpiexec():
+    """Return the command, as a list, that starts MPI processes when "-n" and their number follow."""
+    return require_mpiexec()
 
 
 @pytest.fixture(scope="session")

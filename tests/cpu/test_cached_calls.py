@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, as_large_ones, assert_equal
 from exhaustive import half
+from float_modes import BITS, NEEDS_ENVIRONMENT, mode, tiny
 from inputs import BF16, NAMES, ordinary
 
 import fp4kit
@@ -19,7 +20,6 @@ from fp4kit.cpu import cached_calls
 from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
-from tests.project.test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
 
 pytestmark = NEEDS_ENGINE
 SHAPE = (32, 128)

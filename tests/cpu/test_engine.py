@@ -11,6 +11,7 @@ import pytest
 from engine_cases import COVERED, NEEDS_ENGINE, VIEWS, agree, as_large_ones, assert_equal, counted, covered
 from everything import everything
 from exhaustive import exhaustive, half
+from float_modes import tiny
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
 
 import fp4kit
@@ -18,7 +19,6 @@ from fp4kit.evidence.engines import SPECIFICATION
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
-from tests.project.test_arithmetic import tiny
 
 pytestmark = NEEDS_ENGINE
 F32 = np.dtype(np.float32)

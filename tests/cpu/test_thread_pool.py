@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 from engine_cases import NEEDS_ENGINE, agree, assert_equal
 from exhaustive import exhaustive
+from float_modes import BITS, NEEDS_ENVIRONMENT, WORD, mode, tiny
 from inputs import BF16, ordinary
 
 import fp4kit
 from fp4kit.cpu import cached_calls, dequantize, encode, library
 from fp4kit.recipes import RECIPES
-from tests.project.test_arithmetic import BITS, NEEDS_ENVIRONMENT, mode, tiny
 
 pytestmark = NEEDS_ENGINE
 MANY = 1 << 20  # enough elements for several threads
@@ -215,8 +215,6 @@ assert q.equals(expected) and again.equals(expected)
 @NEEDS_ENVIRONMENT
 @pytest.mark.skipif("both" not in BITS, reason="no such mode here")
 def test_a_pool_that_begins_in_a_wrong_mode():
-    from tests.project.test_arithmetic import WORD
-
     code = POOL_IN_A_MODE.format(word=WORD, bits=BITS["both"])
     found = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr

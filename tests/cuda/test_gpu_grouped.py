@@ -9,6 +9,7 @@ from itertools import cycle
 
 import numpy as np
 import pytest
+from drawn_groups import Drawn, groups
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16
@@ -18,7 +19,6 @@ import fp4kit
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.launch import matrix
 from fp4kit.recipes import RECIPES
-from tests.ops.test_grouped import Drawn, groups
 
 pytestmark = ON_GPU
 

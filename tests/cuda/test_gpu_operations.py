@@ -11,11 +11,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, gpu_only
+from rounding_cases import TE_SCALES
 
 import fp4kit
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.recipes import RECIPES
-from tests.ops.test_quantize_amaxes import PRODUCTS
 
 pytestmark = ON_GPU
 
@@ -137,8 +137,8 @@ def test_square_blocks_that_end_below_the_matrix(name) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
 def test_the_order_of_te_s_products(name) -> None:
-    """ops/test_quantize_amaxes.py explains why these amaxes show the order."""
-    for amax, code in PRODUCTS.items():
+    """rounding_cases.py explains why these amaxes show the order."""
+    for amax, code in TE_SCALES.items():
         x = np.zeros((16, 16), np.float32)
         x[3, 5] = -amax
         gpu = check(x, name, tensor_amax=3.0)

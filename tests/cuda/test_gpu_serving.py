@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from exhaustive import by_default
 from on_gpu import ON_GPU, blocks, check, cupy, differing
+from rounding_cases import underflowing
 from wrapped import over_scales, tiny_scales
 
 import fp4kit
 from fp4kit.recipes import RECIPES
-from tests.recipes.test_quark import underflowing
 
 pytestmark = ON_GPU
 

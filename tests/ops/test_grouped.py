@@ -5,77 +5,21 @@ their tensors.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
+from drawn_groups import POOL, Drawn, groups
 from exhaustive import sampled
 from hypothesis import strategies as st
 from inputs import BF16
 
 import fp4kit
-from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
+from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
 
 RNG = np.random.default_rng(8)
 XS = [RNG.standard_normal(shape).astype(np.float32) for shape in ((8, 64), (0, 64), (3, 128), (1, 32))]
-GROUPS = (
-    "nvfp4-te",
-    "nvfp4-te-2d",
-    "nvfp4-modelopt",
-    "mxfp4-ocp",
-    "mxfp4-flashinfer",
-    "fp8-modelopt",
-    "fp8-modelopt-channel",
-)
-GROUPS += (
-    "int8-modelopt",
-    "int8-modelopt-narrow",
-    "int8-modelopt-channel",
-    "int8-modelopt-channel-narrow",
-    "int4-modelopt",
-)
-POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.dtype, (np.float32, np.float16, BF16))}
-
-
-class Drawn(NamedTuple):
-    """Store a group of tensors and the options of a call."""
-
-    xs: Any
-    recipe: str
-    options: dict[str, Any]
-
-
-@st.composite
-def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dtype, ...] = tuple(POOL)) -> Drawn:
-    """Draw a list of unequal tensors or a stack, with or without amaxes.
-
-    Some tensors have no rows, one or three dimensions, or strides.
-    """
-    name = draw(st.sampled_from(names))
-    r, n = RECIPES[name], draw(st.integers(1, 5))
-    wide = st.integers(1, 6).map(lambda k: k * (r.block_size if r.block else 5 * r.length_multiple))
-    lead = st.one_of(st.just(()), st.tuples(st.integers(0, 40)), st.tuples(st.integers(1, 3), st.integers(0, 5)))
-    if draw(st.booleans()):
-        xs: Any = tensor(draw, (n, draw(st.integers(0, 20)), draw(wide)), draw(st.sampled_from(dtypes)))
-    else:
-        xs = [tensor(draw, (*draw(lead), draw(wide)), draw(st.sampled_from(dtypes))) for _ in range(n)]
-    if r.tensor_scaling in ("none", "block") or draw(st.booleans()):
-        return Drawn(xs, name, {})
-    sizes = st.floats(0, 2**20, width=32)
-    shapes = [x.shape[:-1] if r.tensor_scaling == "row" else () for x in xs]
-    if r.tensor_scaling == "row" and draw(st.booleans()):
-        shapes = [(*shape, 1) for shape in shapes]
-    return Drawn(xs, name, {"tensor_amax": [np.full(shape, draw(sizes), np.float32) for shape in shapes]})
-
-
-def tensor(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    count, step = int(np.prod(shape)), draw(st.sampled_from((1, 1, 3)))
-    start = draw(st.integers(0, 2**15))
-    x = np.resize(POOL[dtype][start:], count * step)[::step].reshape(shape).copy()
-    if draw(st.integers(0, 4)) == 0 and x.size:
-        x.reshape(-1)[draw(st.integers(0, x.size - 1))] = draw(st.sampled_from((np.inf, -np.inf, np.nan)))
-    return np.asfortranarray(x) if step == 3 else x
 
 
 def loop(operation: Any, drawn: Drawn) -> list[Any]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from inputs import BF16, FINITE, NAMES, ORDINARY, as_strided, ordinary
+from rounding_cases import TE_SCALES
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -127,16 +128,10 @@ def test_tensor_scales_by_hand(name):
         assert_same_bits(q.tensor_amax, np.full(shape, amax, np.float32))
 
 
-# Each scale code is amax * (encode * 1/6) in float32. For a tensor amax of 3, encode is 896, and 896 * 1/6 rounds to
-# slightly above 149.33333. So 0.140625 times it is just above 21, a midpoint of E4M3. In the other order, 0.140625 *
-# 896 is exactly 126; a sixth of it is 21, which rounds down to the even code.
-PRODUCTS = {0.140625: 91, 0.28125: 99, 0.5625: 107, 1.125: 115, 2.25: 123}
-
-
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
 def test_the_order_of_te_s_products(name):
     """TE computes amax * (encode * 1/6), not (amax * encode) * 1/6."""
-    for amax, code in PRODUCTS.items():
+    for amax, code in TE_SCALES.items():
         x = np.zeros((16, 16), np.float32)
         x[3, 5] = -amax
         assert set(fp4kit.quantize(x, name, tensor_amax=3.0).block_scale[3]) == {code}

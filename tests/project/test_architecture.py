@@ -7,15 +7,11 @@ import re
 import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
+from package_modules import FILES, MODULES, PACKAGE, ROOT, module_name
 from together import together
 
 import fp4kit
-
-ROOT = Path(fp4kit.__file__).resolve().parent.parent
-PACKAGE = ROOT / "fp4kit"
-FILES = sorted(PACKAGE.rglob("*.py"))
 
 # A module or package may import from the layers above its own and from its own package. "fp4kit" stands for
 # fp4kit/__init__.py.
@@ -42,18 +38,6 @@ LAYERS = (
     {"__main__"},
 )
 LAYER = {name: i for i, layer in enumerate(LAYERS) for name in layer}
-
-
-def module_name(path):
-    """Return the module name of a file: fp4kit/ops/check.py is "fp4kit.ops.check".
-
-    A package is named by its directory.
-    """
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-MODULES = {module_name(path): path for path in FILES}
 
 
 @cache

@@ -6,8 +6,6 @@ import ctypes
 import platform
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 
 import ml_dtypes
@@ -15,6 +13,7 @@ import numpy as np
 import pytest
 from everything import everything
 from exhaustive import half
+from float_modes import BITS, NEEDS_ENVIRONMENT, WORD, mode, tiny, words
 from inputs import BF16
 
 import fp4kit
@@ -25,60 +24,15 @@ from fp4kit.recipes import RECIPES
 
 F32 = np.dtype(np.float32)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": np.dtype(np.float16)}
-# x86-64: MXCSR is word 7 of a fenv_t, with FTZ in bit 15, DAZ in bit 6, rounding in bits 13 and 14. aarch64: FPCR is
-# word 0, with FZ in bit 24, rounding in bits 22 and 23.
-WORD, BITS = {
-    "x86_64": (
-        7,
-        {"ftz": 1 << 15, "daz": 1 << 6, "both": 1 << 15 | 1 << 6, "down": 1 << 13, "up": 1 << 14, "zero": 3 << 13},
-    ),
-    "aarch64": (0, {"both": 1 << 24, "up": 1 << 22, "down": 1 << 23, "zero": 3 << 22}),
-}.get(platform.machine(), (0, {}))
-# The check may set these exception flags in any mode: inexact, underflow, subnormal operand. Words 7 and 1 hold the
-# flags.
+# The check of the mode may set these exception flags: inexact, underflow, subnormal operand. Word of the environment ->
+# the flags' bits.
 SET_BY_CHECK = {"x86_64": {7: 0x32}, "aarch64": {1: 0x98}}.get(platform.machine(), {})
-NEEDS_ENVIRONMENT = pytest.mark.skipif(arithmetic.environment() is None, reason="the environment cannot be set here")
 FLUSHING = [mode for mode in ("ftz", "daz", "both") if mode in BITS]
-
-
-def words() -> ctypes.Array:
-    """Return this thread's floating-point environment."""
-    found = (ctypes.c_uint32 * 64)()
-    arithmetic.environment()[0](found)
-    return found
 
 
 def kept(environment: ctypes.Array) -> list[int]:
     """Return the words that a call must leave unchanged: all except the flags that the check sets."""
     return [word & ~SET_BY_CHECK.get(i, 0) for i, word in enumerate(environment)]
-
-
-@contextmanager
-def mode(name: str) -> Iterator[None]:
-    """Set FTZ, DAZ, both, or another rounding in this thread."""
-    before, changed = words(), words()
-    changed[WORD] |= BITS[name]
-    _, set_ = arithmetic.environment()
-    set_(changed)
-    try:
-        yield
-    finally:
-        set_(before)
-
-
-def tiny(dtype: np.dtype, seed: int = 0) -> np.ndarray:
-    """Return (32, 128) numbers whose size grows by row, from subnormals to numbers whose scales and products are still
-    tiny.
-
-    The last rows are ordinary.
-    """
-    rng = np.random.default_rng(seed)
-    lowest = -24 if dtype == np.float16 else -149
-    exponents = np.concatenate([np.linspace(lowest, lowest + 30, 28), [-10, 0, 10, 14]])
-    x = (rng.standard_normal((32, 128)) * np.exp2(exponents)[:, None]).astype(dtype)
-    x[0, :32] = np.array(2.0**lowest, dtype)  # only the smallest subnormal
-    x[1, ::2] = -0.0
-    return x
 
 
 X = {name: tiny(dtype) for name, dtype in DTYPES.items()}

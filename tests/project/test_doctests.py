@@ -5,9 +5,9 @@ import importlib
 import inspect
 
 import pytest
+from package_modules import MODULES
 
 import fp4kit
-from tests.project.test_architecture import MODULES
 
 NOT_RUN = ("fp4kit.__main__",)  # a command
 FLAGS = doctest.ELLIPSIS

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 
 from examples import train_fp4
 from fp4kit.evidence.testing import assert_same_bits
-from tests.training.test_communicators_mpi import mpiexec  # noqa: F401  # the fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "train_fp4.py"
@@ -49,7 +48,7 @@ def test_500_steps():
 
 
 @pytest.mark.parametrize("size", [2, *exhaustive([4])])
-def test_500_steps_on_mpi_processes(mpiexec, size):  # noqa: F811
+def test_500_steps_on_mpi_processes(mpiexec, size):
     """Each process holds a part of the master weights and of the samples."""
     command = [*mpiexec, "-n", str(size), sys.executable, str(EXAMPLE), "--mpi"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

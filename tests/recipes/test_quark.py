@@ -8,20 +8,11 @@ import numpy as np
 import pytest
 from engine_cases import NEEDS_ENGINE, agree, as_large_ones
 from inputs import codes_of
+from rounding_cases import underflowing
 
 import fp4kit
 
 NAMES = ("nvfp4-quark", "nvfp4-quark-file2file")
-
-
-def underflowing() -> np.ndarray:
-    """Return blocks whose scales underflow when they are expressed relative to the tensor scale.
-
-    Some underflow as a ratio to the tensor scale. Others underflow as a product with it, which is subnormal.
-    """
-    x = np.random.default_rng(0).standard_normal((16, 256)) * np.exp2(-np.arange(16) * 3)[:, None]
-    x[1, :16] = 0
-    return x
 
 
 def test_a_scale_that_underflows_is_stored_as_zero_by_file_to_file():

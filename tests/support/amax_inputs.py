@@ -1,4 +1,4 @@
-"""Provide names of quantizers, values with a different amax per expert, and a comparison, for tests of amax states."""
+"""Provide names of quantizers, amaxes that differ per expert, and a comparison, for tests of AmaxState."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ SHAPES = {"scalar": (), "rows": (6, 1), "blocks": (4, 3)}
 
 
 def state_of(values):
-    """Return a frozen state of {key: value}."""
+    """Return a frozen AmaxState with the given values: {name of a quantizer: amax}."""
     collector = AmaxCollector()
     for key, value in values.items():
         collector.collect(key, np.asarray(value, np.float32))
@@ -20,13 +20,13 @@ def state_of(values):
 
 
 def experts_of(n, shape=(), base=FC1, seed=0):
-    """Return {base.i: a different value} for n experts."""
+    """Return {"base.i": amax} for experts i = 0 to n - 1; every expert has another amax of the given shape."""
     rng = np.random.default_rng(seed)
     return {f"{base}.{i}": (i + 1 + rng.random(shape)).astype(np.float32) for i in range(n)}
 
 
 def assert_same_state(state, values):
-    """Assert that a state has the keys of `values`, in any spelling, and the same bits."""
+    """Assert that a state has exactly the keys of `values`, whatever their spelling, with bit-identical amaxes."""
     assert len(state) == len(values)
     for key, value in values.items():
         assert_same_bits(state[key], np.asarray(value, np.float32), key)

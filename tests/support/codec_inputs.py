@@ -1,10 +1,12 @@
-"""Provide float32 values for tests of codes: every kind of bit pattern, and NaN."""
+"""Provide float32 values that cover every kind of bit pattern, for exhaustive tests of encoders."""
 
 import numpy as np
 
 
 def sweep():
-    """Return all 65,536 upper halves of float32 with five lower halves each, without NaN."""
+    """Return float32 values without NaN: all 65,536 patterns of the upper 16 bits, each with five patterns of the lower
+    16.
+    """
     high = np.arange(0x10000, dtype=np.uint32) << 16
     x = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).astype(np.uint32).view(np.float32)
     return x[~np.isnan(x)]

@@ -28,7 +28,9 @@ NEEDS_ENGINE = pytest.mark.skipif(
 
 
 def covered(r: Recipe) -> bool:
-    """Return True if the engine itself quantizes under a recipe, False if it falls back to the specification."""
+    """Return whether the compiled engine quantizes with a recipe itself. Otherwise calls fall back to the
+    specification.
+    """
     try:
         encode.kernels_of(r)
     except Declined:
@@ -54,8 +56,9 @@ def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
 
 
 def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-    """Assert that the engine and the specification agree, and return the engine's result. The engine is called twice,
-    because the second call may be a cached one.
+    """Assert that the compiled engine and the specification give bit-identical results; return the engine's result.
+
+    The engine is called twice, because the second call may use a cached call.
     """
     expected = SPECIFICATION.apply(function, *arguments, **options)
     for turn in ("first", "second"):
@@ -65,7 +68,9 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the engine treat small arrays like large ones: it declines none, and makes tables of all scales."""
+    """Make the engine treat small arrays like large ones: decline no array because of its size, and tabulate all
+    scales.
+    """
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
     monkeypatch.setattr(coverage, "MIN_ELEMENTS", dict.fromkeys(coverage.MIN_ELEMENTS, 0))
     monkeypatch.setattr(coverage, "MIN_CODE_BYTES", 0)
@@ -74,7 +79,7 @@ def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Shrink tiles, so that small arrays have many tiles, slabs and threads."""
+    """Shrink the engine's tiles, so that small arrays are divided into many tiles, slabs and threads."""
     for module in (encode, dequantize):
         monkeypatch.setattr(module, "TILE_ELEMENTS", 64)
     monkeypatch.setattr(encode, "PANEL_COLUMNS", 128)  # the length of the longest block
@@ -92,7 +97,7 @@ def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """Yield a list of the shapes of the parts that the engine leaves to the specification."""
+    """Yield a list that collects the shapes of all array parts that the engine leaves to the specification."""
     shapes: list[tuple[int, ...]] = []
     with monkeypatch.context() as patch:
         for module, name in ((encode, "quantize_matrix"), (encode, "encode_matrix"), (dequantize, "dequantize_matrix")):
@@ -115,7 +120,7 @@ def unaligned(x: np.ndarray) -> np.ndarray:
 
 
 def gaps(x: np.ndarray) -> np.ndarray:
-    """Return a view with equal values that has other elements between its rows and columns."""
+    """Return a view with equal values whose rows and columns are separated by other elements in memory."""
     big = np.full((2 * x.shape[0], 3 * x.shape[1]), 7, x.dtype)
     big[::2, 1::3] = x
     return big[::2, 1::3]

@@ -1,9 +1,9 @@
-"""Find out which files of fp4kit a call enters.
+"""Find out which files of fp4kit a call enters, to test that a cached call takes a short path.
 
     python entered_files.py ENGINE
 
-For ENGINE compiled, specification, torch or cuda, the script prints the files that a first and a later call of quantize
-enter, as JSON.
+ENGINE is compiled, specification, torch or cuda. The script prints, as JSON, the files that a first call of quantize
+enters and those that a later call enters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SHAPE = (64, 4096)
 
 
 def entered(call: Callable[[], Any]) -> list[str]:
-    """Return the files of the package, in the order in which the call enters them."""
+    """Return the files of fp4kit that a call enters, in the order of entry."""
     found: dict[str, None] = {}
 
     def note(frame: FrameType, event: str, argument: Any) -> None:

@@ -1,4 +1,6 @@
-"""Call all public functions on one array with one recipe, for tests that do so in unusual surroundings."""
+"""Call all public functions on one array with one recipe, to test that a thread, a process or a processor mode changes
+no result.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,9 @@ from fp4kit.training.communicators import SingleProcess
 
 
 def everything(name: str, x: np.ndarray) -> Iterator[object]:
-    """Yield the results of all functions for x (32, 128) and for its first 16 rows. If an amax is NaN, functions that
-    need a number are left out.
+    """Yield the results of all functions for x, of shape (32, 128), and for its first 16 rows.
+
+    If an amax is NaN, functions that need a number are left out.
     """
     r = RECIPES[name]
     part = np.ascontiguousarray(x[:16])
@@ -41,7 +44,7 @@ def everything(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def options(name: str, x: np.ndarray) -> Iterator[object]:
-    """Yield results of quantize with rounding, Hadamard and tensor amax options."""
+    """Yield results of quantize with each of its options: rounding, the Hadamard transform, and a given tensor amax."""
     r = RECIPES[name]
     if not r.element.is_integer and not r.four_over_six:
         yield fp4kit.quantize(x, name, rounding="stochastic", seed=3)

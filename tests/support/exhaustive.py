@@ -1,6 +1,7 @@
-"""Divide test cases into those of every run and those of an exhaustive run.
+"""Divide test cases between every run and exhaustive runs.
 
-An *exhaustive run* is `pytest -m exhaustive`, which .ci/run makes too. Its cases have the marker exhaustive.
+An *exhaustive run* is `pytest -m exhaustive`, which .ci/run makes too. Cases for exhaustive runs only have the marker
+exhaustive.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _PARAMETER = type(pytest.param())
 
 
 def exhaustive(cases: Iterable[Any]) -> list[Any]:
-    """Return the cases as parameters of exhaustive runs only. A case that already is a parameter stays unchanged."""
+    """Return the cases as pytest parameters that only exhaustive runs take. Cases that already are parameters stay
+    unchanged.
+    """
     return [
         case if isinstance(case, _PARAMETER) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases
     ]
@@ -47,8 +50,10 @@ USUAL = ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8
 
 
 def seldom() -> frozenset[str]:
-    """Return the recipes that only exhaustive runs take. Other runs take the usual recipes, and some that together have
-    every other value of a recipe field.
+    """Return the recipes that only exhaustive runs take.
+
+    Other runs take the usual recipes, and a few further ones that together have every remaining value of a recipe
+    field.
     """
     facts = {
         r.id: {
@@ -66,8 +71,9 @@ def seldom() -> frozenset[str]:
 
 
 def lot(test: str, recipe: str) -> int:
-    """Return a number from 0 to 11 for a test and a recipe. The numbers are evenly distributed over the recipes of a
-    test and the tests of a recipe.
+    """Return a number from 0 to 11 by which test cases are divided between runs.
+
+    The numbers are evenly distributed over the recipes of a test and over the tests of a recipe.
     """
     return crc32(f"{test} {recipe}".encode()) % 12
 
@@ -75,7 +81,9 @@ def lot(test: str, recipe: str) -> int:
 def sampled(
     few: int, many: int, *arguments: Any, **strategies: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces hypothesis's given: `few` examples in every run, `many` in exhaustive runs."""
+    """Return a decorator that replaces hypothesis.given: a test gets `few` examples in every run, `many` in exhaustive
+    runs.
+    """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         runs = {count: settings(max_examples=count)(given(*arguments, **strategies)(body)) for count in (few, many)}

@@ -1,4 +1,4 @@
-"""Provide valid calls of the public functions. Tests of errors change one argument."""
+"""Provide functions that make valid calls of fp4kit. Tests of errors change one argument and expect the error."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ NAN = float("nan")
 
 
 class OnDevice:
-    """Stand for an array on another device, as DLPack announces it. It cannot be read."""
+    """Stand in for an array on another device. It announces the device through DLPack, and its data cannot be read."""
 
     def __init__(self, kind=2, index=0):
         self.device = kind, index
@@ -28,7 +28,7 @@ class OnDevice:
 
 
 class CudaArray:
-    """Stand for an array with the CUDA array interface."""
+    """Stand in for an array of another library with the CUDA array interface."""
 
     __cuda_array_interface__ = {"shape": (1,), "typestr": "<f4", "data": (1, False), "version": 3}  # noqa: RUF012
 
@@ -54,7 +54,7 @@ def dequantize(q=None, **options):
 
 
 def out(recipe="nvfp4-te", x=X, **changes):
-    """Return a Quantized for the `out` of the call, with changed fields."""
+    """Return a Quantized that fits as the `out` argument of a call. changes: fields to replace, to make it invalid."""
     return lambda: replace(fp4kit.quantize(x, recipe), **changes)
 
 

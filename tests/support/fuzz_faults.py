@@ -1,5 +1,4 @@
-"""Provide what tests of the fuzzer share: an engine in which faults are planted, and execution of the scripts that the
-fuzzer prints.
+"""Plant faults in an engine for tests of the fuzzer, and execute the scripts that the fuzzer prints.
 
 The engine, named "away", is NumPy with an array type of its own.
 """
@@ -20,11 +19,11 @@ SMALL = Pool(largest=1 << 12)
 
 
 class Away(np.ndarray):
-    """Array of the engine "away": a NumPy array with another type."""
+    """Array of the engine "away": a NumPy array of a type by which fp4kit chooses this engine."""
 
 
 def engine_away(monkeypatch):
-    """Return an engine that computes as the specification does, on arrays of type Away."""
+    """Install and return the engine "away", which computes as the specification does, on arrays of type Away."""
     module = types.ModuleType("arrays_away")
     module.asarray = lambda a: np.array(a).view(Away)
     monkeypatch.setitem(sys.modules, "arrays_away", module)
@@ -39,8 +38,9 @@ def is_away(value):
 
 
 def plant(monkeypatch, name, fault):
-    """Replace fp4kit.name by fault(right, *arguments, **options) in calls of the engine "away". Return a function that
-    undoes it.
+    """Replace fp4kit.name by a faulty function in calls of the engine "away". Return a function that removes the fault.
+
+    fault: called as fault(right, *arguments, **options), where `right` is the correct function.
     """
     right = getattr(fp4kit, name)
 
@@ -53,7 +53,9 @@ def plant(monkeypatch, name, fault):
 
 
 def executed(text):
-    """Run a reproduction. Return the message of its AssertionError, or "" if it passes."""
+    """Run a script that the fuzzer printed to reproduce a fault. Return the message of its AssertionError, or "" if it
+    passes.
+    """
     try:
         exec(compile(text, "reproduction", "exec"), {})
     except AssertionError as error:
@@ -62,7 +64,7 @@ def executed(text):
 
 
 def one_bit(right, x, *arguments, **options):
-    """Quantize with a fault: flip a bit of the last code if x has a negative element."""
+    """Quantize with a fault (see plant): flip one bit of the last code if x has a negative element."""
     q = right(x, *arguments, **options)
     if q.packed.size and np.signbit(np.moveaxis(np.asarray(x), q.axis, -1).astype(np.float32)).any():
         q.packed.reshape(-1)[-1] ^= 1

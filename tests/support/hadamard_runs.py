@@ -1,7 +1,7 @@
-"""Provide runs of 16 elements for tests of the Hadamard transform.
+"""Provide runs of 16 elements for tests of the Hadamard transform y.
 
-The fast path sums in float32 and decides whether the rounded result is certain. The runs lie on both sides of this
-decision.
+The fast path sums in float32 and then decides whether the rounded result is certain; if not, it computes exactly. The
+runs lie on both sides of this decision.
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ MOST_EXPONENT = {F16: 15, BF16: 127, F32: 127}
 
 
 class Runs(NamedTuple):
-    """Name the dtype of runs, and the sign mask of the transform they are made for."""
+    """Describe the runs to make: their dtype, and the sign mask of the transform that they are meant for."""
 
     dtype: np.dtype
     mask: int = TE_SIGN_MASK
 
     def signs(self, j: int) -> np.ndarray:
-        """Return the signs with which the elements of a run are added for y_j."""
+        """Return the 16 signs with which the elements of a run are added to give y_j."""
         return SYLVESTER[j] * (1 - 2 * (self.mask >> np.arange(BLOCK) & 1))
 
     def of_kind(self, kind: str) -> np.ndarray:
-        """Return the runs (n, 16) of a kind, in the dtype."""
+        """Return the runs (n, 16) that the function named `kind` makes, in the dtype."""
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(KINDS[kind](self, np.random.default_rng(7)).astype(self.dtype, copy=False))
 
 
 def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return every pattern of signs, for ones, for zeros, and for the smallest subnormal."""
+    """Return runs with every pattern of signs: of ones, of zeros, and of the smallest subnormal."""
     patterns = 1.0 - 2.0 * (np.arange(1 << BLOCK)[:, None] >> np.arange(BLOCK) & 1)
     return np.concatenate([patterns, np.copysign(0.0, patterns), patterns * 2.0 ** LEAST_EXPONENT[case.dtype]])
 
 
 def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return random elements with exponents up to s apart, for every s below 48, at many magnitudes. Every third run
-    has zeros of both signs.
+    """Return random runs whose elements' exponents differ by up to s, for every s below 48, at many magnitudes.
+
+    Every third run contains zeros of both signs.
     """
     s = np.repeat(np.arange(48), 400)[:, None]
     x = rng.standard_normal((len(s), BLOCK)) * np.exp2(-rng.integers(0, s + 1, (len(s), BLOCK)))
@@ -66,8 +67,8 @@ def bits(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs at both ends of the type: subnormal elements and results, results that overflow, and a few infinities
-    and NaN.
+    """Return runs at both ends of the dtype's range: with subnormal elements or results, with overflow, infinities and
+    NaN.
     """
     low = rng.integers(-300, 301, (4096, BLOCK)) * 2.0 ** (LEAST_EXPONENT[case.dtype] + rng.integers(0, 6, (4096, 1)))
     high = rng.standard_normal((4096, BLOCK)) * 2.0 ** (MOST_EXPONENT[case.dtype] + rng.integers(-4, 1, (4096, 1)))
@@ -81,10 +82,11 @@ def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def ties(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs in which one y is nearly a tie.
+    """Return runs in which one y_j is nearly halfway between two values of the dtype.
 
-    y is 2^n + 2^(n - M - 1) +- 1 quarters of an element's lowest bit, for n on both sides of 24. It is exact in float32
-    for n < 24. With one more bit, the float32 sum rounds to the tie, which then rounds the other way.
+    y_j is 2^n + 2^(n - M - 1), plus or minus a quarter of an element's lowest bit, for n on both sides of 24; M is the
+    number of mantissa bits. float32 holds y_j exactly for n < 24. For larger n, the float32 sum rounds to the midpoint,
+    which then rounds the other way.
     """
     M, count = MANTISSA_BITS[case.dtype], 6000
     least, n = 2.0 ** rng.integers(-9, 4, (count, 1)), rng.integers(20, 28, (count, 1))

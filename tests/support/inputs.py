@@ -1,5 +1,6 @@
-"""Provide what tests of the operations share: names of recipes, and arrays (128, 128), which have whole blocks along
-both axes.
+"""Provide names of recipes and arrays for tests of the operations.
+
+Arrays have the shape (128, 128), so that they consist of whole blocks along both axes.
 """
 
 import ml_dtypes
@@ -11,7 +12,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.recipes import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-ML_DTYPES = {  # element formats that ml_dtypes has too
+ML_DTYPES = {  # element format -> the same format in ml_dtypes
     E2M1: ml_dtypes.float4_e2m1fn,
     E2M3: ml_dtypes.float6_e2m3fn,
     E3M2: ml_dtypes.float6_e3m2fn,
@@ -23,7 +24,7 @@ STOCHASTIC = [name for name in NAMES if not RECIPES[name].element.is_integer and
 
 
 def ordinary(seed=0, shape=(128, 128), dtype=np.float32):
-    """Return normal values with a different size per row, zeros of both signs, and one block of zeros."""
+    """Return random normal values; rows differ in magnitude, and there are zeros of both signs and a block of zeros."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, (*shape[:-1], 1)))
     x[rng.random(shape) < 0.02] = 0
@@ -38,7 +39,7 @@ def extreme():
 
 
 def nonfinite():
-    """Return ordinary values with infinities and NaN. Two blocks have nothing else."""
+    """Return ordinary values with some infinities and NaN. One block holds only NaN, another only infinities."""
     x = ordinary(3)
     x[5, 7], x[40, 64], x[41, 65], x[100, 3], x[100, 4] = np.inf, -np.inf, np.nan, np.nan, np.inf
     x[60, 32:64], x[61, 96:128] = np.nan, np.inf
@@ -58,12 +59,12 @@ for _x in INPUTS.values():
 
 
 def as_strided(x):
-    """Return a view with equal values and gaps along the last two axes."""
+    """Return a view with equal values that is not contiguous: other elements lie between its rows and columns."""
     big = np.full((*x.shape[:-2], 2 * x.shape[-2], 3 * x.shape[-1]), 7, x.dtype)
     big[..., ::2, 1::3] = x
     return big[..., ::2, 1::3]
 
 
 def codes_of(q):
-    """Return one code per element, of shape q.moved_shape."""
+    """Return the unpacked codes of a Quantized, one per element, in the shape q.moved_shape."""
     return unpacked(q.packed, q.recipe.element.packing)

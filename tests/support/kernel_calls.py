@@ -1,4 +1,4 @@
-"""List calls of the public functions that together launch every kind of kernel, on NumPy arrays or on a device."""
+"""List calls of the public functions that together launch every kind of kernel. They run on the CPU or on a GPU."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ SHAPE = (64, 256)
 
 
 class KernelCall(NamedTuple):
-    """Describe a call. make(place, call) returns its results. misaligned: x begins one element after a multiple of 16
-    bytes.
+    """Describe a call of a public function.
+
+    make: called as make(place, call), calls the function and returns its results as a list of arrays.
+    misaligned: True if x begins one element after a multiple of 16 bytes.
     """
 
     make: Callable[[Place, KernelCall], list[Any]]
@@ -50,7 +52,7 @@ class KernelCall(NamedTuple):
             return self.make(place, self)
 
     def x(self, place: Place) -> Any:
-        """Return the input array of the call."""
+        """Return the input array of the call, moved by `place`."""
         x = np.resize(adversarial_blocks(self.dtype), self.shape)
         x.reshape(-1)[-1] = 100  # the largest element of a small array is the last
         if not self.misaligned:
@@ -59,7 +61,7 @@ class KernelCall(NamedTuple):
         return flat[1:].reshape(self.shape)
 
     def given(self, place: Place) -> dict[str, Any]:
-        """Return the options. Arrays among them are moved by `place`."""
+        """Return the options of the call; arrays among them are moved by `place`."""
         return {name: place(value) if isinstance(value, np.ndarray) else value for name, value in self.options}
 
 
@@ -74,7 +76,7 @@ def quantize(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantize_by_table(place: Place, call: KernelCall) -> list[Any]:
-    """Quantize with the kernel that uses tables of 4over6. It is otherwise used for large matrices only."""
+    """Quantize with the 4over6 kernel that uses tables, which is otherwise chosen for large matrices only."""
     with patch.object(dispatch, "MIN_TABLE_ELEMENTS", 0):
         return quantize(place, call)
 
@@ -93,7 +95,7 @@ def fake_quantize_backward(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantized(place: Place, call: KernelCall, **options: Any) -> Any:
-    """Return codes and scales of the specification, moved by `place`."""
+    """Return the input quantized by the specification on the CPU, with its arrays moved by `place`."""
     q = fp4kit.quantize(call.x(lambda a: a), call.recipe, **options)
     moved = {
         name: None if (a := getattr(q, name)) is None else place(a)
@@ -155,7 +157,7 @@ def search_amaxes(place: Place, call: KernelCall) -> list[Any]:
 
 
 def group(place: Place, call: KernelCall) -> list[Any]:
-    """Return tensors of unequal sizes. Each ends with its largest element."""
+    """Return a list of tensors of different sizes. The last element of each is its largest."""
     others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, 144)))]
     for x in others:
         x[-1, -1] = 100
@@ -175,7 +177,9 @@ def quantize_large_group(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantize_searched(place: Place, call: KernelCall) -> list[Any]:
-    """Quantize with a search, on blocks of every kind and on blocks whose candidates have nearly equal errors."""
+    """Quantize with a search, on blocks of every kind and on blocks in which two candidates have nearly equal
+    errors.
+    """
     x = np.concatenate([searched_blocks(call.dtype)[:48], of_nearly_equal_errors().astype(call.dtype)])
     return parts(fp4kit.quantize(place(x), call.recipe, **call.given(place)))
 
@@ -195,7 +199,7 @@ def amax_grouped(place: Place, call: KernelCall) -> list[Any]:
 
 
 def partial(place: Place, call: KernelCall) -> list[Any]:
-    """Return amaxes and codes of shards that begin at every distance from a multiple of 16 bytes."""
+    """Return amaxes and codes of shards that start at every distance from a multiple of 16 bytes."""
     x, r = np.resize(adversarial_blocks(call.dtype), call.shape), call.recipe
     amaxes, packed = fp4kit.amax(x, r), place(np.full(fp4kit.quantize(x, r).packed.shape, 0xA5, np.uint8))
     found: list[Any] = []
@@ -207,7 +211,9 @@ def partial(place: Place, call: KernelCall) -> list[Any]:
 
 
 def master_weights(place: Place, call: KernelCall) -> list[Any]:
-    """Cast master weights: whole blocks in both directions, and matrices whose last blocks have few rows."""
+    """Cast master weights to codes: matrices of whole blocks in both directions, and matrices whose last blocks have
+    few rows.
+    """
     found: list[Any] = []
     for shapes, columnwise in ((((64, 80), (16, 16), (48, 64)), True), (((33, 240), (3, 48)), False)):
         shards = [Shard(place(ordinary(6, shape, call.dtype).reshape(-1)), shape) for shape in shapes]
@@ -231,7 +237,7 @@ def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
 def of(
     make: Any, id: str | Recipe, dtype: np.dtype = BF16, *, misaligned: bool = False, shape: Any = SHAPE, **options: Any
 ) -> KernelCall:
-    """Return a KernelCall."""
+    """Return a KernelCall of `make` with the recipe `id`. options: the options of the public function."""
     r = RECIPES[id] if isinstance(id, str) else id
     return KernelCall(make, r, dtype, tuple(options.items()), shape, misaligned)
 

@@ -1,4 +1,6 @@
-"""Provide a faulty producer for tests of fp4kit.evidence.live: mxfp4-ocp with planted faults, and correct calls."""
+"""Provide producers for tests of fp4kit.evidence.live: a correct one, and ones with planted faults, all of
+mxfp4-ocp.
+"""
 
 from functools import partial
 
@@ -8,17 +10,17 @@ import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, ProducerCall
 from fp4kit.evidence.live.exceptions import Exempt
 
-AT = 3  # the column with wrong codes
+AT = 3  # the element of each block whose code is wrong
 
 
 def sound(x, recipe="mxfp4-ocp"):
-    """Return the parts that the recipe gives."""
+    """Return the correct parts: codes, block scales and values."""
     q = fp4kit.quantize(x, recipe)
     return {"codes": fp4kit.unpack(q.packed), "block_scale": q.block_scale, "values": fp4kit.dequantize(q, np.float32)}
 
 
 def faulty(x, above):
-    """Return parts with a wrong code in one column of blocks that have an element larger than `above`."""
+    """Return parts with a wrong code at element AT of every block whose amax exceeds `above`."""
     parts = sound(x)
     large = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1) > above
     parts["codes"].reshape(len(x), -1, 32)[..., AT] ^= large.astype(np.uint8)
@@ -26,17 +28,18 @@ def faulty(x, above):
 
 
 def one_byte_more(x):
-    """Return parts with one byte too many."""
+    """Return block scales that are one too large, and no other part."""
     parts = sound(x)
     return {"block_scale": parts["block_scale"] + np.uint8(1)}
 
 
 def changed(x):
+    """Fail as a producer does that has removed its function."""
     raise AttributeError("quantize is gone")
 
 
 def large_blocks(x, q):
-    """Return which blocks have a large element."""
+    """Return a mask, True for all elements of blocks whose amax exceeds 8."""
     amax = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1)
     return np.repeat(amax > 8, 32, axis=-1)
 
@@ -54,7 +57,7 @@ def decode(q):
 
 
 def decode_without_sign(q):
-    """Decode code 8 to 0 instead of -0."""
+    """Dequantize with a fault: return 0 in place of -0."""
     return fp4kit.dequantize(q) + np.zeros((), q.dtype)
 
 

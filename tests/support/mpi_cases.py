@@ -1,4 +1,4 @@
-"""Check communicators, and master weights from random partitions, in every process of `mpiexec -n N`.
+"""Check communicators, and master weights divided at random, in every process of `mpiexec -n N`.
 
 tests/training/test_communicators_mpi.py starts this script.
 """
@@ -25,7 +25,7 @@ CASES = 300
 
 
 def check_communicator(comm: Mpi) -> None:
-    """Check maxima and gathered arrays, with different lengths and empty ones."""
+    """Check elementwise maxima and gathered arrays, including arrays of different lengths and empty ones."""
     for dtype in (np.uint8, np.uint32, np.int64, np.float32):
         mine = np.arange(5, dtype=dtype) * (comm.rank + 1)
         assert_same_bits(comm.all_reduce_max(mine), np.arange(5, dtype=dtype) * comm.size)
@@ -39,7 +39,7 @@ def check_communicator(comm: Mpi) -> None:
 
 
 def check_partitions(comm: Mpi) -> None:
-    """Check that every process gets the bytes of quantizing whole matrices, wherever they are cut."""
+    """Check that every process gets the bytes of quantizing whole matrices, wherever the matrices are divided."""
     for seed in range(CASES):
         rng = np.random.default_rng(seed)
         name, dtype = NAMES[seed % len(NAMES)], DTYPES[seed % len(DTYPES)]
@@ -51,7 +51,7 @@ def check_partitions(comm: Mpi) -> None:
         shards = []
         for x in xs:
             edges = [0, *sorted(rng.integers(0, x.size + 1, comm.size - 1).tolist()), x.size]
-            order = rng.permutation(comm.size)  # parts may be owned in any order of ranks
+            order = rng.permutation(comm.size)  # ranks may hold the parts of a matrix in any order
             a, b = edges[order[comm.rank]], edges[order[comm.rank] + 1]
             shards.append(Shard(x.reshape(-1)[a:b], x.shape, a))
         for q, x in zip(fp4kit.cast_master_weights(shards, comm, name), xs, strict=True):
@@ -59,7 +59,9 @@ def check_partitions(comm: Mpi) -> None:
 
 
 def check_steps(comm: Mpi) -> None:
-    """Check that a plan follows values changed in place, replaced arrays, and columnwise copies."""
+    """Check that a MasterWeightsPlan follows values changed in place and replaced arrays, and makes
+    columnwise copies.
+    """
     rng = np.random.default_rng(0)
     x = rng.standard_normal((32, 80)).astype(np.float32)
     cut = [0, *(x.size * rank // comm.size | 1 for rank in range(1, comm.size)), x.size]

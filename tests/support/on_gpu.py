@@ -1,6 +1,6 @@
-"""Provide what tests on a GPU share. Without a GPU, these tests run their kernels on the CPU (support/host/README.md).
+"""Provide helpers for tests on a GPU. Without a GPU, these tests run their kernels on the CPU (support/host/README.md).
 
-ON_GPU is their pytestmark.
+ON_GPU is the pytestmark of their modules.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ except (ImportError, RuntimeError):  # CuPy or its driver is missing
 if not DEVICES:
     from host import cupy_on_host as cupy
 ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu")]
-# Recipes that stand for all in a default run on the CPU: one per kind of kernel and of tensor scale.
+# The recipes of usual runs on the CPU: one per kind of kernel and of tensor scale.
 REPRESENTATIVE = (
     *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
     *(
@@ -56,7 +56,7 @@ def gpu_only(test: T) -> T:
 
 
 def examples(count: int) -> settings:
-    """Return Hypothesis settings with `count` examples on a GPU. On the CPU it is a twentieth."""
+    """Return Hypothesis settings with `count` examples on a GPU, and a twentieth of them on the CPU."""
     return settings(max_examples=count if DEVICES else count // 20)
 
 
@@ -72,7 +72,7 @@ def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[A
 
 
 def differing(gpu, cpu) -> int:
-    """Return the number of values that differ in any bit. NaN equals NaN."""
+    """Return the number of elements that differ in any bit between two arrays, on GPU and CPU. NaN equals NaN."""
     if getattr(cupy, "rehearsing", False):
         return 0  # no kernel has run
     a, b = gpu.get(), np.asarray(cpu)
@@ -84,7 +84,7 @@ def differing(gpu, cpu) -> int:
 
 
 def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
-    """Assert that every part of two quantized arrays is equal."""
+    """Assert that every array of two Quantized, on GPU and CPU, is bit-identical."""
     for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
         a, b = getattr(gpu, part), getattr(cpu, part)
         assert (a is None) == (b is None), part
@@ -94,7 +94,7 @@ def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
 
 
 def check(x: np.ndarray, name, **options) -> fp4kit.Quantized:
-    """Assert that quantize and dequantize of x are equal on GPU and CPU. Return the GPU's result."""
+    """Assert that quantize and dequantize of x give the same bits on GPU and CPU; return the GPU's Quantized."""
     on_host = {k: v.get() if isinstance(v, cupy.ndarray) else v for k, v in options.items()}
     cpu = fp4kit.quantize(x, name, **on_host)
     gpu = fp4kit.quantize(cupy.asarray(x), name, **options)

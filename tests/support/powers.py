@@ -1,4 +1,4 @@
-"""Provide errors to be raised to powers, and the powers, for tests."""
+"""Provide errors and exponents for tests of search objectives that raise errors to a power, such as p2.4."""
 
 from math import sqrt
 
@@ -14,8 +14,9 @@ POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)
 
 
 def errors() -> np.ndarray:
-    """Return float64 errors made from integers only: all exponents, usual exponents, neighbours of powers of two and of
-    roots, 0, infinity and NaN.
+    """Return float64 errors that are made from integers only, so that they are equal on every machine.
+
+    They have all exponents, usual exponents, neighbours of powers of two and of roots, 0, infinity and NaN.
     """
     i = np.arange(4000, dtype=np.uint64)
     significands = (i * np.uint64(0x9E3779B97F4A7C15)) >> np.uint64(12)
@@ -29,11 +30,13 @@ def errors() -> np.ndarray:
 
 
 def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row of blocks for STATIC under a tensor amax of 4, and weights for which rounding decides between two
-    scales.
+    """Return a row of blocks, and weights of its elements, for which rounding decides between two scales.
 
-    The largest element of a block has no weight and determines one scale code. Two other elements have weights: one has
-    a larger error under this code, the other under the next code.
+    The recipe is STATIC and the tensor amax is 4. In each block, three elements are not zero. The largest has no weight
+    and fixes one candidate for the scale. The other two have weights: one has the larger error under this candidate,
+    the other under the next.
+
+    p: the exponent of the errors.
     """
     rng, r, amax = np.random.default_rng(0), RECIPES[STATIC], np.float32(4)
     candidates, codes = candidate_amaxes(amax, r), rng.integers(40, 110, 4 * blocks)

@@ -1,6 +1,7 @@
-"""Provide inputs of scale searches: blocks, and Hessians of their columns.
+"""Provide inputs of scale searches: blocks, and Hessians for their columns.
 
-The search excludes candidates by bounds of their losses. If the bounds do not decide, it computes exact losses.
+The search excludes candidates by bounds of their losses. Where the bounds do not decide, it computes exact losses. The
+inputs reach both cases.
 """
 
 from typing import Any
@@ -14,8 +15,9 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Return blocks for which the bounds decide, and others: wide spread, few distinct values, multiples of a scale,
-    near ties, zeros, NaN and infinity.
+    """Return blocks for which the bounds decide and blocks for which they do not.
+
+    They have widely spread values, few distinct values, multiples of a scale, near ties, zeros, NaN and infinity.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((96, 64)) * 2.0 ** rng.integers(-9, 1, (96, 1))
@@ -30,10 +32,12 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
 
 
 def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
-    """Return float64 blocks (12 * each, 16) under a tensor amax, for which the bounds are tight or do not decide.
+    """Return float64 blocks (12 * each, 16) for which the bounds are tight or do not decide.
 
-    They have multiples of a scale that are E2M1 values, ties or neighbours of either, values at the ends of table rows,
-    equal elements, and one element that is far larger than the others.
+    The 12 kinds of blocks have random values, multiples of a scale (E2M1 values, ties, and neighbours of either),
+    values at the ends of table rows, equal elements, and one element far larger than the others.
+
+    amax: the tensor amax, which no element exceeds.
     """
     rng = np.random.default_rng(seed)
     values = decode(np.arange(8, dtype=np.uint8), E2M1).astype(np.float64)
@@ -71,8 +75,9 @@ def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
 
 
 def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
-    """Return blocks (12, 16), the tensor amax, and the amaxes of scales that lose to twice the scale, because a rounded
-    quotient misses a tie.
+    """Return blocks (12, 16), their tensor amax, and per block the amax of a scale that loses to twice that scale.
+
+    The scale loses because the rounded quotient of an element and the scale misses a tie.
     """
     amax = np.float32(1.6369617)
     codes = np.arange(13, 109, 8, dtype=np.uint8)
@@ -84,8 +89,9 @@ def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
 
 
 def of_nearly_equal_errors() -> np.ndarray:
-    """Return blocks for auto-round's recipes. The order of a sum decides between two scales (for NVFP4, under a tensor
-    amax of 4).
+    """Return blocks for auto-round's recipes in which the order of a sum of errors decides between two scales.
+
+    For NVFP4, this needs a tensor amax of 4.
     """
     tenths = np.random.default_rng(0).integers(-9, 10, (4096, 64))[[702, 1047, 1658, 1694]] / np.float32(10)
     ninths = np.random.default_rng(0).integers(-36, 37, (8192, 32))[[2380, 5723, 5687, 5687]] / np.float32(9)
@@ -93,10 +99,10 @@ def of_nearly_equal_errors() -> np.ndarray:
 
 
 def hessians(K: int, seed: int = 0) -> np.ndarray:
-    """Return Hessians: usual ones and a low-rank one.
+    """Return a Hessian per block of columns: usual ones and a low-rank one.
 
-    If there are more than four blocks, three others are a diagonal one with zeros, the identity, and one with negative
-    diagonal elements.
+    For more than four blocks, there are also a diagonal one with zeros, the identity, and one with negative diagonal
+    elements.
     """
     rng = np.random.default_rng(seed)
     samples = rng.standard_normal((K // 16, 40, 16)) * rng.choice([0.3, 1, 4], (K // 16, 1, 16))

@@ -1,8 +1,8 @@
-"""Compare kernels with the specification, not with the compiled CPU engine, because that engine uses the kernels' own
-rules.
+"""Make tests compare kernels with the NumPy specification, because the compiled CPU engine shares rules with the
+kernels.
 
-Tests in files for which `holds_kernels` is true, and tests with a fixture in FIXTURES, run under the specification.
-This holds for all calls on NumPy arrays, in every thread (conftest.py).
+A test runs under the specification if its file compares kernels (see `holds_kernels`) or if it has a fixture in
+FIXTURES. Then all calls on NumPy arrays use the specification, in every thread (conftest.py).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fp4kit.call import call_cache
 from fp4kit.ops import engines
 
 KERNELS = re.compile(r".*/test_(gpu_\w+|\w+_on_host)|.*/support/host/test_\w+")
-FIXTURES = {"host", "played_gpu", "away"}  # fixtures of devices, and of what stands for a device
+FIXTURES = {"host", "played_gpu", "away"}  # fixtures of simulated devices
 
 
 def holds_kernels(path: Path) -> bool:
@@ -35,7 +35,10 @@ def needs_specification(item: pytest.Item) -> bool:
 
 @contextmanager
 def specification_everywhere() -> Iterator[None]:
-    """Use the specification in all threads. fp4kit.specification() alone does not affect threads that start inside."""
+    """Use the specification in all threads while the context lasts.
+
+    fp4kit.specification() does not affect threads that start inside it.
+    """
     always = ContextVar("specification_only", default=True)
     with patch.object(engines, "specification_only", always), patch.object(call_cache, "specification_only", always):
         yield
@@ -43,7 +46,7 @@ def specification_everywhere() -> Iterator[None]:
 
 @contextmanager
 def compiled_here() -> Iterator[None]:
-    """Use the compiled engine in this thread. For rehearsals, whose results are not used."""
+    """Use the compiled engine in this thread while the context lasts; for rehearsals, whose results are not used."""
     token = engines.specification_only.set(False)
     try:
         yield

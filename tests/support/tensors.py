@@ -8,7 +8,7 @@ import pytest
 
 
 def to_torch(array):
-    """Return a tensor with the array's values."""
+    """Return a PyTorch tensor with a copy of the array's values; ml_dtypes.bfloat16 becomes torch.bfloat16."""
     import torch
 
     array = np.array(array)
@@ -18,7 +18,7 @@ def to_torch(array):
 
 
 def to_numpy(tensor):
-    """Return an array with the tensor's values."""
+    """Return a NumPy array with the tensor's values; torch.bfloat16 becomes ml_dtypes.bfloat16."""
     import torch
 
     tensor = tensor.detach()
@@ -28,8 +28,9 @@ def to_numpy(tensor):
 
 
 def since_2_13():
-    """Return a mark for tests of objects made without their constructor, which earlier versions of PyTorch do not
-    trace.
+    """Return a pytest mark that skips a test on PyTorch before 2.13.
+
+    Earlier versions do not trace objects that are made without their constructor, such as Quantized and Recipe.
     """
     try:
         version = metadata.version("torch")

@@ -1,4 +1,4 @@
-"""Test that kernels are compared with the specification, in every file that has some, and in every thread."""
+"""Test that every test file that compares kernels compares them with the specification, in every thread."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from together import together
 import fp4kit
 
 TESTS = Path(__file__).resolve().parents[1]
-# A test file that compares kernels has a device, or what stands for a device.
+# Patterns by which the text of a test file shows that it runs kernels: it has a device or simulates one.
 TAKES = re.compile(
     r"\bON_GPU\b|\bimportable\(\)|\bplayed_gpu\b|\bcupy_on_host\b|def test_\w+\([^)]*\bhost\b|import .*\bHost\b"
 )
@@ -40,7 +40,7 @@ def test_files_of_the_gpu_are_in_one_folder():
 
 
 def engines_seen() -> list[str]:
-    """Return the engine of this thread and that of a new thread."""
+    """Return the name of the engine in this thread, and in a new thread."""
     seen = [fp4kit.engine()]
     thread = threading.Thread(target=lambda: seen.append(fp4kit.engine()))
     thread.start()
@@ -59,8 +59,8 @@ def test_a_test_with_a_fixture_of_another_engine_runs_on_it(away):
 
 
 def test_helpers_of_tests_have_names_of_their_own():
-    """Check that helper names are unique. Python searches tests/support, tests/support/checkpoint and benchmarks in
-    turn, so one of two files with the same name would be hidden.
+    """Check that helper files have unique names. Python searches tests/support, tests/support/checkpoint and benchmarks
+    in turn, so the second of two files with one name would never be imported.
     """
     folders = (TESTS / "support", TESTS / "support" / "checkpoint", TESTS.parent / "benchmarks")
     names = [path.stem for folder in folders for path in folder.glob("*.py")]

@@ -1,4 +1,4 @@
-"""Test that together.py makes every case of a test and names those that fail."""
+"""Test that together.py runs every case of a test and names the cases that fail."""
 
 import pytest
 from together import together

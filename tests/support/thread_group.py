@@ -1,4 +1,4 @@
-"""Provide a group of communicators whose ranks are threads, for NumPy arrays or CuPy arrays of one GPU."""
+"""Provide communicators whose ranks are threads of this process, for NumPy arrays or CuPy arrays of one GPU."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ from typing import Any
 
 import numpy as np
 
-WAIT = 60  # seconds to wait for the others, since a thread may have failed
+WAIT = 60  # seconds to wait for other ranks; a thread that has failed never comes
 
 
 class ThreadGroup:
-    """Communicator of one rank. All ranks share barrier and slots."""
+    """Communicator of one rank. All ranks share the barrier and the list of slots, through which they
+    exchange arrays.
+    """
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size, self._slots, self._barrier = rank, len(slots), slots, barrier
 
     def _share(self, array: Any) -> list[Any]:
-        """Return the arrays of all ranks."""
+        """Give this rank's array to the others, and return the arrays of all ranks."""
         self._barrier.wait(WAIT)
         self._slots[self.rank] = array.copy()
         self._barrier.wait(WAIT)
@@ -45,7 +47,7 @@ class ThreadGroup:
 
 
 def run_threads(size: int, work: Callable[[ThreadGroup], Any]) -> list[Any]:
-    """Call work(comm) in every thread. Return the results in the order of ranks, or raise an error of one of them."""
+    """Call work(comm) in one thread per rank. Return the results by rank; raise the error of a rank if one failed."""
     barrier, slots, results = threading.Barrier(size), [None] * size, [None] * size
     errors: list[BaseException] = []
 

@@ -1,5 +1,6 @@
-"""Combine many quick cases into one test, because pytest and xdist need some milliseconds per test, more than such a
-case.
+"""Run many quick cases in one test.
+
+pytest and xdist need some milliseconds per test, more than such a case itself.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ FAILURES = (
 def together(
     name: str, cases: Iterable[Any], ids: Callable[[Any], str] = str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces pytest.mark.parametrize: one test makes every case and names those that fail.
+    """Return a decorator that replaces pytest.mark.parametrize: one test runs every case and names those that fail.
 
     All cases get the same fixtures. A case may not skip.
+
+    name: the argument that takes the case. ids: the function that names a case.
     """
     cases = list(cases)
     assert cases, "no cases"

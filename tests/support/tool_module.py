@@ -1,4 +1,4 @@
-"""Load the programs of tools/, which are not part of the package."""
+"""Import the programs of tools/, which are not part of the package, for tests of them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def tool_module(name: str) -> ModuleType:
-    """Return a module of tools/, loaded anew."""
+    """Import tools/NAME.py anew and return the module."""
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # for its dataclasses, and for tools that import each other
+    sys.modules[name] = module  # dataclasses look their module up there, and tools import each other
     spec.loader.exec_module(module)
     return module

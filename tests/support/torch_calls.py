@@ -1,4 +1,4 @@
-"""Calls of public functions on PyTorch tensors, and the arrays that they are compared on.
+"""Provide PyTorch tensors, and calls of public functions on them, for comparison with calls on NumPy arrays.
 
 Importing this module skips the importing tests if PyTorch is missing.
 """
@@ -16,13 +16,13 @@ X = {dtype: ordinary(3, dtype=dtype)[:32] for dtype in DTYPES}
 
 
 def tensor(a):
-    """Return a tensor with the bits of a NumPy array."""
+    """Return a PyTorch tensor with the bits of a NumPy array."""
     a = np.ascontiguousarray(a)
     return torch.from_numpy(a.view(np.uint16)).view(torch.bfloat16) if a.dtype == BF16 else torch.from_numpy(a)
 
 
 def array(t):
-    """Return a NumPy array with the bits of a tensor."""
+    """Return a NumPy array with the bits of a PyTorch tensor."""
     assert type(t) is torch.Tensor
     return t.view(torch.uint16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
 

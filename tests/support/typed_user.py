@@ -1,5 +1,6 @@
-"""Use fp4kit as a user does, for a check by mypy --strict (project/test_installation.py). Code after "# wrong:" must be
-rejected.
+"""Use fp4kit as a user does, for a check by mypy --strict (project/test_installation.py).
+
+mypy must accept this file, and must reject every line with "# wrong:" if the text after that mark replaces the line.
 """
 # fmt: off
 # ruff: noqa: E501

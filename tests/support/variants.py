@@ -1,4 +1,4 @@
-"""Provide variants of recipes that are not in the table: other element formats, and blocks of several rows."""
+"""Provide recipes that are not in the table, to test kernels for any recipe: other element formats and block shapes."""
 
 from __future__ import annotations
 
@@ -16,24 +16,29 @@ E4M3_IEEE = ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee")
 
 
 def of_elements(id: str, element: ElementFormat) -> Recipe:
-    """Return a recipe with other elements. An id that ends in -2d and is not in the table gets blocks of 16x16."""
+    """Return the recipe `id` with another element format. An id with -2d that is not in the table gets blocks
+    of 16x16.
+    """
     base = RECIPES.get(id) or replace(RECIPES[id.removesuffix("-2d")], block=(16, 16))
     return replace(base, id=f"{id}-{element.name}-{element.bias}", element=element)
 
 
 def square(id: str, rows: int = 16, columns: int = 16) -> Recipe:
-    """Return a recipe with blocks of several rows."""
+    """Return the recipe `id` with blocks of several rows."""
     return replace(RECIPES[id], id=f"{id}-{rows}x{columns}", block=(rows, columns))
 
 
-# Under a tensor amax of 3, whose encode scale is 896: 896 TIE / 6 = 21 / 256 is a tie of E4M3, whose even neighbour is
-# below.
+# A block amax at which the order of TE's products shows. Under a tensor amax of 3, the encode scale S_enc is 896, and
+# TIE * 896 / 6 = 21 / 256 is halfway between two E4M3 values, the lower of which is even.
 TIE = 9 * 2.0**-14
-# te's product is above the tie; (amax * S_enc) * (1 / 6) is not, and has 26 + 8 k.
+# TE computes amax * (S_enc * (1/6)), which is above the midpoint for amax = 2^k TIE and so gives these codes. The
+# product in the other order, (amax * S_enc) * (1/6), is exactly the midpoint and gives 26 + 8 k.
 TE_CODES = [27 + 8 * k for k in range(12)]
 
 
 def blocks_at_ties(dtype: np.dtype) -> np.ndarray:
-    """Return a matrix (12, 16). Block k has the amax 2^k TIE, which every type represents."""
+    """Return a matrix (12, 16) of one block per row. Block k has the amax 2^k TIE, which every input dtype
+    represents.
+    """
     x = np.outer(np.exp2(np.arange(12)) * TIE, np.linspace(-0.5, 1, 16))
     return x.astype(dtype)

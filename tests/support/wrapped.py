@@ -1,12 +1,14 @@
-"""Provide inputs whose scaled elements reach 7 or more. fouroversix then rounds in steps of 2 beyond 6, and its codes
-wrap around.
+"""Provide inputs on which fouroversix's codes wrap around.
+
+If an element divided by its scale is 7 or more, fouroversix rounds it in steps of 2, as if E2M1 continued beyond 6. The
+code then exceeds the 3 bits of its magnitude.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-# Element / scale, and the code that fouroversix 1.0.5 packs (its PyTorch back end on a CPU, torch 2.13).
+# Element divided by its scale -> the code that fouroversix 1.0.5 packs (its PyTorch back end on a CPU, torch 2.13).
 CODES = {
     6.9: 7,
     7.0: 8,
@@ -33,14 +35,15 @@ CODES = {
     96.0: 15,
     126.0: 15,
 }
-# Sixths of block amaxes over 2^-9, the smallest scale: E4M3 rounds them to 0, 1, 2, 3, ... An element of 1.4999999 is 9
-# scales.
+# Block amaxes in units of 6 * 2^-9, where 2^-9 is the smallest scale. E4M3 rounds them to 0, 1, 2, 3, ... smallest
+# scales. A block amax of 1.4999999 is rounded down to 1, so its element is 9 scales.
 AMAXES = (0.4, 0.5, 0.6, 1.0, 1.3, 1.4, 1.4999999, 1.5, 2.3, 2.4, 2.5, 2.51, 3.4, 3.5, 4.4, 7.6)
 
 
 def over_scales() -> np.ndarray:
-    """Return float32 (1, 16 * n). Each element of CODES, times 448, is alone in a block. With tensor_amax=2688 the
-    scales are 448.
+    """Return float32 (1, 16 * n) with one block per key of CODES: that key times 448, and zeros.
+
+    Under a tensor amax of 2688, all block scales are 448.
     """
     x = np.zeros((len(CODES), 16), np.float32)
     x[:, 3] = np.float32([*CODES]) * np.float32(448)
@@ -48,7 +51,10 @@ def over_scales() -> np.ndarray:
 
 
 def tiny_scales(dtype: np.dtype, scale_max: int, rows: int = 32) -> np.ndarray:
-    """Return rows of blocks with AMAXES. The first element is the tensor amax, so that scales are subnormal."""
+    """Return rows of blocks whose amaxes are AMAXES in units of 6 * 2^-9. Their block scales are subnormal.
+
+    Every 16th row begins with the tensor amax, 6 * scale_max, so that the tensor scale is 1.
+    """
     rng = np.random.default_rng(rows)
     x = rng.uniform(-1, 1, (rows, 4 * len(AMAXES), 16))
     x[..., 0] = rng.choice([-1, 1], x.shape[:2])

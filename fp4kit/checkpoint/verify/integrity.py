@@ -20,7 +20,7 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
-from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 
@@ -152,13 +152,12 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
     """
     facts = model_facts(model.config or {})
     parts = part_names(model.layers.values())
-    found = []
-    for name, (_, entry) in model.tensors.items():
-        weight = model.weights.get(name)
-        if name not in parts and weight is None:
-            found.append(candidate(name, entry.dtype, entry.shape, facts))
-        elif name not in parts and weight is not None:
-            found.append(Candidate(name, weight.name, weight.dtype, weight.shape, facts))
+    # A stack may be stored as [E, K, N]. Its axis order changes why it is unquantized, but not whether it is listed.
+    found = [
+        candidate(name, entry.dtype, entry.shape, facts)
+        for name, (_, entry) in model.tensors.items()
+        if name not in parts
+    ]
     decisions = decide(found, Wishes(), form.row_multiple)
     return [one.module for one in found if decisions[one.name].converted or decisions[one.name].listed]
 

@@ -11,7 +11,7 @@ from typing import Any
 import gguf_files
 import numpy as np
 import pytest
-import synthetic
+from borrowed_codes import MODULE_NAMES, directory, out_bytes, stored
 from gguf_files import EXPERTS
 from synthetic import refused
 
@@ -25,38 +25,10 @@ from fp4kit.layouts import pack_gguf
 from fp4kit.storage.gguf_file import read_gguf
 
 pytest.importorskip("gguf")
-_NAMES = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
-_NAMES = {name: f"self_attn.{letter}_proj" for name, letter in _NAMES.items()}
-_NAMES |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}
-
-
-def directory(
-    root: Path, tensors: dict[str, np.ndarray], recipe: str = "nvfp4-te", format: str = "modelopt", **options: Any
-) -> None:
-    """Write the model of gguf_files as a quantized directory, with Hugging Face's names and single experts."""
-    found: dict[str, np.ndarray] = {}
-    for name, x in tensors.items():
-        parts = name.split(".")
-        leaf = parts[2].removesuffix("_exps") if parts[0] == "blk" else ""
-        if leaf not in _NAMES:
-            continue
-        prefix = f"model.layers.{parts[1]}.{_NAMES[leaf]}"
-        if x.ndim == 2:
-            found[f"{prefix}.weight"] = x
-        else:
-            found |= {f"{prefix.replace('mlp.', f'mlp.experts.{e}.')}.weight": part for e, part in enumerate(x)}
-    config: dict[str, object] = {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": EXPERTS}
-    synthetic.write_model(root.with_name("plain"), config, found)
-    convert(root.with_name("plain"), root, recipe, format=format, **options)
 
 
 def taken(source: Path, codes: Path, **options: Any) -> ConversionReport:
     return convert(source, source.with_name("out.gguf"), codes=codes, **options)
-
-
-def stored(root: Path) -> dict[str, np.ndarray]:
-    with Readers() as readers:
-        return {name: readers.of(file).read(entry) for name, (file, entry) in open_checkpoint(root).tensors.items()}
 
 
 CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".weight_packed", ".weight_global_scale")}
@@ -83,7 +55,7 @@ def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, t
             assert entry.name.endswith(".scale") or raw == tensors[entry.name].tobytes()
             continue
         _, layer, leaf, _ = entry.name.split(".")
-        prefix = f"model.layers.{layer}.{_NAMES[leaf.removesuffix('_exps')]}"
+        prefix = f"model.layers.{layer}.{MODULE_NAMES[leaf.removesuffix('_exps')]}"
         stack = leaf.endswith("_exps")
         modules = [prefix.replace("mlp.", f"mlp.experts.{e}.") for e in range(EXPERTS)] if stack else [prefix]
         weight, scale = CODES[format]
@@ -112,11 +84,6 @@ def test_the_recipe_is_recorded_that_made_the_codes(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "modelopt"}}))
     convert(tmp_path / "m.gguf", tmp_path / "other.gguf", codes=tmp_path / "q")
     assert "fp4kit.recipe" not in read_gguf(tmp_path / "other.gguf").metadata
-
-
-def out_bytes(path: Path, name: str) -> bytes:
-    entry = next(one for one in read_gguf(path).entries if one.name == name)
-    return path.read_bytes()[entry.start : entry.start + entry.nbytes]
 
 
 @pytest.mark.parametrize("format", CODES)

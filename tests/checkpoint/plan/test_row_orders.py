@@ -11,6 +11,7 @@ import gguf_files
 import numpy as np
 import pytest
 import synthetic
+from borrowed_codes import directory, out_bytes, stored
 from gguf_files import EXPERTS
 from synthetic import refused
 
@@ -19,7 +20,6 @@ from fp4kit.checkpoint import Wishes, convert, make_plan
 from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.layouts import pack_gguf
-from tests.checkpoint.plan.test_borrowed_codes import directory, out_bytes, stored
 
 gguf = pytest.importorskip("gguf")
 HEADS = {"attn_q": 4, "attn_k": 2}

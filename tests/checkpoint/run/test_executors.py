@@ -25,6 +25,7 @@ import pytest
 import synthetic
 from exhaustive import exhaustive
 from kill_points import files_of
+from mpi_processes import find_mpiexec
 from runs import HERE, environment, stopping
 from synthetic import refused
 
@@ -328,9 +329,7 @@ def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
 def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
     """Return the command line that runs Python with the arguments in `size` MPI processes."""
     missing("mpi4py")
-    found = shutil.which(
-        "mpiexec", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
-    )
+    found = find_mpiexec()
     if found is None:
         pytest.skip("no mpiexec found")
     return [found, "-n", str(size), sys.executable, "-m", "mpi4py.futures", *arguments]

@@ -1,4 +1,6 @@
-"""Test verification: a conversion is clean and fully compared, and every injected fault is found and named."""
+"""Test verify: a conversion has no errors, every byte of it is compared, and every injected fault is found
+and named.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,7 @@ ONES = [
 def made(
     root: Path, name: str = "dense", recipe: str = "nvfp4-te", format: str | None = "modelopt", **options: Any
 ) -> tuple[Path, Path]:
-    """Convert a model; return the result and its source."""
+    """Convert a synthetic model; return the result and its source."""
     SOURCES[name](root / "m")
     convert(root / "m", root / "out", recipe, format=format, **options)
     return root / "out", root / "m"
@@ -72,7 +74,10 @@ def errors(report: VerifyReport) -> list[Issue]:
 
 
 def poke(model: Path, name: str, at: int, change: Callable[[int], int]) -> None:
-    """Change one byte of a tensor."""
+    """Change one byte of a stored tensor.
+
+    at: its index in the tensor. change: a function from the old byte to the new one.
+    """
     file, entry = open_source(model).tensors[name]
     data = bytearray(file.path.read_bytes())
     data[entry.start + at] = change(data[entry.start + at])
@@ -80,7 +85,7 @@ def poke(model: Path, name: str, at: int, change: Callable[[int], int]) -> None:
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change a JSON file."""
+    """Change a JSON file in place by `change`, which modifies the loaded object."""
     value = json.loads(path.read_text())
     change(value)
     path.write_text(json.dumps(value))
@@ -116,7 +121,7 @@ def check_clean(model: Path, source: Path) -> None:
 def naive(
     form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None, x: np.ndarray
 ) -> StoredCounts:
-    """Count element by element, as the docstring of Tally says."""
+    """Return the counts that `tally` must give, counted element by element."""
     bits, (height, width) = form.element.bits, form.block
     low, high = codes & 15, codes >> 4
     all_codes = np.stack([low, high], -1).reshape(len(codes), -1) if bits == 4 else codes
@@ -167,7 +172,9 @@ DRAWN = (
 @pytest.mark.parametrize("form", DRAWN, ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float32, np.float16])])
 def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes, scales and values are random bytes. Counting in chunks of rows gives the same result."""
+    """For random bytes as codes, scales and values, counts equal those of single elements, for any number of rows per
+    chunk.
+    """
     monkeypatch.setattr(import_module("fp4kit.checkpoint.model.decode"), "CHUNK_ELEMENTS", 7 * 96)
     rng = np.random.default_rng(CONTAINERS.index(form))
     for case in range(12):
@@ -192,7 +199,9 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
 def draw(
     rng: np.random.Generator, form: Container, rows: int, columns: int, case: int
 ) -> tuple[npt.NDArray[np.uint8], np.ndarray, np.float32 | None, npt.NDArray[np.float32]]:
-    """Draw codes, scales, tensor scale and values; some blocks are zero, some scales are special."""
+    """Draw codes, scales, a tensor scale and values of a layer; some blocks are zero, and some scales are special
+    values.
+    """
     codes = rng.integers(0, 256, (rows, columns * form.element.bits // 8)).astype(np.uint8)
     codes[rng.random(codes.shape) < (0.9 if case % 2 else 0.2)] = 0x80 if case % 3 else 0
     if form.element.bits == 8 and case % 4:
@@ -207,7 +216,7 @@ def draw(
 
 
 def test_tally_exhausts_bytes_and_scales() -> None:
-    """Every byte of codes is counted with every scale, for each container of 1-D blocks."""
+    """Every byte of codes is counted correctly under every scale, for each container of 1-D blocks."""
     for form in DRAWN:
         if form.block[0] > 1:
             continue
@@ -313,7 +322,7 @@ def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: 
 
 @pytest.mark.parametrize("change", [lambda b: b | 0x80, lambda b: 0x7F, lambda b: 0xFF])
 def test_input_scales_that_no_engine_can_use(tmp_path: Path, change: Callable[[int], int]) -> None:
-    """A negative or NaN input scale is an error, also without a source or a manifest."""
+    """A negative or NaN input scale is an error, also if there is neither a source nor a manifest."""
     model, _ = made(tmp_path, input_scale=1.0)
     (model / MANIFEST).unlink()
     assert verify(model).clean
@@ -326,7 +335,7 @@ def test_input_scales_that_no_engine_can_use(tmp_path: Path, change: Callable[[i
 
 
 def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> None:
-    """Model-Optimizer's script writes both configs."""
+    """verify accepts hf_quant_config.json beside DeepSeek-V4's config, because Model-Optimizer's script writes both."""
     model, source = made(tmp_path, "deepseek_v4", "nvfp4-te", "deepseek-v4", input_scale=1.0)
     assert (model / "hf_quant_config.json").exists()
     assert not [issue for issue in verify(model, source).issues if issue.subject == "hf_quant_config.json"]
@@ -335,13 +344,37 @@ def test_both_configs_of_deepseek_v4_with_nvfp4_belong_there(tmp_path: Path) -> 
 
 
 def test_a_layer_that_was_kept_and_is_not_listed(tmp_path: Path) -> None:
-    """No rule would keep this layer, but engines look it up in the list."""
+    """An unquantized layer that is not in the exclusion list is an error, although no rule would keep it.
+
+    Engines would expect it to be quantized.
+    """
     model, source = made(tmp_path, wishes=Wishes(keep=("model.layers.1.mlp.down_proj",)))
     assert verify(model, source).clean
     exclude(model, "lm_head")
     found = [issue for issue in errors(verify(model)) if "expected to be" in issue.text]
     subjects = {(issue.subject, issue.loader.partition(" ")[0]) for issue in found}
     assert subjects == {("model.layers.1.mlp.down_proj", engine) for engine in ("vLLM", "SGLang")}
+
+
+@pytest.mark.parametrize("columns", [False, True])
+def test_a_stack_of_experts_that_was_kept_and_is_not_listed(tmp_path: Path, columns: bool) -> None:
+    """An unquantized stack of experts that is not in the exclusion list is an error.
+
+    This holds for stacks [E, N, K] and, if `columns` is true, for stacks [E, K, N].
+    """
+    tensors = synthetic.fused(tmp_path / "rows")
+    source, model, experts = tmp_path / "m", tmp_path / "out", "model.layers.0.mlp.experts"
+    for leaf in ("gate_up_proj", "down_proj"):
+        stack = tensors[f"{experts}.{leaf}"]
+        tensors[f"{experts}.{leaf}"] = np.ascontiguousarray(stack.swapaxes(1, 2)) if columns else stack
+    synthetic.write_model(source, {"num_hidden_layers": 1, "num_experts": synthetic.EXPERTS}, tensors)
+    convert(source, model, "nvfp4-te", format="modelopt", wishes=Wishes(keep=("*.experts.*",)))
+    assert verify(model, source).clean
+    listed = json.loads((model / "config.json").read_text())[DECLARED]["ignore"]
+    exclude(model, *(pattern for pattern in listed if "experts" not in pattern))
+    found = [issue for issue in errors(verify(model)) if "expected to be" in issue.text]
+    assert {issue.subject for issue in found} == {experts}
+    assert {issue.loader.partition(" ")[0] for issue in found} == {"vLLM", "SGLang"}
 
 
 def test_traps_are_warnings_that_name_the_engine(tmp_path: Path) -> None:
@@ -352,7 +385,7 @@ def test_traps_are_warnings_that_name_the_engine(tmp_path: Path) -> None:
 
 
 def test_tensors_of_one_side(tmp_path: Path) -> None:
-    """A layer was added to the source or removed from it, or has another shape or dtype there."""
+    """Layers that only one side has, or that differ in shape or dtype, are reported."""
     model, source = made(tmp_path)
     tensors = dict(oracle.arrays(oracle.load(source)))
     shutil.rmtree(source)
@@ -368,7 +401,7 @@ def test_tensors_of_one_side(tmp_path: Path) -> None:
 
 
 def test_recipe(tmp_path: Path) -> None:
-    """The recipe is the recorded one or the user's. Without either, values are still counted."""
+    """verify compares with the recorded recipe, or with the user's. Without either, it still counts values."""
     model, source = made(tmp_path)
     assert verify(model, source).recipe == "nvfp4-te"
     assert not verify(model, source, "nvfp4-modelopt").clean
@@ -437,12 +470,12 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
 
 
 def without_sums(layer: LayerReport) -> LayerReport:
-    """Return the layer without its sums, whose order of additions depends on the slabs."""
+    """Return the layer's report without its sums, because the order of their additions depends on the slabs."""
     return replace(layer, tally=replace(layer.tally, signal=0.0, noise=0.0))
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tensor of 32 MiB is verified within a few slabs of memory."""
+    """Verifying a tensor of 32 MiB takes the memory of a few slabs, not of the tensor."""
     x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
     synthetic.write_model(tmp_path / "m", {"num_hidden_layers": 1}, {"model.layers.0.mlp.down_proj.weight": x})
     del x
@@ -456,7 +489,7 @@ def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_statistics_are_those_of_the_layer(tmp_path: Path) -> None:
-    """SQNR and saturation equal those computed on whole arrays."""
+    """SQNR and saturation in the report equal those computed on whole arrays."""
     model, source = made(tmp_path, "moe")
     tensors = oracle.arrays(oracle.load(source))
     loaded = oracle.arrays(oracle.load(model))

@@ -33,7 +33,7 @@ def binary() -> str | None:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Yield a page of a browser whose profile is in a folder."""
+    """Start a browser with its profile in `folder`, and yield a Page that drives it; end the browser afterwards."""
     found = binary()
     assert found is not None
     ours, theirs = os.pipe(), os.pipe()  # the browser reads descriptor 3 and writes descriptor 4
@@ -58,8 +58,9 @@ def browser(folder: Path) -> Iterator[Page]:
 
 
 class Page:
-    """Drive the first tab. `events` has everything that the browser reported, such as requests, console messages and
-    exceptions.
+    """Drive the first tab of a browser.
+
+    events: all messages that the browser sent unasked, such as requests, console messages and exceptions.
     """
 
     def __init__(self, to: int, back: int) -> None:
@@ -73,7 +74,7 @@ class Page:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method and return its result."""
+        """Call a method of the DevTools protocol, wait for the answer, and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -100,11 +101,11 @@ class Page:
         return found["result"].get("value")
 
     def told(self, *methods: str) -> list[dict[str, Any]]:
-        """Return the events of these methods."""
+        """Return the events so far whose method is one of `methods`."""
         return [event["params"] for event in self.events if event["method"] in methods]
 
     def _receive(self) -> dict[str, Any]:
-        """Return the next message."""
+        """Return the browser's next message, be it an event or an answer."""
         end = time.monotonic() + _SECONDS
         while b"\0" not in self._left:
             ready, _, _ = select.select([self._back], [], [], max(end - time.monotonic(), 0))

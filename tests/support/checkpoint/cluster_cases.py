@@ -1,4 +1,7 @@
-"""Convert on a dask cluster of two worker processes: cluster_cases.py SOURCE DESTINATION WHOLE."""
+"""Convert on a dask cluster of two worker processes: cluster_cases.py SOURCE DESTINATION WHOLE.
+
+DESTINATION is a relative path. WHOLE is a finished conversion of SOURCE, with which every result is compared.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +23,13 @@ from fp4kit.storage.errors import CheckpointError
 
 
 def die() -> None:
-    """End a worker process."""
+    """End the worker process that runs this job, to test that the loss of a worker is reported."""
     os._exit(1)
 
 
 def main() -> None:
-    """Check conversions: twice, interrupted and resumed, failing, and with lost workers. The destination is a relative
-    path.
+    """Check conversions on the cluster: two in turn, one interrupted and resumed, one that fails, and one that loses
+    workers.
     """
     source, out, whole = Path(sys.argv[1]), Path(os.path.relpath(sys.argv[2])), files_of(Path(sys.argv[3]))
     local = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)

@@ -1,6 +1,7 @@
-"""Convert in a separate process: convert_once.py SOURCE DESTINATION WORKERS. SIGTERM unwinds it, as in the command.
+"""Convert a checkpoint in a separate process: convert_once.py SOURCE DESTINATION WORKERS.
 
-WORKERS is a number of processes, or "threads" for those of the compiled engine.
+WORKERS is a number of worker processes, or "threads" to convert in the threads of the compiled engine. SIGTERM raises
+SystemExit, as in the fp4kit command, so that the conversion can clean up.
 """
 
 import os

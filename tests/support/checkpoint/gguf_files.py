@@ -1,4 +1,4 @@
-"""Write small GGUF files from the format's description alone, and decode their blocks element by element."""
+"""Write small GGUF files and decode their blocks element by element, without the code of fp4kit that tests compare."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ _NUMBERS = {"F32": 0, "F16": 1, "BF16": 30}
 
 
 def text(value: str) -> bytes:
-    """Return a GGUF string."""
+    """Return a string as GGUF stores it: its length, then its UTF-8 bytes."""
     return struct.pack("<Q", len(value.encode())) + value.encode()
 
 
 def key(name: str, value: Any) -> bytes:
-    """Return a key of the header with its value: a string, a number, or an array of strings."""
+    """Return one key of the header and its value as GGUF stores them. The value is a string, a number or a list of
+    strings.
+    """
     if isinstance(value, str):
         return text(name) + struct.pack("<I", STRING) + text(value)
     if isinstance(value, int):
@@ -33,13 +35,17 @@ def key(name: str, value: Any) -> bytes:
 
 
 def plain(x: np.ndarray) -> Info:
-    """Return an unquantized tensor."""
+    """Return an unquantized tensor (float32, float16 or bfloat16) as `write` takes it."""
     name = synthetic.DTYPE_NAMES[x.dtype]
     return _NUMBERS[name], np.ascontiguousarray(x).reshape(-1).view(np.uint8), x.shape
 
 
 def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | None = None, alignment: int = 32) -> None:
-    """Write a file of version 3."""
+    """Write a GGUF file of version 3.
+
+    keys: header keys, in addition to an architecture and a layer count. alignment: the multiple of bytes at which
+        tensors begin.
+    """
     keys = {"general.architecture": "llama", "llama.block_count": LAYERS, **(keys or {})}
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(key(*pair) for pair in keys.items())
     data = b""
@@ -54,7 +60,7 @@ def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | Non
 
 
 def q8_0(x: np.ndarray) -> Info:
-    """Return a matrix in blocks with a float16 scale and 32 signed bytes."""
+    """Quantize a matrix to Q8_0, whose blocks hold a float16 scale and 32 int8 codes; return it as `write` takes it."""
     blocks = x.astype(np.float32).reshape(-1, 32)
     scales = (np.abs(blocks).max(axis=1) / 127).astype(np.float16)
     codes = np.rint(blocks / scales.astype(np.float32)[:, None]).astype(np.int8)
@@ -62,15 +68,16 @@ def q8_0(x: np.ndarray) -> Info:
 
 
 def q8_0_values(info: Info) -> np.ndarray:
-    """Return the values of a q8_0 matrix."""
+    """Return the values of a matrix that q8_0 returned."""
     blocks = info[1].reshape(-1, 34)
     scales = np.ascontiguousarray(blocks[:, :2]).view(np.float16).astype(np.float32)
     return (blocks[:, 2:].view(np.int8).astype(np.float32) * scales).reshape(info[2])
 
 
 def model(dtype: np.dtype = synthetic.BF16, experts: bool = True) -> dict[str, np.ndarray]:
-    """Return {llama.cpp name: unquantized tensor}. Layer 0 is dense. Layer 1 has experts; their down projection has K =
-    96, which is not a multiple of 64.
+    """Return the unquantized tensors of a small model by their llama.cpp names.
+
+    Layer 0 is dense, layer 1 has experts. The experts' down projections have K = 96, which is not a multiple of 64.
     """
     shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (96, HIDDEN), "output.weight": (96, HIDDEN)}
     for i in range(LAYERS):
@@ -88,15 +95,17 @@ def model(dtype: np.dtype = synthetic.BF16, experts: bool = True) -> dict[str, n
 
 
 def write_model(path: Path, dtype: np.dtype = synthetic.BF16, **keys: Any) -> dict[str, np.ndarray]:
-    """Write `model` to a file and return its tensors."""
+    """Write the tensors of `model` to a GGUF file and return them. keys: further header keys."""
     found = model(dtype)
     write(path, {name: plain(x) for name, x in found.items()}, {"tokenizer.ggml.tokens": ["a", "bé", ""], **keys})
     return found
 
 
 def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
-    """Return the values of one row of blocks, decoded element by element as llama.cpp does (ggml-quants.c
-    dequantize_row_*).
+    """Return the values of one row of blocks, decoded element by element as in llama.cpp (dequantize_row_* in
+    ggml-quants.c).
+
+    kind: "mxfp4" or "nvfp4".
     """
     size, scales, group = (17, 1, 32) if kind == "mxfp4" else (36, 4, 16)
     doubled = [int(2 * value) for value in E2M1.values]  # integers have no -0

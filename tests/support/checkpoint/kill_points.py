@@ -28,7 +28,7 @@ from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
 
 def files_of(folder: Path) -> dict[str, str]:
-    """Return {name: SHA-256} of the files, manifest included."""
+    """Return {file name: SHA-256} of a checkpoint directory, with fp4kit's manifest."""
     return {
         name: file_digest(folder / name)
         for name in [*names_in(folder), "fp4kit_manifest.json"]
@@ -37,7 +37,11 @@ def files_of(folder: Path) -> dict[str, str]:
 
 
 def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> int:
-    """Return the number of C function calls during `call`. The process is killed at the call with number `wanted`."""
+    """Return the number of C functions that `call` calls.
+
+    wanted: kill this process at the call with this number; None to kill nothing.
+    of_system: True to count calls of the operating system only.
+    """
     count = 0
 
     def see(frame: Any, event: str, function: Any) -> None:
@@ -57,7 +61,7 @@ def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> 
 
 
 def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
-    """Execute a plan in a child process that is killed."""
+    """Execute a plan in a child process that kills itself at the C function call with number `wanted`; see counted."""
     child = os.fork()
     if child == 0:
         counted(wanted, of_system, lambda: execute(plan, out))
@@ -66,7 +70,11 @@ def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
 
 
 def state_after(out: Path, whole: dict[str, str]) -> str:
-    """Return what a killed run left, then resume it."""
+    """Resume a killed run, and return what the run had left.
+
+    "whole" is a finished directory, "partial" an unfinished one that resuming completed. "nothing" means that the
+    conversion began anew.
+    """
     partial = staging.partial_of(out)
     if out.exists():
         if staging.JOURNAL in {path.name for path in leftovers_of(out)}:
@@ -83,7 +91,7 @@ def state_after(out: Path, whole: dict[str, str]) -> str:
 
 
 def main() -> None:
-    """Kill, check, resume and compare at all requested points."""
+    """Kill conversions at random points, check what is left, resume, and compare with an undisturbed conversion."""
     source, folder, points, seed = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])
     shutil.copytree(source, folder / "m")
     before, out = files_of(folder / "m"), folder / "out"

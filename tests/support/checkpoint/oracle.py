@@ -1,7 +1,7 @@
-"""Compute what a conversion must write, from the source's arrays and fp4kit's public functions alone. Nothing of
-fp4kit.checkpoint is used.
+"""Compute the tensors that a conversion must write, from the source's arrays and fp4kit's public functions alone.
 
-A layer is a matrix (N, K) that is written under one name, or in gpt-oss a stack (E, N, K).
+Nothing of fp4kit.checkpoint is used, so that its errors are not repeated here. A layer is a matrix (N, K) that is
+written under one name, or in gpt-oss a stack (E, N, K).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fp4kit
 from fp4kit import formats
 
 Loaded = dict[str, tuple[str, tuple[int, ...], bytes]]
-# (format, kind): suffix and safetensors dtype of codes, scales and tensor scale
+# (format, kind of quantization) -> name suffix and safetensors dtype of the codes, the scales and the tensor scale.
 LAYOUTS = {
     ("modelopt", "nvfp4"): ((".weight", "U8"), (".weight_scale", "F8_E4M3"), (".weight_scale_2", "F32")),
     ("modelopt", "mxfp4"): ((".weight", "U8"), (".weight_scale", "U8")),
@@ -49,8 +49,9 @@ _FUSED = (
 
 
 class Parts(NamedTuple):
-    """Hold the codes (..., N, bytes) and scales of a layer. divisor: what decoding divides by, if it is not 1 /
-    tensor_scale.
+    """Hold the codes (..., N, bytes) and scales of a quantized layer.
+
+    divisor: the number that compressed-tensors stores in place of the tensor scale; None if it is 1 / tensor_scale.
     """
 
     codes: np.ndarray
@@ -60,8 +61,10 @@ class Parts(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """Hold one layer. x: its values, unquantized or decoded to float32. The other fields are the stored parts of a
-    quantized layer. kind: "" if it is unquantized.
+    """Describe one layer of the source.
+
+    x: its values, unquantized or decoded to float32. kind: its quantization, such as "nvfp4"; "" if it is unquantized.
+        The other fields are the stored parts of a quantized layer.
     """
 
     x: np.ndarray
@@ -82,14 +85,15 @@ def load(root: Path) -> Loaded:
 
 
 def arrays(loaded: Loaded) -> Tensors:
-    """Return loaded tensors as arrays."""
+    """Return the tensors that `load` returned as NumPy arrays."""
     dtypes = {name: dtype for dtype, name in DTYPE_NAMES.items()}
     return {name: np.frombuffer(data, dtypes[dtype]).reshape(shape) for name, (dtype, shape, data) in loaded.items()}
 
 
 def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None = None) -> np.ndarray:
-    """Return value(code) * (block_scale * tensor_scale) in float32. codes: (..., N, bytes). scales: numbers, or their
-    codes.
+    """Return value(code) * (block_scale * tensor_scale) in float32.
+
+    kind: the quantization, such as "nvfp4". codes: (..., N, bytes). scales: float32 numbers, or uint8 codes of scales.
     """
     if kind in ("nvfp4", "mxfp4"):
         elements = formats.E2M1.values[np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)]
@@ -104,7 +108,7 @@ def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.f
 
 
 def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
-    """Return {name of the codes: (module, layer)} of all quantized layers."""
+    """Find all quantized layers: return {name of the tensor with the codes: (module, layer)}."""
     found = {}
     bits = {name: x.view(np.uint8) if x.dtype.itemsize == 1 else x for name, x in tensors.items()}
     for name in tensors:
@@ -134,7 +138,11 @@ def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
 
 
 def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> dict[str, dict[str, Layer]]:
-    """Return {source tensor: {name: layer}}. columns: unquantized stacks are [E, K, N]. whole: stacks stay whole."""
+    """Find the layers of a checkpoint: return {source tensor: {module: layer}}, with one layer per expert of a stack.
+
+    columns: True if unquantized stacks are stored as [E, K, N].
+    whole: True to return a stack as one layer.
+    """
     found = {name: {module: layer} for name, (module, layer) in _stored(tensors).items()}
     for name, x in tensors.items():
         if name in found or x.dtype not in (BF16, np.float32, np.float16):
@@ -149,7 +157,7 @@ def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> d
 
 
 def _split(module: str, x: np.ndarray) -> Iterable[tuple[str, Layer]]:
-    """Yield name and layer of each expert in a stack."""
+    """Yield module name and layer of each expert in a stack; split gate_up_proj into gate_proj and up_proj."""
     parent, leaf = module.rsplit(".", 1)
     halves = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}.get(leaf, (leaf,))
     for expert, matrix in enumerate(x):
@@ -158,7 +166,10 @@ def _split(module: str, x: np.ndarray) -> Iterable[tuple[str, Layer]]:
 
 
 def partners(name: str, names: Iterable[str]) -> list[str]:
-    """Return those of `names` that share a tensor scale with `name`, itself included, in their order."""
+    """Return the modules among `names` that share a tensor scale with the module `name`, which is one of them.
+
+    These are the layers that engines fuse, such as q_proj, k_proj and v_proj.
+    """
     parent, _, leaf = name.rpartition(".")
     fused = next((group for group in _FUSED if leaf in group), (leaf,))
     wanted = {f"{parent}.{other}".removeprefix(".") for other in fused}
@@ -166,14 +177,16 @@ def partners(name: str, names: Iterable[str]) -> list[str]:
 
 
 def amax(xs: Iterable[np.ndarray]) -> np.float32:
-    """Return the largest finite magnitude."""
+    """Return the largest finite magnitude in all arrays; 0 if there is none."""
     finite = [np.abs(x.astype(np.float32)[np.isfinite(x.astype(np.float32))]).max(initial=0) for x in xs]
     return np.float32(max(finite))
 
 
 def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
-    """Return what fp4kit.quantize gives for a whole layer. A layer of zeros has codes and scales 0 and the tensor scale
-    1.
+    """Return a layer quantized by fp4kit.quantize.
+
+    shared: the amax of all layers that share the tensor scale. If it is zero, codes and scales are 0 and the tensor
+        scale is 1.
     """
     has_tensor = fp4kit.recipe(recipe).tensor_scaling == "tensor"
     q = fp4kit.quantize(x, recipe, tensor_amax=shared if has_tensor else None)
@@ -186,8 +199,9 @@ def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
 
 
 def cast(group: list[Layer]) -> list[Parts] | None:
-    """Return the MXFP4 layers of a group as NVFP4, by fp4kit.requantize of all their rows together. Return None if this
-    is not exact.
+    """Convert the MXFP4 layers that share a tensor scale to NVFP4, by fp4kit.requantize of all their rows together.
+
+    Return None if NVFP4 cannot represent the values exactly.
     """
     rows = np.cumsum([len(layer.x) for layer in group])[:-1]
     codes, scales = (
@@ -202,8 +216,9 @@ def cast(group: list[Layer]) -> list[Parts] | None:
 
 
 def carried(layer: Layer) -> Parts:
-    """Return an FP8 layer with power-of-two scales as MXFP8: the same codes, and each scale repeated for 128 rows of 4
-    blocks.
+    """Return an FP8 layer with power-of-two scales as MXFP8, without rounding.
+
+    The codes stay. The scale of each 128x128 block is repeated for 128 rows of 4 blocks.
     """
     assert layer.scales is not None and layer.codes is not None
     codes = layer.scales if layer.scales.dtype == np.uint8 else (np.log2(layer.scales) + 127).astype(np.uint8)
@@ -212,7 +227,7 @@ def carried(layer: Layer) -> Parts:
 
 
 def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
-    """Return the tensors of one layer in a format."""
+    """Return the tensors that store one layer in a checkpoint format, as `load` would return them."""
     codes, scales, tensor_scale, divisor = parts
     *lead, rows, width = codes.shape
     layout = LAYOUTS[format, kind]
@@ -227,16 +242,19 @@ def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
 
 
 def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
-    """Return unchanged tensors."""
+    """Return those of the tensors that are in `names`, unchanged, as `load` would return them."""
     return {name: (DTYPE_NAMES[tensors[name].dtype], tensors[name].shape, tensors[name].tobytes()) for name in names}
 
 
 @np.errstate(over="ignore")
 def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """Return what compressed-tensors divides by; None for other recipes and for a tensor of zeros.
+    """Return the number that compressed-tensors stores as weight_global_scale; None for other recipes and for a tensor
+    of zeros.
 
-    It is rnd(rnd(1 / amax) * 2688), both rounded to the dtype, and 1 if that overflows, as in float16 for an amax of
-    0.04 or less.
+    It is rnd(rnd(1 / amax) * 2688), where rnd rounds to the dtype of the values. It is 1 if that overflows, as in
+    float16 for an amax of 0.04 or less.
+
+    shared: the amax of all layers that share the scale.
     """
     if recipe != "nvfp4-compressed-tensors" or shared == 0:
         return None
@@ -253,7 +271,13 @@ def _powers(layer: Layer) -> bool:
 
 
 def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
-    """Return what a layer becomes, together with the layers that share its tensor scale."""
+    """Return the parts that a converted layer must have.
+
+    A layer that already has the target's quantization keeps its parts. FP8 and MXFP4 are converted without rounding
+    where that is possible. Any other layer is quantized from its values.
+
+    group: the layers that share the tensor scale of `layer`, which is one of them.
+    """
     kind = recipe.partition("-")[0]
     if layer.kind == kind:
         assert layer.codes is not None and layer.scales is not None
@@ -268,7 +292,10 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
 
 
 def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
-    """Return one decoded layer, rounded to bfloat16 once."""
+    """Return the tensor of a layer that the conversion decodes to bfloat16, as `load` would return it.
+
+    layers_of: {module: layer} with one layer. columns: True to store a stack as [E, K, N].
+    """
     ((module, layer),) = layers_of.items()
     stack = layer.x.ndim == 3
     x = (np.swapaxes(layer.x, 1, 2) if stack and columns else layer.x).astype(BF16)
@@ -286,10 +313,12 @@ def expected(
     columns: bool = False,
     input_scale: float | None = None,
 ) -> Loaded:
-    """Return all tensors of the result.
+    """Return all tensors that a conversion must write, as `load` would return them.
 
-    converted, decoded: source tensors (the codes of quantized layers) to convert or to decode. The other tensors are
-    copied. input_scale: a multiplier, in formats that store it as one.
+    converted, decoded: the source tensors (of quantized layers, the codes) to quantize or to decode. Other tensors are
+        copied.
+    columns: True if stacks are stored as [E, K, N].
+    input_scale: the input scale to write for every converted layer, or None.
     """
     all_layers = layers(tensors, columns=columns, whole=format == "gpt-oss")
     chosen = {name: layer for tensor in converted for name, layer in all_layers[tensor].items()}
@@ -306,7 +335,7 @@ def expected(
 
 
 def parts_of(tensor: str, tensors: Mapping[str, object]) -> list[str]:
-    """Return the tensors of the layer whose values or codes are ``tensor``."""
+    """Return the names of all tensors that store the layer whose values or codes are ``tensor``."""
     module = re.sub(r"(\.weight|\.weight_packed|_blocks)$", "", tensor)
     ends = (
         "_scales",

@@ -1,7 +1,7 @@
-"""Run the command in separate processes: with signals at given moments, pipes and terminals.
+"""Run the fp4kit command in separate processes: with signals at chosen moments, with pipes and on terminals.
 
-An audit hook sees files opened, modules imported, and directories made and renamed. It sends the signal to its own
-process at the event with a given number, so the moment is the same in every run.
+An audit hook counts events in the process: files opened, modules imported, directories made and renamed. The hook sends
+    the signal to its own process at the event with a given number, so that every run is interrupted at the same moment.
 """
 
 from __future__ import annotations
@@ -48,14 +48,13 @@ WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGH
 
 
 for _number in CODES:
-    if (
-        signal.getsignal(_number) is signal.SIG_IGN
-    ):  # as for background jobs of a shell; the command must ignore the signal, too
+    # A shell starts background jobs with ignored signals, and the tested command would inherit that.
+    if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, signal.SIG_DFL if _number != signal.SIGINT else signal.default_int_handler)
 
 
 class Run(NamedTuple):
-    """Hold the result of a process."""
+    """Hold the exit code and the output of a process that has ended."""
 
     code: int
     out: str
@@ -63,13 +62,13 @@ class Run(NamedTuple):
 
 
 def environment(**more: str) -> dict[str, str]:
-    """Return the environment of a process. Its streams are buffered, unless `more` says otherwise."""
+    """Return the environment of a process that imports this checkout. `more` adds variables or overrides them."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     return {**inherited, "PYTHONPATH": str(ROOT), **more}
 
 
 def command(*arguments: object, **options: object) -> subprocess.Popen[str]:
-    """Start fp4kit in a separate process."""
+    """Start fp4kit with the arguments in a separate process. options: arguments of Popen."""
     words = [sys.executable, "-m", "fp4kit", *map(str, arguments)]
     given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment(), **options}
     return subprocess.Popen(words, **given)  # type: ignore[call-overload, no-any-return]
@@ -81,7 +80,7 @@ def in_this_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
 
 
 def ended(process: subprocess.Popen[str]) -> Run:
-    """Wait for a process and return its result."""
+    """Wait until a process has ended and return its exit code and output."""
     out, err = process.communicate(timeout=60)
     return Run(process.returncode, out, err)
 
@@ -92,8 +91,10 @@ MKDIR, RENAME = ("os.mkdir", ".out.partial"), ("os.rename", ".out.partial")
 def signalled(
     folder: Path, last: int, number: int, *arguments: object, after: tuple[str, str] = START, log: str = ""
 ) -> Run:
-    """Run fp4kit with a signal at its event number ``last``. Event 1 is the first ``after`` (an event and its
-    argument).
+    """Run fp4kit and send it the signal `number` at its event number ``last``; -1 for no signal.
+
+    after: the event, and a part of its first argument, that counts as event 1.
+    log: the path of a file to which all events are written, if given.
     """
     (folder / "hook").mkdir(exist_ok=True)
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -102,14 +103,14 @@ def signalled(
 
 
 def events(folder: Path, *arguments: object) -> list[str]:
-    """Return the events of a run without a signal, from the start of the imports on."""
+    """Return the events of a run without a signal, from the import of fp4kit.ops on."""
     run = signalled(folder, -1, 0, *arguments, log=str(folder / "log"))
     assert run.code == 0, run.err
     return (folder / "log").read_text().splitlines()
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """Return {path: bytes} of the files in a folder."""
+    """Return {relative path: bytes} of all files below a folder."""
     return {
         path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
@@ -124,8 +125,9 @@ os.execv(sys.executable, [sys.executable, "-m", "fp4kit", *sys.argv[1:]])
 
 
 def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[bytes], int]:
-    """Start fp4kit on a terminal of `columns` columns. Return the process and the terminal's other end. Does not fork,
-    because JAX forbids it.
+    """Start fp4kit on a pseudo-terminal of `columns` columns. Return the process and the terminal's other end.
+
+    The terminal is made without os.fork, because JAX forbids forks.
     """
     other_end, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
@@ -137,7 +139,10 @@ def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[by
 
 
 def read_to_the_end(other_end: int) -> bytes:
-    """Return the output of a terminal until its last process has ended."""
+    """Return everything that was written to a pseudo-terminal until its last process ended.
+
+    other_end: the file descriptor that with_terminal returned.
+    """
     written = b""
     while True:
         try:
@@ -154,7 +159,7 @@ def read_to_the_end(other_end: int) -> bytes:
 
 @cache
 def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
-    """Return exit code and output of the command on a terminal of `columns` columns."""
+    """Run fp4kit on a pseudo-terminal of `columns` columns; return its exit code and its output."""
     process, other_end = with_terminal(columns, *arguments)
     written = read_to_the_end(other_end)
     return process.wait(60), written.decode()

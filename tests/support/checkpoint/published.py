@@ -1,6 +1,6 @@
-"""List tensor names, dtypes and shapes of small models with the structure of published ones, for tests of name rules.
+"""List names, dtypes and shapes of the tensors of published models, scaled down, for tests of name rules.
 
-Sizes: E experts, M their width, H the hidden size, V the vocabulary.
+Sizes: E is the number of experts, M their width, H the hidden size, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16
 
 
 def _of(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
-    """Return the candidates of a model. stored: the container of its linear layers (of its stacks for gpt-oss)."""
+    """Return the tensors of a model as Candidates.
+
+    stored: the container in which its linear layers (for gpt-oss, its stacks) are quantized; None if they are
+        unquantized.
+    """
     model = model_facts(config)
     held = ("proj", "w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "kv_a_proj_with_mqa")
     if stored == "gpt-oss":
@@ -26,7 +30,7 @@ def _of(config: dict[str, object], specs: Iterator[Spec], stored: str | None = N
 
 
 def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | None) -> Candidate:
-    """Return one candidate."""
+    """Return one tensor as a Candidate. stored: the container that it is quantized in, or None."""
     if len(shape) == 3:
         return (
             Candidate(f"{name}_blocks", name, stored, shape, model) if stored else candidate(name, "BF16", shape, model)

@@ -1,4 +1,4 @@
-"""Stop and resume conversions, in this process and in separate ones."""
+"""Stop and resume conversions, in this process and in separate ones, for tests of interrupted runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp4kit.checkpoint.convert.convert import Options, convert
 from fp4kit.checkpoint.run import staging
 
 HERE = Path(__file__).resolve().parent
-JOBS = 20  # jobs of synthetic.dense
+JOBS = 20  # the number of jobs into which a conversion of synthetic.dense is divided
 
 
 def environment() -> dict[str, str]:
@@ -29,7 +29,7 @@ def environment() -> dict[str, str]:
 
 
 class Model:
-    """Hold a source, its expected result, and a destination."""
+    """Hold the paths of a source model and of a destination, and the files that the conversion must write."""
 
     def __init__(self, folder: Path, make: Callable[[Path], object] = synthetic.dense) -> None:
         self.folder, self.source, self.out = folder, folder / "m", folder / "out"
@@ -43,7 +43,7 @@ class Model:
         convert(self.source, self.out, options=Options(**options))
 
     def interrupt(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
-        """Stop a run after `at` jobs have been written, at its next read."""
+        """Start a conversion and stop it with `error` after `at` jobs have been written, at its next read."""
 
         def tick(nbytes: int) -> None:
             if self.journal.read_bytes().count(b'"done"') == at:
@@ -53,14 +53,14 @@ class Model:
             self.convert(progress=tick)
 
     def resume(self, **options: Any) -> None:
-        """Resume the run. Check that all bytes are right and nothing else is left."""
+        """Resume the stopped conversion. Check that all bytes are right and that no temporary file is left."""
         self.convert(resume=True, **options)
         assert files_of(self.out) == self.whole
         assert not self.partial.exists() and not [p.name for p in self.out.iterdir() if p.name.startswith(".")]
 
 
 def larger(root: Path) -> None:
-    """Write a model that takes two workers some tenths of a second."""
+    """Write a model whose conversion takes two workers some tenths of a second, long enough to be interrupted."""
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (512, 1024)) for i in range(24)}
     config = {"model_type": "llama", "num_hidden_layers": 24}
     synthetic.write_model(root, config, tensors, lambda name: int(name.split(".")[2]) % 3)
@@ -68,8 +68,10 @@ def larger(root: Path) -> None:
 
 @contextmanager
 def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
-    """Yield a converting process that has begun to fill its directory. It has its own session, which is ended
-    afterwards.
+    """Start a conversion in a process of its own, and yield the process once its journal exists.
+
+    The process has its own session. When the context ends normally, the session must end by itself; otherwise it is
+    killed.
     """
     command = [sys.executable, str(HERE / "convert_once.py"), str(model.source), str(model.out), str(workers)]
     with subprocess.Popen(
@@ -86,7 +88,7 @@ def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait until a condition is true."""
+    """Wait until `condition` returns true. Raises AssertionError after the given number of seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it does not come"
@@ -94,7 +96,10 @@ def until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 
 def is_running(session: int) -> bool:
-    """Return True if the session has a live process. After its first process has ended, that is an orphan."""
+    """Return whether a process of the session is alive.
+
+    After the session's first process has ended, a live process is an orphaned worker.
+    """
     for path in Path("/proc").glob("[0-9]*/stat"):
         try:
             fields = path.read_text().rpartition(")")[2].split()
@@ -117,12 +122,12 @@ def stopping(at: int) -> Callable[[int], None]:
 
 
 def shard(model: Model) -> Path:
-    """Return the path of a file with weights."""
+    """Return the path of a file with weights in the unfinished directory of a stopped conversion."""
     return model.partial / "model-00001-of-00002.safetensors"
 
 
 def flip(path: Path, position: int) -> None:
-    """Flip a byte of a file."""
+    """Flip the lowest bit of one byte in a file, to damage the file."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)

@@ -1,8 +1,7 @@
-"""Write small deterministic checkpoints with the structure of published models. Each function writes one and returns
-its tensors.
+"""Write small deterministic checkpoints with the structure of published models. Each function writes one checkpoint and
+returns its tensors.
 
-MODELS have unquantized Hugging Face layers. GPT_OSS and QUANTIZED are accepted by few formats, or are already
-quantized.
+MODELS have unquantized Hugging Face layers. GPT_OSS can be converted to few formats. QUANTIZED are already quantized.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ Tensors = dict[str, np.ndarray]
 
 
 def refused(text: str) -> pytest.RaisesExc[CheckpointError]:
-    """Expect a CheckpointError whose message holds ``text``."""
+    """Expect a CheckpointError whose message contains ``text``; use it as a context manager."""
     return pytest.raises(CheckpointError, match=re.escape(text))
 
 
 def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype = BF16) -> np.ndarray:
-    """Return normal values seeded by the tensor's name."""
+    """Return random normal values that depend only on the tensor's name."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return (generator.standard_normal(shape) * std).astype(dtype)
 
@@ -68,8 +67,10 @@ def write_model(
     shard: Callable[[str], int] | None = None,
     index: bool = True,
 ) -> Tensors:
-    """Write a model directory: model.safetensors, or shards numbered by ``shard(name)``, with an index unless ``index``
-    is false.
+    """Write a model directory and return its tensors.
+
+    shard: a function that gives the number of the file for each tensor name; None to write one file, model.safetensors.
+    index: True to write the index of the shards.
     """
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(config, indent=2))
@@ -99,7 +100,7 @@ def _norm(tensors: Tensors, module: str, size: int = HIDDEN) -> None:
 
 
 def _attention(tensors: Tensors, module: str) -> None:
-    """Add q, k and v with different magnitudes, so that a shared amax is noticed."""
+    """Add the q, k, v and o projections. q, k and v have different magnitudes, so that tests notice a shared amax."""
     for name, rows, std in (("q_proj", 64, 0.02), ("k_proj", 32, 0.08), ("v_proj", 32, 0.01)):
         _linear(tensors, f"{module}.{name}", (rows, HIDDEN), std)
     _linear(tensors, f"{module}.o_proj", (HIDDEN, 64))
@@ -127,8 +128,9 @@ def _base(head: bool = True) -> Tensors:
 
 
 def dense(root: Path, index: bool = True) -> Tensors:
-    """Write a Qwen3-like model: tied head, and 2 shards that separate gate from up and q from k. down_proj has K = 80,
-    which is not a multiple of 32.
+    """Write a Qwen3-like model with a tied head. Its 2 shards separate gate from up and q from k.
+
+    The down projections have K = 80, which is not a multiple of 32.
     """
     tensors = _base(head=False)
     for i in range(2):
@@ -140,8 +142,9 @@ def dense(root: Path, index: bool = True) -> Tensors:
 
 
 def moe(root: Path) -> Tensors:
-    """Write a Qwen3-MoE-like model with one tensor per expert. Layer 0 is dense, expert 3 is all zero, expert 2 has a
-    zero gate.
+    """Write a Qwen3-MoE-like model with one tensor per expert.
+
+    Layer 0 is dense. In layer 1, expert 3 is all zero and expert 2 has a zero gate projection.
     """
     tensors = _base()
     for i in range(2):
@@ -161,7 +164,9 @@ def moe(root: Path) -> Tensors:
 
 
 def fused(root: Path) -> Tensors:
-    """Write a mixture of experts with 3-D stacks, names without .weight, and a single file without index."""
+    """Write a mixture of experts whose experts are 3-D stacks without .weight in their names, in a single file without
+    index.
+    """
     tensors = _base()
     _attention(tensors, "model.layers.0.self_attn")
     _linear(tensors, "model.layers.0.mlp.gate", (EXPERTS, HIDDEN))
@@ -172,8 +177,9 @@ def fused(root: Path) -> Tensors:
 
 
 def deepseek(root: Path) -> Tensors:
-    """Write a DeepSeek-like model: MLA, a router with a float32 bias, shared experts, and the MTP module as layer
-    num_hidden_layers.
+    """Write a DeepSeek-like model: multi-head latent attention, a router with a float32 bias, and shared experts.
+
+    The module for multi-token prediction (MTP) is the layer after the last one.
     """
     tensors = _base()
     for i in range(3):
@@ -265,7 +271,7 @@ def vlm_moe(root: Path) -> Tensors:
 
 
 def _gpt_oss_base(inner: int) -> Tensors:
-    """Return the tensors of gpt-oss other than the stacks."""
+    """Return the tensors of gpt-oss, except the stacks of experts."""
     tensors = _base()
     for i in range(2):
         layer = f"model.layers.{i}"
@@ -285,7 +291,10 @@ def _gpt_oss_config(inner: int) -> dict[str, object]:
 
 
 def gpt_oss(root: Path, inner: int = 64) -> Tensors:
-    """Write an unquantized gpt-oss: stacks [E, K, N] with interleaved gate and up. Both are square if `inner` is 64."""
+    """Write an unquantized gpt-oss: stacks [E, K, N] in which rows of gate and up alternate.
+
+    If `inner` is 64, down_proj has K = N, so that its shape does not show the axis order.
+    """
     tensors = _gpt_oss_base(inner)
     for i in range(2):
         for name, shape in (("gate_up_proj", (HIDDEN, 2 * inner)), ("down_proj", (inner, HIDDEN))):
@@ -295,12 +304,12 @@ def gpt_oss(root: Path, inner: int = 64) -> Tensors:
 
 
 def any_bytes(name: str, shape: tuple[int, ...], low: int = 0, high: int = 256) -> np.ndarray:
-    """Return bytes low <= value < high, seeded by their name."""
+    """Return random bytes from `low` to `high` - 1 that depend only on `name`."""
     return np.random.default_rng(zlib.crc32(name.encode())).integers(low, high, shape).astype(np.uint8)
 
 
 def gpt_oss_mxfp4(root: Path) -> Tensors:
-    """Write gpt-oss as published: blocks and scales. The codes and scales of a stack are in different files."""
+    """Write gpt-oss as it is published, in MXFP4. The codes and the scales of a stack are in different files."""
     tensors = _gpt_oss_base(64)
     for i in range(2):
         for name, rows in (("gate_up_proj", 128), ("down_proj", HIDDEN)):
@@ -315,8 +324,10 @@ def gpt_oss_mxfp4(root: Path) -> Tensors:
 def _fp8(
     tensors: Tensors, module: str, shape: tuple[int, int], powers: bool, suffix: str = ".weight_scale_inv"
 ) -> None:
-    """Add E4M3 codes without NaN, and scales of 128x128 blocks. powers: the scales are powers of two, stored as numbers
-    or as E8M0.
+    """Add a layer quantized to FP8: E4M3 codes without NaN, and one scale per block of 128x128.
+
+    powers: True for scales that are powers of two.
+    suffix: the end of the scales' name; ".scale" stores the scales as E8M0, others as float32.
     """
     blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
     tensors[f"{module}.weight"] = (any_bytes(module, shape, 0, 0x7F) | (any_bytes(module, shape) & 0x80)).view(E4M3)
@@ -332,7 +343,9 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
 
 
 def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
-    """Write DeepSeek-V3 in FP8 with 128x128 blocks, with sizes that are not multiples of 128, MTP layer included."""
+    """Write DeepSeek-V3 in FP8 with 128x128 blocks, multi-token prediction included. Some sizes are not multiples of
+    128.
+    """
     tensors = deepseek(root / "numbers")
     for name in [name for name in tensors if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name]:
         rows, columns = tensors.pop(name).shape
@@ -345,8 +358,9 @@ def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
 
 
 def deepseek_v4(root: Path) -> Tensors:
-    """Write a model with DeepSeek-V4's names: experts in MXFP4 (I8 with E8M0), FP8 otherwise, MTP experts included. Two
-    experts have their scales in another file.
+    """Write a model with DeepSeek-V4's names: experts in MXFP4 (I8 codes, E8M0 scales), other layers in FP8.
+
+    It has experts of multi-token prediction. Two experts have their scales in another file than their codes.
     """
     tensors: Tensors = {
         "embed.weight": random("emb", (VOCABULARY, HIDDEN)),

@@ -1,5 +1,6 @@
-"""Launch single headers of the kernels through kernels written for this purpose: Hadamard transform, powers, bounds of
-losses.
+"""Launch functions of single kernel headers through small kernels written for this purpose.
+
+The functions are the Hadamard transform, powers, and the bounds of losses.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ HERE = Path(__file__).parent
 
 
 def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
-    """Transform runs (n, 16), n even, by hadamard.cuh.
+    """Transform runs (n, 16), n even, with the functions of hadamard.cuh.
 
-    Returns three arrays: the transforms; the transforms by the code for columns, which transforms two at a time; and 1
-    per run for which the float32 sums were certain, else 0.
+    Return three arrays: the transforms; the transforms by the code for columns, which handles two runs at a time; and
+        per run 1 if the float32 sums were certain, else 0.
     """
     y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'

@@ -1,5 +1,6 @@
-"""Keep files that take long to make (programs and cubins) between test runs, under a key of everything they are made
-from.
+"""Keep files that take long to make, such as compiled programs, between test runs.
+
+The key of a file is a hash of everything that it is made from.
 """
 
 from __future__ import annotations
@@ -21,25 +22,26 @@ try:
 except ImportError:  # not on this system: two processes may then make the same file, and the later file stays
     fcntl = None
 
-LIMIT = 512 * 2**20  # bytes; a run of all tests, exhaustive ones included, leaves less
-IN_USE = 3600  # seconds for which a requested file stays
+LIMIT = 512 * 2**20  # bytes in the folder; the files of one exhaustive run of all tests fit
+IN_USE = 3600  # a file that was requested less than this many seconds ago is not removed
 
 
 def key_of(parts: Iterable[str]) -> str:
-    """Return a key for a list of texts. It also depends on where one text ends and the next begins."""
+    """Return a hash of a list of texts, which also depends on where one text ends and the next one begins."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 class Cache:
-    """Folder of files by key, shared by processes. One process makes a file while the others wait for it."""
+    """Keep files by key in a folder that processes share. While one process makes a file, others that want it wait."""
 
     def __init__(self, folder: Path, limit: int = LIMIT) -> None:
         self.folder, self._limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def get(self, key: str, make: Callable[[Path], object]) -> Path:
-        """Return the path of a key's file. If there is none yet, make(path) writes it. If make raises, no
-        file is left.
+        """Return the path of the file with a key. If it does not exist, make(path) writes it first.
+
+        If `make` raises an error, no file is left.
         """
         path = self.folder / key
         with (self.folder / f"{key}.lock").open("wb") as lock:
@@ -55,7 +57,7 @@ class Cache:
         return path
 
     def _shrink(self) -> None:
-        """Remove the least recently used files until the rest fits. Files that may be in use stay."""
+        """Remove the least recently used files until the rest is within the limit; keep files that may be in use."""
         found = []
         for path in self.folder.iterdir():
             with suppress(FileNotFoundError):  # another process is shrinking the cache too
@@ -73,7 +75,5 @@ class Cache:
 
 @cache
 def shared() -> Cache:
-    """Return this user's cache: ~/.cache/fp4kit/host, or a folder in the temporary directory if that cannot be
-    written.
-    """
+    """Return this user's cache: ~/.cache/fp4kit/host, or a temporary directory if that cannot be written."""
     return Cache(loader.cache_folder().parent / "host")

@@ -1,4 +1,4 @@
-"""Find the system's C++ compiler, and compile only what no earlier run of the tests has compiled."""
+"""Find the system's C++ compiler and compile kernels for the CPU; reuse the programs of earlier test runs."""
 
 from __future__ import annotations
 
@@ -16,29 +16,30 @@ import pytest
 from host.cache import key_of, shared
 
 HERE = Path(__file__).parent
-# Not optimized, because optimizing takes longer than it saves in short runs.
+# Do not optimize, because optimizing takes longer than it saves in short runs.
 FLAGS = ("-std=c++20", "-O0", "-g1", "-ffp-contract=off", "-frounding-math", "-Wno-unknown-pragmas")
-# The undefined-behaviour sanitizer traps, so the process needs no runtime library. It also detects misaligned
-# addresses, which a GPU rejects and the CPU accepts. Address 0 is left to the signal, whose message says more.
+# Make the undefined-behaviour sanitizer trap, so that the process needs no runtime library. The sanitizer also detects
+# misaligned addresses, which a GPU rejects and the CPU accepts. Do not check for address 0, because the signal's
+# message says more.
 TRAPS = ("-fsanitize=undefined", "-fno-sanitize=null", "-fsanitize-undefined-trap-on-error")
 PROBE = '#include "library.h"\nint main(int n, char**) { return static_cast<int>(static_cast<_Float16>(n - 1)); }\n'
 _INCLUDE = re.compile(r'^\s*#\s*include "([^"]+)"', re.MULTILINE)
 
 
 class Compiler(NamedTuple):
-    """Describe a C++ compiler that can build the programs, and its flags."""
+    """Describe a C++ compiler that can build the kernels, and the flags to call it with."""
 
     command: tuple[str, ...]
 
     @property
     def traps(self) -> bool:
-        """Return True if kernels stop at undefined behaviour and at misaligned addresses."""
+        """True if kernels stop at undefined behaviour and at misaligned addresses."""
         return TRAPS[0] in self.command
 
     def build(self, text: str, program: Path, *include: Path) -> None:
-        """Compile the text of a translation unit to a program, or copy the result of an earlier identical compilation.
+        """Compile the text of a translation unit to `program`, or copy the result of an earlier identical compilation.
 
-        Raises AssertionError with the compiler's output.
+        include: the folders of headers. Raises AssertionError with the compiler's output.
         """
         folders = (*include, HERE)
         key = key_of([*identity(self.command[0]), *self.command, text, *closure(text, folders)])
@@ -54,7 +55,7 @@ class Compiler(NamedTuple):
 
 
 def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
-    """Return names and texts of all files in the folders that a text includes, directly or indirectly."""
+    """Return the names and texts of all files that a text includes, directly or indirectly, from the given folders."""
     found: dict[Path, str] = {}
     pending = _INCLUDE.findall(text)
     while pending:
@@ -68,15 +69,16 @@ def closure(text: str, folders: tuple[Path, ...]) -> list[str]:
 
 @cache
 def identity(command: str) -> tuple[str, ...]:
-    """Return what distinguishes one compiler from another: its path and version, the C library, the processor."""
+    """Return what may change a compiler's output: its path and version, the C library, and the processor."""
     path = os.path.realpath(shutil.which(command) or command)
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
     return (path, version, *platform.libc_ver(), platform.machine())
 
 
 def find_compiler(folder: Path) -> Compiler | str:
-    """Return the first of $CXX, or c++, g++ and clang++, that builds a probe in folder, with traps if possible. If none
-    does, return the reason as text.
+    """Return the first compiler of $CXX, or of c++, g++ and clang++, that can build a small program in `folder`.
+
+    A compiler with traps is preferred. If none works, return the reason as text.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     candidates = [named] if named else [[name] for name in ("c++", "g++", "clang++")]
@@ -96,8 +98,9 @@ def find_compiler(folder: Path) -> Compiler | str:
 
 
 def require_compiler(folder: Path) -> Compiler:
-    """Return the compiler. Skip the test if there is none. With CI=true, fail instead, also if the compiler has no
-    traps.
+    """Return a compiler, or skip the test if there is none.
+
+    With CI=true, fail instead, and also fail if the compiler has no traps.
     """
     compiler, in_ci = find_compiler(folder), os.environ.get("CI") == "true"
     if isinstance(compiler, str):

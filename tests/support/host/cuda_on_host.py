@@ -1,4 +1,7 @@
-"""Replace cupy.cuda on the CPU: two devices with few multiprocessors, streams and memory pools. See cupy_on_host.py."""
+"""Replace cupy.cuda on the CPU: two devices with few multiprocessors, streams and memory pools.
+
+See cupy_on_host.py for the arrays.
+"""
 
 from __future__ import annotations
 

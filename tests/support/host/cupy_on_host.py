@@ -1,7 +1,7 @@
-"""Replace CuPy on the CPU: what fp4kit and its tests use of the module, over NumPy arrays that stand for device memory.
+"""Replace CuPy on the CPU, for tests of GPU code without a GPU: the functions that fp4kit and its tests use.
 
-Its array is not a numpy.ndarray. As with CuPy's, only `get` converts it, and arithmetic with NumPy arrays is an error.
-See README.md.
+Arrays are NumPy arrays in simulated device memory. Their class is not a numpy.ndarray: as in CuPy, only `get` converts
+them, and arithmetic with NumPy arrays raises TypeError. See README.md.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ def _quietly(function: Callable[..., Any], *arguments: Any, **options: Any) -> A
 
 
 def _apply(function: Callable[..., Any], *arguments: Any, **options: Any) -> ndarray:
-    """Apply a NumPy function to device arrays. The result is a view if NumPy's is, else new memory."""
+    """Apply a NumPy function to device arrays. The result shares memory with an argument if NumPy's result does."""
     bare, bare_options = _bare(arguments), {name: _bare(value) for name, value in options.items()}
     found = np.asarray(_quietly(function, *bare, **bare_options))
     given = _arrays(arguments)
@@ -206,7 +206,7 @@ def _apply(function: Callable[..., Any], *arguments: Any, **options: Any) -> nda
 
 
 def _placed(values: np.ndarray) -> ndarray:
-    """Return host values in new device memory. Their axis order is kept if they are dense."""
+    """Copy host values to new device memory. The axis order is kept if the values are dense."""
     new = ndarray(values.size, values.dtype)
     like = np.empty_like(values)
     new._host = np.ndarray(values.shape, values.dtype, new._memory.bytes, strides=like.strides)
@@ -306,7 +306,7 @@ for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32
 
 @contextmanager
 def installed() -> Iterator[None]:
-    """Make `import cupy` return this module, and make fp4kit import it again."""
+    """Make `import cupy` return this module while the context lasts, and make fp4kit import it anew."""
     found = imports.cupy
     try:
         with pytest.MonkeyPatch.context() as patch:  # not patch.dict, which would drop modules imported meanwhile

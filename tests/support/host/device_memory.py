@@ -1,9 +1,9 @@
-"""Replace memory, streams and graphs of a device. See cupy_on_host.py.
+"""Simulate memory, streams and graphs of a device for cupy_on_host.py.
 
-An allocation is filled with 0xEE and lies between two guard pages, which must not be accessed. It starts at a multiple
-of 16 bytes, the largest alignment that kernels need. At most 15 bytes therefore separate its end from the guard page
-after it. Those bytes, and the bytes between the preceding guard page and its start, are its margins. A kernel must not
-write margins, and its results must not depend on them.
+An allocation is filled with 0xEE and lies between two guard pages, which cannot be accessed. It starts at a multiple of
+16 bytes, the largest alignment that kernels need, so up to 15 bytes separate its end from the guard page after it.
+These bytes, and the bytes between the preceding guard page and its start, are its margins. A kernel must not write
+margins, and its results must not depend on their values.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _lock = threading.Lock()
 
 
 class Memory:
-    """Hold an allocation of `size` bytes between two guard pages."""
+    """Hold one allocation of `size` bytes between two guard pages."""
 
     live: ClassVar[WeakSet[Memory]] = WeakSet()
-    margin: ClassVar[int] = UNWRITTEN  # current value of all margins
+    margin: ClassVar[int] = UNWRITTEN  # the byte that all margins are filled with now
     is_input = False  # True if the host has written values there, which no kernel may change
 
     def __init__(self, size: int) -> None:
@@ -52,7 +52,7 @@ class Memory:
         _graph_keeps(self)
 
     def holds(self, array: np.ndarray) -> bool:
-        """Return True if an array lies in this memory."""
+        """Return whether an array lies in this allocation."""
         return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
 
     def fill_margins(self) -> None:
@@ -74,7 +74,7 @@ def live_memory() -> list[Memory]:
 
 @contextmanager
 def margins_of(value: int) -> Iterator[None]:
-    """Fill the margins of all live allocations with another value, inside the context."""
+    """Fill the margins of all live allocations with `value` while the context lasts."""
     for margin in (value, UNWRITTEN):
         Memory.margin = margin
         for memory in live_memory():
@@ -84,7 +84,7 @@ def margins_of(value: int) -> Iterator[None]:
 
 
 def check_around_all() -> None:
-    """Call Memory.check_around for all live allocations."""
+    """Raise AssertionError if a margin of any live allocation was written."""
     for memory in live_memory():
         memory.check_around()
 
@@ -125,7 +125,7 @@ def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
 
 
 class MemoryPointer:
-    """Replace cupy.cuda.MemoryPointer: an array's `data`, or an allocation."""
+    """Replace cupy.cuda.MemoryPointer: the address of an array's data or of an allocation."""
 
     def __init__(self, memory: Memory, ptr: int, device: int) -> None:
         self.mem, self.ptr, self.device_id = memory, ptr, device
@@ -149,7 +149,7 @@ def alloc(size: int, device: int) -> MemoryPointer:
 
 
 class Graph:
-    """Hold captured work. Memory allocated during the capture belongs to the graph, as with a pool."""
+    """Hold the work captured for a CUDA graph, and the memory that was allocated during the capture."""
 
     def __init__(self) -> None:
         self.work: list[Callable[[], Any]] = []
@@ -165,7 +165,7 @@ _graph: Graph | None = None
 
 
 def on_stream(action: Callable[[], Any]) -> None:
-    """Do device work now, or store it if a graph is being captured."""
+    """Do a piece of device work now, or store it in the graph that is being captured."""
     if _graph is None:
         action()
     else:
@@ -173,7 +173,10 @@ def on_stream(action: Callable[[], Any]) -> None:
 
 
 def wait() -> None:
-    """Synchronize, as every read by the host does. Raises RuntimeError while a graph is captured, as CUDA does."""
+    """Synchronize with the device, as every read by the host does.
+
+    Raises RuntimeError while a graph is being captured, as CUDA does.
+    """
     if _graph is not None:
         raise RuntimeError("cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing")
 
@@ -189,7 +192,7 @@ def _graph_keeps(memory: Memory) -> None:
 
 
 class Stream:
-    """Replace cupy.cuda.Stream. Work is done at once, unless it is captured."""
+    """Replace cupy.cuda.Stream. Work is done when it is submitted, unless it is being captured."""
 
     ptr = 0
 
@@ -204,13 +207,13 @@ class Stream:
         _graph = None  # ends the capture after an exception, too
 
     def begin_capture(self) -> None:
-        """Capture the work from here on."""
+        """Start to capture work in a graph instead of doing it."""
         global _graph
         assert _graph is None
         _graph = Graph()
 
     def end_capture(self) -> Graph:
-        """Return the captured work."""
+        """End the capture and return the graph."""
         global _graph
         graph, _graph = _graph, None
         assert graph is not None

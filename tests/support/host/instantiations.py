@@ -1,5 +1,5 @@
-"""Collect the instantiations of kernels that launchers of fp4kit.cuda request, and write the text of a library of
-many.
+"""Collect the kernel instantiations that launchers of fp4kit.cuda request, and write the source text of a library with
+many of them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MULTIPROCESSORS = 2  # multiprocessors of the simulated device: few, so that the
 
 
 class Instantiation(NamedTuple):
-    """Describe a request to loader.function: the text of the stub, and the name of a kernel in it."""
+    """Describe one request to loader.function: the text of the stub, and the name of the kernel in it."""
 
     source: str
     kernel: str
@@ -33,7 +33,10 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
 
 
 def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
-    """Return the files of a tree (texts by name) that are in `names` or that these include, directly or indirectly."""
+    """Return `names` and the names of all files that they include, directly or indirectly.
+
+    tree: {file name: text}.
+    """
     found, pending = dict[str, None](), [*names]
     while pending:
         name = pending.pop()
@@ -44,8 +47,9 @@ def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
 
 
 def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
-    """Return one translation unit: the headers once, then each instantiation in its own namespace with its own kernel
-    name.
+    """Return one translation unit for many instantiations.
+
+    It has the headers once, then each instantiation in its own namespace with its own kernel name.
     """
     instantiations = list(instantiations)
     tree = {name: path.read_text() for name, path in loader.files(sources).items()}
@@ -77,7 +81,10 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
 
 @contextmanager
 def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy: Any) -> Iterator[None]:
-    """Let launchers of fp4kit.cuda get kernels from `function`(source, kernel, device), and use `cupy` as CuPy."""
+    """Make launchers of fp4kit.cuda take kernels from `function` and use `cupy` as CuPy while the context lasts.
+
+    function: called as function(source, kernel, device).
+    """
     modules = pkgutil.walk_packages(fp4kit.cuda.__path__, "fp4kit.cuda.")
     launchers = [importlib.import_module(module.name) for module in modules]
     caches = {f for m in launchers if m is not loader for f in vars(m).values() if hasattr(f, "cache_clear")}

@@ -1,6 +1,4 @@
-"""Compile kernels to shared libraries and launch them in this process, for the GPU tests if there is no GPU. See
-README.md.
-"""
+"""Compile kernels to shared libraries and launch them in this process, for GPU tests without a GPU. See README.md."""
 
 from __future__ import annotations
 
@@ -39,7 +37,10 @@ BATCH = 32
 
 
 def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
-    """Return the instantiations that calls on arrays of `cupy_on_host` would launch, without launching them."""
+    """Return the kernel instantiations that the calls would launch, without launching them.
+
+    calls: functions of no arguments that call fp4kit on arrays of `cupy_on_host`.
+    """
     wanted: dict[Instantiation, None] = {}
 
     def record(source: str, kernel: str, device: int) -> Callable[..., None]:
@@ -55,7 +56,7 @@ def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
 
 
 class Library:
-    """Load a library and launch its kernels by number."""
+    """Load a compiled library of kernels and launch its kernels by their number."""
 
     def __init__(self, path: Path, table: np.ndarray) -> None:
         handle = ctypes.PyDLL(
@@ -75,8 +76,9 @@ class Library:
         handle.main(0, (ctypes.c_void_p * 1)(table.ctypes.data), None)
 
     def launch(self, kernel: int, arguments: bytes, grid: int, threads: int, descending: bool = False) -> None:
-        """Launch a kernel; if `descending`, with the last thread first. Raises AssertionError with the reason if it is
-        stopped.
+        """Launch a kernel. Raises AssertionError with the reason if the kernel is stopped.
+
+        descending: True to run the last thread first.
         """
         stopped = self._launch(kernel, arguments, len(arguments), grid, threads, descending, Memory.margin)
         assert stopped is None, f"a kernel was stopped: {stopped.decode()}"
@@ -111,14 +113,14 @@ def launch_in_every_order(
 
 
 class Libraries:
-    """Compile and load the kernels that are launched. During a rehearsal, launches are recorded and nothing runs."""
+    """Compile, load and launch kernels on demand. During a rehearsal, launches are only recorded and nothing runs."""
 
     def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES) -> None:
         self._compiler, self._folder, self._sources = Compiler((*compiler.command, *FLAGS)), folder, sources
         self._table = reciprocal_table()
         self._pool = ThreadPoolExecutor(min(os.cpu_count() or 1, 8))
         self._found: dict[Instantiation, tuple[Future[Library], int]] = {}
-        self._launched: set[tuple[Instantiation, int]] = set()  # with its grid
+        self._launched: set[tuple[Instantiation, int]] = set()  # instantiations and the grids they ran with
         self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # by .cu file
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
@@ -135,7 +137,9 @@ class Libraries:
         return launch
 
     def _launch(self, instantiation: Instantiation, arguments: bytes, grid: int, threads: int) -> None:
-        """Launch a kernel. The first launch with a grid is repeated with other grids."""
+        """Launch a kernel. Its first launch with a grid is repeated with other grids, because results must not depend
+        on it.
+        """
         if instantiation not in self._found:
             self._submit([instantiation])
         library, number = self._found[instantiation]
@@ -143,9 +147,8 @@ class Libraries:
         def launch(blocks: int, descending: bool) -> None:
             library.result().launch(number, arguments, blocks, threads, descending)
 
-        is_alone = (
-            threading.current_thread() is threading.main_thread()
-        )  # otherwise other threads may write to memory between repeated launches
+        # If other threads run, they may write to memory between repeated launches.
+        is_alone = threading.current_thread() is threading.main_thread()
         if (instantiation, grid) in self._launched or not is_alone:
             launch(grid, False)
         else:
@@ -154,7 +157,10 @@ class Libraries:
             launch_in_every_order(launch, grid, others, instantiation.kernel in UPDATING)
 
     def rehearse(self, calls: Iterable[Callable[[], object]]) -> None:
-        """Make the calls without running a kernel, then compile what they launch, many instantiations per library."""
+        """Make the calls without running a kernel, then compile the kernels that they launch, many per library.
+
+        This takes less time than to compile each kernel when it is launched.
+        """
         with patch.object(cupy_on_host, "rehearsing", True):
             for call in calls:
                 call()
@@ -162,7 +168,7 @@ class Libraries:
             self._submit(list(self._noted.pop(file)))
 
     def _note(self, instantiation: Instantiation) -> None:
-        """Record an instantiation, and compile a batch when it is full."""
+        """Record an instantiation. When enough are recorded for a library, start to compile them."""
         if instantiation in self._found:
             return
         file = instantiation.source.splitlines()[-1]
@@ -171,13 +177,13 @@ class Libraries:
             self._submit(list(self._noted.pop(file)))
 
     def _submit(self, batch: list[Instantiation]) -> None:
-        """Compile a batch in the background."""
+        """Compile the instantiations of one library in the background."""
         if batch:
             library = self._pool.submit(self._build, batch)
             self._found |= {instantiation: (library, i) for i, instantiation in enumerate(batch)}
 
     def _build(self, batch: list[Instantiation]) -> Library:
-        """Return a library with the instantiations of a batch."""
+        """Compile and load one library with the given instantiations."""
         text = program_text(batch, self._sources)
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
         self._compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
@@ -185,7 +191,7 @@ class Libraries:
 
     @contextmanager
     def playing(self) -> Iterator[Any]:
-        """Let fp4kit use this module's CuPy and kernels, inside the context."""
+        """Make fp4kit use the simulated CuPy and these kernels while the context lasts; yield the simulated CuPy."""
         call_cache._CALLS.clear()
         with cupy_on_host.installed(), launching_on(self.function, cupy_on_host):
             yield cupy_on_host

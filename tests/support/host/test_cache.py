@@ -1,4 +1,4 @@
-"""Test what is kept between test runs (cache.py), and how the suite starts."""
+"""Test the cache of compiled programs (cache.py), and the order and selection of tests in a run."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_keys():
 
 
 def test_closure(tmp_path):
-    """Check that the key depends on the name and text of every included file, but not on where the tree lies."""
+    """Check that the key depends on the name and text of every included file, but not on the folder of the sources."""
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "a.h").write_text('  #  include "b.h"\n')
@@ -137,7 +137,7 @@ def pytest_configure(config):
 
 @pytest.mark.parametrize(("second", "status"), [("", 0), ("warnings.warn('another')", 3)])
 def test_it_starts_beside_pytest_benchmark(tmp_path, second, status):
-    """Check that the suite ignores this warning and that any other warning is still an error."""
+    """Check that the suite ignores the warning that pytest-benchmark gives under xdist; other warnings stay errors."""
     (tmp_path / "benchmark_stand_in.py").write_text(PLUGIN.replace("SECOND", second))
     command = [
         sys.executable,

@@ -1,6 +1,4 @@
-"""Test the simulated GPU: its arrays behave like CuPy's, kernels stop at what a GPU rejects, and there are two
-devices.
-"""
+"""Test the simulated GPU: arrays behave like CuPy's, kernels stop at what a GPU rejects, and devices are separate."""
 
 from __future__ import annotations
 
@@ -176,8 +174,8 @@ def test_a_matrix_that_is_too_large_for_a_kernel():
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])
 def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
-    """Check recipes with blocks. Without blocks, all elements are one row, whose elements kernels number with
-    64 bits.
+    """Check recipes with blocks only: without blocks, all elements are one row, and kernels number elements with 64
+    bits.
     """
     monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):

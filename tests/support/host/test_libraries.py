@@ -16,8 +16,8 @@ from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_f
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
-# Sum over a block: by shuffles within a warp, then through shared memory. Threads must wait for each other, and y has
-# one element. READ is added to the initial value of a thread.
+# A kernel that sums over a block: by shuffles within a warp, then through shared memory. Threads must wait for each
+# other, and y has one element. READ is added to the initial value of a thread.
 SUM = """
 struct Arguments { unsigned* y; const unsigned* x; };
 template <int kParts> __device__ unsigned* parts_of() {
@@ -39,7 +39,7 @@ extern "C" __global__ void sum_kernel(Arguments a) {
 """
 RIGHT = {"BARRIER": "__syncthreads()", "STORE": "atomicMax(a.y, total)", "READ": "0", "PARTS": "own"}
 BESIDE = "on bytes beside an array"
-FAULTS = {  # replacements in the kernel, and the expected message
+FAULTS = {  # name of a fault -> replacements in the kernel's text, and the expected message
     "no barrier": ({"BARRIER": ""}, "depends on the grid, on the order of threads"),
     "half a barrier": (
         {"BARRIER": "if (threadIdx.x < 128) __syncthreads()"},
@@ -72,7 +72,7 @@ FAULTS = {  # replacements in the kernel, and the expected message
 
 @pytest.fixture
 def one_grid(monkeypatch):
-    """Repeat launches with the launcher's number of blocks only, because the sum depends on it."""
+    """Repeat launches with the launcher's number of blocks only, because the sum depends on that number."""
     monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)
 
 
@@ -99,7 +99,7 @@ def test_the_grid_must_not_matter_and_a_launch_leaves_what_its_grid_makes(monkey
 
 
 def test_the_other_way_to_switch_stacks(one_grid, tmp_path):
-    """Check ucontext, which processors other than x86-64 use."""
+    """Check the fibers of ucontext, which are used on processors other than x86-64."""
     other = Libraries(tmp_path, Compiler((*require_compiler(tmp_path).command, "-DFIBER_UCONTEXT")))
     with other.playing():
         assert launch_sum() == sum(range(256))
@@ -132,9 +132,9 @@ def test_memory_ends_at_a_guard_page():
         assert start % 16 == 0 and -(start + count) % 4096 < 16
 
 
-# ---- the software twins of instructions ----
+# ---- the functions that replace GPU instructions ----
 
-TWINS = {  # {expression of p.a[i] and p.b[i]: specification}
+TWINS = {  # C++ expression of p.a[i] and p.b[i] -> NumPy expression of equal value
     "mul_ftz(p.a[i], p.b[i])": multiply_ftz,
     "div_ftz(p.a[i], p.b[i])": divide_ftz,
     "rcp_approx_ftz(p.a[i])": lambda a, b: reciprocal_approx_ftz(a),
