@@ -1,5 +1,5 @@
-"""Test the structure of the package: imports point one way, importing is quick and light, files are short, and public
-names have docstrings.
+"""Test the structure of the package: imports follow the layers, importing is quick, files are short, and public names
+have docstrings.
 """
 
 import ast
@@ -46,7 +46,7 @@ def tree(path):
 
 
 def imported_modules(path):
-    """Yield the modules of fp4kit that a file imports, wherever the import stands."""
+    """Yield the modules of fp4kit that a file imports, at its top or inside functions."""
     for node in ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fp4kit")
@@ -59,7 +59,7 @@ def imported_modules(path):
 
 
 def part(module):
-    """Return the name in LAYERS that a module belongs to."""
+    """Return the name in LAYERS of the layer that a module belongs to."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -73,12 +73,14 @@ def test_imports_point_one_way(module):
 
 
 ENGINES = ("fp4kit.cpu", "fp4kit.cuda", "fp4kit.host")
-DISPATCHERS = {"fp4kit.ops.engines", "fp4kit.ops.identify_amaxes"}  # the latter computes on the host alone
+DISPATCHERS = {"fp4kit.ops.engines", "fp4kit.ops.identify_amaxes"}  # identify_amaxes computes on the host only
 
 
 @together("module", [name for name in MODULES if part(name) in ("ops", "training")])
 def test_the_engine_is_chosen_in_one_place(module):
-    """The parse notes whether arrays are on a device, and ops/engines.py chooses the engine by that note."""
+    """Operations must leave the choice of an engine to ops/engines.py, which follows what the parsed call says about
+    devices.
+    """
     imported = {other for other in imported_modules(MODULES[module]) if other.startswith(ENGINES)}
     assert not imported or module in DISPATCHERS, imported
     if part(module) == "ops":
@@ -128,7 +130,7 @@ def test_importing_fp4kit_is_light():
 
 
 def test_importing_fp4kit_takes_less_than_300_ms():
-    """The limit is CPU time with NumPy and ml_dtypes included.
+    """The limit is CPU time, and includes the import of NumPy and ml_dtypes.
 
     One of ten new processes must meet it, because other work may slow the others.
     """
@@ -138,8 +140,9 @@ def test_importing_fp4kit_takes_less_than_300_ms():
 
 @together("path", FILES, ids=module_name)
 def test_no_attribute_is_computed_under_a_lock(path):
-    """In Python 3.10 and 3.11 functools.cached_property has a lock, which a forked process inherits. fp4kit.lazy has
-    none.
+    """Properties must use fp4kit.lazy, not functools.cached_property.
+
+    In Python 3.10 and 3.11 the latter holds a lock, which a forked process could inherit locked.
     """
     names = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert "cached_property" not in names
@@ -152,9 +155,7 @@ def arguments(node):
 
 
 def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
-    """The public API of fp4kit.torch consists of its functions and of its operators, which take all settings as
-    separate arguments.
-    """
+    """In fp4kit.torch, operators count as public API, too: they take all settings as separate arguments."""
     wrappers = {path for path in FILES if part(module_name(path)) in ("torch", "jax")}
     nodes = ((path, node) for path in FILES if path not in wrappers for node in ast.walk(tree(path)))
     functions = ((path, node) for path, node in nodes if isinstance(node, ast.FunctionDef))
@@ -171,7 +172,9 @@ def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
 
 
 def undocumented(path):
-    """Return the public functions, classes and methods without a docstring; properties and overloads may lack one."""
+    """Return the public functions, classes and methods of a file that lack a docstring; properties and overloads may
+    lack one.
+    """
 
     def explains_itself(node):
         decorators = {getattr(decorator, "id", "") for decorator in node.decorator_list}
@@ -205,7 +208,7 @@ def test_the_public_api():
 
 @together("path", FILES, ids=module_name)
 def test_no_environment_variable_changes_a_result(path):
-    """Two exceptions exist.
+    """The package reads no environment variable, with two exceptions.
 
     The documented flags of fake-quantized training are read if the caller asks for them by name. The number of threads
     is set for worker processes and read by the compiled engine, whose results do not depend on it.

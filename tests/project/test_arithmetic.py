@@ -1,4 +1,6 @@
-"""Test threads whose processor flushes subnormals or rounds another way: every function gives its usual bits."""
+"""Test threads in which the processor flushes subnormals or rounds in another direction: every function gives its usual
+bits.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ FLUSHING = [mode for mode in ("ftz", "daz", "both") if mode in BITS]
 
 
 def kept(environment: ctypes.Array) -> list[int]:
-    """Return the words that a call must leave unchanged: all except the flags that the check sets."""
+    """Return the words of a floating-point environment without the flags that fp4kit's check of the mode may set.
+
+    A call must leave these words unchanged.
+    """
     return [word & ~SET_BY_CHECK.get(i, 0) for i, word in enumerate(environment)]
 
 
@@ -59,7 +64,7 @@ def test_every_recipe_in_every_mode(name, dtype):
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-compressed-tensors", "mxfp4-ocp", "int8-modelopt-channel"])
 @pytest.mark.parametrize("changed", BITS)
 def test_operations_that_read_quantized_arrays(name, changed):
-    """compare, identify and requantize have float arithmetic of their own."""
+    """compare, identify and requantize have float arithmetic of their own, so they are tested apart from quantize."""
     q = fp4kit.quantize(X["f32"][:16], name)
     other = replace(q, packed=q.packed ^ np.uint8(1))
 
@@ -80,7 +85,7 @@ def test_operations_that_read_quantized_arrays(name, changed):
 
 @NEEDS_ENVIRONMENT
 def test_modes_of_these_tests_change_results():
-    """The modes that these tests set do change the results of NumPy."""
+    """The modes do change results of NumPy; otherwise the other tests could not fail."""
     x = np.full(64, 3e-39, np.float32)
     half, one = np.float32(0.5), np.float32(1)
     for changed in FLUSHING:
@@ -97,7 +102,10 @@ def test_modes_of_these_tests_change_results():
 @NEEDS_ENVIRONMENT
 @pytest.mark.parametrize("changed", BITS)
 def test_the_callers_environment_comes_back(changed):
-    """The mode and the exception flags are restored, also after an error. NumPy's own functions work inside."""
+    """A call restores the caller's mode and exception flags, also after an error.
+
+    Inside the call, NumPy works in the usual mode.
+    """
 
     @arithmetic.ieee("test")
     def work(fail):
@@ -150,8 +158,9 @@ def test_other_platforms(monkeypatch, system, machine):
 
 @NEEDS_ENVIRONMENT
 def test_tables_are_right_in_any_mode_at_first_use():
-    """The values of E8M0 are cached at first use, and 2^-127 is a subnormal, so the first thread's mode must not
-    matter.
+    """Tables of values are computed at first use, and must be right even if that thread flushes subnormals.
+
+    The smallest value of E8M0, 2^-127, is subnormal.
     """
     with mode("both"):
         values = replace(E8M0, name="new").values.view(np.uint32).copy()
@@ -209,7 +218,7 @@ def test_torch_flush_denormal():
 
 
 def test_callbacks_of_jax():
-    """XLA's threads flush subnormals. In them fp4kit computes the bits that it computes elsewhere."""
+    """XLA's threads flush subnormals. fp4kit must compute its usual bits when XLA calls it in such a thread."""
     jax = pytest.importorskip("jax")
     cpu = jax.devices("cpu")[0]
     modes = []
@@ -229,7 +238,7 @@ def test_callbacks_of_jax():
 
 
 def test_ml_dtypes_widening_needs_no_mode():
-    """Narrow floats become float32 by table or by bit operations, so an array is imported correctly in any mode."""
+    """ml_dtypes widens narrow floats by table or by bit operations, so arrays are imported correctly in any mode."""
     codes = np.arange(1 << 16, dtype=np.uint16)
     expected = [codes.view(dtype).astype(np.float32) for dtype in (ml_dtypes.bfloat16, np.float16)]
     for changed in FLUSHING:

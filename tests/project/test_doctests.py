@@ -32,7 +32,7 @@ def test_examples(module):
 
 
 def test_a_wrong_example_is_found():
-    """Both a wrong output and a wrong error are found."""
+    """An example with a wrong output or a wrong error must fail; otherwise test_examples could not fail."""
     for text in (">>> 1 + 1\n3\n", ">>> int('x')\nTraceback (most recent call last):\nValueError: y\n"):
         test = doctest.DocTestParser().get_doctest(text, {}, "wrong", None, 0)
         assert doctest.DocTestRunner(optionflags=FLAGS, verbose=False).run(test, out=lambda line: None).failed == 1

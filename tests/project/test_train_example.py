@@ -35,7 +35,7 @@ def run(*arguments, **environment):
 
 
 def test_500_steps():
-    """All sums are exact, so every machine gives these losses."""
+    """The losses equal the recorded ones on every machine, because all sums are exact."""
     result = run()
     assert result.returncode == 0, result.stdout + result.stderr
     printed = {int(line.split()[1]): line.split()[-1] for line in result.stdout.splitlines() if line.startswith("step")}
@@ -49,7 +49,7 @@ def test_500_steps():
 
 @pytest.mark.parametrize("size", [2, *exhaustive([4])])
 def test_500_steps_on_mpi_processes(mpiexec, size):
-    """Each process holds a part of the master weights and of the samples."""
+    """MPI processes, each with a part of the master weights and samples, must give the losses of one process."""
     command = [*mpiexec, "-n", str(size), sys.executable, str(EXAMPLE), "--mpi"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
@@ -75,7 +75,9 @@ def test_a_different_loss_is_reported(monkeypatch, capsys):
 
 
 def off_by_one_code(shards, comm):
-    """Quantize with the lowest bit of one code flipped."""
+    """Quantize as the example does, but flip the lowest bit of one code, so that the example must report a
+    difference.
+    """
     first, second = train_fp4.whole(shards, comm)
     packed = second.packed.copy()
     packed[3, 5] ^= 1
@@ -97,7 +99,7 @@ def test_one_wrong_bit_is_seen(capsys):
 @settings(max_examples=300)
 @given(st.integers(1, 4), st.integers(1, 60), st.integers(1, 40), st.integers(0, 2**32))
 def test_products_are_exact_in_any_order(m, k, n, seed):
-    """Compare with Python integers, which do not round."""
+    """The example's matrix products equal those of Python integers, which do not round."""
     rng = np.random.default_rng(seed)
     a, b = rng.integers(-(2**22), 2**22, (m, k)), rng.integers(-(2**24), 2**24, (k, n))
     order = rng.permutation(k)
@@ -137,7 +139,7 @@ def test_a_rank_that_fails_ends_all():
 
 
 def test_threads_are_a_group():
-    """Test all_gather of unequal parts and the maximum on every rank."""
+    """The example's communicator of threads gathers unequal parts, and gives the maximum to every rank."""
 
     def work(comm):
         out = np.empty(6, np.int64)

@@ -1,5 +1,6 @@
-"""Test convert --codes: a GGUF file takes the codes of a quantized directory, or the reverse, byte for byte, or is
-rejected.
+"""Test convert --codes, by which a GGUF file takes the codes of a quantized directory, or the reverse.
+
+Codes are copied byte for byte, or the request is rejected.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".we
     [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")],
 )
 def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, tmp_path: Path) -> None:
-    """Every layer that the directory has and the file can hold gets its codes and scales.
+    """Every layer that the directory has and the file can hold gets the directory's codes and scales.
 
-    Divisors are inverted; all else stays.
+    Divisors are inverted. All other tensors stay as they are.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, recipe, format)
@@ -72,9 +73,9 @@ def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, t
 
 
 def test_the_recipe_is_recorded_that_made_the_codes(tmp_path: Path) -> None:
-    """The file records the recipe that made the codes, not the recipe that names the form.
+    """The file records the recipe that made the codes, not the recipe that was given to name the format.
 
-    It records none if the recipe is unknown.
+    If the recipe is unknown, none is recorded.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, "nvfp4-torchao")
@@ -88,7 +89,7 @@ def test_the_recipe_is_recorded_that_made_the_codes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", CODES)
 def test_input_scales_go_along(format: str, tmp_path: Path) -> None:
-    """Input scales are copied; divisors are inverted."""
+    """The input scales of the directory are copied to the file; those that are divisors are inverted."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, format=format, input_scale=0.5)
     taken(tmp_path / "m.gguf", tmp_path / "q")
@@ -116,7 +117,7 @@ def test_tensors_that_the_directory_has_not_quantized_stay(tmp_path: Path) -> No
 
 
 def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
-    """The recipe, NVFP4 by default, decides the form of the result."""
+    """If the target is NVFP4 (the default), MXFP4 codes of the directory are cast to it without loss."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
     report = taken(tmp_path / "m.gguf", tmp_path / "q")
@@ -131,7 +132,9 @@ def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
     ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp4-ocp", "mlx")]
 )
 def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_path: Path) -> None:
-    """A file made from the directory again has the bytes of the first file."""
+    """A directory that takes the codes of a file holds them unchanged: a file made from it has the bytes of the first
+    file.
+    """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "unused", tensors)
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)

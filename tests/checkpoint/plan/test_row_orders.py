@@ -1,5 +1,6 @@
-"""Test convert --codes with different row orders: q and k of Llama, whose rows llama.cpp permutes per head, and stacks
-of experts.
+"""Test convert --codes where the directory and the file have different row orders.
+
+These are q and k of Llama, whose rows llama.cpp permutes per head, and stacks of experts.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def heads_of(name: str) -> int:
 
 
 def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
-    """Write the model with the row order of llama.cpp; return the tensors in the order of Hugging Face."""
+    """Write the model to a GGUF file in llama.cpp's row order; return the tensors in Hugging Face's row order."""
     tensors, keys = gguf_files.model(), keys or COUNTS
     turned = {name: permuted(x, heads_of(name)) if heads_of(name) else x for name, x in tensors.items()}
     gguf_files.write(path, {name: gguf_files.plain(x) for name, x in turned.items()}, keys)
@@ -51,7 +52,7 @@ def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS[1:])
 def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) -> None:
-    """Rows of codes and scales are permuted together, and gguf decodes them to fp4kit's values in the new order."""
+    """Rows of codes and scales are permuted together: gguf decodes them to fp4kit's values in llama.cpp's row order."""
     tensors, kind = llama(tmp_path / "m.gguf"), recipe.partition("-")[0]
     wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
     directory(tmp_path / "q", tensors, recipe, format, wishes=wishes)
@@ -73,9 +74,9 @@ def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS)
 def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: Path) -> None:
-    """The layers equal those quantized from the directory's own weights.
+    """A directory that takes the codes of a file holds the layers quantized from its own weights.
 
-    The file made from them again has the first file's bytes.
+    A file that is made from it again has the bytes of the first file.
     """
     directory(tmp_path / "unused", llama(tmp_path / "m.gguf"))
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
@@ -94,7 +95,10 @@ def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: P
 
 
 def test_heads_that_tell_nothing(tmp_path: Path) -> None:
-    """If both ends of q are zeros, all rows are compared. If all of k is zero, its order does not matter."""
+    """The row order is found even if both ends of q are zeros, because all rows are compared.
+
+    If all of k is zero, its order does not matter.
+    """
     tensors = gguf_files.model()
     tensors["blk.0.attn_q.weight"][:32] = tensors["blk.0.attn_q.weight"][-32:] = tensors["blk.0.attn_k.weight"][:] = 0
     directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
@@ -109,10 +113,7 @@ def test_heads_that_tell_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("heads", [None, 8, 48, 0, "4.0", ["4", "4"]])
 def test_rows_in_an_order_that_is_not_known(heads: Any, tmp_path: Path) -> None:
-    """Without the right number of heads, these layers are rejected by name.
-
-    Layers that are left out are not examined.
-    """
+    """If the config lacks the right number of heads, q and k are rejected by name, unless they are left out."""
     keys: dict[str, Any] = {"llama.context_length": 8} if heads is None else {"llama.attention.head_count": heads}
     directory(tmp_path / "q", llama(tmp_path / "m.gguf", **keys))
     with refused("attn_q.weight: model.layers.0.self_attn.q_proj decodes to other values (SQNR "):
@@ -122,7 +123,7 @@ def test_rows_in_an_order_that_is_not_known(heads: Any, tmp_path: Path) -> None:
 
 
 def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
-    """Write the experts of layer 1 in the order of transformers: gate before up, [E, 2I, H].
+    """Write the experts of layer 1 to a directory in the order of transformers: gate before up, [E, 2I, H].
 
     For gpt_oss, rows of gate and up alternate, and the stacks are transposed.
     """
@@ -137,7 +138,7 @@ def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, n
 
 
 def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
-    """Write a file that holds only stacks of experts; return its tensors."""
+    """Write a GGUF file that contains only stacks of experts; return its tensors."""
     tensors = {name: x for name, x in gguf_files.model().items() if name.endswith("_exps.weight")}
     keys = {"general.architecture": architecture, f"{architecture}.block_count": 2}
     gguf_files.write(path, {name: gguf_files.plain(x) for name, x in tensors.items()}, keys)
@@ -146,7 +147,9 @@ def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS[:3])
 def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp_path: Path) -> None:
-    """The stacks become what single experts become, and the file made from them again has the first file's bytes."""
+    """Stacks get the codes that single experts get, and a file that is made from them again has the bytes of the first
+    file.
+    """
     stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "qwen3_moe")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)
     report = convert(tmp_path / "m", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf")
@@ -160,9 +163,9 @@ def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp
 
 
 def test_stacks_of_gpt_oss(tmp_path: Path) -> None:
-    """Rows of gate and up alternate in one tensor of the directory, and are separate in the file.
+    """gate and up, which are separate in the file, alternate row by row in one tensor of the directory.
 
-    Both ways give the bytes of a conversion.
+    Converting codes in either direction gives the bytes of a conversion from values.
     """
     stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "gpt-oss"), "gpt_oss")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
@@ -186,7 +189,7 @@ def test_gate_and_up_by_turns_have_one_tensor_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parent", ["mlp", "block_sparse_moe"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
-    """switch_mlp holds [E, N, K/8]; a global scale is 2688 tensor scales."""
+    """A file takes codes from mlx-lm's switch_mlp, [E, N, K/8]. Its global scale is 2688 tensor scales."""
     tensors, recipe = experts_file(tmp_path / "m.gguf", "llama"), "nvfp4-te" if scaled else "nvfp4-torchao-single"
     found: dict[str, np.ndarray] = {}
     for part in ("gate", "up"):
@@ -210,8 +213,9 @@ def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
 
 
 def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
-    """Llama 4 has codes [E, K/2, N], gate before up, one tensor scale for all experts, and names below
-    language_model.
+    """A file takes codes from Model-Optimizer's Llama 4: [E, K/2, N], gate before up, one tensor scale for all experts.
+
+    Names are below language_model.
     """
     tensors = experts_file(tmp_path / "m.gguf", "llama4")
     both = np.concatenate([tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up")], axis=1)

@@ -1,5 +1,6 @@
-"""Test that bytes do not depend on where a conversion runs: processes, threads, dask, MPI, GPUs; workers end with the
-run.
+"""Test that a conversion writes the same bytes wherever it runs: in processes, threads, dask, MPI or on GPUs.
+
+Workers end with the run.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from fp4kit.cpu.library import num_threads
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """Return a source and the files that a single process makes of it."""
+    """Return a source, and the files that a conversion of it in one process writes."""
     folder = tmp_path_factory.mktemp("model")
     synthetic.moe(folder / "m")
     return folder / "m", files_of(convert(folder / "m", folder / "whole").destination)
@@ -48,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str
 
 @pytest.fixture
 def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pretend that the compiled engine is missing, so that workers are processes."""
+    """Make fp4kit believe that the compiled engine is missing, so that workers are processes."""
     monkeypatch.setattr(import_module("fp4kit.checkpoint.convert.convert"), "is_compiled", lambda: False)
 
 
@@ -105,7 +106,9 @@ def test_processes_where_they_are_faster(
     processes: bool,
     expected: tuple[int, bool],
 ) -> None:
-    """Workers are processes if requested, for models of FROM_BYTES and with enough workers; otherwise threads."""
+    """Workers are processes if requested, the model has at least FROM_BYTES, and there are enough workers; otherwise
+    threads.
+    """
     module, made = import_module("fp4kit.checkpoint.convert.convert"), list[tuple[int, bool]]()
 
     @contextmanager
@@ -130,7 +133,7 @@ def test_the_command_takes_processes_for_large_models(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The compiled engine uses one thread in each process."""
+    """The command converts large models in processes, in each of which the compiled engine uses one thread."""
     module, started = import_module("fp4kit.checkpoint.convert.convert"), list[Any]()
     start = executors._Worker.start
     monkeypatch.setattr(executors._Worker, "start", lambda worker: (started.append(worker), start(worker)))
@@ -143,14 +146,16 @@ def test_the_command_takes_processes_for_large_models(
 
 
 def test_a_worker_that_was_not_started_is_not_killed() -> None:
-    """Ctrl-C between making a worker and starting it ends the run as Ctrl-C, not with an error of the worker."""
+    """Ctrl-C after a worker was made but before it was started ends the run as Ctrl-C, not with an error of
+    the worker.
+    """
     with pytest.raises(KeyboardInterrupt), executor_of(None, 2, False) as pool:
         pool._mp_context.Process(target=print)
         raise KeyboardInterrupt
 
 
 class Backwards(Executor):
-    """Run calls only when their results are asked for, the last call first."""
+    """Run calls only when their results are requested, the last call first."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
@@ -195,7 +200,7 @@ def test_number_of_workers(workers: Any) -> None:
 
 
 def settings() -> tuple[str | None, int]:
-    """Return, in a worker, the thread setting of other libraries and the process id."""
+    """Return, from a worker, the number of threads set for other libraries, and the process id."""
     return os.environ.get("OPENBLAS_NUM_THREADS"), os.getpid()
 
 
@@ -233,7 +238,9 @@ def die(job: Any, *rest: Any) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system may kill workers when memory is short. What they finished is kept."""
+    """If the system kills workers, as it does when memory is short, the finished work is kept and the run can be
+    resumed.
+    """
     with monkeypatch.context() as patch:
         patch.setattr(run_job, "write", die)
         with pytest.raises(
@@ -257,7 +264,9 @@ def test_errors_of_workers_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def test_nothing_runs_after_an_error() -> None:
-    """Running calls are awaited and waiting ones dropped, so nothing writes to the files of a later run."""
+    """After an error, running calls are awaited and waiting ones dropped, so that none writes to files of a
+    later run.
+    """
     ran: list[int] = []
 
     def call(number: int) -> int:
@@ -295,7 +304,7 @@ def test_without_dask(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def missing(module: str) -> None:
-    """Skip a test if a library is missing; fail it in CI, which installs the library."""
+    """Skip a test if a library is missing. In CI, which installs the library, fail instead."""
     if importlib.util.find_spec(module) is None:
         (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(
             f'{module} is not installed; pip install -e ".[test]"'
@@ -313,7 +322,10 @@ def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.mark.exhaustive
 def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """dask workers are other processes in another directory than the planning process; see cluster_cases.py."""
+    """Conversion works on dask workers, which are other processes in another directory than the planning process.
+
+    cluster_cases.py makes the checks.
+    """
     missing("distributed")
     command = [sys.executable, HERE / "cluster_cases.py", model[0], tmp_path / "out", model[0].parent / "whole"]
     result = subprocess.run(command, capture_output=True, text=True, env=environment(), cwd=tmp_path, timeout=300)
@@ -327,7 +339,9 @@ def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
 
 
 def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
-    """Return the command line that runs Python with the arguments in `size` MPI processes."""
+    """Return the command that runs Python with the arguments in `size` MPI processes; skip the test if there
+    is no MPI.
+    """
     missing("mpi4py")
     found = find_mpiexec()
     if found is None:
@@ -336,7 +350,7 @@ def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
 
 
 def test_the_command_under_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """The results are right, and a rejected command exits with its code."""
+    """Under MPI the command writes the usual bytes, and a rejected command exits with its usual code."""
     calls = ((["convert", model[0], "out"], 0), (["verify", "out", "--source", model[0]], 0), (["verify", "no"], 2))
     for arguments, code in calls:
         command = under_mpi(2, "-m", "fp4kit", *arguments)
