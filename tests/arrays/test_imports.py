@@ -1,5 +1,6 @@
-"""Test the import of arrays by DLPack: every layout of a fake exporter, lifetimes, errors, and the real PyTorch and JAX
-if installed.
+"""Test that arrays of any library are imported through DLPack, with the right layout, lifetime and errors.
+
+Most tests use an exporter written here; some use PyTorch and JAX, if these are installed.
 """
 
 import ctypes
@@ -22,7 +23,8 @@ CPU, CUDA, CUDA_HOST, METAL, ROCM, CUDA_MANAGED = 1, 2, 3, 8, 10, 13  # DLDevice
 _capsule_new = ctypes.PYFUNCTYPE(ctypes.py_object, ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)(
     ("PyCapsule_New", ctypes.pythonapi)
 )
-# A destructor sees a capsule whose reference count is 0. It must handle the capsule as an address, never as an object.
+# The destructor of a capsule sees it with a reference count of 0, so it must handle the capsule as an address, never as
+# a Python object.
 _is_valid = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_char_p)(("PyCapsule_IsValid", ctypes.pythonapi))
 _get_pointer = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_char_p)(
     ("PyCapsule_GetPointer", ctypes.pythonapi)
@@ -39,9 +41,9 @@ def _delete_capsule(capsule):
 
 
 class Exporter:
-    """Export the memory of a NumPy array by DLPack, as another array library would.
+    """Export the memory of a NumPy array through DLPack, as the array of another library does.
 
-    The memory has dtype uint16 (for bfloat16) or another plain dtype.
+    The memory has a dtype that NumPy knows, or uint16 to export bfloat16.
     """
 
     def __init__(self, memory, shape, strides, code=BFLOAT, bits=16, lanes=1, offset=0, flags=None, version=(1, 0)):

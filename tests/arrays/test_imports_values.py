@@ -1,4 +1,7 @@
-"""Test subclasses of ndarray and tensors whose memory is not their values: fp4kit uses their values or rejects them."""
+"""Test array classes whose memory differs from their values, such as masked arrays and sparse tensors.
+
+fp4kit must use the values or reject the array, because the memory would give wrong results without an error.
+"""
 
 import re
 

@@ -1,5 +1,5 @@
-"""Test that results come back in the library of the argument: PyTorch tensors on the host give the bits that NumPy
-arrays give.
+"""Test that results are arrays of the argument's library: PyTorch tensors on the host give the bits that NumPy arrays
+give.
 
 For JAX, see tests/jax/test_functions.py.
 """
@@ -24,7 +24,7 @@ torch = pytest.importorskip("torch")
 
 
 def assert_equal(found, expected):
-    """Assert that `found` has the structure and bits of `expected`, with tensors in place of arrays."""
+    """Assert that `found` has the structure and the bits of `expected`, with tensors where `expected` has arrays."""
     if isinstance(expected, fp4kit.Quantized):
         for name, part in expected.parts().items():
             assert_equal(getattr(found, name), part)
@@ -179,7 +179,7 @@ def test_tensors_of_8_bit_floats_keep_their_dtype():
 
 
 def test_to_another_library():
-    """The memory is shared where that is possible."""
+    """A result can be handed on to another library, which shares its memory where that is possible."""
     q = quantized(X[BF16])
     there = q.to("torch")
     assert_equal(there, q)
@@ -202,7 +202,7 @@ def test_to_a_library_that_is_not_imported(monkeypatch):
 
 
 def test_scales_of_tensors_are_taken():
-    """Loaders pass their scales to quantize as tensors, as raw bytes or as float8."""
+    """quantize accepts scales as PyTorch tensors, because loaders have them so: as raw bytes or as float8."""
     q = quantized(tensor(X[BF16]))
     for scales in (q.block_scale, q.block_scale.view(torch.float8_e4m3fn)):
         found = quantized(tensor(X[BF16]), block_scale=scales, tensor_scale=q.tensor_scale)

@@ -1,5 +1,6 @@
-"""Test amaxes of -0, which `-x.min()` gives for zeros: the result, tensor_amax included, has the bits that an amax of
-+0 gives.
+"""Test amaxes of -0, which `-x.min()` gives for an array of zeros.
+
+All bits of the result, tensor_amax included, must be those that an amax of +0 gives.
 """
 
 from __future__ import annotations
@@ -24,14 +25,12 @@ STATIC = [name for name, r in RECIPES.items() if r.static or takes_e8m0_amaxes(r
 
 
 def zeros(shape):
-    """Return amaxes of +0 and amaxes of -0."""
+    """Return two arrays of amaxes of the given shape: all +0, and all -0."""
     return np.zeros(shape, np.float32), np.full(shape, -0.0, np.float32)
 
 
 def same_for_both(call, zero, negative):
-    """Assert that a call gives the same bits for both amaxes, in its first run and in repeated runs from the call
-    cache.
-    """
+    """Assert that a call gives the same bits for amaxes of +0 and of -0, in its first run and in cached runs."""
     call_cache._CALLS.clear()
     expected = call(zero)
     for amax in (negative, zero, negative):
@@ -120,7 +119,7 @@ def test_minus_zero_amax_of_a_search(either_engine):
 
 
 def test_subnormal_amaxes_in_other_arithmetic_modes():
-    """Another arithmetic mode leaves subnormal amaxes and all bits of a given array as they are."""
+    """If the processor flushes subnormals, a subnormal amax must still be used and returned unchanged."""
     amax = np.float32([1e-42] * 32)[:, None]
     given = amax.copy()
     q = fp4kit.quantize(X, "nvfp4-te-rowscaled", tensor_amax=given)

@@ -1,5 +1,4 @@
-"""Test the whole text of every error of quantize, dequantize, fake_quantize, their checks, Quantized, layouts and
-recipes.
+"""Test the whole text of the errors of quantize, dequantize and fake_quantize, of Quantized, layouts and recipes.
 
 Each error says what came, what is needed and what to do. Errors of other operations are in their own tests. Errors of
 arguments that are not arrays are in arrays/test_imports.py.
@@ -307,7 +306,7 @@ def test_one_dimension_has_no_rows_to_swizzle():
 
 
 def test_both_takes_no_random_bytes():
-    """One array of random bytes cannot serve both directions."""
+    """quantize_both rejects an array of random bytes as seed, because one array cannot serve both directions."""
     with pytest.raises(TypeError, match=r"quantize_both: seed .* int"):
         fp4kit.quantize_both(X, "nvfp4-te", rounding="stochastic", seed=np.zeros(X.shape, np.uint8))
 
@@ -342,7 +341,7 @@ def test_nothing_is_written_before_an_error(changes):
 @pytest.mark.parametrize("x", [OnDevice(), CudaArray()], ids=["DLPack", "CUDA array interface"])
 @pytest.mark.parametrize("operation", ["quantize", "quantize_both", "fake_quantize", "amax"])
 def test_cuda_arrays_need_cupy(x, operation):
-    """The stand-in OnDevice raises AssertionError if it is read, so the error comes before any read."""
+    """The error for a missing CuPy comes before the array is read: OnDevice would raise AssertionError."""
     text = r'x is on cuda(:0)?, but CuPy is missing; .*pip install "fp4kit\[cuda12\]" or "fp4kit\[cuda13\]"'
     with pytest.raises(RuntimeError, match=rf"^{operation}: {text}.*; or move x to the host first$"):
         getattr(fp4kit, operation)(x, "nvfp4-te")

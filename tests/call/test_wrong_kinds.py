@@ -1,4 +1,6 @@
-"""Test arguments of the wrong kind, such as ints and strings: the called function raises an error before any work."""
+"""Test arguments of the wrong kind, such as a string for an int: the called function raises a clear error before any
+work.
+"""
 
 import inspect
 import re
@@ -83,9 +85,8 @@ def test_every_function_is_here():
 
 @pytest.mark.parametrize("name", [*RIGHT, *FILES])
 def test_errors_carry_the_name(name):
-    """Accepted values, such as None for a default, are accepted.
-
-    Every other value raises an error with the function's name.
+    """For every argument, a value of another kind is accepted as valid or raises an error that begins with the
+    function's name.
     """
     function, right = getattr(fp4kit, name), (RIGHT | FILES)[name]
     function(**right)
@@ -124,7 +125,7 @@ def test_a_required_argument_is_never_anything(name):
 @pytest.mark.parametrize("flag", ["high_nibble_first", "tensor_scale_divides"])
 @pytest.mark.parametrize("value", ["False", 2, 0.5, None, [], np.zeros(2)], ids=str)
 def test_flags_of_from_parts(flag, value):
-    """A flag that is not a bool is rejected, because its truth value could give other numbers without an error."""
+    """A flag must be a bool: the truth value of another object could change the values without an error."""
     with pytest.raises(TypeError, match=f"^from_parts: {flag} is .*; needs True or False"):
         fp4kit.Quantized.from_parts(Q.packed, Q.block_scale, Q.tensor_scale, recipe=Q.recipe, **{flag: value})
 
@@ -231,7 +232,7 @@ INTS = {  # arguments that are ints: the call that takes one, the argument's nam
 @pytest.mark.parametrize("value", [True, False, np.True_, np.False_, 1.0, np.float32(1), "1", object], ids=repr)
 @together("name", INTS)
 def test_ints_are_no_bools_and_no_floats(name, value):
-    """True would count as 1, an axis or a seed that nobody meant."""
+    """A bool is rejected, because True would count as the axis or the seed 1, and so are floats."""
     call, text, _ = INTS[name]
     shown = re.escape(repr(value))
     with pytest.raises((TypeError, ValueError), match="^" + text.format(*[shown] * text.count("{}"))):

@@ -54,8 +54,8 @@ FORBIDDEN = {"subprocess", "pickle", "marshal", "shelve", "torch", "transformers
 
 @pytest.mark.parametrize("folder", ["checkpoint", "storage"])
 def test_no_way_to_run_code(folder: str) -> None:
-    """No module that reads checkpoints starts programs, unpickles, or calls eval, exec, os.system or similar
-    functions.
+    """No module that reads checkpoints starts programs, unpickles, or calls eval, exec, os.system or a similar
+    function.
     """
     for path in (PACKAGE / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -72,7 +72,7 @@ def test_no_way_to_run_code(folder: str) -> None:
 
 
 class Evil:
-    """Create a file when unpickled."""
+    """Create a file when unpickled, so that tests notice if pickled data is loaded."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -120,9 +120,9 @@ def test_pipe_instead_of_a_shard(tmp_path: Path) -> None:
 
 
 def test_shard_that_is_replaced(tmp_path: Path) -> None:
-    """The shard is replaced between plan and execution.
+    """If a shard is replaced between plan and execution, the run fails.
 
-    Positions from one header are never used on another file's bytes.
+    Positions from one file's header are never applied to the bytes of another file.
     """
     tensors = synthetic.dense(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
@@ -138,7 +138,7 @@ def test_shard_that_is_replaced(tmp_path: Path) -> None:
 
 
 def test_output_is_private(tmp_path: Path) -> None:
-    """The output is private until it is complete; then it has the permissions of any new directory."""
+    """Other users cannot read the output until it is complete. Then it has the permissions of any new directory."""
     synthetic.dense(tmp_path / "m")
     seen = []
     before = os.umask(0o022)
@@ -216,7 +216,7 @@ NAMES += ("a" * 3000,)
 
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_data(tmp_path: Path, name: str) -> None:
-    """Tensor names are never used as paths, patterns or terminal codes, and are written as they were read."""
+    """Tensor names are written as they were read, and never used as paths, patterns or terminal codes."""
     tensors = {f"{name}.weight": synthetic.random("a", (32, 64)), f"{name}.norm": np.ones(3, np.float32)}
     synthetic.write_model(tmp_path / "m", {}, tensors)
     plan = make_plan(tmp_path / "m")
@@ -243,7 +243,7 @@ def test_names_are_data(tmp_path: Path, name: str) -> None:
 
 
 def test_patterns_take_no_time(tmp_path: Path) -> None:
-    """Globs are matched without the backtracking for which regular expressions may take years."""
+    """Globs of users and configs are matched without backtracking, for which a regular expression may take years."""
     synthetic.write_model(tmp_path / "m", {}, {f"{'a' * 3000}.weight": synthetic.random("a", (32, 64))})
 
     def refuse() -> None:
@@ -277,7 +277,7 @@ CONFIGS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: str(config)[:40])
 @pytest.mark.parametrize("wishes", [Wishes(), Wishes(keep_first=1, keep_last=1)], ids=["all", "ends"])
 def test_hostile_config(tmp_path: Path, config: dict[str, Any], wishes: Wishes) -> None:
-    """The model is converted, or rejected with a clear error."""
+    """A model with an unusual config is converted, or rejected with a clear error; no other exception occurs."""
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (32, 64)) for i in range(4)}
     synthetic.write_model(tmp_path / "m", config, tensors)
     try:
@@ -296,7 +296,9 @@ def test_config_of_any_size(tmp_path: Path, name: str) -> None:
 
 
 def test_files_beside(tmp_path: Path) -> None:
-    """Only regular files of known kinds inside the directory are copied, and none replaces the run's own files."""
+    """Only regular files of known kinds inside the directory are copied, and none of them replaces a file of
+    the run.
+    """
     model = tmp_path / "m"
     synthetic.dense(model)
     (tmp_path / "secret.txt").write_text("secret")
@@ -342,7 +344,7 @@ def test_file_beside_that_becomes_a_link(tmp_path: Path) -> None:
 
 
 def quantized(folder: Path, recipe: str, form: str) -> Path:
-    """Write a quantized model of two layers; return its directory."""
+    """Write a quantized model with two layers; return its directory."""
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (32, 64)) for i in range(2)}
     synthetic.write_model(folder / "m", {"model_type": "llama", "num_hidden_layers": 2}, tensors)
     return convert(folder / "m", folder / "q", recipe, format=form).destination
@@ -369,7 +371,7 @@ SCALES = [
 
 @pytest.mark.parametrize(("recipe", "form", "part", "data", "to", "count"), SCALES)
 def test_nan_scales(tmp_path: Path, recipe: str, form: str, part: str, data: bytes, to: str, count: int) -> None:
-    """E4M3's NaN of either sign and E8M0's 255 are found, whichever way the weight is rewritten."""
+    """A NaN scale (E4M3's NaN of either sign, E8M0's 255) is found, whether codes are copied, cast or decoded."""
     model = quantized(tmp_path, recipe, form)
     overwrite(model, f"model.layers.1.mlp.down_proj.{part}", data)
     with refused(f"{count} of 2048 values are NaN or infinite"):

@@ -29,7 +29,7 @@ Run = Callable[..., processes.Run]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line; return exit code, stdout and stderr."""
+    """Return a function that runs a command line and returns exit code, stdout and stderr."""
     return processes.in_this_process(capsys)
 
 
@@ -42,7 +42,7 @@ def rows(text: str) -> list[list[str]]:
 
 @pytest.mark.parametrize("destination", [".", "./", "", "/", ".."])
 def test_destinations_without_a_name(destination: str, tmp_path: Path, run: Run, monkeypatch) -> None:
-    """An empty shell variable gives such a destination. None of these destinations can be a new folder."""
+    """Destinations that cannot name a new folder are rejected; an unset shell variable gives such a destination."""
     synthetic.moe(tmp_path / "m")
     (tmp_path / "w" / "x").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "w" / "x")
@@ -181,7 +181,7 @@ def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monke
 
 
 def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
-    """Return an `execute` during which a signal arrives after the first tensor."""
+    """Return a replacement of `execute` in which the signal `number` arrives after the first tensor."""
     execute = cli_convert.execute
 
     def signalled(plan: Plan, destination: Path, options: Options) -> ConversionReport:

@@ -1,4 +1,6 @@
-"""Test real signals: no traceback, a documented exit code, and a last line that is true."""
+"""Test the commands under real signals: they print no traceback, exit with a documented code, and report truly what is
+left.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def moments(model: Path) -> list[str]:
-    """Return the events of one conversion; every complete result must equal its result."""
+    """Return the audit events of one undisturbed conversion, at which the tests send signals."""
     return events(model, "convert", model / "m", model / "whole")
 
 
 def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, after: tuple[str, str] = START) -> str:
-    """Convert with a signal at one moment; return what happened to the destination."""
+    """Convert with a signal at the event number `last`, and check the messages and what is left.
+
+    Return the state of the run: "start", "nothing" (not finished), "complete" or "over" (finished before the signal).
+    """
     out = folder / "out"
     run = signalled(folder, last, number, "convert", model / "m", out, after=after)
     assert "Traceback" not in run.err and "ignored" not in run.err, run.err
@@ -88,7 +93,9 @@ def test_signal_in_each_phase(
 
 
 def spread(moments: list[str], count: int) -> list[tuple[int, tuple[str, str]]]:
-    """Choose moments: some evenly spaced at the start and during the work, and every one at the end."""
+    """Choose moments from the events of a run: some evenly spaced at the start and during the work, and all
+    at the end.
+    """
     work = next(i for i, event in enumerate(moments) if event.startswith("os.mkdir ")) - 40
     end = next(i for i, event in enumerate(moments) if event.startswith("os.rename "))
     drawn = (*np.linspace(1, work, count // 4, dtype=int), *np.linspace(work, end, count - count // 4, dtype=int))
@@ -106,7 +113,7 @@ def test_signals_at_every_few_moments(model: Path, moments: list[str], tmp_path:
 
 
 def test_a_signal_that_the_parent_ignores_is_ignored(model: Path, moments: list[str], tmp_path: Path) -> None:
-    """nohup starts its command so."""
+    """A signal that is ignored when the command starts, as under nohup, stays ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         assert check_moment(model, tmp_path, 1, signal.SIGHUP, MKDIR) == "over"
@@ -127,7 +134,7 @@ sys.exit(status)
 
 
 def driven(code: str, *arguments: object, then: str = "") -> Run:
-    """Run the command in a process that executes `code` first and `then` last."""
+    """Run the command in a new process that executes the Python text `code` before it and `then` after it."""
     words = [sys.executable, "-c", DRIVER.format(code=code, then=then), *map(str, arguments)]
     process = subprocess.run(words, capture_output=True, text=True, env=environment(), timeout=60)
     return Run(process.returncode, process.stdout, process.stderr)
@@ -214,7 +221,7 @@ convert.execute = broken
 
 
 def test_a_defect_is_no_difference(model: Path) -> None:
-    """Exit code 1 would mean that something differs."""
+    """An internal error must not exit with code 1, which means that checkpoints differ."""
     code = """
 from fp4kit.cli import inspect
 inspect._print = lambda *arguments: 1 / 0

@@ -1,4 +1,6 @@
-"""Test the commands with readers that go away, full disks, closed streams and terminals of 60 columns."""
+"""Test the commands with output streams that fail: readers that go away, full disks, closed streams, narrow
+terminals.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def large(folder: Path) -> Path:
-    """Write a file whose listing does not fit into a pipe's buffer; return its path."""
+    """Write a checkpoint whose listing exceeds a pipe's buffer; return its path."""
     synthetic.write_file(
         folder / "large.safetensors", {f"layer.{i:04}.weight": np.zeros(1, np.float32) for i in range(4000)}
     )
@@ -75,7 +77,7 @@ def test_a_full_disk_behind_stdout(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", ["1>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-", "2>&-"])
 def test_streams_that_were_closed_before(model: Path, tmp_path: Path, closed: str) -> None:
-    """Closed streams act like /dev/null, so no output file gets their file descriptors."""
+    """If a standard stream is closed at the start, no output file may get its descriptor and receive messages."""
     script = f'exec "{sys.executable}" -m fp4kit convert "{model / "m"}" "{tmp_path / "out"}" {closed}'
     run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment(), timeout=60)
     assert (run.returncode, run.stderr) == (0, "")

@@ -200,7 +200,7 @@ def test_every_help_begins_with_examples_that_parse(capsys) -> None:
 
 
 def test_every_command_takes_json_and_quiet() -> None:
-    """The loop also covers commands that are added later."""
+    """Every command has the options --json and --quiet. The loop covers commands that are added later."""
     (commands,) = (action for action in parser()._actions if action.dest == "command")
     for command in commands.choices.values():
         assert {"--json", "--quiet"} <= command._option_string_actions.keys()
@@ -232,7 +232,7 @@ def test_json_of_recipes(capsys) -> None:
 
 
 def test_an_encoding_without_the_signs_of_names() -> None:
-    """Characters that the terminal cannot show are escaped, so no UnicodeEncodeError is raised."""
+    """A character that the terminal's encoding lacks is escaped, so that no UnicodeEncodeError ends the command."""
     command = [sys.executable, "-m", "fp4kit", "inspect", "n\u00e4\udcffme"]
     run = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"})
     assert run.returncode == 2 and run.stderr.startswith(b"fp4kit inspect: n\\xe4\\udcffme: does not exist")

@@ -38,7 +38,10 @@ def test_a_narrow_terminal_gets_shorter_names() -> None:
 
 
 def test_names_that_would_be_alike_stand_on_lines_of_their_own() -> None:
-    """A table of 40 columns leaves 26 for the name, too few to distinguish the experts."""
+    """If shortened names would look alike, each name gets a line of its own.
+
+    A table of 40 columns leaves 26 for the name, too few to distinguish the experts.
+    """
     rows = [("a" * 20 + str(i) + "b" * 20, "BF16", "1") for i in range(3)]
     assert render.table(COLUMNS, rows, 44) == [
         "tensor",
@@ -75,7 +78,7 @@ def drawn_rows(generator: random.Random) -> list[tuple[str, ...]]:
 
 @together("seed", range(300))
 def test_drawn_tables_fit(seed: int) -> None:
-    """For any cells, wide characters included, no line is too wide, ends in a space or is empty."""
+    """For random cells, wide characters included, no line of a table is too wide, ends in a space or is empty."""
     generator = random.Random(seed)
     rows = drawn_rows(generator)
     columns = tuple(generator.choice(("", "#")) + f"title {i}" for i in range(len(rows[0])))

@@ -1,5 +1,6 @@
-"""Test what print and notebooks show: correct counts, and HTML that is well formed, escaped and without colors of its
-own.
+"""Test the text and the HTML that print and notebooks show for fp4kit's objects.
+
+Counts must be correct. HTML must be well formed and escaped, and must take its colors from the page.
 """
 
 import re
@@ -25,7 +26,7 @@ VOID = {"br", "img", "meta", "hr"}
 
 
 class Parsed(HTMLParser):
-    """Parse HTML into tags in order and text; raise for a tag that is not closed or is closed twice."""
+    """Parse HTML into tags in order and text. Raise an error for a tag that is not closed or is closed twice."""
 
     def __init__(self, html):
         super().__init__()
@@ -71,7 +72,7 @@ def shown():
 
 
 def by_definition(q):
-    """Count saturated elements, NaN, blocks and zero blocks element by element."""
+    """Return the counts of saturated elements, NaN, blocks and zero blocks, counted element by element."""
     codes, fmt = codes_of(q), q.recipe.element
     values = np.abs(fmt.values[codes])
     used = values != 0
@@ -89,7 +90,7 @@ def by_definition(q):
 @pytest.mark.parametrize("chunk", [1 << 20, 100])
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_those_of_the_definition(name, chunk, monkeypatch):
-    """Holds for matrices that do not fill the last row of blocks, and for chunks of few rows or one row."""
+    """Counts must not depend on the number of rows per chunk, also if rows do not fill the last row of blocks."""
     monkeypatch.setattr(counting, "CHUNK_BYTES", chunk)
     for x in (ORDINARY[:120], INPUTS["extreme"], INPUTS["nonfinite"], np.zeros((64, 128), F32)):
         q = quantized(x, name)
@@ -166,7 +167,9 @@ def test_bars_of_every_e8m0_scale():
 
 
 def test_an_outlier_does_not_squeeze_the_others():
-    """Zero blocks have the scale 2^-127. Its bin stands beside the others, without empty bins between."""
+    """Zero blocks have the scale 2^-127. The histogram shows their bin beside the others, without empty bins
+    between.
+    """
     assert by_exponent(F32([2.0**-127, 1, 2]), np.array([1, 2, 3])) == (("2^-127", 1), ("2^0", 2), ("2^1", 3))
 
 

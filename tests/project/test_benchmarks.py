@@ -1,6 +1,4 @@
-"""Test the benchmarks without a GPU: bytes by formula, records, the meaning of targets, timing and checking, the table
-and the plot.
-"""
+"""Test the GPU benchmarks without a GPU: counted bytes, records, targets, timing, checks, the table and the plot."""
 
 from __future__ import annotations
 
@@ -95,7 +93,7 @@ def test_targets(targets, met):
 
 
 class OnDevice(np.ndarray):
-    """Stand in for a CuPy array: a NumPy array that must be fetched with get()."""
+    """Stand in for a CuPy array: NumPy must fetch its values with get()."""
 
     def get(self):
         return np.asarray(self)
@@ -138,7 +136,7 @@ def test_a_wrong_value_is_found():
 
 
 class Clock:
-    """Simulate a device: a copy takes 100 us, and a call takes the time that it states."""
+    """Simulate the time of a device: a copy takes 100 us, and a call takes the time that it states."""
 
     def __init__(self):
         self.now = 0.0

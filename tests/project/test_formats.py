@@ -1,6 +1,4 @@
-"""Test the facts of formats: every derived number against tables written by hand, and against ml_dtypes if it has the
-format.
-"""
+"""Test the properties of formats, such as the largest value, against tables written by hand and against ml_dtypes."""
 
 from dataclasses import FrozenInstanceError
 from fractions import Fraction

@@ -1,5 +1,6 @@
-"""Test ElementFormat.encode and decode with exact fractions: every code, every midpoint with its float64 neighbors,
-every rounding.
+"""Test ElementFormat.encode and decode against exact fractions, in every rounding mode.
+
+Inputs are every value, every midpoint of two values, and the float64 neighbors of both.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from fp4kit.reference import codec
 from fp4kit.reference.stochastic import encode_stochastic
 from fp4kit.rounding import NAMES, ROUNDINGS
 
-LOW = ElementFormat("E2M1_LOW", 2, 1, 149)  # its 1 / step is beyond float32
+LOW = ElementFormat("E2M1_LOW", 2, 1, 149)  # the reciprocal of its step overflows float32
 MORE = (LOW, ElementFormat("E2M1_HIGH", 2, 1, -90), ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee"))
 every_format = pytest.mark.parametrize("fmt", ELEMENT_FORMATS + MORE, ids=str)
 every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if name != "rs"])
@@ -35,7 +36,9 @@ every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if 
 
 @cache
 def magnitudes_of(fmt):
-    """Return the magnitudes by code, and one more: the next magnitude if the format continued."""
+    """Return the magnitudes of a format in the order of their codes, and one more: the next one if the format
+    continued.
+    """
     if fmt.is_integer:
         return [Fraction(i) for i in range(fmt.sign_bit + 2)]  # integers have one more value below zero
     found = [Fraction(float(v)) for v in fmt.values[: fmt.sign_bit or None] if np.isfinite(v)]
@@ -60,7 +63,7 @@ def index_of(a, magnitudes, rounding, negative):
 
 
 def oracle(x, fmt, rounding, saturate):
-    """Return the code of a float."""
+    """Return the code that a float must get, computed with fractions."""
     if np.isnan(x) or (x < 0 and not fmt.signed):
         return fmt.nan_code
     negative, magnitudes = bool(np.signbit(x)), magnitudes_of(fmt)
@@ -78,9 +81,9 @@ def oracle(x, fmt, rounding, saturate):
 
 
 def points(fmt):
-    """Return test numbers of both signs, and NaN.
+    """Return the float64 numbers to test for a format, of both signs, and NaN.
 
-    They are every value and midpoint with both float64 neighbors, numbers beyond the largest, and tiny and huge
+    They are every value and every midpoint with both float64 neighbors, numbers beyond the largest, and tiny and huge
     numbers.
     """
     magnitudes = magnitudes_of(fmt)
@@ -115,7 +118,7 @@ def test_every_code_comes_back(fmt, rounding):
 @every_format
 @pytest.mark.parametrize("rounding", [name for name in ROUNDINGS if name in NAMES])
 def test_float32_as_the_specification_has_it(fmt, rounding):
-    """With its default rules for signs and NaN, codec.encode gives the codes of ElementFormat.encode."""
+    """For float32, ElementFormat.encode gives the codes of the specification (codec.encode) with its default rules."""
     if fmt is LOW or (not fmt.has_zero and rounding not in ("rn", "rz")):
         return
     with np.errstate(all="ignore"):
@@ -123,7 +126,9 @@ def test_float32_as_the_specification_has_it(fmt, rounding):
 
 
 def test_float64_is_rounded_once():
-    """Rounded to float32 first, these numbers would be ties, which round down to even."""
+    """These float64 numbers are rounded directly. Rounding to float32 first would make them ties, which go down to
+    even.
+    """
     x = np.array([0.25, 1.25, 5.0]) * (1 + 2.0**-40)
     assert E2M1.encode(x).tolist() == [1, 3, 7] and E2M1.encode(x.astype(np.float32)).tolist() == [0, 2, 6]
     assert (E2M1.encode(0.25 + 2.0**-40), E2M1.encode(0.25)) == (1, 0)
@@ -131,7 +136,10 @@ def test_float64_is_rounded_once():
 
 @pytest.mark.parametrize("fmt", ML_DTYPES, ids=str)
 def test_ml_dtypes_where_it_rounds_once(fmt):
-    """Without saturation, ml_dtypes gives the same codes for numbers of up to 32 bits, except for the sign of NaN."""
+    """Without saturation, codes equal those of ml_dtypes for numbers of up to 32 bits, except for the sign of NaN.
+
+    ml_dtypes rounds float64 numbers twice, so these are not compared.
+    """
     for x in (SWEEP, ALL_16_BITS.view(np.float16), ALL_16_BITS.view(BF16)):
         with np.errstate(all="ignore"):
             found, theirs = fmt.encode(x, saturate=False), x.astype(ML_DTYPES[fmt])

@@ -1,4 +1,4 @@
-"""Test what an installation from source compiles, and how type checkers find an editable installation."""
+"""Test which files an installation from source compiles, and that type checkers find an editable installation."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def test_every_source_is_compiled(setup_py):
 
 
 def test_an_editable_installation_is_a_path(tmp_path):
-    """Type checkers do not run import finders, so the installation writes a .pth file with the folder of fp4kit."""
+    """The editable installation writes a .pth file with fp4kit's folder, because type checkers do not run
+    import hooks.
+    """
     source = tmp_path / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.npz"))
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):

@@ -25,7 +25,10 @@ def test_a_lazy_property_is_computed_once():
 
 
 def test_threads_that_meet_get_one_value():
-    """Each thread waits inside the method for the other one. A lock would keep the other one out."""
+    """Two threads that compute the value at once must both finish and get one object.
+
+    Each waits inside the method for the other, which a lock would keep out.
+    """
     meeting = threading.Barrier(2)
 
     class Meeting:

@@ -1,5 +1,5 @@
-"""Test docs/life-of-a-call.md: its picture shows the files that a call of quantize enters, and their number
-is small.
+"""Test docs/life-of-a-call.md: its picture must show the files that a call of quantize enters, and these must
+be few.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ PARTS = {
 
 
 def drawn(engine: str, later: bool) -> set[str]:
-    """Return the files in the picture's boxes for an engine; later: only those with a dot."""
+    """Return the files in the picture's boxes for an engine.
+
+    later: True for the boxes with a dot only, which a later call enters too.
+    """
     (picture,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     found = set()
     for part in PARTS[engine]:
@@ -41,7 +44,7 @@ def drawn(engine: str, later: bool) -> set[str]:
 
 
 def entered(engine: str) -> list[list[str]]:
-    """Return the files that a first and a later call enter in a new process."""
+    """Run entered_files.py in a new process; return the files that a first and a later call enter."""
     script = ROOT / "tests" / "support" / "entered_files.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(script.parent)])}
     result = subprocess.run(

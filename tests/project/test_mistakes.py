@@ -1,4 +1,4 @@
-"""Test messages for the mistakes that users make first: each says what came, what is needed and what to do."""
+"""Test the error messages for users' usual mistakes: each says what came, what is needed and what to do."""
 
 import dataclasses
 import re
@@ -21,7 +21,7 @@ def raises(kind, text):
 
 
 class Module:
-    """Stand in for a torch.nn.Module: it has the attributes that the messages look at."""
+    """Stand in for a torch.nn.Module, with the attributes by which the messages recognize one."""
 
     def __init__(self, *names):
         self.names = names
@@ -156,7 +156,10 @@ MODULE = {
 
 @pytest.mark.parametrize("name", MODULE)
 def test_a_name_that_the_package_does_not_have(name):
-    """In a new process, because another test may have imported fp4kit.torch."""
+    """An attribute that the package lacks gives a helpful error in a new process.
+
+    In this process another test may have imported fp4kit.torch.
+    """
     code = f"import fp4kit\ntry: fp4kit.{name}\nexcept AttributeError as error: print(error, error.name, sep='|')"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found == f"module 'fp4kit' has no attribute {name!r}; {MODULE[name]}|{name}\n"

@@ -1,4 +1,4 @@
-"""Test that notebooks run in a new kernel without an error or a warning, and print the outputs that are stored in them.
+"""Test that notebooks run in a new kernel without errors and warnings, and print the outputs that are stored in them.
 
 `python tests/project/test_notebooks.py` runs each notebook and stores the new outputs.
 """
@@ -23,7 +23,7 @@ METADATA = {
     "language_info": {"name": "python"},
 }
 TIMEOUT = 300  # seconds per notebook
-# An absolute path: /name/... or a drive letter. The slash of 16/32, https://name/ or </tag> does not count.
+# Absolute paths: /name/... or a drive letter, but not the slash of 16/32, https://name/ or </tag>.
 ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<)])/[A-Za-z_][\w.-]*/|\b[A-Za-z]:\\")
 
 
@@ -88,8 +88,9 @@ def test_there_are_notebooks():
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
 def test_stored_notebook_is_a_clean_run(notebook):
-    """A stored notebook was run once from top to bottom, without errors, stderr output or machine-specific paths, and
-    has plain metadata.
+    """Each stored notebook was run once from top to bottom, without errors or output to stderr.
+
+    It contains no path of the machine that ran it, and the usual metadata.
     """
     stored = load(notebook)
     cells = code_cells(stored)
@@ -106,7 +107,9 @@ def test_stored_notebook_is_a_clean_run(notebook):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_fresh_run_prints_what_is_stored(name, tmp_path):
-    """A new run gives no error, no stderr output, and the stored texts. For figures only their presence is compared."""
+    """A new run gives no error, nothing on stderr, and the stored texts. For figures, only their presence is
+    compared.
+    """
     notebook = ROOT / "notebooks" / f"{name}.ipynb"
     run_in_subprocess(notebook, tmp_path / notebook.name, tmp_path)
     fresh = load(tmp_path / notebook.name)

@@ -40,7 +40,7 @@ EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTAL
     "code", [pytest.param(code, marks=pytest.mark.exhaustive if "torch.compile" in code else ()) for code in EXECUTED]
 )
 def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
-    """One of the examples calls torch.compile and is slow."""
+    """The other examples of the README run without an error. One calls torch.compile and is slow."""
     if "import torch" in code:
         pytest.importorskip("torch")
     monkeypatch.chdir(tmp_path)

@@ -1,5 +1,5 @@
-"""Test the record of what a scale search gains: its table is current, and a search gives the optimum that the figure
-shows.
+"""Test the report of what a scale search gains: its table is current, and its figure shows the optimum that a search
+finds.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def test_the_figure_is_drawn(tmp_path) -> None:
 
 
 def test_the_searched_scale_is_the_lowest_point_of_the_figure() -> None:
-    """search_scales finds this scale for the recorded values with the tensor's amax."""
+    """search_scales, called with the recorded block and tensor amax, returns the scale at the lowest point."""
     block = RECORD["block"]
     values = np.float32(block["values"])[None]
     found = fp4kit.search_scales(values, "nvfp4-modelopt-static", tensor_amax=block["amax"])

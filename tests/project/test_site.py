@@ -1,4 +1,4 @@
-"""Test the documentation site: pictures are current, every public name has a page, every page is in the navigation.
+"""Test the documentation site: pictures are current, every public name has a page, and the navigation has every page.
 
 `.ci/run` builds the site and fails if a link or a name leads nowhere.
 """
@@ -58,9 +58,7 @@ def test_pages_begin_with_what_the_reader_gets() -> None:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    """Return the pages of two producers, without counts of recorded arrays, which CI computes when it builds
-    the site.
-    """
+    """Return the generated pages of two producers, without the counts of recorded arrays, which only CI computes."""
     module = tool_module("producer_pages")
     module._recorded = lambda r: (1, 1)
     return {name: module.page(name, module.producers()[name]) for name in ("te", "gguf")}

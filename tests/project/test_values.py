@@ -1,5 +1,5 @@
-"""Test that formats, recipes and Quantized are values: pickled, copied and sent between processes, they work like new
-ones.
+"""Test that formats, recipes and Quantized behave as values: pickled, copied or sent to another process, they work as
+before.
 """
 
 import copy
@@ -57,7 +57,7 @@ def test_a_recipe_of_the_table_pickles_small():
 
 
 def rebuilt(r):
-    """Return a recipe equal to r that shares no object with it."""
+    """Return a recipe that equals r but shares no object with it."""
     again = {f.name: getattr(r, f.name) for f in fields(r)}
     formats = {name: ElementFormat(**vars_of(again[name])) for name in ("element", "scale") if again[name] is not None}
     return type(r)(**again | formats)
@@ -68,7 +68,7 @@ def vars_of(fmt):
 
 
 def works(q, x):
-    """Return which uses of q work: identify, lossless requantize, compare, decode, swizzle and write to."""
+    """Return {use of q: whether it works}, for identify, lossless requantize, compare, dequantize, swizzle and out=."""
     mx = q if q.recipe.format_name == "MXFP4" else fp4kit.quantize(x, "mxfp4-ocp")
     found = fp4kit.requantize(mx, "nvfp4-te")
     comparison = fp4kit.compare(q, fp4kit.quantize(x, q.recipe.id))
@@ -97,7 +97,7 @@ def test_quantized(name, copied):
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp"])
 def test_no_comparison_is_by_identity(name):
-    """Recipes and formats that are equal but not identical objects must count as equal."""
+    """Two equal recipes or formats count as equal in every function, even if they are different objects."""
     q = fp4kit.quantize(ORDINARY, name)
     other = replace(q, recipe=rebuilt(q.recipe), packed=q.packed.copy())
     assert other.recipe is not q.recipe and other.recipe.element is not q.recipe.element
@@ -113,7 +113,7 @@ def in_a_worker(q, x):
 )  # JAX warns about forks if an earlier test used it
 @pytest.mark.parametrize("method", METHODS)
 def test_worker_processes(method):
-    """Test calls in the worker on what was sent, and the objects that it sends back."""
+    """A worker process can use the objects that it is sent, and the objects that it sends back work here."""
     with multiprocessing.get_context(method).Pool(1) as pool:
         for name in ("nvfp4-te", "mxfp4-ocp"):
             q = fp4kit.quantize(ORDINARY, name)
@@ -148,7 +148,7 @@ STATES = {  # maps a case to the changed fields of a Quantized of (4, 32) by mxf
 
 
 def with_state(q, changes):
-    """Return a Quantized with changed fields that nothing has checked."""
+    """Return a Quantized with changed fields, as an unpickled one might have them: no check has seen them."""
     return assembled(vars(q) | changes)
 
 
@@ -178,10 +178,7 @@ def test_a_block_format_is_checked_when_it_comes_back():
 
 @pytest.mark.parametrize("name", ["mxfp6-torchao-floor-e2m3", "mxfp6-torchao-floor-e3m2"])
 def test_codes_of_six_bits(name):
-    """A byte holds one six-bit code, so its upper bits are 0.
-
-    The byte 64 has no value, and engines would not agree on one.
-    """
+    """A byte above 63 is rejected as a six-bit code, because it has no value and engines would not agree on one."""
     q = fp4kit.quantize(ORDINARY, name)
     packed = q.packed.copy()
     packed[-1, -1] = 63

@@ -1,6 +1,6 @@
-"""Test that the wheel holds what the package needs: its commands run from it without the checkout.
+"""Test that the wheel contains what the package needs: its commands run from the wheel without the checkout.
 
-Most tests build the wheel without setup.py, as it is without a C++ compiler: Python only.
+Most tests build a pure-Python wheel, without setup.py, as on a system without a C++ compiler.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from host.compiler import find_compiler
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
-# Isolate the process: -S ignores .pth files in site-packages, which an editable installation uses; -I ignores this
-# folder.
+# Isolate the process, so that it imports the wheel only. -S ignores .pth files in site-packages, which an editable
+# installation uses; -I ignores the current folder.
 COMMAND = """
 import sys
 sys.path[:0] = {folders!r}
@@ -33,7 +33,10 @@ sys.exit(main(sys.argv[1:]))
 
 
 def copied(folder, *more):
-    """Copy what a wheel is built from, plus further files, because a build leaves folders beside the sources."""
+    """Copy the files that a wheel is built from, and the files `more`, to a folder.
+
+    A build leaves folders beside the sources, so it must not run in the checkout.
+    """
     source = folder / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
     for name in ("pyproject.toml", "README.md", "LICENSE", *more):
@@ -42,7 +45,7 @@ def copied(folder, *more):
 
 
 def built(source, folder):
-    """Build the wheel of a folder with sources or of an archive of them; return its path."""
+    """Build the wheel of a source folder or of a source distribution; return its path."""
     build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     subprocess.run([*PIP, *build], check=True, cwd=folder)
     (path,) = folder.glob("*.whl")
@@ -51,14 +54,14 @@ def built(source, folder):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """Return a wheel of the checkout, pure Python."""
+    """Build a pure-Python wheel of the checkout and return its path."""
     folder = tmp_path_factory.mktemp("wheel")
     return built(copied(folder), folder)
 
 
 @pytest.fixture(scope="module")
 def compiled_wheel(tmp_path_factory):
-    """Return a wheel with the engine, built from a source distribution of the checkout; skip without a C++ compiler."""
+    """Build a source distribution and from it a wheel with the compiled engine; skip without a C++ compiler."""
     folder = tmp_path_factory.mktemp("compiled")
     if isinstance(find_compiler(folder), str):
         pytest.skip("no C++ compiler")
@@ -75,7 +78,7 @@ def installed(wheel):
 
 
 def installation(wheel):
-    """Install the wheel's files to a folder; return it."""
+    """Install the wheel's files to a folder of their own and return the folder."""
     folder = wheel.parent / "installed"
     install = ["install", "--no-deps", "--no-index", "--target", str(folder), str(wheel)]
     subprocess.run([*PIP, *install], check=True, cwd=wheel.parent)
@@ -83,7 +86,7 @@ def installation(wheel):
 
 
 def run(installed, *arguments, command=COMMAND):
-    """Run the installed wheel's command fp4kit, or another program, without CuPy."""
+    """Run the fp4kit command, or another program, from the installed wheel and without CuPy."""
     needed = {Path(find_spec(name).origin).parent.parent for name in ("numpy", "ml_dtypes", "safetensors", "rich")}
     code = command.format(folders=[str(folder) for folder in (installed, *sorted(needed))])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -95,7 +98,7 @@ def run(installed, *arguments, command=COMMAND):
 
 
 def files_of(wheel):
-    """Return the names of a wheel's files in the package."""
+    """Return the names of all files of the package in a wheel."""
     return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fp4kit/")}
 
 
@@ -113,7 +116,7 @@ def test_recipes_are_checked_against_the_recorded_outputs(installed):
 
 
 def test_kernels_are_found(installed):
-    """The wheel holds every source that a kernel instantiation includes."""
+    """The wheel contains every kernel source that an instantiation includes."""
     sources = installed / "fp4kit" / "cuda" / "kernels"
     assert {path.name for path in sources.rglob("*.cu*")} == {path.name for path in (ROOT / "fp4kit").rglob("*.cu*")}
 
@@ -153,9 +156,7 @@ def test_without_a_compiler_the_specification_is_the_engine(installed):
 
 @pytest.mark.exhaustive
 def test_a_source_distribution_is_compiled(compiled_wheel, wheel):
-    """The source distribution holds what the compiler needs, and the engine of the wheel built from it passes its
-    check.
-    """
+    """The source distribution has all files that the compiler needs, and the compiled engine passes its own check."""
     libraries = files_of(compiled_wheel) - files_of(wheel)
     assert files_of(wheel) < files_of(compiled_wheel)
     assert {name.partition(".")[0] for name in libraries} >= {"fp4kit/cpu/_base"}

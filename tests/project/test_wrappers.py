@@ -1,6 +1,6 @@
-"""Test fp4kit.torch and fp4kit.jax alike: values and gradients are bit-identical to fp4kit's and to the recorded ones.
+"""Test fp4kit.torch and fp4kit.jax alike: values and gradients are bit-identical to fp4kit's and to recorded ones.
 
-Also run the examples.
+The example programs of both are run, too.
 """
 
 import importlib
@@ -101,9 +101,9 @@ def test_values_and_gradients(wrapped, recipe, dtype, pass_through):
 
 @pytest.mark.parametrize("recipe", CLIPPED)
 def test_recorded_gradients(wrapped, recipe, golden):
-    """Compare with the gradients of Model-Optimizer's clipped straight-through estimator.
+    """Gradients equal the recorded ones of Model-Optimizer's clipped straight-through estimator.
 
-    If it passes gradients through, it returns the upstream gradient.
+    For a pass-through estimator, they equal the upstream gradient.
     """
     compared = 0
     for case in cases(CLIPPED[recipe], golden):

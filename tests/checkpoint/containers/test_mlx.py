@@ -1,5 +1,6 @@
-"""Test MLX directories: written, read back by fp4kit, MLX and mlx-lm; those with a global scale are read and
-rewritten.
+"""Test MLX directories: fp4kit writes them, and fp4kit, MLX and mlx-lm read them back.
+
+Directories with a global scale are read and rewritten, too.
 """
 
 from __future__ import annotations
@@ -147,7 +148,7 @@ def test_it_becomes_another_format_and_numbers(recipe: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_mlx_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> None:
-    """mx.load and mx.dequantize give bit-identical values."""
+    """MLX's own reader and decoder (mx.load, mx.dequantize) give the values that fp4kit.dequantize gives."""
     mx = pytest.importorskip("mlx.core")
     tensors = qwen3(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
@@ -167,7 +168,7 @@ def test_mlx_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [qwen3, mixtral])
 def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
-    """In mlx-lm's loader every layer is quantized as it is stored, and experts are stacked with their scales."""
+    """mlx-lm loads the directory with every layer quantized as it is stored, and stacks experts with their scales."""
     mx, utils = pytest.importorskip("mlx.core"), pytest.importorskip("mlx_lm.utils")
     model(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")
@@ -193,7 +194,7 @@ def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
 def with_global_scales(root: Path) -> dict[str, np.ndarray]:
     """Write a directory with global scales as mlx-lm does: experts [E, N, K], with one amax per expert.
 
-    Return the tensors of the source.
+    Return the unquantized tensors.
     """
     name = "model.layers.0.mlp.switch_mlp.up_proj"
     x = synthetic.random(name, (4, 96, 64))
@@ -208,9 +209,9 @@ def with_global_scales(root: Path) -> dict[str, np.ndarray]:
 
 
 def test_global_scales(tmp_path: Path) -> None:
-    """The stored amax of each expert implies its tensor scale.
+    """fp4kit derives the tensor scale of each expert from the stored amax.
 
-    Renaming stores that scale, and renaming back stores the amax's own bits.
+    Converting to another format stores that scale, and converting back stores the bits of the amax.
     """
     tensors = with_global_scales(tmp_path / "q")
     model = open_checkpoint(tmp_path / "q")
@@ -225,9 +226,10 @@ def test_global_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256"])
 def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
-    """verify expects the amax if it equals 2688 tensor scales up to rounding, otherwise 2688 tensor scales.
+    """verify accepts the amax as global scale if it equals 2688 tensor scales up to rounding, otherwise 2688 tensor
+    scales.
 
-    It reports that mlx-lm does not read a global scale of this layer.
+    verify also reports that mlx-lm does not read a global scale of this layer.
     """
     name = "model.layers.0.mlp.up_proj"
     x = synthetic.random(name, (96, 64))
@@ -322,7 +324,7 @@ def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
 
 
 def test_forms_are_told_apart_by_their_shapes() -> None:
-    """For any K, the words and scales of one form fit no other form."""
+    """The shapes of codes and scales identify the quantization: for any K, those of one fit no other."""
     for a in FORMS:
         for b in FORMS:
             specs = a.specs((8, 192))

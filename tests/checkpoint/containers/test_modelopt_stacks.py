@@ -1,5 +1,6 @@
-"""Test stacks of experts as Model-Optimizer exports them, with codes [E, K/2, N]: every command reads them; convert
-renames and decodes them.
+"""Test stacks of experts with codes [E, K/2, N], as Model-Optimizer exports them.
+
+Every command reads such stacks; convert renames and decodes them.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 
 RECIPE, EXPERTS = "nvfp4-modelopt", "model.layers.0.feed_forward.experts"
-# N and K of each stack; all differ, so that a swapped axis is noticed
+# N and K of each stack. All differ, so that the test fails if axes are swapped.
 SHAPES = {"gate_up_proj": (128, 64), "down_proj": (64, 96)}
 Quantized = dict[str, list[fp4kit.Quantized]]
 
@@ -56,7 +57,10 @@ def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) 
 
 
 def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
-    """Map each layer to the matrix that it is part of and its rows in it: gate, then up."""
+    """Return {layer: (matrix, rows)}: the matrix of a stack that the layer is part of, and its rows in it.
+
+    In gate_up_proj, the rows of gate come first.
+    """
     found = {}
     for e, (both, down) in enumerate(zip(q["gate_up_proj"], q["down_proj"], strict=True)):
         half = both.packed.shape[0] // 2
@@ -75,7 +79,9 @@ def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
 def test_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int, each: bool, inputs: bool, large: bool
 ) -> None:
-    """The bytes are unchanged, with one layer per expert, also if a matrix is too large to be transposed in memory."""
+    """Converting such a stack to single experts keeps the bytes, also if a matrix is too large to be transposed in
+    memory.
+    """
     if large:
         monkeypatch.setattr(slabs, "WHOLE_EXPERT", 100 * 4 * 64)
     q = made(tmp_path, experts, each, inputs)
@@ -99,7 +105,7 @@ def test_renamed(
 
 @pytest.mark.parametrize("each", [False, True])
 def test_decoded(tmp_path: Path, each: bool) -> None:
-    """The values come back as [E, K, N], the order of the unquantized model."""
+    """Decoding stores the values as [E, K, N], the axis order of the unquantized model."""
     q = made(tmp_path, each=each)
     convert(tmp_path / "q", tmp_path / "out", format="bf16")
     found = oracle.arrays(oracle.load(tmp_path / "out"))
@@ -152,7 +158,7 @@ def test_interleaved_stacks_have_no_place_elsewhere(tmp_path: Path, monkeypatch:
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Scales stored by row beside codes stored by column are rejected, and so is a wrong number of tensor scales."""
+    """Scales stored in another axis order than the codes, and a wrong number of tensor scales, are rejected."""
     changes = {"_weight_scale": lambda x: np.swapaxes(x, 1, 2), "_weight_scale_2": lambda x: np.ones(2, np.float32)}
     for part, change in changes.items():
         folder = tmp_path / part

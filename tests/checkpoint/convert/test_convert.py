@@ -1,4 +1,4 @@
-"""Test conversion: configs, files, odd shapes, and that execution options change no byte."""
+"""Test conversion of configs, of other files and of odd shapes, and that options of execution change no byte."""
 
 from __future__ import annotations
 
@@ -36,8 +36,9 @@ def expected(tensors: synthetic.Tensors, converted: list[str], recipe: str, form
 
 
 def test_input_scale(tmp_path: Path) -> None:
-    """The input scale is written for every layer, as a multiplier or a divisor, and the config says that activations
-    are quantized.
+    """The input scale is written for every layer, as a multiplier or as a divisor.
+
+    The config says that activations are quantized.
     """
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt", input_scale=0.3)
@@ -56,7 +57,9 @@ def test_input_scale(tmp_path: Path) -> None:
 
 
 def test_sharing_across_shards(tmp_path: Path) -> None:
-    """q, k, v and gate, up of one layer share one weight_scale_2, although k and up are in another file."""
+    """Layers that engines fuse (q, k and v; gate and up) share one weight_scale_2, even if they are in
+    different files.
+    """
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     loaded = load(tmp_path / "out")
@@ -84,7 +87,10 @@ TARGETS = st.sampled_from(
 def test_any_shape(
     data: st.DataObject, shape: tuple[int, int], target: tuple[str, str], dtype: Any, exponent: int
 ) -> None:
-    """Draw any number of rows, whole blocks of K, any magnitude and any height of slabs. w1 and w3 share a scale."""
+    """For any number of rows and of blocks per row, any magnitude and any slab height, bytes equal those of quantize.
+
+    w1 and w3 share a scale.
+    """
     recipe, format = target
     rows, columns = shape[0], shape[1] * fp4kit.recipe(recipe).block_size
     tensors: synthetic.Tensors = {}
@@ -160,7 +166,7 @@ def test_configs_of_others(tmp_path: Path, recipe: str, format: str, wanted: dic
 
 
 def test_numbers_again_have_a_plain_config(tmp_path: Path) -> None:
-    """After a converted checkpoint is decoded, its quantization declarations and hf_quant_config.json are gone."""
+    """Decoding a converted checkpoint removes its quantization declarations and hf_quant_config.json."""
     synthetic.vlm(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     convert(tmp_path / "out", tmp_path / "back", format="bf16")
@@ -249,7 +255,7 @@ CASES = [
 def test_slabs_do_not_show(
     tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If slabs have only a few rows and stacks of columns are read column by column, every file keeps its bytes."""
+    """The bytes of every file are independent of the number of rows per slab, and of how transposed stacks are read."""
     (synthetic.MODELS | synthetic.GPT_OSS | synthetic.QUANTIZED)[name](tmp_path / "m")
     ticks: list[int] = []
     options = Options(progress=ticks.append)
@@ -270,7 +276,7 @@ def test_workers_do_not_show(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (2, 4096, 2048)])
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """A tensor of 32 MiB converts within a few slabs of memory."""
+    """Converting a tensor of 32 MiB takes the memory of a few slabs, not of the tensor."""
     name = "model.layers.0.mlp.down_proj.weight" if len(shape) == 2 else "model.layers.0.mlp.experts.gate_up_proj"
     x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
     synthetic.write_model(tmp_path / "source", {"num_hidden_layers": 1, "num_experts": 2}, {name: x})

@@ -1,4 +1,4 @@
-"""Test conversions that fail: before any work where possible, and without leaving anything that looks finished."""
+"""Test conversions that fail: they fail before any work where possible, and leave nothing that looks finished."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _nothing_left(folder: Path) -> None:
 
 
 class Boom(BaseException):
-    """Stand for signals: a BaseException that is not an Exception."""
+    """Stand in for the exceptions of signals: a BaseException that is not an Exception."""
 
 
 PLACES = (
@@ -98,10 +98,7 @@ ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryE
 @pytest.mark.parametrize("error", half(ERRORS), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", half(PLACES))
 def test_failure_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
-    """If the model itself is rejected, nothing is left.
-
-    After any other error, a state is left that --resume can continue.
-    """
+    """If the model is rejected, nothing is left. After any other error, the run can be continued with --resume."""
     synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
@@ -167,7 +164,9 @@ def test_destination_inside_source(tmp_path: Path) -> None:
 
 
 def test_source_inside_destination(tmp_path: Path) -> None:
-    """The destination can hold the source and yet not exist only through a link."""
+    """A destination that contains the source is rejected. It can contain the source and yet not exist only through a
+    link.
+    """
     synthetic.bert(tmp_path / "a" / "m")
     (tmp_path / "a" / "m").rename(tmp_path / "m")
     with refused("contains the source"):
@@ -220,8 +219,9 @@ def test_partial_directory_that_cannot_be_made(tmp_path: Path, monkeypatch: pyte
 
 @pytest.fixture
 def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
-    """Yield a function that removes all permissions of a path until the test ends; skip for users who have
-    them anyway.
+    """Yield a function that removes all permissions of a path until the test ends.
+
+    Skip the test for users whom permissions do not stop, such as root.
     """
     taken: list[tuple[Path, int]] = []
 
@@ -251,9 +251,9 @@ def forbidden(tmp_path: Path) -> Iterator[Callable[[Path], None]]:
 def test_unreadable_files_are_rejected_by_the_plan(
     tmp_path: Path, forbidden: Callable[[Path], None], name: str, said: str
 ) -> None:
-    """The error comes from the plan and not at the end of the run.
+    """The plan rejects unreadable files, so that the error does not come at the end of a long run.
 
-    An unreadable directory would otherwise be ignored.
+    Without the check, an unreadable directory would be skipped without an error.
     """
     synthetic.bert(tmp_path / "m")
     forbidden(tmp_path / "m" / name)

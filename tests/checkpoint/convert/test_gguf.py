@@ -1,5 +1,5 @@
-"""Test converting GGUF files to GGUF files: the bytes of codes, unchanged keys and tensors, rejected files, and how the
-file appears.
+"""Test converting GGUF files to GGUF files: bytes of codes, unchanged keys and tensors, rejected files, interrupted
+runs.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ RECIPES = ("mxfp4-ocp", "mxfp4-gguf", "nvfp4-te", "nvfp4-torchao-single", "nvfp4
 
 
 def content(path: Path) -> dict[str, bytes]:
-    """Map the name of every tensor to its bytes."""
+    """Return {tensor name: stored bytes} of a GGUF file."""
     whole = path.read_bytes()
     return {entry.name: whole[entry.start : entry.start + entry.nbytes] for entry in read_gguf(path).entries}
 
 
 def wanted(name: str, x: np.ndarray, recipe: str) -> dict[str, bytes]:
-    """Return the expected tensors for a matrix or stack, by fp4kit.quantize of each matrix."""
+    """Return the tensors that must store a matrix or stack, {name: bytes}, by fp4kit.quantize of each matrix."""
     kind, module = recipe.partition("-")[0], name.removesuffix(".weight")
     qs = [fp4kit.quantize(part, recipe) for part in (x if x.ndim == 3 else x[None])]
     found = {name: b"".join(pack_gguf(q.packed, q.block_scale, kind).tobytes() for q in qs)}
@@ -66,7 +66,7 @@ def run(source: Path, **options: Any) -> ConversionReport:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bytes_are_those_of_quantize(recipe: str, tmp_path: Path) -> None:
-    """Matrices and, expert by expert, stacks get the bytes of quantize.
+    """Matrices, and stacks expert by expert, get the bytes of quantize.
 
     All other tensors and keys keep their order and bytes; two keys are added.
     """
@@ -96,7 +96,7 @@ def keys(file: GgufFile) -> list[bytes]:
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
 def test_it_is_verified_and_identified(recipe: str, tmp_path: Path) -> None:
-    """verify and identify find the recipe that the file records."""
+    """verify finds no error in a converted file, and identify finds the recipe that the file records."""
     gguf_files.write_model(tmp_path / "m.gguf")
     run(tmp_path / "m.gguf", recipe=recipe)
     report = verify(tmp_path / "out.gguf", tmp_path / "m.gguf")
@@ -107,9 +107,9 @@ def test_it_is_verified_and_identified(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
 def test_gguf_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> None:
-    """gguf's own decoder gives bit-identical values, except for the sign of zeros, which it drops.
+    """The decoder of the gguf package gives bit-identical values, except that it drops the sign of zeros.
 
-    gguf leaves the tensor scale out.
+    It ignores the tensor scale.
     """
     gguf = pytest.importorskip("gguf")
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
@@ -140,7 +140,7 @@ def test_other_numbers(dtype: str, tmp_path: Path) -> None:
 
 
 def test_q8_0_on_request(tmp_path: Path) -> None:
-    """A Q8_0 tensor is copied unless --requantize is given; then its decoded values are quantized."""
+    """A Q8_0 tensor is copied, or decoded and quantized if --requantize is given."""
     tensors = gguf_files.model(np.dtype("f4"))
     odd = {
         name: gguf_files.q8_0(x) if is_converted(name, x, 32) else gguf_files.plain(x) for name, x in tensors.items()
@@ -156,7 +156,7 @@ def test_q8_0_on_request(tmp_path: Path) -> None:
 def test_converting_a_quantized_file_again(tmp_path: Path) -> None:
     """MXFP4 blocks can be kept, cast to NVFP4 without loss, or decoded.
 
-    NVFP4 blocks get other codes only on request.
+    NVFP4 blocks are quantized again only with --requantize.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "a.gguf", "mxfp4-ocp")
@@ -223,7 +223,7 @@ def test_what_llama_cpp_reads_unquantized_stays(tmp_path: Path) -> None:
         "attn_rel_b",
         "ffn_up_shexp",
     )
-    wide = gguf_files.plain(synthetic.random("x", (2, 64, 128)))  # a tensor of MLA, not a stack of experts
+    wide = gguf_files.plain(synthetic.random("x", (2, 64, 128)))  # a 3-D tensor of multi-head latent attention
     tensors = {**{f"blk.0.{name}.weight": x for name in names}, "blk.0.attn_k_b.weight": wide}
     tensors["blk.0.attn_v.weight"] = 12, np.zeros(288, np.uint8), (2, 256)  # type 12 is Q4_K
     gguf_files.write(tmp_path / "m.gguf", tensors)
@@ -244,7 +244,10 @@ SCALED = {
 
 @pytest.mark.parametrize("module", SCALED)
 def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_path: Path) -> None:
-    """The error comes before any work. Recipes without a tensor scale convert the same file."""
+    """llama.cpp has no tensor scale for some layers, so these are rejected before any work.
+
+    Recipes without a tensor scale convert the file.
+    """
     keys, more, text = SCALED[module]
     x = synthetic.random("x", (64, 128))
     tensors = {f"{module}.weight": gguf_files.plain(x), **{name: gguf_files.plain(x[0]) for name in more}}
@@ -310,7 +313,7 @@ def test_nan(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the file is complete it lies in a directory of its own, from which --resume continues."""
+    """An unfinished file lies in a directory of its own, from which --resume continues."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     jobs = import_module("fp4kit.checkpoint.convert.run_job")
     write, calls = jobs.write, []
@@ -335,7 +338,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A matrix of 32 MiB converts within a few slabs of memory."""
+    """Converting a matrix of 32 MiB takes the memory of a few slabs, not of the matrix."""
     x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
     gguf_files.write(
         tmp_path / "m.gguf", {"blk.0.attn_q.weight": gguf_files.plain(x), "output.weight": gguf_files.plain(x)}
@@ -369,9 +372,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-gguf"])
 def test_replaced_nan_and_infinities_are_made_anew(recipe: str, tmp_path: Path) -> None:
-    """A GGUF file has no manifest that says whether NaN and infinities were kept, so verify tries both.
+    """verify accepts both ways to quantize NaN and infinities, because a GGUF file has no manifest that records the
+    way.
 
-    A byte that neither gives is still an error.
+    A byte that neither way gives is an error.
     """
     tensors = gguf_files.model()
     tensors["blk.0.attn_q.weight"][2, 3], tensors["blk.1.ffn_gate_exps.weight"][1, 2, 3] = np.nan, np.inf

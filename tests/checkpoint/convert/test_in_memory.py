@@ -1,5 +1,6 @@
-"""Test convert_tensors: it gives the converter's bytes for NumPy and PyTorch tensors, in any order, with Hugging Face
-or Megatron names.
+"""Test convert_tensors: it gives the converter's bytes for NumPy and PyTorch tensors, in any order of tensors.
+
+Names may be those of Hugging Face or of Megatron.
 """
 
 import numpy as np
@@ -23,7 +24,9 @@ PAIRS = [
 
 
 def stored(root):
-    """Return two dicts of a checkpoint: the bytes of every tensor, and the arrays of those with a float dtype."""
+    """Return two dicts of a checkpoint: {name: bytes} of every tensor, and {name: array} of those with a
+    float dtype.
+    """
     model = open_source(root)
     raw, arrays = {}, {}
     with Readers() as readers:
@@ -76,7 +79,9 @@ def test_the_bytes_of_the_converter(tmp_path, name, recipe, form, library):
 
 
 def test_groups_come_as_soon_as_they_are_whole():
-    """Only one group of layers that share a scale is in memory at a time."""
+    """Layers that share a scale are returned as soon as all of them have arrived, so that few are in memory
+    at a time.
+    """
     rules, seen = Rules.of("nvfp4-te"), []
 
     def tensors():
@@ -178,7 +183,9 @@ def test_invalid_rules_are_rejected():
 
 
 def test_models_that_mlx_and_deepseek_v4_formats_reject():
-    """mlx-lm would drop the scales of these experts; vLLM needs scales of activations for DeepSeek-V4."""
+    """Models that would load wrongly are rejected: mlx-lm would drop the scales of these experts, and vLLM needs input
+    scales for DeepSeek-V4.
+    """
     expert = "model.layers.0.mlp.experts.0.down_proj.weight"
     rules = Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "qwen3_moe"})
     tensors = [

@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Model:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that collects the keys of the jobs that write."""
+    """Return a list to which the key of each job is added when it writes."""
     keys: list[str] = []
     write = run_job.write
 
@@ -56,8 +56,8 @@ def test_interrupted_again_and_again(model: Model) -> None:
 
 
 def test_interrupted_at_every_read(model: Model) -> None:
-    """Groups that are partly measured or written continue where they stopped; so do files that still must be synced to
-    disk.
+    """A run that is interrupted at any read resumes there: with groups that are partly measured or partly written, and
+    with files that must still be synced to disk.
     """
     reads: list[int] = []
     convert(model.source, model.folder / "again", options=Options(progress=reads.append))
@@ -91,7 +91,7 @@ def test_journal_cut_anywhere(model: Model) -> None:
 
 
 def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
-    """The next entry begins on a line of its own."""
+    """After an incomplete last line, the next journal entry begins on a line of its own."""
     for name in "ab":
         with journal.Journal(tmp_path / "j", "k") as one:
             one.note_done(run_job.Done(name, "0", "copy"))
@@ -101,7 +101,7 @@ def test_line_after_one_that_was_cut(tmp_path: Path) -> None:
 
 
 def test_a_journal_that_grew_is_not_read(model: Model) -> None:
-    """The journal may be sparse and claim terabytes."""
+    """A journal that is far too large is rejected unread, because a sparse file may claim terabytes."""
     model.interrupt(6)
     size = model.journal.stat().st_size
     os.truncate(model.journal, 1 << 40)
@@ -235,7 +235,7 @@ def test_measured_weights_are_not_read_again(model: Model, monkeypatch: pytest.M
 
 
 def test_amax_in_the_journal_is_exact(tmp_path: Path) -> None:
-    """Journals hold text, from which float32 values come back bit-identical."""
+    """Amaxes that are read from the text of a journal have the bits of the measured ones."""
     limits = np.finfo(np.float32)
     values = [np.float32(0.1), limits.smallest_subnormal, limits.max, np.float32(0)]
     with journal.Journal(tmp_path / "j", "k") as one:

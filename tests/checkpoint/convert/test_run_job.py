@@ -1,5 +1,5 @@
-"""Test every source form in every container: each byte is that of fp4kit.quantize on the whole layer, or of the old
-codes.
+"""Test every form of source in every container: each byte equals that of fp4kit.quantize on the whole layer, or is
+copied.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def allow_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(report: ConversionReport, tensors: synthetic.Tensors, columns: bool = False) -> None:
-    """Compare the whole result with the oracle."""
+    """Assert that all tensors of a result equal those of the oracle.
+
+    columns: True if stacks are stored as [E, K, N].
+    """
     plan = report.plan
     decoded = [tensor.name for tensor in plan.tensors if tensor.action == "dequantize"]
     kept = [tensor.name for tensor in plan.tensors if tensor.reason.endswith("as it is")]
@@ -50,7 +53,7 @@ def check(report: ConversionReport, tensors: synthetic.Tensors, columns: bool = 
 
 
 def options_of(recipe: str, format: str) -> dict[str, Any]:
-    """Return the options that a container needs: DeepSeek-V4's NVFP4 always has scales of activations."""
+    """Return the options that a container needs: an input scale for DeepSeek-V4's NVFP4, otherwise none."""
     return {"input_scale": 0.3} if (recipe[:5], format) == ("nvfp4", "deepseek-v4") else {}
 
 
@@ -71,7 +74,7 @@ def test_numbers(tmp_path: Path, name: str, recipe: str, format: str) -> None:
 @pytest.mark.parametrize("inner", [64, 96])
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "mxfp4-te", "mxfp4-modelopt"])
 def test_interleaved_stacks(tmp_path: Path, recipe: str, inner: int) -> None:
-    """gpt-oss stacks [E, K, N] become blocks along K whose rows stay interleaved.
+    """gpt-oss stacks [E, K, N] get blocks along K, and their rows of gate and up still alternate.
 
     The stack is square if `inner` is 64.
     """
@@ -101,9 +104,9 @@ CONTAINERS = [*QUANTIZED_TARGETS[:6], ("mxfp4-ocp", "deepseek-v4")]
 @pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
 @pytest.mark.parametrize("name", by_default(("deepseek",), ("deepseek", "moe")))
 def test_each_container_into_each(tmp_path: Path, name: str, origin: tuple[str, str], recipe: str, format: str) -> None:
-    """Run two conversions in a row.
+    """Converting a converted checkpoint keeps the codes if both containers can hold them.
 
-    Codes stay if both containers can hold them; otherwise they are decoded and quantized again.
+    Otherwise the values are decoded and quantized again.
     """
     synthetic.MODELS[name](tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "first", origin[0], format=origin[1])
@@ -144,7 +147,7 @@ def test_gpt_oss(tmp_path: Path, recipe: str, format: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama4", "unheard_of"])
 def test_orientation_by_shapes(tmp_path: Path, model_type: str) -> None:
-    """[E, H, 2I] beside [E, I, H] means stacks of columns for any model type; gate is their first half."""
+    """For any model type, shapes [E, H, 2I] and [E, I, H] mean that stacks are transposed; gate is the first half."""
     layer = "model.layers.0.mlp.experts"
     shapes = {f"{layer}.gate_up_proj": (4, 64, 192), f"{layer}.down_proj": (4, 96, 64)}
     tensors = {name: synthetic.random(name, shape) for name, shape in shapes.items()}

@@ -1,4 +1,4 @@
-"""Test the order of a conversion: a group is written when it has been measured, a file is synced when it has been
+"""Test the order of work: a group is written once it has been measured, and a file is synced once it has been
 written.
 """
 
@@ -33,7 +33,7 @@ SYNC = staging.sync_file
 
 
 class Inline(Executor):
-    """Run each call when it is submitted, so that calls run in the order of submission."""
+    """Run each call when it is submitted, so that the order of calls is the order of submission."""
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -46,7 +46,9 @@ class Inline(Executor):
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Record what is done, in order: measure and write with their job, sync and hash with the name of their file."""
+    """Return a list that records the work in order: measure and write with their job, sync and hash with a
+    file name.
+    """
     found: list[tuple[str, Any]] = []
 
     def note(owner: Any, name: str, word: str) -> None:
@@ -81,9 +83,9 @@ def places(seen: list[tuple[str, Any]], word: str, wanted: Callable[[Any], bool]
 def test_a_group_is_written_as_soon_as_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, Any]], ahead: int
 ) -> None:
-    """The group is written before anything else is read.
+    """Once a group is measured, it is written before anything else is read.
 
-    Exceptions are the 2 x 2 - 1 calls that two workers already hold, and their groups.
+    The only exceptions are the 2 x 2 - 1 calls that two workers already hold, and the groups of these calls.
     """
     synthetic.dense(tmp_path / "m")
     if ahead:
@@ -117,7 +119,7 @@ def test_a_file_is_closed_as_soon_as_it_is_written(tmp_path: Path, seen: list[tu
 
 
 def test_a_file_that_nothing_is_written_into_is_closed(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
-    """All tensors of the file are parts of weights in another file."""
+    """A file is finished even if all of its tensors are parts of weights in another file."""
     tensors = {"a.weight_packed": np.full((4, 32), 0x21, np.uint8), "a.weight_scale": np.full((4, 2), 127, np.uint8)}
     declared = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     synthetic.write_model(tmp_path / "m", {"quantization_config": declared}, tensors, lambda name: int("scale" in name))
@@ -129,7 +131,7 @@ def test_a_file_that_nothing_is_written_into_is_closed(tmp_path: Path, seen: lis
 
 
 def test_nan_ends_a_run_when_it_is_met(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
-    """Later tensors are not read, and what was written is removed."""
+    """A NaN that is rejected ends the run at once: later tensors are not read, and what was written is removed."""
     names = [f"model.layers.{i}.mlp.down_proj" for i in range(4)]
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in names}
     tensors[f"{names[2]}.weight"][1, 1] = np.nan
@@ -142,7 +144,7 @@ def test_nan_ends_a_run_when_it_is_met(tmp_path: Path, seen: list[tuple[str, Any
 
 
 def test_removal_waits_for_running_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that still runs ends before the directory is removed, so nothing writes after that."""
+    """The directory is removed only after running jobs have ended, so that none writes to it afterwards."""
     tensors = {f"{name}.weight": synthetic.random(name, (64, 64)) for name in "abcdefgh"}
     tensors["d.weight"][1, 1] = np.nan
     synthetic.write_model(tmp_path / "m", {}, tensors)
@@ -167,7 +169,7 @@ def test_removal_waits_for_running_jobs(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
-    """Each tensor keeps its own bytes."""
+    """Tensors whose names look like keys of jobs keep their bytes."""
     tensors = {
         "a.weight": synthetic.random("a", (64, 64)),
         "a#0": np.arange(5.0, dtype=np.float32),
@@ -182,7 +184,7 @@ def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
 
 
 def on_a_bad_disk(path: Path) -> None:
-    """Run staging.sync_file, in a worker, on a disk that fails."""
+    """Run staging.sync_file, in a worker, as if the disk reported an error."""
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -194,7 +196,7 @@ def on_a_bad_disk(path: Path) -> None:
 
 @pytest.mark.parametrize("where", ["one process", "processes", "threads"])
 def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """The journal is removed before the error is raised, whichever worker finds the failure."""
+    """If syncing fails, the journal is removed before the error is raised, whichever worker finds the failure."""
     synthetic.dense(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)
     with monkeypatch.context() as patch, ThreadPoolExecutor(2) as pool:
@@ -209,7 +211,7 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("width", [0, 1, 2, 4])
 def test_calls_added_at_the_front_run_next(width: int) -> None:
-    """A call added at the front runs next, after the width - 1 calls that the executor already holds.
+    """A call that is added at the front runs next, after the width - 1 calls that the executor already holds.
 
     A width of 0 means no executor. Calls may also be added along with the last result.
     """

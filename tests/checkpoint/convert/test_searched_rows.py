@@ -1,5 +1,5 @@
-"""Test searched block scales in the converter: bytes, plan, column weights, and the results of verify, identify and
-compare.
+"""Test conversions with a search for block scales: bytes, plans and column weights, and what verify, identify and
+compare say.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def searched(source: Path, target: Path, weights: Path | None = None, **options)
 def column_weights(
     path: Path, tensors: synthetic.Tensors, by_module: bool = False, **changed: np.ndarray | None
 ) -> Path:
-    """Write a file with random weights for every layer; return its path.
+    """Write a file with random weights for the columns of every layer; return its path.
 
-    changed: maps the last part of a module's name to another vector, or to None for no weights.
+    changed: {last part of a module's name: another vector, or None for no weights}.
     """
     rng, found = np.random.default_rng(5), {}
     for name in CONVERTED:
@@ -62,7 +62,7 @@ def model(tmp_path: Path) -> tuple[Path, synthetic.Tensors]:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Run a command line; return exit code, stdout and stderr."""
+    """Return a function that runs a command line and returns exit code, stdout and stderr."""
     return processes.in_this_process(capsys)
 
 
@@ -72,7 +72,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bytes_are_those_of_search_and_quantize(model, tmp_path: Path, format: str, weighted: bool) -> None:
-    """The tensor amax is that of the group; each block is searched on its own."""
+    """Bytes equal those of search_scales and quantize, with the tensor amax of all layers that share it."""
     source, tensors = model
     weights = column_weights(tmp_path / "w.safetensors", tensors) if weighted else None
     searched(source, tmp_path / "d", weights, format=format)
@@ -270,7 +270,10 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
 def test_verify_refuses_a_search_that_the_recipe_has_not(
     model, tmp_path: Path, run: Run, recipe: str, text: str
 ) -> None:
-    """Without the check, verify would say of bytes with power-of-two scales that a search had made them."""
+    """verify rejects a search that the recipe does not allow.
+
+    Without the check, it would say that a search had made bytes with power-of-two scales.
+    """
     convert(model[0], tmp_path / "d", recipe)
     code, out, error = run("verify", tmp_path / "d", "--source", model[0], "--scale-search", "mse")
     assert (code, out) == (2, "") and error.startswith(f"fp4kit verify: scale search: {text}")
@@ -316,7 +319,10 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
 
 
 def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path, monkeypatch) -> None:
-    """Trying other row orders takes as long per layer as all other faults together: 50 s for 48 layers of 32 rows."""
+    """identify does not try other row orders of searched layers.
+
+    That takes as long per layer as all other faults together: 50 s for 48 layers of 32 rows.
+    """
     source, tensors = model
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
     tried, right = [], diagnose.try_layout

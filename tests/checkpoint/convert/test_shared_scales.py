@@ -1,5 +1,6 @@
-"""Test layers that share a tensor scale but are stored in different forms: all get one scale, or the conversion is
-rejected.
+"""Test layers that must share a tensor scale but are stored in different forms.
+
+All of them get one scale, or the conversion is rejected.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ CT = {"quant_method": "compressed-tensors"}
 
 
 def mxfp4(module: str, low: int, high: int) -> synthetic.Tensors:
-    """Return a layer of compressed-tensors' MXFP4 with exponents low <= e < high."""
+    """Return a layer in compressed-tensors' MXFP4 whose block scales have exponents low <= e < high."""
     codes, scales = synthetic.any_bytes(module, (8, 32)), synthetic.any_bytes(f"{module}s", (8, 2), low, high)
     scales[0] = low, high - 1
     return {f"{module}.weight_packed": codes, f"{module}.weight_scale": scales}
 
 
 def nvfp4(module: str, scale: float) -> synthetic.Tensors:
-    """Return a layer of Model-Optimizer's NVFP4."""
+    """Return a layer in Model-Optimizer's NVFP4 with the tensor scale `scale`."""
     scales = synthetic.any_bytes(module, (8, 4), 1, 0x7F).view(synthetic.E4M3)
     codes = synthetic.any_bytes(module, (8, 32))
     found: synthetic.Tensors = {f"{module}.weight": codes, f"{module}.weight_scale": scales}
@@ -58,9 +59,9 @@ MIXED = {
 
 @pytest.mark.parametrize("name", MIXED)
 def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
-    """If one layer of a group is quantized, all are quantized again with the group's amax.
+    """If one layer of a group is already quantized, all are quantized again with the group's amax.
 
-    That loses precision and needs requantize=True.
+    That loses precision, so it needs requantize=True.
     """
     tensors = MIXED[name]
     synthetic.write_model(tmp_path / "refused", {"quantization_config": CT}, tensors)
@@ -80,9 +81,10 @@ def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("low", "high", "exact"), [(110, 119, True), (105, 122, False), (120, 124, True)])
 def test_a_cast_is_exact_for_all_of_a_group_or_for_none(tmp_path: Path, low: int, high: int, exact: bool) -> None:
-    """gate and up are each exact alone.
+    """gate and up are cast from MXFP4 to NVFP4 together: exactly, or both are quantized again, although each alone is
+    exact.
 
-    The cast is exact for both up to 17 binades between the lowest and the highest exponent.
+    The cast is exact if the highest exponent is at most 17 above the lowest.
     """
     tensors = {**mxfp4("mlp.gate_proj", low, low + 3), **mxfp4("mlp.up_proj", high, high + 3)}
     loaded, report = written(tmp_path, tensors)
@@ -112,16 +114,17 @@ def test_17_binades_and_no_more(tmp_path: Path) -> None:
 def test_a_cast_needs_a_tensor_scale_that_every_loader_can_use(
     tmp_path: Path, low: int, high: int, exact: bool
 ) -> None:
-    """2^(high - 8) must be normal, and 2688 times it, which MLX stores, must be finite.
+    """A cast is exact only if its tensor scale is usable.
 
-    From an exponent of 125 on it is not.
+    The scale 2^(high - 8) must be normal, and 2688 times it, which MLX stores, must be finite. It is not for exponents
+    from 125 on.
     """
     _, report = written(tmp_path, mxfp4("a", low + 127, high + 128))
     assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
 
 
 def test_exponents_of_exact_casts() -> None:
-    """For every largest exponent of E8M0, scales are exact down to 17 binades below it, if both stored forms are normal
+    """For every largest exponent of E8M0, a cast is exact down to 17 below it if both stored forms are normal
     numbers.
     """
     for high in range(-127, 128):
@@ -132,7 +135,10 @@ def test_exponents_of_exact_casts() -> None:
 
 
 def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:
-    """compressed-tensors rounds its divisor to the dtype of the weight; other recipes do not."""
+    """compressed-tensors rounds its divisor to the dtype of the weight, so layers of two dtypes cannot share it.
+
+    Other recipes do not round it.
+    """
     tensors = {**numbers("mlp.gate_proj", np.float32), **numbers("mlp.up_proj")}
     synthetic.write_model(tmp_path / "m", {}, tensors)
     with refused("nvfp4-compressed-tensors rounds it to each layer's dtype (BF16, F32); use another recipe"):
@@ -143,7 +149,9 @@ def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:
 
 
 def _chain(tmp_path: Path, *steps: tuple[str, str]) -> list[oracle.Loaded]:
-    """Run conversions in sequence, from a model of experts; return the loaded results."""
+    """Convert a model of experts, then each result again, by the (recipe, format) of each step; return the loaded
+    results.
+    """
     synthetic.moe(tmp_path / "0")
     found = []
     for i, (recipe, format) in enumerate(steps):
@@ -153,10 +161,10 @@ def _chain(tmp_path: Path, *steps: tuple[str, str]) -> list[oracle.Loaded]:
 
 
 def test_round_trip_of_nvfp4_names(tmp_path: Path) -> None:
-    """Codes and scales stay the same. A divisor is the reciprocal of a scale, so inverting it twice may change it by 1
-    ulp.
+    """Converting NVFP4 between formats keeps codes and block scales.
 
-    compressed-tensors to compressed-tensors keeps the divisor's bits.
+    compressed-tensors stores a divisor, the reciprocal of the tensor scale. Inverting it twice may change it by 1 ulp;
+    from compressed-tensors to compressed-tensors its bits stay.
     """
     nvfp4_te = "nvfp4-te"
     names = [
@@ -184,7 +192,7 @@ def test_round_trip_of_mxfp8_names(tmp_path: Path) -> None:
 
 
 def test_round_trip_of_gpt_oss(tmp_path: Path) -> None:
-    """MXFP4 decoded and quantized again by its own recipe gives the same bytes, and decoding again the same values."""
+    """MXFP4 that is decoded and quantized again by its own recipe has the original bytes."""
     synthetic.gpt_oss(tmp_path / "m", 96)
     for name, before, format in (("a", "m", "gpt-oss"), ("b", "a", "bf16"), ("c", "b", "gpt-oss"), ("d", "c", "bf16")):
         convert(tmp_path / before, tmp_path / name, "mxfp4-ocp", format=format)

@@ -1,5 +1,5 @@
-"""Test zeros, NaN, infinities and tiny numbers in conversions: each has a policy, and no scale is unusable
-for loaders.
+"""Test zeros, NaN, infinities and tiny numbers in conversions: each is treated as documented, and loaders can use all
+scales.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ def expected(tensors: synthetic.Tensors, converted: list[str], recipe: str, form
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256", "nvfp4-modelopt", "nvfp4-flashinfer"])
 def test_zeros(tmp_path: Path, recipe: str) -> None:
-    """A group of zeros gets the tensor scale 1 and zero codes with any recipe.
+    """A group of zeros gets the tensor scale 1 and zero codes, whatever the recipe.
 
-    A zero gate shares the scale of its up.
+    A gate of zeros shares the scale of its up projection.
     """
     tensors = synthetic.moe(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", recipe, format="modelopt")
@@ -46,7 +46,7 @@ def test_zeros(tmp_path: Path, recipe: str) -> None:
 
 
 def test_zeros_of_mxfp4_become_zeros_of_nvfp4(tmp_path: Path) -> None:
-    """The exponents of zero blocks mean nothing, so they do not affect the cast."""
+    """The exponents of zero blocks have no meaning, so they must not prevent an exact cast to NVFP4."""
     codes = np.zeros((4, 32), np.uint8)
     codes[1] = 0x88  # -0
     tensors = {"a.weight_packed": codes, "a.weight_scale": np.full((4, 2), 3, np.uint8)}
@@ -62,7 +62,7 @@ def test_zeros_of_mxfp4_become_zeros_of_nvfp4(tmp_path: Path) -> None:
 
 
 def with_unusual(tmp_path: Path, dtype: Any) -> synthetic.Tensors:
-    """Write a model whose gate has NaN and infinities to ``tmp_path / "m"``; return its tensors."""
+    """Write a model whose gate projection has NaN and infinities to ``tmp_path / "m"``; return its tensors."""
     tensors = {
         f"mlp.{n}_proj.weight": synthetic.random(n, (8, 64), dtype=np.dtype(dtype)) for n in ("gate", "up", "down")
     }
@@ -96,9 +96,9 @@ def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any
 @pytest.mark.parametrize("fp8", [True, False])
 @pytest.mark.parametrize("recipe", ["mxfp8-te", "nvfp4-te"])
 def test_nonfinite_codes(tmp_path: Path, recipe: str, fp8: bool) -> None:
-    """A stored NaN code or NaN scale counts as the NaN values that it decodes to.
+    """A NaN code or scale of the source is treated like the NaN values that it decodes to.
 
-    If they are saturated, none is left.
+    If NaN and infinities are saturated, the result has none.
     """
     if fp8:
         codes = synthetic.any_bytes("a", (8, 64), 0, 0x7F)

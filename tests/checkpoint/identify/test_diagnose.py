@@ -1,5 +1,5 @@
-"""Test that every injected fault is found and named, that clean data has none, and that unrelated data is not
-explained.
+"""Test that identify finds and names every injected fault, finds none in correct data, and does not explain unrelated
+data.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ HEADS = 4
 
 
 def weights(seed=0, shape=(64, 192), dtype=BF16):
-    """Return normal values whose size differs by row, so that no two row orders look alike."""
+    """Return random normal values; rows differ in magnitude, so that two row orders never look alike."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * 0.02 * np.exp2(rng.integers(-2, 3, (shape[0], 1)))).astype(dtype)
 
@@ -62,7 +62,7 @@ def nibbles(layer):
 
 
 def halves(layer, half):
-    """Pack elements j and j + half to one byte."""
+    """Pack elements j and j + half to one byte, in place of neighbours."""
     out = np.zeros_like(layer.codes)
     codes = unpack(layer.codes)
     for byte in range(out.shape[1]):
@@ -380,7 +380,10 @@ def test_the_other_half_of_a_pair() -> None:
 
 @pytest.mark.exhaustive
 def test_an_amax_of_a_group() -> None:
-    """The group's amax may be known or implied. If the tensor scale is wrong, it must be known."""
+    """diagnose accepts the amax of a group of layers, given or implied by the tensor scale.
+
+    If the tensor scale is wrong, the amax must be given.
+    """
     x = weights(17)
     for name in ("nvfp4-te", "nvfp4-modelopt", "nvfp4-compressed-tensors"):
         amax = np.float32(1.3359375)
@@ -398,7 +401,7 @@ def test_an_amax_of_a_group() -> None:
 
 
 def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
-    """A tensor scale of 1 means zeros or a dropped scale. It means zeros only if the whole group is zero."""
+    """A tensor scale of 1 means a dropped scale, unless the whole group is zero."""
     x = weights(23)
     q = fp4kit.quantize(x, "nvfp4-te")
     layer = StoredLayer(q.packed, q.block_scale, np.float32(1), RECIPES["nvfp4-te"])
@@ -420,7 +423,7 @@ def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
 
 
 def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
-    """The wrong row may be in the sample or outside it."""
+    """A wrong tensor scale of a single row is found, in the sample of rows and outside it."""
     x = weights(22, (320, 2048))
     layer = stored(x, "nvfp4-te-rowscaled")
     for row in (0, 170):
@@ -456,7 +459,9 @@ FAULTS = [None, *PACKED, *ANY]
     st.booleans(),
 )
 def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
-    """An injected fault is explained with the right recipe. A fault is named only if it changed bytes."""
+    """At any size, an injected fault is explained with the right recipe, and a fault is named only if it
+    changed bytes.
+    """
     r = RECIPES[name]
     x = weights(seed, (rows, blocks * r.block_size), BF16 if rounded else np.dtype(np.float32))
     layer = stored(x, name)
@@ -553,7 +558,7 @@ def test_invalid_sources_are_rejected() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Memory beyond the given arrays is bounded by chunks, not by the layer."""
+    """Diagnosing a layer takes the memory of a few chunks beyond the given arrays."""
     x = weights(21, (4096, 4096))
     layer = nibbles(stored(x, "mxfp4-ocp"))
     tracemalloc.start()

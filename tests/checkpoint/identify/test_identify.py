@@ -1,5 +1,5 @@
-"""Test verdicts on layers and files: most layers decide for the file, exceptions are listed, and zeros contradict
-nothing.
+"""Test identify's verdicts on files: most layers decide, exceptions are listed, and layers of zeros
+contradict nothing.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_a_clean_file(recipe) -> None:
 
 
 def test_recipes_that_agree_on_some_layers_are_told_apart_by_others() -> None:
-    """The file's recipes are those that explain most layers."""
+    """The verdict names the recipes that explain most layers; layers on which recipes agree do not decide."""
     pairs = model("nvfp4-te", 12)
     alone = [set(identify_layers([pair]).recipes) for pair in pairs]
     assert set(identify_layers(pairs).recipes) == set.intersection(*alone)
@@ -121,14 +121,14 @@ def test_zeros_contradict_no_mishap() -> None:
 
 
 def other_model(layers):
-    """Return layers beside the sources of another model, so that nothing matches."""
+    """Return the layers with the values of another model as their source, so that nothing matches."""
     return [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", layers))]
 
 
 def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The verdict says that nothing matches.
+    """For another model's source, the verdict says that nothing matches.
 
-    Costly attempts are made only for the first layers, until one is explained.
+    Costly attempts stop after the first layers if these are not explained.
     """
     tried: list[str] = []
     monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._permuted", lambda case, *rest: tried.append("rows"))
@@ -157,9 +157,7 @@ def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first layers, each recipe quantizes a sample only twice: with its own scales and with the
-    stored ones.
-    """
+    """After the first layers, each recipe quantizes only two samples: with its own scales and with the stored ones."""
     calls, right = [], fp4kit.quantize
     for module in ("hypotheses", "searched_scales"):
         monkeypatch.setattr(
@@ -173,7 +171,7 @@ def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_signs_of_the_source_without_its_numbers() -> None:
-    """The hint about another model is absent, because the signs agree."""
+    """If the signs agree with the source, the verdict must not suggest another model."""
     pair = model(layers=1)[0]
     found = identify_layers([replace(pair, source=np.copysign(weights(50), pair.source))])
     assert found.recipes == () and found.hint is None and "nothing explains" in str(found)
@@ -192,7 +190,7 @@ def test_block_scales_of_a_size_that_fits_no_layout(recipe: str, shape: tuple[in
 @pytest.mark.parametrize("form", ["nvfp4-te", "mxfp4-ocp"])
 @pytest.mark.parametrize("scales", ["of a matrix", "of a stack", "flat", "of another size", "none"])
 def test_a_stored_shape_of_one_expert(tmp_path: Path, form: str, scales: str) -> None:
-    """Codes are stored as [1, 32, 32]. Block scales of any shape are accepted if their number fits."""
+    """Codes may be stored as [1, 32, 32]; block scales of any shape are accepted if their number fits."""
     x = weights(1, (32, 64))
     q = fp4kit.quantize(x, form)
     shape = {"of a matrix": q.block_scale.shape, "of a stack": (1, *q.block_scale.shape), "flat": (q.block_scale.size,)}
@@ -218,7 +216,10 @@ def test_nothing_and_no_layers() -> None:
 
 
 def pairs_of(gate, up, recipe="nvfp4-te", moved=None):
-    """Return gate_proj and up_proj with one amax, cut from a stack whose rows were moved before."""
+    """Yield gate_proj and up_proj as LayerPairs with a common amax, cut from one stack of rows.
+
+    moved: the order of the stored rows, as indices, or None for the usual order.
+    """
     amax = np.float32(max(np.abs(gate).max(), np.abs(up).max())) if RECIPES[recipe].tensor_rule else None
     q = fp4kit.quantize(np.concatenate([gate, up]), recipe, tensor_amax=amax)
     rows = np.arange(2 * len(gate)) if moved is None else moved
@@ -243,9 +244,8 @@ def test_pairs(recipe) -> None:
 
 
 def test_queries_and_keys() -> None:
-    """q and k have their own numbers of heads.
-
-    If these are not given, the order is found all the same, and the heads with it.
+    """q and k have different numbers of heads. If these are not given, identify finds them together with the
+    row order.
     """
     q, k = layer("q_proj", weights(3)), layer("k_proj", weights(4, (32, 128)))
     for known in (True, False):
@@ -274,9 +274,10 @@ def test_layers_are_taken_one_at_a_time() -> None:
 @pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", *exhaustive(["mxfp8-te"])])
 def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path: Path, recwarn: Any) -> None:
-    """NaN and infinities are kept, or infinities are replaced by the group's amax.
+    """identify recognizes both ways to treat NaN and infinities: they are kept, or the group's amax replaces
+    infinities.
 
-    gate holds the larger amax, up the infinity.
+    Here gate has the larger amax, and up the infinity.
     """
     tensors = {f"a.mlp.{part}_proj.weight": synthetic.random(part, (64, 128)) for part in ("gate", "up", "down")}
     gate, up, down = tensors.values()
@@ -298,9 +299,10 @@ def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path:
 
 
 def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
-    """Inverting compressed-tensors' divisor changes the scale by an ulp, which decides ties.
+    """compressed-tensors stores the tensor scale as a divisor. Inverting it may change the scale by an ulp, which
+    decides ties.
 
-    The codes fit the scale before that.
+    The codes fit the scale before it was stored.
     """
     tensors = synthetic.dense(tmp_path / "m")
     lengths = {name: x.shape[-1] for name, x in tensors.items() if x.ndim == 2}

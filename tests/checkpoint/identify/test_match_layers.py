@@ -1,4 +1,6 @@
-"""Test identify on two directories: the recipe of every converted model, and faults injected to its files."""
+"""Test identify on two directories: it finds the recipe of every converted model, and faults injected into
+its files.
+"""
 
 import json
 
@@ -22,7 +24,11 @@ RECIPES = [
 
 
 def rewrite(root, change):
-    """Rewrite the files; change(name, dtype, shape, bytes) returns (dtype, shape, bytes), or None to drop a tensor."""
+    """Rewrite the files of a checkpoint.
+
+    change: called as change(name, dtype, shape, bytes) for each tensor, returns (dtype, shape, bytes), or None to drop
+        the tensor.
+    """
     for path in root.glob("*.safetensors"):
         data = path.read_bytes()
         length = int.from_bytes(data[:8], "little")

@@ -46,7 +46,9 @@ TOKENS = torch.arange(48).reshape(2, 24) * 5 % 128
 
 @pytest.fixture(autouse=True, scope="module")
 def consumers() -> None:
-    """Skip without the libraries. Importing them takes seconds, so it is not done at collection."""
+    """Skip the module's tests if a library is missing. Importing the libraries takes seconds, so it is not done at
+    collection.
+    """
     pytest.importorskip("compressed_tensors")
     pytest.importorskip("accelerate")  # transformers needs it to load FP8
 
@@ -87,7 +89,7 @@ COUNTS = {"llama": 14, "tied": 14, "qwen3_moe": 8 + 3 + 12, "gpt_oss": 2 * 2 * 4
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write the models to a directory, by name; return it."""
+    """Write all models to a directory, each in a folder with its name; return the directory."""
     root = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
         torch.manual_seed(len(name))
@@ -97,7 +99,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def converted(made: Path) -> Callable[[str, Target], Path]:
-    """Return a function that converts each model at most once per target and returns the directory."""
+    """Return a function that converts a model to a target and returns its directory; each pair is converted once."""
     done: dict[tuple[str, Target], Path] = {}
 
     def get(name: str, target: Target) -> Path:
@@ -137,7 +139,7 @@ TARGETS: dict[str, list[Target]] = {
     ("name", "target"), [(name, target) for name, targets in TARGETS.items() for target in targets]
 )
 def test_safetensors_reads_every_tensor(converted: Any, name: str, target: Target) -> None:
-    """The files hold the numbers of tensors in COUNTS, and torch reads every tensor with its bytes."""
+    """The safetensors library reads every tensor with its bits, and files have the numbers of tensors in COUNTS."""
     root = converted(name, target)
     expected = oracle.load(root)
     for path in root.glob("*.safetensors"):
@@ -149,8 +151,9 @@ def test_safetensors_reads_every_tensor(converted: Any, name: str, target: Targe
 
 
 def _layers(converted: Any, name: str, recipe: str, format: str) -> dict[str, np.ndarray]:
-    """Map each layer to its float32 values with the scale that fp4kit quantized with, as Model-Optimizer's form stores
-    it.
+    """Return {layer: float32 values} of a converted model, decoded with the scale that fp4kit quantized with.
+
+    That scale is the one that Model-Optimizer's format stores.
     """
     kept = "modelopt" if recipe != "mxfp4-ocp" else format
     tensors = oracle.arrays(oracle.load(converted(name, (recipe, kept))))
@@ -159,17 +162,14 @@ def _layers(converted: Any, name: str, recipe: str, format: str) -> dict[str, np
 
 
 def _ulp(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the largest distance in float32 steps between arrays with equal signs."""
+    """Return the largest distance, in steps of float32, between elements of two arrays with equal signs."""
     assert np.array_equal(np.signbit(a), np.signbit(b))
     distance = np.abs(a).view(np.int32).astype(np.int64) - np.abs(b).view(np.int32)
     return int(np.abs(distance).max())
 
 
 def _unpacked(stored: dict[str, Any], args: Any) -> Any:
-    """Decode by compressed-tensors' own code, in float32.
-
-    Its bfloat16 path begins with the same numbers.
-    """
+    """Decode a layer by compressed-tensors' own code, in float32; its path for bfloat16 starts with these values."""
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize
@@ -187,9 +187,9 @@ def _unpacked(stored: dict[str, Any], args: Any) -> Any:
 
 @pytest.mark.parametrize(("target", "ulp"), [(NVFP4, 2), (NVFP4_OWN, 2), (MXFP4, 0), (MXFP8, 0)])
 def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, ulp: int) -> None:
-    """Float32 values are equal, or 2 ulp apart if the stored divisor is rounded a second time.
+    """Float32 values equal fp4kit's, up to 2 ulp if the stored divisor is rounded a second time.
 
-    Final bfloat16 values are equal.
+    After rounding to bfloat16, all values are equal.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig
@@ -211,7 +211,10 @@ def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, u
 
 
 def _back(root: Path, source: Path) -> Path:
-    """Return the checkpoint decoded by fp4kit; `source` has the config of the unquantized model."""
+    """Decode a checkpoint with fp4kit; return the directory.
+
+    source: the unquantized model, whose config is used.
+    """
     out = root.with_name(f"{root.name}-back")
     if not out.exists():
         convert(root, out, format="bf16")
@@ -231,13 +234,16 @@ LOADED += [
 
 
 def _different(model: Any, numbers: Any) -> list[str]:
-    """Return the names of the weights in ``numbers`` whose bits differ in a model that has run."""
+    """Return the names of the weights in ``numbers`` whose bits differ from a model's.
+
+    model: a model that has run once, because some libraries decode weights at the first use.
+    """
     found = dict(model.named_parameters())
     return [name for name, x in numbers.named_parameters() if not torch.equal(_bits(found[name]), _bits(x))]
 
 
 def _of_weights_alone(root: Path, tmp_path: Path) -> Path:
-    """Return a copy whose config does not mention activations."""
+    """Copy a checkpoint, without the part of its config that asks for quantized activations; return the copy."""
     copy = shutil.copytree(root, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
@@ -247,10 +253,11 @@ def _of_weights_alone(root: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "target"), LOADED)
 def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Path, name: str, target: Target) -> None:
-    """Every weight and the logits are bit-identical to those of the model with fp4kit's dequantized weights.
+    """transformers loads weights, and computes logits, that are bit-identical to those with fp4kit's dequantized
+    weights.
 
-    They differ from those of the original model. The config of MXFP8 asks for dynamically quantized activations, which
-    vLLM needs; here it is removed.
+    The logits differ from those of the original model, so quantized weights were used. The config of MXFP8 asks for
+    dynamically quantized activations, which vLLM needs; here it is removed.
     """
     root = converted(name, target)
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True)} if name == "gpt_oss" else {}
@@ -264,7 +271,11 @@ def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])
 def test_transformers_still_drops_the_global_scale_of_experts(made: Path, converted: Any, name: str) -> None:
-    """Because of transformers#48371 such models get another format unless asked. All other layers are right."""
+    """transformers drops the global scale of experts (transformers#48371), so fp4kit avoids this format for such models
+    unless asked.
+
+    All other layers load correctly.
+    """
     root = converted(name, NVFP4)
     loaded, numbers = _loaded(root), _loaded(_back(root, made / name))
     _logits(loaded)  # weights stay packed until the model runs
@@ -273,8 +284,9 @@ def test_transformers_still_drops_the_global_scale_of_experts(made: Path, conver
 
 
 def test_a_gguf_file_of_the_same_codes_gives_the_same_logits(made: Path, converted: Any, tmp_path: Path) -> None:
-    """After decoding by gguf, with q and k in the row order of Hugging Face, the logits equal those of the
-    directory.
+    """A GGUF file with the codes of a directory, decoded by gguf, gives the logits of the directory.
+
+    The rows of q and k are brought into Hugging Face's order first.
     """
     gguf = pytest.importorskip("gguf")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, SIZES["num_hidden_layers"])

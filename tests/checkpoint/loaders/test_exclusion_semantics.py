@@ -1,4 +1,8 @@
-"""Test exclusion matchers: every case stated about an engine, and the engines' real functions if installed."""
+"""Test functions that decide, as an engine does, whether its exclusion list matches a module.
+
+They are compared with every case that is documented for an engine, and with the engine's own functions if it is
+installed.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ VLLM_MODELOPT: tuple[Case, ...] = (
     (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
     (f"{MLP}.down_proj", [], False),
     (f"{ATTENTION}.qkv_proj", QKV, True),
-    # a glob matches the fused name; the exact test asks for the parts
+    # a glob must match the name of the fused layer; an exact name is compared with the names of its parts
     (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj"], True),
     (f"{ATTENTION}.fused_qkv_a_proj", MLA_PAIR, True),
     ("model.layers.10.mlp.down_proj", [LAYER], True),  # a substring matches
@@ -36,7 +40,7 @@ VLLM_MODELOPT: tuple[Case, ...] = (
     (f"{MLP}.Down_proj", [f"{MLP}.d*"], False),  # globs are case-sensitive
     (f"{MLP}.Down_proj", [f"{MLP}.D*"], True),
     (f"{MLP}.down_proj", ["*.mlp.[d]own_proj"], True),
-    (EXPERTS, [f"{EXPERTS}.3.up_proj"], True),  # one excluded expert excludes the container
+    (EXPERTS, [f"{EXPERTS}.3.up_proj"], True),  # one excluded expert excludes all experts of the layer
     (EXPERTS, [EXPERTS], True),
     (EXPERTS, [f"{EXPERTS}.*"], True),
     (EXPERTS, [f"{LAYER}.*"], True),
@@ -241,7 +245,7 @@ pieces = st.one_of(
 
 @st.composite
 def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Draw a module and patterns that may concern it: pieces of its name and of regular expressions."""
+    """Draw a module and patterns that may match it, made of pieces of its name and of regular expressions."""
     module = draw(names)
     cut = st.integers(0, len(module))
     near = st.one_of(
@@ -252,7 +256,7 @@ def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str
 
 
 def outcome(call: Callable[[], bool]) -> bool | str:
-    """Return what a call returns, or "fails" if a pattern is invalid."""
+    """Return the result of a call, or "fails" if a pattern is invalid."""
     try:
         return bool(call())
     except (ValueError, re.error):

@@ -1,4 +1,4 @@
-"""Test exclusion lists in every syntax: their content, and that every engine understands them."""
+"""Test exclusion lists in every syntax: they contain the right names, and every engine understands them as meant."""
 
 from __future__ import annotations
 
@@ -43,7 +43,10 @@ def layers(count: int, of: str = "model") -> list[str]:
 
 
 def wrong(container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]) -> list[str]:
-    """Return what engines would misread, as texts."""
+    """Return the texts of all findings about how engines misread a list.
+
+    copied: the unquantized modules. converted: the quantized ones.
+    """
     return [str(found) for found in check(container, patterns, copied, converted)]
 
 
@@ -153,7 +156,7 @@ def test_converted_below_a_subtree() -> None:
         exclusion_list("dotted", [], ["model.visual"], ["model.visual.fc"])
 
 
-# MLA: SGLang misreads a leaf name; the list avoids it.
+# In multi-head latent attention, SGLang misreads the last part of a name; fp4kit's lists avoid it.
 
 
 def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
@@ -201,7 +204,9 @@ units = st.sampled_from(["mlp", "attention", "mla", "experts", "shared", "mixtra
 
 
 def modules_of(kind: str, layer: str) -> list[list[str]]:
-    """Return the layers of one part of a model, in groups that are converted together or not at all."""
+    """Return the layers of one part of a model, in groups; the layers of a group are converted together or
+    not at all.
+    """
     return {
         "mlp": [mlp(f"{layer}.mlp")[:2], mlp(f"{layer}.mlp")[2:]],
         "attention": [attention(layer)[:3], attention(layer)[3:]],
@@ -217,7 +222,7 @@ def modules_of(kind: str, layer: str) -> list[list[str]]:
 
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
-    """Draw copied modules, subtrees copied as a whole, and converted modules."""
+    """Draw a random model and selection: copied modules, subtrees copied as a whole, and converted modules."""
     kinds, count = draw(st.sets(units, min_size=1)), draw(st.integers(1, 12))
     subtrees = [layer for layer in layers(count) if draw(st.integers(0, 9)) == 0]
     copied: list[str] = []
@@ -232,9 +237,9 @@ def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
 
 
 def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return True for a router ``mlp.gate`` beside a dense ``mlp.gate_up_proj``.
+    """Return whether a router ``mlp.gate`` is excluded beside a converted, dense ``mlp.gate_up_proj``.
 
-    No model has both, and vLLM, which matches substrings, would confuse them.
+    No published model has both. vLLM would exclude both, because it matches substrings.
     """
     parents = {name.removesuffix(".gate") for name in copied if name.endswith(".gate")}
     return any(name.rpartition(".")[0] in parents for name in converted)
@@ -261,7 +266,7 @@ def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, cont
 
 
 def test_gpt_oss() -> None:
-    """Engines look up only the experts of gpt-oss; its linear layers are never quantized."""
+    """For gpt-oss, engines look up only the experts, because they never quantize its linear layers."""
     stacks = [[f"{layer}.mlp.experts.gate_up_proj", f"{layer}.mlp.experts.down_proj"] for layer in layers(2)]
     copied = [name for layer in layers(2) for name in [*attention(layer), f"{layer}.mlp.router"]]
     patterns = exclusion_list("mxfp4", copied, [], stacks[0] + stacks[1])
@@ -275,7 +280,7 @@ def test_gpt_oss() -> None:
     ] * 2
 
 
-# check: faults found in other lists.
+# ---- faults in lists that fp4kit did not write ----
 
 
 def test_a_tied_head_is_missed() -> None:

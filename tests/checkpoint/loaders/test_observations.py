@@ -1,5 +1,6 @@
-"""Test the rows of the support table that installed libraries can show: compressed-tensors decodes, transformers loads
-or fails.
+"""Test those rows of the support table that installed libraries can confirm.
+
+compressed-tensors decodes a container correctly, and transformers loads it or fails, as the table says.
 """
 
 from __future__ import annotations
@@ -31,12 +32,14 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.fixture(autouse=True, scope="module")
 def compressed_tensors() -> None:
-    """Skip without the library. Importing it takes seconds, so it is not done at collection."""
+    """Skip the module's tests if the library is missing. Importing it takes seconds, so it is not done at
+    collection.
+    """
     pytest.importorskip("compressed_tensors")
 
 
 def weights(kind: str) -> dict[str, Any]:
-    """Return the entry ``weights`` of config_groups."""
+    """Return the entry ``weights`` of config_groups in a config.json, for one kind of quantization."""
     nv = kind == "nvfp4"
     return {
         "num_bits": 8 if kind == "mxfp8" else 4,
@@ -50,14 +53,14 @@ def weights(kind: str) -> dict[str, Any]:
 
 
 def mx(rows: int, columns: int) -> tuple[Any, Any, Any]:
-    """Return random MXFP8 codes, scales, and the values they decode to."""
+    """Return random MXFP8 codes and scales, and the values that they decode to."""
     codes = torch.randint(0, 0x70, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.randint(120, 124, (rows, columns // 32), dtype=torch.uint8)
     return codes, scales, codes.float() * torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
 
 
 def unpacked(packed: Any) -> Any:
-    """Return E2M1 values; the even element is in the low nibble."""
+    """Return the E2M1 values of packed codes; the low nibble is the even element."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)])
     return torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], -1).flatten(1)
 
@@ -85,7 +88,7 @@ def test_compressed_tensors_decodes(name: str) -> None:
 
 
 def saved(root: Path, model_type: str, container: str) -> dict[str, Any]:
-    """Write a small model as MXFP8 in a container; return the values of its linear layers."""
+    """Write a small model quantized to MXFP8 in a container; return {name: values} of its linear layers."""
     transformers = pytest.importorskip("transformers")
     file = pytest.importorskip("safetensors.torch")
     settings = SIZES | (EXPERTS if "moe" in model_type else {})
@@ -123,9 +126,9 @@ def saved(root: Path, model_type: str, container: str) -> dict[str, Any]:
 
 
 def stored(state: dict[str, Any], name: str) -> Any:
-    """Return the weight of a linear layer in a model.
+    """Return the weight of a linear layer from a model's state.
 
-    An expert is cut from its stack [E, N, K], in which gate rows come first.
+    An expert is cut from its stack [E, N, K], in which the rows of gate come first.
     """
     if name in state:
         return state[name]

@@ -1,4 +1,6 @@
-"""Test what engines require of tensors, tensor scales and configurations, and every fault that makes them fail."""
+"""Test what engines require of tensors, tensor scales and configs: good ones give no finding, and every fault gives
+one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,10 @@ CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
 
 
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
-    """Return the tensors of one layer of [96, 64], written out by hand."""
+    """Return {name: (dtype, shape)} of the tensors that store one layer of [96, 64] in a container, written by hand.
+
+    lead: leading dimensions, such as the number of experts.
+    """
     packed, codes = (*lead, 96, 32), (*lead, 96, 64)
     by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead
     parts: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -78,7 +83,7 @@ def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
 
 
 def config(container: str) -> dict[str, Any]:
-    """Return a config.json that engines accept."""
+    """Return a config.json for a container that engines accept."""
     used = CONTAINERS[container].format
     if used == "modelopt":
         return {"quantization_config": {"quant_method": "modelopt", "quant_algo": container.split()[1], "ignore": []}}
@@ -128,7 +133,7 @@ def test_a_stack_of_experts(container: str) -> None:
 
 @pytest.mark.parametrize("container", [each for each in CONTAINERS if each != "bf16"])
 def test_every_tensor_counts(container: str) -> None:
-    """A tensor that is missing or has another dtype or shape is reported."""
+    """A finding reports each tensor that is missing or has another dtype or shape."""
     tensors = layer(container, name_of(container))
     for name, (dtype, shape) in tensors.items():
         part = name.removeprefix(name_of(container))[1:]
@@ -211,7 +216,9 @@ def test_fp8_layers_beside_packed_experts() -> None:
 
 
 def test_static_inputs_need_their_scale() -> None:
-    """In compressed-tensors NVFP4, inputs that are not fully dynamic need a global scale."""
+    """In compressed-tensors' NVFP4, a layer needs a global scale of its inputs unless they are quantized
+    dynamically.
+    """
     tensors = layer(CT_NVFP4, Q)
     inputs = {"num_bits": 4, "dynamic": "local"}
     found = checked(CT_NVFP4, tensors, config={"quantization_config": ct_config(CT_NVFP4, inputs)})

@@ -1,4 +1,6 @@
-"""Test the table of engines, containers and model families: its entries, and what follows from them."""
+"""Test the table of engines, containers and model families: its entries are consistent, and give the
+documented advice.
+"""
 
 from __future__ import annotations
 

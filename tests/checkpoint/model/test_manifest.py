@@ -1,4 +1,4 @@
-"""Test that the manifest lists every file and shows every change, and that a hostile manifest reaches no other file."""
+"""Test the manifest: it lists every file and shows every change. A hostile manifest makes fp4kit read no other file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_manifest_shows_every_change(converted: Path) -> None:
 
 
 def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
-    """A listed file that was extended to a sparse terabyte, or cut, is reported without being read."""
+    """A listed file whose size changed is reported without being read, because a sparse file may claim a terabyte."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             "fp4kit.checkpoint.model.manifest.file_digest", lambda path: pytest.fail(f"{path.name} is hashed")
@@ -75,7 +75,7 @@ def test_a_manifest_with_invalid_sizes(converted: Path) -> None:
 
 
 def test_manifest_reads_nothing_outside(converted: Path) -> None:
-    """Names in a manifest are data. A path or link out of the directory and a pipe count as missing files."""
+    """Names in a manifest cannot lead out of the directory: paths, links and pipes count as missing files."""
     text = json.loads((converted / MANIFEST).read_text())
     secret = converted.parent / "secret"
     secret.write_text("secret")
@@ -93,7 +93,7 @@ def test_manifest_reads_nothing_outside(converted: Path) -> None:
 
 
 def test_manifest_of_a_hugging_face_cache(converted: Path, tmp_path: Path) -> None:
-    """In a Hugging Face cache every file of a snapshot is a link to a blob."""
+    """A manifest describes a Hugging Face cache, too, where every file of a snapshot is a link to a blob."""
     snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
     shutil.copytree(converted, snapshot)
     blobs.mkdir()

@@ -1,4 +1,4 @@
-"""Test how names of Megatron-Core map to names of Hugging Face, and that the selection rules decide alike for both."""
+"""Test how names of Megatron-Core map to names of Hugging Face, and that selection rules decide alike for both."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_outside_of_layers(name: str, expected: list[str]) -> None:
     ],
 )
 def test_names_of_a_layer(rest: str, expected: list[str]) -> None:
-    """The layer may be in the decoder, in a language model inside another model, or in either place of multi-token
+    """The mapping holds in the decoder, in a language model inside another model, and in both places of multi-token
     prediction.
     """
     assert hugging_face_names(f"{LAYER}.{rest}") == tuple(f"model.layers.12.{name}" for name in expected)
@@ -193,7 +193,10 @@ MEGATRON = [
 
 
 def test_a_model_in_either_names_has_the_same_tensors() -> None:
-    """The names cover DeepSeek-V3 except what Megatron shares: the embedding and the head of multi-token prediction."""
+    """The names of DeepSeek-V3 map one to one, except tensors that Megatron shares.
+
+    These are the embedding and the head of multi-token prediction.
+    """
     found = sorted(name for megatron in MEGATRON for name in hugging_face_names(f"module.{megatron}", layers=3))
     shared = ("model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight")
     assert found == sorted(tensor.name for tensor in published.deepseek_v3() if tensor.name not in shared)
@@ -209,7 +212,9 @@ def test_a_model_in_either_names_has_the_same_tensors() -> None:
     ],
 )
 def test_a_live_export_decides_as_the_converter(wishes: Wishes) -> None:
-    """The decisions agree name by name, and for all parts of one Megatron parameter."""
+    """The decisions under Megatron's names equal those under Hugging Face's, also for all parts of one Megatron
+    parameter.
+    """
     candidates = {tensor.name: tensor for tensor in published.deepseek_v3()}
     converter = decide(candidates.values(), wishes, 16)
     for megatron in MEGATRON:

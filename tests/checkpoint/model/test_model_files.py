@@ -1,5 +1,5 @@
-"""Test safetensors files and model directories: good ones are read and written; every malformed one gives an error in
-words.
+"""Test safetensors files and model directories: valid ones are read and written, and malformed ones give a
+clear error.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ SPECS = [_spec(name, synthetic.DTYPE_NAMES[x.dtype], *x.shape) for name, x in AR
 
 
 def test_writer_equals_library(tmp_path: Path) -> None:
-    """Tensors written in another order and in pieces give the bytes of safetensors.numpy.save."""
+    """Tensors that are written in any order and in pieces give the bytes that safetensors.numpy.save writes."""
     with SafetensorsWriter(tmp_path / "x.safetensors", SPECS, {"format": "pt"}) as writer:
         for name, x in ARRAYS.items():
             for piece in np.array_split(x.reshape(-1), 2):
@@ -302,9 +302,7 @@ def test_hugging_face_cache_links_are_followed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("folder", ["snapshot", "revisions", "snapshots/abc"])
 def test_only_links_of_a_hugging_face_cache_are_followed(tmp_path: Path, folder: str) -> None:
-    """Links from snapshots/REVISION to the blobs beside snapshots are followed; links from any other
-    directory are not.
-    """
+    """Links from snapshots/REVISION to the blobs beside snapshots are followed; other links are rejected."""
     root, blobs = tmp_path / "models--x" / folder / "1", tmp_path / "models--x" / "blobs"
     synthetic.dense(root)
     for place in (blobs, root.parent.parent / "blobs"):

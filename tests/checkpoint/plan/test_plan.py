@@ -1,7 +1,6 @@
-"""Test plans: the action for each tensor of each model in each format, shared scales, what loaders are told, and sizes.
+"""Test plans: the action per tensor for each model and format, shared scales, what configs tell loaders, and sizes.
 
-The rules, the selection, the groups and the exclusion lists have tests of their own. Here their combination in a plan
-is tested.
+Rules, selection, groups and exclusion lists have tests of their own. These tests check their combination.
 """
 
 from __future__ import annotations
@@ -43,8 +42,8 @@ def reasons(plan: Plan) -> dict[str, str]:
     return {tensor.name: tensor.reason for tensor in plan.tensors if tensor.action == "copy"}
 
 
-# Numbers of layers written quantized, for two decoder layers unless synthetic.py says otherwise: for NVFP4, and for
-# formats with blocks of 32.
+# The number of quantized layers per model: for NVFP4, and for formats with blocks of 32. Models have two decoder layers
+# unless synthetic.py says otherwise.
 COUNTS = {
     "dense": (2 * 7, 2 * 6),
     "moe": (8 + 3 + 12, 8 + 3 + 12),
@@ -60,7 +59,9 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
 def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
-    """The counts hold in the default format, and every engine that reads the exclusion list understands it."""
+    """In the default format, the number of quantized layers is right, and every engine understands the
+    exclusion list.
+    """
     plan = plan_of(tmp_path, name, recipe)
     assert len(converted(plan)) == COUNTS[name][recipe != "nvfp4-te"]
     assert {tensor.action for tensor in plan.converted} == {"quantize"}
@@ -89,7 +90,7 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
 def test_counts_of_others(
     tmp_path: Path, name: str, recipe: str, options: dict[str, Any], format: str, counts: dict[str, int]
 ) -> None:
-    """These models fit few formats, or are already quantized."""
+    """The number of layers is right for models that fit few formats or are already quantized."""
     plan = plan_of(tmp_path, name, recipe, **options)
     assert plan.format_name == format and not plan.warnings
     assert Counter(tensor.action for tensor in plan.converted) == counts
@@ -111,8 +112,9 @@ def test_reason_of_a_group(tmp_path: Path) -> None:
 
 
 def test_stacks_become_experts(tmp_path: Path) -> None:
-    """Each expert's gate and up are layers of their own. gate and up of one expert share a scale; different experts do
-    not.
+    """A stack is written as single experts with gate and up apart.
+
+    gate and up of one expert share a scale; different experts do not.
     """
     plan = plan_of(tmp_path, "fused")
     (stack,) = [tensor for tensor in plan.converted if tensor.name.endswith("gate_up_proj")]
@@ -124,7 +126,10 @@ def test_stacks_become_experts(tmp_path: Path) -> None:
 
 
 def test_quantized_tensors_that_are_not_selected_are_decoded(tmp_path: Path) -> None:
-    """A quantized tensor that is not selected is decoded and listed, because loaders would take it for the new form."""
+    """A quantized tensor that is not selected is decoded and added to the exclusion list.
+
+    Otherwise loaders would take it for the new format.
+    """
     plan = plan_of(tmp_path, "deepseek_fp8", "mxfp8-te", requantize=True, wishes=Wishes(preset="experts"))
     o_proj = next(tensor for tensor in plan.tensors if tensor.name == "model.layers.0.self_attn.o_proj.weight")
     assert (o_proj.action, o_proj.outputs[0].dtype) == ("dequantize", "BF16")
@@ -133,8 +138,8 @@ def test_quantized_tensors_that_are_not_selected_are_decoded(tmp_path: Path) -> 
 
 
 def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
-    """For any preset, DeepSeek-V4 keeps the FP8 tensors beside its experts, and the experts of multi-token
-    prediction.
+    """Formats that quantize only routed experts keep DeepSeek-V4's other FP8 tensors and the experts of multi-token
+    prediction, whatever the preset.
     """
     plan = plan_of(tmp_path, "deepseek_v4", "mxfp4-ocp", wishes=Wishes(preset="linear"))
     for tensor in plan.converted:
@@ -169,7 +174,7 @@ def test_interleaved_stacks_have_one_place(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_two_tensors_of_one_output_name_are_rejected(tmp_path: Path) -> None:
-    """An expert of a stack and a single expert have one name, which is rejected."""
+    """A model is rejected if an expert of a stack and a single expert would be written under one name."""
     stack, single = synthetic.random("s", (2, 64, 96)), synthetic.random("d", (64, 96))
     synthetic.write_model(
         tmp_path / "m", {}, {"mlp.experts.down_proj": stack, "mlp.experts.0.down_proj.weight": single}
@@ -187,7 +192,7 @@ def test_groups_only_where_a_tensor_scale_is_shared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fused", "gpt_oss_mxfp4", "deepseek_v4"])
 def test_sizes(tmp_path: Path, name: str) -> None:
-    """Bytes read and bytes written are right per tensor and per file."""
+    """The plan states the right number of bytes to read and to write, per tensor and per file."""
     tensors = ALL[name](tmp_path / "again")
     recipe = "mxfp4-ocp" if name in synthetic.QUANTIZED else "nvfp4-te"
     plan = plan_of(tmp_path, name, recipe)

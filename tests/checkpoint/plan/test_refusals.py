@@ -1,5 +1,5 @@
-"""Test requests that a plan rejects: sources of unknown form, values that would change, recipes without a container,
-wrong options.
+"""Test requests that a plan rejects: unknown sources, values that would change, recipes without a container, wrong
+options.
 """
 
 from __future__ import annotations
@@ -85,7 +85,9 @@ def test_parts_that_do_not_fit(tmp_path: Path, tensors: synthetic.Tensors) -> No
 
 
 def test_values_that_would_change(tmp_path: Path) -> None:
-    """Without --requantize, quantized values are never changed."""
+    """Values that are already quantized are changed only if --requantize is given; otherwise the request is
+    rejected.
+    """
     synthetic.deepseek_fp8(tmp_path / "fp8")
     with refused(
         "model.layers.0.self_attn.q_a_proj: is already quantized as fp8 128x128,"
@@ -103,7 +105,7 @@ def test_values_that_would_change(tmp_path: Path) -> None:
 
 
 def test_scales_that_are_no_powers_of_two_any_more(tmp_path: Path) -> None:
-    """The scales were powers of two when the plan was made."""
+    """The run fails if scales, which were powers of two when the plan was made, have changed since."""
     synthetic.deepseek_fp8(tmp_path / "fp8", powers=True)
     plan = make_plan(tmp_path / "fp8", "mxfp8-te", format="sglang-mxfp8")
     shutil.rmtree(tmp_path / "fp8")
@@ -115,7 +117,7 @@ def test_scales_that_are_no_powers_of_two_any_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors", "mlx"])
 def test_a_weight_of_no_module_stays(tmp_path: Path, format: str) -> None:
-    """A tensor named ".weight" belongs to no module, so its scales would have no valid name; it is copied."""
+    """A tensor named just ".weight" is copied, because its scales would have no valid name."""
     numbers = {".weight": synthetic.random("a", (64, 64)), "b.weight": synthetic.random("b", (64, 64))}
     synthetic.write_model(tmp_path / "m", {"model_type": "qwen3"}, numbers)
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp" if format == "mlx" else "nvfp4-te", format=format)
@@ -182,7 +184,7 @@ def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, Any], t
 
 
 def test_pair_that_no_engine_loads(tmp_path: Path) -> None:
-    """The suggested alternative works."""
+    """A recipe and format that no engine loads are rejected, and the alternative in the message works."""
     with refused("--format modelopt with mxfp4: no engine is known to load it for dense models") as caught:
         make_plan(dense(tmp_path), "mxfp4-ocp", format="modelopt")
     assert "use --format compressed-tensors (" in str(caught.value)

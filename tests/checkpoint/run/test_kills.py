@@ -1,5 +1,5 @@
-"""Test killed and interrupted processes: nothing is lost, nothing looks finished, no worker remains, and resuming
-works.
+"""Test killed and interrupted processes: no data is lost, no result looks finished, no worker remains, and runs can be
+resumed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from runs import HERE, Model, environment, larger, running, until
 
 @pytest.mark.parametrize("points", [50, *exhaustive([150])])
 def test_kills(tmp_path: Path, points: int) -> None:
-    """The process is killed at random points; kill_points.py does the checks."""
+    """A process that is killed at any point leaves a state that can be resumed; kill_points.py makes the checks."""
     synthetic.dense(tmp_path / "source")
     (tmp_path / "here").mkdir()
     command = [sys.executable, HERE / "kill_points.py", tmp_path / "source", tmp_path / "here", str(points), "11"]
@@ -33,7 +33,7 @@ def test_kills(tmp_path: Path, points: int) -> None:
 
 @pytest.mark.parametrize("points", exhaustive([12]))
 def test_kills_with_workers(tmp_path: Path, points: int) -> None:
-    """The process is killed from outside at random times; its workers end, too."""
+    """If a process with workers is killed from outside, at random times, the workers end, too."""
     model = Model(tmp_path, larger)
     generator, before, ends = random.Random(7), files_of(model.source), []
     for _ in range(points):
@@ -55,7 +55,9 @@ STOPS = [(workers, number) for workers in (1, 2, "threads") for number in (signa
 
 @pytest.mark.parametrize("stop", by_default([(2, signal.SIGINT)], STOPS), ids=str)
 def test_signals_leave_what_is_done(tmp_path: Path, stop: tuple[int | str, signal.Signals]) -> None:
-    """Ctrl-C also reaches the workers of a terminal. They print nothing, and none remains."""
+    """Ctrl-C, which reaches the workers of a terminal, too, keeps the finished work. Workers print nothing, and none
+    remains.
+    """
     (workers, number), model = stop, Model(tmp_path, larger)
     code = 143 if number == signal.SIGTERM else -number
     with running(model, workers) as process:

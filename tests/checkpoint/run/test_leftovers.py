@@ -1,4 +1,6 @@
-"""Test what killed runs leave: it is reported, can be removed, and is never confused with files of a live process."""
+"""Test files that killed runs leave: they are reported, can be removed, and are never confused with those of a live
+process.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,7 @@ def test_a_resume_that_is_refused_is_not_advised(model: Path, tmp_path: Path, ca
 
 
 def test_a_dry_run_removes_nothing(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
-    """A dry run says what it would remove, and plans as if that were removed."""
+    """A dry run says which leftovers it would remove, removes none, and plans as if they were removed."""
     left, out = killed(model, tmp_path), tmp_path / "out"
     for paths in ((out,), (model / "m", out)):
         run = called("convert", "--remove-stale", "--dry-run", *paths)
@@ -94,7 +96,7 @@ def test_a_killed_run_goes_on_or_begins_anew(model: Path, tmp_path: Path, called
 
 
 def test_a_killed_reconcile_does_not_offer_to_resume(tmp_path: Path, called: Callable[..., Run]) -> None:
-    """reconcile has no --resume option and no journal."""
+    """After a killed reconcile, the message does not suggest --resume, because reconcile has no journal."""
     left = tmp_path / ".out.partial"
     left.mkdir()
     (left / staging.LOCK).touch()
@@ -145,7 +147,10 @@ MOMENTS = [
 
 
 def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
-    """Return a source and its result, whose run was killed right after the result got its final name."""
+    """Run a command that is killed just after the result got its final name; return the source and the result.
+
+    kind: the kind of run. event: the number of the event at which it is killed.
+    """
     source, out = (folder / "m.gguf", folder / "out.gguf") if kind == "file" else (folder / "m", folder / "out")
     if kind == "file":
         gguf_files.write_model(source)
@@ -157,7 +162,7 @@ def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
 
 
 def left(out: Path) -> set[str]:
-    """Return the names of hidden files inside the result and beside it."""
+    """Return the names of the hidden files inside the result and beside it, which a killed run leaves."""
     inside = out.iterdir() if out.is_dir() else ()
     return {path.name for path in (*inside, *out.parent.iterdir()) if path.name.startswith(".")}
 
@@ -166,7 +171,10 @@ def left(out: Path) -> set[str]:
 def test_killed_when_finished(
     tmp_path: Path, called: Callable[..., Run], kind: str, event: int, names: set[str]
 ) -> None:
-    """verify names the leftovers; --remove-stale removes them, and with --dry-run only lists them."""
+    """If a run is killed when its result is finished, verify names the leftovers, and --remove-stale removes them.
+
+    With --dry-run they are only listed.
+    """
     _, out = finished(tmp_path, kind, event)
     assert left(out) == names
     run = called("verify", out)
@@ -185,7 +193,7 @@ def test_killed_when_finished(
 
 
 def bytes_of(out: Path) -> object:
-    """Return the content of a result without hidden files."""
+    """Return the content of all files of a result, hidden files excepted."""
     return {name: data for name, data in content(out).items() if name[0] != "."} if out.is_dir() else out.read_bytes()
 
 
@@ -203,7 +211,7 @@ def place(out: Path, name: str) -> Path:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_resuming_what_was_finished(tmp_path: Path, called: Callable[..., Run], kind: str) -> None:
-    """If source and options are the same, resuming only removes the leftovers.
+    """Resuming a finished run removes its leftovers and writes nothing, if source and options are those of the run.
 
     Otherwise the existing destination is an error.
     """
@@ -222,14 +230,16 @@ def test_resuming_what_was_finished(tmp_path: Path, called: Callable[..., Run], 
 def test_converting_again_what_was_finished(
     tmp_path: Path, called: Callable[..., Run], kind: str, extra: tuple[str, ...]
 ) -> None:
-    """The existing destination is an error; its leftovers are removed before."""
+    """Converting to a finished destination is an error, but first the leftovers of the killed run are removed."""
     source, out = finished(tmp_path, kind)
     run = called("convert", *RECIPE[kind], source, out, *extra)
     assert run.code == 2 and f"{out}: exists; name a new directory" in run.err and out.exists() and not left(out)
 
 
 def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Callable[..., Run]) -> None:
-    """Between the rename and the removal of its journal, a run still holds its lock."""
+    """The files of a live run are not leftovers: between the final rename and the removal of its journal, it holds its
+    lock.
+    """
     _, out = finished(tmp_path, "directory")
     descriptor = os.open(out / staging.LOCK, os.O_RDWR)
     staging.fcntl.flock(descriptor, staging.fcntl.LOCK_EX)
@@ -240,7 +250,10 @@ def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Calla
 
 
 def test_hidden_files_of_others_stay(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
-    """A lock with content, a journal of another kind, a link, and files in a directory without a manifest are kept."""
+    """Files that no run has left are kept.
+
+    These are a lock with content, a journal of another kind, a link, and files in a directory without a manifest.
+    """
     out = tmp_path / "out"
     assert called("convert", model / "m", out).code == 0
     (out / staging.LOCK).write_text("mine")

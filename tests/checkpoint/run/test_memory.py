@@ -19,7 +19,10 @@ HIDDEN = 16384
 
 
 def write_sparse(root: Path, config: dict[str, object], tensors: dict[str, tuple[str, tuple[int, ...], int]]) -> None:
-    """Write a model of zeros as sparse files; `tensors` maps a name to dtype, shape and bytes per element."""
+    """Write a model of zeros as sparse files, which take no disk space.
+
+    tensors: {name: (dtype, shape, bytes per element)}.
+    """
     header, end = {}, 0
     for name, (dtype, shape, size) in tensors.items():
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end := end + prod(shape) * size]}
@@ -42,14 +45,14 @@ def turned(root: Path) -> None:
 
 
 def codes(root: Path) -> None:
-    """Write MXFP4 that decodes to [E, K, N] of bfloat16, 256 MiB per expert."""
+    """Write a stack in MXFP4 that decodes to [E, K, N] of bfloat16 with 256 MiB per expert."""
     shape = (1, HIDDEN // 2, HIDDEN // 32)
     declared = {"quantization_config": {"quant_method": "mxfp4"}, "model_type": "gpt_oss"}
     write_sparse(root, declared, {f"{STACK}_blocks": ("U8", (*shape, 16), 1), f"{STACK}_scales": ("U8", shape, 1)})
 
 
 def copied(root: Path) -> None:
-    """Write an embedding of 512 MiB beside a small layer."""
+    """Write an embedding of 512 MiB, which is copied, beside a small layer."""
     small = ("BF16", (64, 64), 2)
     tensors = {
         "model.embed_tokens.weight": ("BF16", (HIDDEN, HIDDEN), 2),
@@ -75,9 +78,9 @@ print(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])  # ru
 
 @pytest.mark.parametrize("case", exhaustive(CASES))
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path, case: str) -> None:
-    """The limit is 200 MiB, of which Python and NumPy take 70.
+    """A converting process stays below 200 MiB, of which Python and NumPy take 70, whatever the size of its tensors.
 
-    A stack of 100 GB only has more matrices of this kind.
+    A stack of 100 GB would only have more matrices of the tested size.
     """
     make, recipe, form = CASES[case]
     make(tmp_path / "m")

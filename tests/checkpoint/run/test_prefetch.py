@@ -1,5 +1,5 @@
-"""Test reading files to the page cache before a run needs them: which pieces, how far ahead, and that no thread
-remains.
+"""Test prefetching of files to the page cache: which pieces are read, how far ahead of the run, and that its threads
+end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Return a list that collects the threads which a module starts from now on."""
+    """Return a list to which every thread is added that `module` starts from now on."""
     begun: list[threading.Thread] = []
 
     class Noted(threading.Thread):
@@ -31,7 +31,7 @@ def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.T
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -> None:
-    """Call `noted` with the file and the offset before each request to the system."""
+    """Make each request to the system to read ahead call `noted` first, with the file and the offset."""
     ask = os.posix_fadvise
 
     def watched(descriptor: int, start: int, count: int, advice: int) -> None:
@@ -47,7 +47,7 @@ def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -
 def test_files_are_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str, piece: int
 ) -> None:
-    """Pieces are read in order until the reading is stopped. Missing files and directories are ignored."""
+    """Pieces are read in order until prefetching is stopped. Missing files and directories are skipped."""
     monkeypatch.setattr(prefetch, "PIECE", piece)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "THREADS", 1)
@@ -76,7 +76,7 @@ def test_files_are_read_ahead(
 
 
 def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each piece is read once, whichever thread takes it, and no thread outlives the wait for it."""
+    """With several threads, each piece is read once, and all threads end when they are joined."""
     monkeypatch.setattr(prefetch, "PIECE", 64)
     monkeypatch.setattr(prefetch, "STEP", 64)
     taken: list[int] = []
@@ -92,7 +92,7 @@ def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The window moves with the share that the run has read; pieces that the run has passed are not read."""
+    """Prefetching stays within a window ahead of the run, and skips pieces that the run has passed."""
     monkeypatch.setattr(prefetch, "PIECE", 64)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "THREADS", 1)

@@ -1,4 +1,4 @@
-"""Test the partial directory: one run at a time, full disks, links, and removal of leftovers."""
+"""Test the partial directory, in which an unfinished result lies: one run at a time, full disks, links, and removal."""
 
 from __future__ import annotations
 
@@ -85,7 +85,9 @@ def test_two_runs_at_once(model: Model, resume: bool) -> None:
 
 @pytest.mark.parametrize("moment", ["_locked", "_publish"])
 def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """A second run does not take the directory over before the first run has its lock, or during the final rename."""
+    """A second run cannot take over the partial directory before the first run has its lock, or during its final
+    rename.
+    """
     right = getattr(staging, moment)
 
     def between(*arguments: Any) -> Any:
@@ -100,7 +102,7 @@ def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.M
 
 
 def test_lock_outlives_the_rename(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A run that waited for the lock while the first run finished does not write to the finished result."""
+    """A run that waited for the lock while another run finished must not write to the finished result."""
     rename = os.rename
 
     def between(a: Path, b: Path) -> None:
@@ -135,7 +137,7 @@ def test_source_that_changes_meanwhile(model: Model) -> None:
 
 
 class Full:
-    """Let a number of calls succeed, then raise the error of a full disk."""
+    """Let a number of calls succeed, then raise the error of a full disk in each further call."""
 
     def __init__(self, call: Callable[..., Any], calls: int, code: int = errno.ENOSPC) -> None:
         self.call, self.left, self.code = call, calls, code
@@ -164,7 +166,7 @@ def test_full_disk(model: Model, monkeypatch: pytest.MonkeyPatch, name: str, cal
 
 @pytest.mark.parametrize("name", ["copy_file", "os.fsync", "sync_directory"])
 def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """After fsync fails, the content of the disk is unknown, so nothing is kept."""
+    """If fsync fails, nothing is kept, because the content on the disk is unknown."""
     owner: Any = os if name == "os.fsync" else staging
     name = name.removeprefix("os.")
     with monkeypatch.context() as patch:
@@ -178,7 +180,7 @@ def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, nam
 
 @pytest.mark.parametrize("short", [1, 7])
 def test_writes_that_take_less(model: Model, monkeypatch: pytest.MonkeyPatch, short: int) -> None:
-    """pwrite and write may write only some of the bytes."""
+    """Files are complete even if pwrite and write accept only some of the bytes per call."""
     pwrite, write = os.pwrite, os.write
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: pwrite(fd, data[: max(len(data) // short, 1)], at))
     monkeypatch.setattr(os, "write", lambda fd, data: write(fd, data[: max(len(data) // short, 1)]))

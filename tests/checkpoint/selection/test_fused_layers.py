@@ -1,4 +1,4 @@
-"""Test layers that loaders fuse: which share a tensor amax, and gated MLPs of which only one half is selected."""
+"""Test which layers loaders fuse: these share a tensor amax, and both halves of a gated MLP must be selected."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 
 def groups_of(name: str) -> dict[str, set[str]]:
-    """Map each group to its modules, for all modules that the preset linear converts."""
+    """Return {group: its modules} for all modules of the model `name` that the preset linear converts."""
     candidates = published.MODELS[name]()
     decisions = decide(candidates, Wishes(), 16)
     found: dict[str, set[str]] = {}

@@ -1,4 +1,6 @@
-"""Test name rules on published models: what is converted, what is copied and why, and what config.json says."""
+"""Test name rules on published models: which modules are converted, which are copied and why, and what config.json
+adds.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,13 @@ MODEL = Model(7)
 def decision(
     name: str, shape: tuple[int, ...] = (16, 64), dtype: str = "BF16", model: Model = MODEL, preset: str = "linear"
 ) -> Decision:
-    """Return the decision for one plain tensor."""
+    """Return the decision on one unquantized tensor of the given name, shape and dtype."""
     (found,) = decide([candidate(name, dtype, shape, model)], Wishes(preset), 16).values()
     return found
 
 
-# Numbers of modules for the presets experts, mlp, linear. Multi-token prediction is left out; with it, deepseek_v3
-# would have 45 experts, not 30.
+# The number of converted modules for the presets experts, mlp and linear. Multi-token prediction is left out; with it,
+# deepseek_v3 would have 45 experts, not 30.
 COUNTS = {
     "qwen3_dense": (0, 3 * 3, 3 * 7),
     "qwen3_moe": (3 * 12, 3 * 12 + 3, 3 * 12 + 3 + 4 * 4),
@@ -285,7 +287,7 @@ def test_layers_of_an_encoder_are_none_of_the_decoder() -> None:
 
 
 def test_every_weight_of_published_models_is_converted_listed_or_no_linear_layer() -> None:
-    """No tensor is missed: whatever loaders could expect to be quantized is listed."""
+    """Every weight that loaders could expect to be quantized is converted or in the exclusion list."""
     for make in published.MODELS.values():
         candidates = {tensor.name: tensor for tensor in make()}
         for name, found in decide(candidates.values(), Wishes("experts"), 32).items():

@@ -1,4 +1,6 @@
-"""Test selection: presets, kept layers, patterns, errors, shared amaxes, and 100,000 names in seconds."""
+"""Test the selection of layers: presets, kept layers, patterns, errors, shared amaxes, and the cost for
+100,000 names.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, ch
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:
-    """Return the modules that are converted for valid wishes."""
+    """Return the modules that are converted; the wishes must be valid for the candidates."""
     decisions = decide(candidates, wishes, 16)
     check(candidates, wishes, decisions)
     return {tensor.module for tensor in candidates if decisions[tensor.name].converted}
@@ -215,7 +217,7 @@ def test_a_selection_of_nothing() -> None:
     ],
 )
 def test_tensors_may_come_one_at_a_time_and_in_any_order(name: str, wishes: Wishes) -> None:
-    """A live export sends tensors one by one. The decisions equal those of the converter, which sees all tensors."""
+    """A live export decides on tensors one by one, and must decide as the converter does, which sees all tensors."""
     candidates = published.MODELS[name]()
     expected = decide(candidates, wishes, 16)
     shuffled = random.Random(0).sample(candidates, len(candidates))
@@ -225,9 +227,9 @@ def test_tensors_may_come_one_at_a_time_and_in_any_order(name: str, wishes: Wish
 
 
 def test_one_selector_keeps_two_models_apart() -> None:
-    """Layer 3 belongs to the decoder in one model and to multi-token prediction in the other.
+    """A Selector's cached decisions must not mix models, blocks, dtypes or shapes.
 
-    Block, dtype and shape are distinguished, too.
+    Layer 3 belongs to the decoder in one model and to multi-token prediction in the other.
     """
     selector = Selector(Wishes(), 16)
     name = "model.layers.3.mlp.experts.0.up_proj.weight"
@@ -283,7 +285,7 @@ def _big_model(layers: int = 61, experts: int = 550) -> list[str]:
 
 
 def _decide_all(modules: list[str], wishes: Wishes) -> int:
-    """Make every decision about names that a plan makes; return the number of converted modules."""
+    """Make all decisions about names that a plan makes; return the number of converted modules."""
     model = Model(61, "deepseek_v3")
     candidates = [candidate(f"{module}.weight", "BF16", (2048, 7168), model) for module in modules]
     decisions = decide(candidates, wishes, 16)
@@ -295,7 +297,7 @@ def _decide_all(modules: list[str], wishes: Wishes) -> int:
 
 @pytest.mark.exhaustive
 def test_100_000_names_are_decided_in_seconds() -> None:
-    """All rules, patterns and shared scales are included."""
+    """The cost of rules, patterns and shared scales must stay linear in the number of names."""
     modules = _big_model()
     wishes = Wishes("experts", 1, 1, ("*.layers.7.*", "*.experts.3.*"), ("*.experts.*", "model.layers.5.*"))
 
@@ -320,7 +322,7 @@ def test_100_000_names_of_megatron_are_decided_in_seconds() -> None:
 
 
 def test_the_patterns_of_a_hostile_user_are_bounded() -> None:
-    """Globs cannot backtrack without bound."""
+    """A --keep or --only pattern cannot make matching take exponential time, because globs do not backtrack."""
     name = "model.layers.0." + "a" * 3000
     candidates = [candidate(f"{name}.weight", "BF16", (16, 64), Model(1))]
     wishes = Wishes(keep=("*a" * 60 + "*b",))

@@ -1,4 +1,4 @@
-"""Test inspecting and comparing checkpoints."""
+"""Test inspect and compare: what they report about one checkpoint, and about the differences between two."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_compare_configs_that_one_has_not(tmp_path: Path) -> None:
 
 
 def test_compare_configs_nested_deeply(tmp_path: Path) -> None:
-    """Deep nesting is compared, or rejected by the parser or by the comparison."""
+    """A deeply nested config is compared, or rejected with a clear error by the parser or by the comparison."""
     for name in "ab":
         synthetic.write_model(tmp_path / name, {}, {"a.weight": np.zeros(1, np.float32)})
     for depth in (100, *range(sys.getrecursionlimit() - 100, sys.getrecursionlimit() + 10, 2)):
@@ -202,9 +202,9 @@ def test_compare_configs_nested_deeply(tmp_path: Path) -> None:
 
 
 def test_compare_metadata(tmp_path: Path) -> None:
-    """Metadata is compared file by file.
+    """Metadata is compared file by file, and a difference that occurs in several files is reported once.
 
-    One difference in several files is reported once. Differently named files are compared as a whole.
+    If the files have different names, the metadata of all files is compared as a whole.
     """
     x = {name: np.zeros(1, np.float32) for name in "pq"}
     for folder, metadata in (("a", ("1", "2")), ("b", ("2", "1")), ("c", ("1", "1"))):
@@ -270,7 +270,7 @@ def test_compare_does_not_read_what_is_one_file(tmp_path: Path, monkeypatch: pyt
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
 def test_compare_original_and_quantized(tmp_path: Path, recipe: str) -> None:
-    """Each layer's SQNR is that of fp4kit.dequantize's values, for either order of the two checkpoints."""
+    """The SQNR of each layer is that of fp4kit.dequantize's values, whichever checkpoint is given first."""
     tensors = synthetic.moe(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", recipe)
     comparison = compare_checkpoints(tmp_path / "m", tmp_path / "out")
@@ -327,7 +327,9 @@ def test_compare_plain_tensors(tmp_path: Path) -> None:
 
 
 def test_compare_quantized_layers(tmp_path: Path) -> None:
-    """Compare two recipes on one source with the codes and scales of fp4kit.quantize."""
+    """Two checkpoints by different recipes are compared with the counts that fp4kit.quantize's codes and
+    scales give.
+    """
     x = synthetic.random("x", (40, 64), dtype=np.dtype("f4"))
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": x})
     recipes = ("nvfp4-te", "nvfp4-te-4over6-mse-256")
@@ -362,7 +364,9 @@ def test_compare_one_flipped_code(tmp_path: Path) -> None:
 
 
 def test_compare_formats(tmp_path: Path) -> None:
-    """NVFP4 and MXFP4 have different shapes but comparable values. Against MXFP8 all codes count as different."""
+    """NVFP4 and MXFP4 layers have different shapes, but comparable values. Against MXFP8, all codes count as
+    different.
+    """
     synthetic.bert(tmp_path / "m")
     for recipe in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te"):
         convert(tmp_path / "m", tmp_path / recipe, recipe)

@@ -1,5 +1,5 @@
-"""Test reconcile: parts of a fused layer get one tensor scale, the reported cost is the decoded one, and other bytes
-stay.
+"""Test reconcile: parts of a fused layer get one tensor scale, the reported cost is that of the decoded values, and all
+other bytes stay.
 """
 
 import json
@@ -24,7 +24,10 @@ SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scal
 
 
 def rewrite(root, change):
-    """Change tensors in place; change(name, bytes) returns bytes of the same size."""
+    """Change tensors of a checkpoint in place.
+
+    change: called as change(name, bytes), returns bytes of equal length.
+    """
     for path in root.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         length = int.from_bytes(data[:8], "little")
@@ -36,7 +39,10 @@ def rewrite(root, change):
 
 
 def scaled(form, factors):
-    """Return a change that multiplies decoded tensor scales, for layers whose names end in a key of `factors`."""
+    """Return a function for `rewrite` that multiplies the decoded tensor scales of some layers.
+
+    factors: {end of a layer's name: factor}.
+    """
 
     def change(name, data):
         for leaf, factor in factors.items():
@@ -145,7 +151,7 @@ def test_refusals(quantized, tmp_path):
 
 
 def stored_scales(root):
-    """Map each layer to the bits of its tensor scale as stored."""
+    """Return {layer: bits of its tensor scale, as stored}."""
     ends = tuple(f".{suffix}" for suffix in SCALE.values())
     return {name.rpartition(".")[0]: data for name, data in raw(root).items() if name.endswith(ends)}
 
@@ -159,9 +165,9 @@ def fused(root):
 
 @pytest.mark.parametrize("factor", [0.73, 0.9, 1.37])
 def test_parts_store_the_same_bits(tmp_path, factor):
-    """In one of six cases the reciprocal of a reciprocal is another number.
+    """reconcile stores the existing divisor, not the reciprocal of its reciprocal.
 
-    So the existing divisor is stored, and verify agrees.
+    The latter is another number in one of six cases; verify would then find a difference.
     """
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
@@ -172,7 +178,7 @@ def test_parts_store_the_same_bits(tmp_path, factor):
 
 
 def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
-    """Engines compare divisors, so two divisors count as different although both decode to one scale."""
+    """Two divisors with one reciprocal are a difference to repair, because engines compare the divisors themselves."""
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
     one = np.float32(1)
@@ -207,7 +213,7 @@ def test_the_index_goes_along(quantized, tmp_path):
 
 
 def test_a_hugging_face_cache(quantized, tmp_path):
-    """All files, config and index included, are links to blobs."""
+    """reconcile works on a Hugging Face cache, where all files, config and index included, are links to blobs."""
     form, root = quantized
     rewrite(root, scaled(form, {"up_proj": 0.3}))
     blobs, snapshot = tmp_path / "model" / "blobs", tmp_path / "model" / "snapshots" / "1"

@@ -1,4 +1,4 @@
-"""Test the page of a verification in a real browser: it loads nothing else, runs only its own script, and its table
+"""Test the HTML report of verify in a real browser: it loads nothing else, runs only its own script, and its table
 works.
 """
 
@@ -27,7 +27,7 @@ needs_browser = pytest.mark.skipif(binary() is None, reason="needs chromium: apt
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> VerifyReport:
-    """Return the report of a small model with experts of zeros."""
+    """Return the report on a small model whose experts are partly zero."""
     root = tmp_path_factory.mktemp("model")
     synthetic.moe(root / "m")
     convert(root / "m", root / "out")
@@ -41,7 +41,7 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def shown(tab: Page, folder: Path, report: VerifyReport) -> None:
-    """Open the page of a report; assert that it has no errors and requests nothing but itself."""
+    """Open a report in the browser; assert that it has no errors and requests nothing but itself."""
     write_report(report, folder / "page.html")
     tab.open((folder / "page.html").as_uri())
     asked = [event["request"]["url"] for event in tab.told("Network.requestWillBeSent")]
@@ -106,7 +106,7 @@ def test_filter(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
 
 @needs_browser
 def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
-    """Each kind of layer has one point per layer, inside the picture, and higher for larger values."""
+    """Each kind of layer has one point per layer, inside the chart, and larger values are higher."""
     shown(tab, tmp_path, report)
     parts = [layer.name.split(".") for layer in report.layers]
     kinds = {(each[2], ".".join(part for part in each if not part.isdigit())) for each in parts}
@@ -128,7 +128,7 @@ def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> No
 
 @needs_browser
 def test_names_are_text(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
-    """Names, formats and findings that look like HTML are shown as text, and nothing in them runs."""
+    """Names, formats and findings that look like HTML are shown as text, and nothing in them is executed."""
     layer = replace(report.layers[0], name=f"model.layers.0.{EVIL}", format=EVIL)
     issues = (Issue("error", EVIL, EVIL, EVIL),)
     shown(
@@ -146,7 +146,7 @@ def test_names_are_text(tab: Page, tmp_path: Path, report: VerifyReport) -> None
 
 @needs_browser
 def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
-    """If a part of a name became HTML after all, the browser would not run it."""
+    """Even if a name were inserted as HTML, the page's Content Security Policy would stop its scripts."""
     text = page(report).replace(
         "</body>", "<script>document.title = 'taken'</script><img src='https://example.com/x.png'></body>"
     )
@@ -160,7 +160,7 @@ def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: Verif
 @pytest.mark.exhaustive
 @needs_browser
 def test_a_large_model_is_quick(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
-    """With 18,432 layers of experts, the table sorts in less than 5 s and the charts have few points."""
+    """For 18,432 layers of experts, the table sorts in less than 5 s, and the charts have few points."""
     first = report.layers[0]
     names = [
         f"model.layers.{i}.mlp.experts.{e}.{x}_proj"
@@ -182,7 +182,7 @@ def test_a_large_model_is_quick(tab: Page, tmp_path: Path, report: VerifyReport)
 
 
 class _Links(HTMLParser):
-    """Collect every attribute that could lead to another page."""
+    """Collect the values of all HTML attributes that could lead to another page."""
 
     def __init__(self) -> None:
         super().__init__()
