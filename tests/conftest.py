@@ -1,4 +1,4 @@
-"""Set up all tests: hypothesis with the same examples in every run, the selection of recipes, and shared fixtures."""
+"""Set up all tests: reproducible Hypothesis examples, the selection of recipes per run, and shared fixtures."""
 
 import gc
 import inspect
@@ -56,7 +56,9 @@ LONG = (
 
 
 def pytest_configure(config):
-    """Keep the order of pytest_collection_modifyitems; xdist's own order would run files of few but slow tests last."""
+    """Keep the order of pytest_collection_modifyitems. xdist's own order would run files with few but slow
+    tests last.
+    """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
 
@@ -72,7 +74,7 @@ def pytest_collection():
         gc.enable()
 
 
-MANY = 12  # A test with more recipes than this runs only some of them.
+MANY = 12  # a test with more recipes than this takes only some of them in a usual run
 # Files whose tests run every recipe in every run.
 ALWAYS = ("evidence/golden/test_check", "recipes/test_table", "recipes/test_validate", "cli/test_recipes")
 
@@ -85,10 +87,10 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by marker
 def pytest_collection_modifyitems(config, items):
-    """Select the recipes that each test runs.
+    """Select the cases with recipes that this run takes; see exhaustive.py.
 
     A usual run takes the common recipes and a sixth of the others. An exhaustive run takes another twelfth. Recipes
-    that add nothing of their own run only in exhaustive runs, with a twelfth of their cases.
+    whose field values all occur in common ones run only in exhaustive runs, with a twelfth of their cases.
     """
     left_out = mark_recipes(items)
     if left_out and not config.getoption("every_recipe"):
@@ -104,9 +106,9 @@ PLAYS = re.compile(r"^(from|import) (on_gpu|host|fp4kit\.cuda)\b|played_gpu", re
 
 
 def mark_uncovered(items):
-    """Exclude tests that do not play the GPU from --cov (pyproject.toml).
+    """Exclude tests that do not run kernels on the CPU from the measurement of coverage (--cov, pyproject.toml).
 
-    They add nothing to what --cov measures, and measuring them would take half as long again.
+    They add nothing to what it measures, and measuring them would take half as long again.
     """
     plays = {path: PLAYS.search(path.read_text(encoding="utf-8")) for path in {item.path for item in items}}
     for item in items:
@@ -115,7 +117,7 @@ def mark_uncovered(items):
 
 
 def mark_recipes(items):
-    """Mark the cases whose recipe makes them exhaustive; return the cases that run only with --every-recipe."""
+    """Mark the cases whose recipe only exhaustive runs take; return those that run only with --every-recipe."""
     rare, left_out = seldom(), []
     cases = [(item, recipes_of(item)) for item in items]
     others = Counter(_test_of(item) for item, names in cases if names and rare.isdisjoint(names))
@@ -132,7 +134,7 @@ def mark_recipes(items):
 
 
 def module_of(path: Path) -> str:
-    """Return the path of a test file below tests/, without .py."""
+    """Return the path of a test file relative to tests/, without .py, such as "cpu/test_engine"."""
     return path.relative_to(TESTS).with_suffix("").as_posix()
 
 
@@ -141,7 +143,7 @@ def _test_of(item):
 
 
 def recipes_of(item):
-    """Return the recipes among a test's parameters; return none for tests that must run every recipe."""
+    """Return the recipes among a case's parameters, or an empty list if its test always runs every recipe."""
     if module_of(item.path) in ALWAYS or not hasattr(item, "callspec"):
         return []
     return [case for case in item.callspec.params.values() if isinstance(case, str) and case in RECIPES]
@@ -155,14 +157,14 @@ def sort_long_first(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run kernel tests with the specification (specified.py), including what file-wide fixtures compute for them."""
+    """Run tests of kernels, and the fixtures that they set up, under the specification; see specified.py."""
     with specification_everywhere() if needs_specification(item) else nullcontext():
         return (yield)
 
 
 @pytest.fixture
 def away(monkeypatch):
-    """Install an engine that computes as the specification does, on arrays of a type of its own."""
+    """Install and return the engine "away" (fuzz_faults.py), which computes as the specification does."""
     return engine_away(monkeypatch)
 
 
@@ -175,7 +177,7 @@ def either_engine(request):
 
 @pytest.fixture(scope="session")
 def golden():
-    """Return the recorded outputs of the producers that the package carries."""
+    """Return the recorded outputs of producers that are in the package."""
     return GoldenSet.find()
 
 
@@ -187,7 +189,7 @@ def mpiexec():
 
 @pytest.fixture(scope="session")
 def libraries(tmp_path_factory):
-    """Yield the cache of kernels compiled for the host, shared by all modules that play the GPU."""
+    """Yield the kernels compiled for the CPU, which all modules share that run kernels without a GPU."""
     folder = tmp_path_factory.mktemp("libraries")
     libraries = Libraries(folder, require_compiler(folder))
     yield libraries
@@ -196,7 +198,10 @@ def libraries(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def played_gpu(request, libraries, golden):
-    """Play the GPU on the host for a module's tests (on_gpu.py); a rehearsal first compiles the kernels they launch."""
+    """Simulate a GPU on the CPU for all tests of a module (on_gpu.py).
+
+    A rehearsal of the module's tests first collects and compiles the kernels that they launch.
+    """
     with libraries.playing() as cupy:
         with compiled_here():
             libraries.rehearse(rehearsals(request, {"golden": golden}))
@@ -204,7 +209,10 @@ def played_gpu(request, libraries, golden):
 
 
 def rehearsals(request: pytest.FixtureRequest, fixtures: dict[str, object]) -> Iterator[Callable[[], object]]:
-    """Yield the module's selected tests as calls that ignore errors; leave out tests with fixtures of their own."""
+    """Yield the module's selected tests as functions without arguments that ignore errors.
+
+    Tests with fixtures other than those given are left out.
+    """
     for item in request.session.items:
         if item.module is not request.module or item.get_closest_marker("gpu"):
             continue
@@ -215,6 +223,6 @@ def rehearsals(request: pytest.FixtureRequest, fixtures: dict[str, object]) -> I
 
 
 def quietly(test: Callable[..., object], arguments: dict[str, object]) -> None:
-    """Run the test and ignore whatever it raises."""
+    """Call the test and ignore every error, because a rehearsal computes no results."""
     with suppress(Exception, pytest.skip.Exception, pytest.fail.Exception):
         test(**arguments)

@@ -1,4 +1,4 @@
-"""Test assert_same_bits, on which the other tests rely: it finds a single wrong bit and says where."""
+"""Test assert_same_bits, on which most tests rely: it finds a single wrong bit and reports its position."""
 
 import re
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""Test that Quantized checks every part when it is made: kind, dtype and shape, and values that are on the host."""
+"""Test the checks when a Quantized is made: the kind, dtype and shape of every part, and the values of parts on the
+host.
+"""
 
 import re
 from dataclasses import replace
@@ -21,13 +23,13 @@ FIELDS = ("packed", "block_scale", "tensor_scale", "tensor_amax", "shape", "dtyp
 
 
 def parts(name="nvfp4-te", rows=4, **changes):
-    """Return the arguments of a Quantized of (rows, 64) zeros, with some of them replaced."""
+    """Return the arguments that make a Quantized of (rows, 64) zeros, with some of them replaced."""
     q = fp4kit.quantize(np.zeros((rows, 64), F32), name)
     return {field: getattr(q, field) for field in FIELDS} | changes
 
 
 class Device:
-    """Offer the attributes of a CuPy array that Quantized looks at."""
+    """Stand in for a CuPy array, with the attributes that Quantized reads."""
 
     def __init__(self, shape, dtype, device=0):
         self.shape, self.dtype, self.data = shape, np.dtype(dtype), SimpleNamespace(device_id=device)
@@ -210,7 +212,9 @@ def test_a_device_s_values_are_not_read():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_results_of_quantize_are_valid(name):
-    """quantize returns a valid Quantized also for zeros, inf and NaN, whose tensor scales are unusual or NaN."""
+    """The checks accept every result of quantize, also of zeros, infinities and NaN, whose tensor scales are
+    unusual.
+    """
     for value in (0.0, np.inf, np.nan, -np.nan):
         x = np.full((32, 128), value, F32)
         x[16:] = ORDINARY[:16]

@@ -1,5 +1,6 @@
-"""Test Quantized.from_parts: the dtypes, nibble orders, scale directions and shapes found in checkpoints, and its
-errors.
+"""Test Quantized.from_parts: it accepts the dtypes, nibble orders, scale directions and shapes found in checkpoints.
+
+Other parts raise an error.
 """
 
 import re
@@ -24,14 +25,14 @@ X = ordinary(7, dtype=BF16)
 
 
 def built(q, packed=None, block_scale=None, tensor_scale=None, **options):
-    """Call from_parts with the parts of q, some of them replaced."""
+    """Call from_parts with the parts of q, some of them replaced. options: further arguments."""
     given = [q.packed if packed is None else packed, q.block_scale if block_scale is None else block_scale]
     given.append(q.tensor_scale if tensor_scale is None else tensor_scale)
     return Quantized.from_parts(*given, **{"recipe": q.recipe, "dtype": q.dtype, "axis": q.axis} | options)
 
 
 def assert_same(found, q):
-    """Assert that two Quantized are equal in everything except the amax, which checkpoints do not store."""
+    """Assert that two Quantized are equal except for the amax, which checkpoints do not store."""
     assert found.tensor_amax is None
     for part in ("packed", "block_scale", "tensor_scale"):
         if getattr(q, part) is not None:
@@ -43,7 +44,10 @@ def assert_same(found, q):
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_parts_of_a_quantized_give_it_back(name, axis):
-    """from_parts makes no copies. The values are the same because they depend on the scale alone."""
+    """from_parts restores a Quantized from its parts without copies.
+
+    Its values are equal, because they depend on the scale and not on the amax.
+    """
     q = fp4kit.quantize(X, name, axis=axis)
     found = built(q)
     assert_same(found, q)
@@ -53,8 +57,9 @@ def test_parts_of_a_quantized_give_it_back(name, axis):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes_of_codes_and_scales(name):
-    """Codes and scales may be bytes of either sign or have a dtype that names the format; unpacked 4-bit codes are
-    packed.
+    """Codes and scales may be signed or unsigned bytes, or have a dtype that names the format.
+
+    Unpacked 4-bit codes are packed.
     """
     q = fp4kit.quantize(X, name)
     assert_same(built(q, packed=q.packed.view(np.int8)), q)
@@ -68,7 +73,9 @@ def test_dtypes_of_codes_and_scales(name):
 
 
 def test_all_bytes_of_codes_and_scales():
-    """Try every pair of codes in both nibble orders, every unpacked code with bits set above it, and every scale."""
+    """Every byte is accepted as specified: pairs of codes in both nibble orders, unpacked codes with upper bits, and
+    scales.
+    """
     packed, scales = np.arange(256, dtype=np.uint8).reshape(16, 16), np.resize(np.arange(256, dtype=np.uint8), (16, 2))
     q = Quantized.from_parts(packed, scales, F32(1), recipe="nvfp4-te", dtype=F32)
     assert_same(built(q, packed=packed >> 4 | packed << 4, high_nibble_first=True), q)
@@ -90,7 +97,7 @@ def test_tensor_scales_of_other_dtypes(dtype):
 
 @pytest.mark.parametrize("bits", [1, 0x00400000, 0x00800000, 0x7F7FFFFF, 0x3EAAAAAB])
 def test_float64_that_is_a_float32(bits):
-    """Holds for subnormals and the largest float32, too."""
+    """A float64 tensor scale is accepted if float32 holds it exactly, subnormals and the largest float32 included."""
     scale = np.array(bits, np.uint32).view(F32)
     q = fp4kit.quantize(X, "nvfp4-te")
     assert_same_bits(built(q, tensor_scale=scale.astype(np.float64)).tensor_scale, scale)
@@ -124,9 +131,9 @@ def test_tensor_scales_of_rows_experts_and_blocks():
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16, F32])
 def test_a_divisor_gives_the_scale_and_the_values_of_its_producer(dtype):
-    """compressed-tensors stores the encode scale.
+    """A divisor gives the producer's tensor scale, bit for bit.
 
-    The reciprocal of the stored value is bit-identical to the decode scale.
+    compressed-tensors stores the encode scale, whose reciprocal is the decode scale.
     """
     rng = np.random.default_rng(5)
     for _ in range(50):
@@ -183,9 +190,7 @@ def test_the_dtype_is_bfloat16_by_default():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_torch_tensors(name):
-    """Tensors with the dtypes of PyTorch loaders, Parameters included, are taken without copies and give the same
-    values.
-    """
+    """PyTorch tensors, Parameters included, are accepted without copies and give the values of NumPy arrays."""
     torch = pytest.importorskip("torch")
     q = fp4kit.quantize(X, name)
     names = {
@@ -410,7 +415,7 @@ def test_inputs_are_not_written_to():
 
 
 def test_every_format_has_a_dtype():
-    """A recipe with a new format either gets a dtype in this table or fails here."""
+    """Every format of a recipe is in the table of dtypes that from_parts accepts."""
     from fp4kit.quantized.from_checkpoint import DTYPES
 
     assert {r.element for r in RECIPES.values()} | {r.scale for r in RECIPES.values() if r.scale} <= set(DTYPES)

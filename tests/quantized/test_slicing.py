@@ -1,4 +1,4 @@
-"""Test slicing, len, equals, dequantize, pickle and copies of a Quantized."""
+"""Test slices, len, equals, dequantize, pickle and copies of a Quantized."""
 
 import copy
 import pickle
@@ -35,7 +35,7 @@ def values(q):
 
 
 def cuts(q):
-    """Return the indices at which the first axis may be cut, by the definition of blocks."""
+    """Return the indices at which the first axis may be cut without dividing a block."""
     step = q.recipe.length_multiple if q.axis == 0 else q.recipe.block_rows if len(q.shape) == 2 else 1
     return [*range(0, q.shape[0], step), q.shape[0]]
 
@@ -46,7 +46,7 @@ def cuts(q):
 @pytest.mark.parametrize("axis", [0, 1])
 @pytest.mark.parametrize("name", NAMES)
 def test_every_slice_between_blocks_has_the_values_of_its_rows(name, axis):
-    """Holds for ordinary and unusual numbers, and for lengths that are not a multiple of a block's rows."""
+    """A slice has the values of its rows, also for unusual numbers and for an incomplete last block."""
     rng = np.random.default_rng(len(name) + axis)
     for x in (INPUTS["nonfinite"], INPUTS["extreme"], ORDINARY if axis == 0 else ORDINARY[:120]):
         q = quantized(x, name, axis=axis)
@@ -62,7 +62,9 @@ def test_every_slice_between_blocks_has_the_values_of_its_rows(name, axis):
 
 @given(st.data())
 def test_slices_of_stacks(data):
-    """Draw stacks of three and four dimensions, any axis, and scales per expert, row and block."""
+    """Slices of stacks with three and four dimensions are right, for any axis and for scales per expert, row
+    and block.
+    """
     name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
     x = STACK if data.draw(st.booleans()) else STACK.reshape(3, 2, 64, 128)
     axis = data.draw(st.sampled_from([x.ndim - 2, x.ndim - 1]))
@@ -75,7 +77,7 @@ def test_slices_of_stacks(data):
 
 @given(st.data())
 def test_cuts_along_all_axes(data):
-    """Cut along every axis at once, as compare does."""
+    """A Quantized can be cut along all axes at once, as compare does."""
     name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
     axis = data.draw(st.sampled_from([1, 2]))
     experts = [300.0, 2.0, 7.0] if RECIPES[name].tensor_scaling == "tensor" else None
@@ -101,9 +103,9 @@ def test_slices_along_the_blocks_of_the_first_axis():
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS[1:])
 def test_swizzled_slices(layout):
-    """Slices of whole tiles are views.
+    """Slices of whole tiles are views; for other cuts the error says to unswizzle first.
 
-    For other cuts the error says to unswizzle first. Stacks may be cut between any two tensors.
+    Stacks may be cut between any two matrices.
     """
     x = np.resize(ORDINARY, (300, 128))
     tile = 128 if layout == "swizzled_128x4" else 8

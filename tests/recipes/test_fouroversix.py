@@ -1,6 +1,4 @@
-"""Test fouroversix with elements of 7 scales and more, which it does not clamp: the codes it packs and the scales it
-chooses.
-"""
+"""Test fouroversix on elements of 7 scales and more, which it does not clamp: its codes and its choice of scale."""
 
 from __future__ import annotations
 
@@ -19,8 +17,8 @@ from fp4kit.reference.codec import encode, nearest_unbounded
 
 NAMES = [id for id, r in RECIPES.items() if r.producer == "fouroversix" and r.tensor_rule]
 WRAPPED = [id for id in NAMES if RECIPES[id].rounding == "rnw"]
-# For each recipe: the code of 1.4 * 2^-9 / 448, which is alone in a block beside a block of 1, and the scales of both
-# blocks.
+# Recipe -> the code of the element 1.4 * 2^-9 / 448, which is alone in its block, and the scales of that block and of a
+# second block with the amax 1.
 ONE_AND_TINY = {
     "nvfp4-fouroversix-6": (8, [126, 1]),
     "nvfp4-fouroversix-4": (7, [126, 1]),
@@ -29,8 +27,8 @@ ONE_AND_TINY = {
     "nvfp4-fouroversix-absmax": (6, [120, 1]),
     "nvfp4-fouroversix-triton-6": (7, [126, 1]),
 }
-# A block of these tenths of 2^-9 / 256 has the scale 2 and a first value of 8. If that value were clamped to 6, 4 would
-# be the better scale.
+# A block of these values, in units of 2^-9 / 2560, has the scale 2, and its first value becomes 8. If that value were
+# clamped to 6, the scale 4 would be better.
 TENTHS = (24, -12, 15, 12, 0, 18, 0, 0, 0, 21, -15, 3, -18, 0, -18, -18)
 PACKED = "e8667000702e0fff"
 
@@ -69,7 +67,9 @@ def test_values_go_on_in_steps_of_two():
 
 
 def test_scales_that_are_nan():
-    """Zeros under an infinite encode scale and blocks with inf give NaN. Tensors of zeros and finite blocks do not."""
+    """NaN occurs for zeros under an infinite encode scale and for blocks with infinities, and not for other zeros or
+    finite blocks.
+    """
     for name in NAMES:
         assert not fp4kit.quantize(np.zeros((1, 32), np.float32), name).block_scale.any()
         x = np.zeros((1, 32), np.float32)

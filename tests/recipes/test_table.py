@@ -1,4 +1,4 @@
-"""Test the table of recipes: every name in it exists, and the fields of a recipe agree with each other."""
+"""Test the table of recipes: every name in it exists, and the fields of each recipe are consistent."""
 
 import pickle
 import re

@@ -1,5 +1,6 @@
-"""Test recipes as strings: recipes and variants of every field survive the round trip, with the same string in any
-process.
+"""Test recipes as strings: each recipe, and variants in every field, come back from their string.
+
+The string is the same in every process.
 """
 
 import doctest
@@ -30,7 +31,7 @@ def test_a_recipe_of_the_table_is_its_id(id):
 
 
 def drawn():
-    """Yield variants of every recipe, with up to four fields changed."""
+    """Yield variants of every recipe with up to four changed fields."""
     rng = np.random.default_rng(1)
     for id in RECIPES:
         for changes in range(1, 5):

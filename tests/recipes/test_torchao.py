@@ -1,5 +1,6 @@
-"""Test torchao's release 0.18.0: restate its steps one number at a time, and check where it differs from the
-development version.
+"""Test the recipes of torchao 0.18.0 against its steps, restated one number at a time.
+
+The release must differ from the development version where the recordings say so.
 """
 
 from __future__ import annotations
@@ -21,15 +22,15 @@ MODES = ("floor", "rceil", "ceil", "even")
 
 
 def development(name):
-    """Return the recipe of the corresponding call in 0.19."""
+    """Return the recipe of torchao 0.19 for the call of the 0.18 recipe `name`."""
     return fp4kit.recipe(name.removesuffix("-018"))
 
 
 def amaxes():
-    """Return test amaxes.
+    """Return amaxes at which rounding matters.
 
-    They are bfloat16 numbers of small, middle and large exponents, inf and NaN, and float32 numbers a few ulp above max
-    * 2^k.
+    They are bfloat16 numbers of small, middle and large exponents, infinity and NaN, and float32 numbers a few ulp
+    above max * 2^k.
     """
     codes = np.append(np.arange(0x7F81, dtype=np.uint16), np.uint16(0x7FC0))
     numbers = codes.view(ml_dtypes.bfloat16).astype(np.float32)
@@ -44,7 +45,7 @@ def amaxes():
 
 
 def stated(amax, mode, element):
-    """Return (scale byte, factor of the elements) of a block, by mx_tensor.py of 0.18.0."""
+    """Return the scale byte of a block and the factor of its elements, by the steps of mx_tensor.py of 0.18.0."""
     if math.isnan(amax):
         return 255, math.nan if mode == "rceil" else 0.0
     if mode == "rceil":
@@ -120,7 +121,7 @@ def test_rceil_of_the_release_flushes_tiny_blocks_and_saturates_near_powers(eith
 
 
 def test_the_release_is_not_the_development_version_on_recorded_inputs(golden):
-    """The recorded arrays of both versions distinguish the two."""
+    """The two versions differ on the recorded inputs, so the recordings can tell their recipes apart."""
     for name in ("mxfp4-torchao-floor-018", "mxfp8-torchao-rceil-018"):
         r = RECIPES[name]
         assert not check_recipe(name, golden).differences
@@ -134,9 +135,9 @@ def test_the_release_is_not_the_development_version_on_recorded_inputs(golden):
 
 @pytest.mark.parametrize("mode", ["floor", "ceil", "even"])
 def test_other_elements_of_a_block_with_nan_become_zeros(mode, either_engine):
-    """The other elements are divided by the infinity that stands for the NaN byte.
+    """In a block with NaN, other elements get code 0, because the NaN scale byte counts as infinity in the division.
 
-    All decoded values are NaN nevertheless.
+    All values still decode to NaN.
     """
     x = np.zeros((1, 32), np.float32)
     x[0, :3] = np.nan, 1, -2

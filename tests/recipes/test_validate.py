@@ -1,5 +1,7 @@
-"""Test that a Recipe that the specification does not define is rejected when it is made, with the field's name: each
-field, then each pair.
+"""Test that Recipe rejects what the specification does not define: wrong values of each field, and wrong pairs of
+fields.
+
+The error names the field.
 """
 
 import re
@@ -474,7 +476,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
 def test_variants_come_near_their_input(name, changes):
-    """An accepted combination does what its rules say: the error is that of the element format and not larger."""
+    """An accepted combination of rules works: its error is at most that of the element format."""
     r = replace(RECIPES[name], **changes)
     y = fp4kit.dequantize(fp4kit.quantize(ORDINARY, r))
     x = ORDINARY.astype(np.float64)
@@ -486,7 +488,7 @@ PAIRED = [("nvfp4-te", 0), *exhaustive([("nvfp4-te", 1), ("nvfp4-te", 2), ("nvfp
 
 @pytest.mark.parametrize("paired", PAIRED, ids=str)
 def test_every_pair_of_rules_works_or_is_rejected(paired):
-    """Each combination of scale, block, tensor and decode rule is rejected at once, or works with values close to x."""
+    """Every pair of scale, block, tensor and decode rules is rejected at once, or gives values close to the input."""
     name, part = paired  # every fourth of all pairs
     x = np.random.default_rng(1).standard_normal((32, 128)).astype(np.float32)
     made = 0
@@ -509,12 +511,15 @@ def test_every_pair_of_rules_works_or_is_rejected(paired):
 
 
 def named(module, prefix):
-    """Return the names of a module's rules, which are the functions with this prefix."""
+    """Return the names of the rules that a module implements: its functions with this prefix, without the prefix."""
     return {name.removeprefix(prefix) for name in vars(module) if name.startswith(prefix)}
 
 
 def test_names_of_rules_are_those_of_the_specification():
-    """Without this test, a misspelled rule function would raise no error; another rule would be used for its name."""
+    """Rule names that Recipe accepts are those of the specification's functions.
+
+    A misspelled function would raise no error; another rule would be used for its name.
+    """
     modules = (
         block_rules,
         block_rules_gguf_mlx,

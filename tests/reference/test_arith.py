@@ -1,5 +1,6 @@
-"""Test float32 arithmetic as GPUs do it: flushed subnormals, and the approximate reciprocal of sm_90 for every
-significand.
+"""Test float32 arithmetic as GPUs do it: subnormals are flushed, and the approximate reciprocal is that of sm_90.
+
+The reciprocal is checked for every significand.
 """
 
 import ml_dtypes
@@ -56,9 +57,9 @@ def test_flush_of_every_exponent_and_sign():
 
 
 def exact_ftz(operation, a, b):
-    """Return the operation in float64 on flushed operands, rounded to float32 and flushed.
+    """Return the float32 result of an operation with flushed operands and result, computed in float64.
 
-    For a single operation, this double rounding equals one rounding.
+    For a single operation, rounding to float64 and then to float32 equals one rounding.
     """
     a, b = (np.where(np.abs(v) < TINY, np.copysign(0.0, v), v.astype(np.float64)) for v in (a, b))
     with np.errstate(all="ignore"):
@@ -103,9 +104,9 @@ def test_ftz_operations_on_any_floats(pair):
 
 
 def test_reciprocal_of_every_significand():
-    """Each result is within 1 ulp of the correctly rounded reciprocal.
+    """Each approximate reciprocal is within 1 ulp of the correctly rounded one.
 
-    The counts of exact, lower and higher results are those of an H200.
+    The numbers of exact, lower and higher results are those counted on an H200.
     """
     counts = np.zeros(3, np.int64)  # below, exact, above
     for start in range(0, 2**23, 2**20):
@@ -159,7 +160,7 @@ def test_reciprocal_keeps_shape_and_input():
 
 
 def test_tiny_is_decided_before_rounding_to_subnormals():
-    """On an H200, a product of (1 - 2^-24) * 2^-126 is flushed; a product of (1 - 2^-26) * 2^-126 becomes 2^-126."""
+    """As on an H200, a product of (1 - 2^-24) * 2^-126 is flushed; (1 - 2^-26) * 2^-126 becomes 2^-126."""
     smallest, half = np.float32(2.0**-126), np.float32(2.0**-63)
     below = np.nextafter(np.float32(1), np.float32(0))
     assert multiply_ftz(below, smallest) == 0 and below * smallest == smallest
@@ -171,8 +172,9 @@ def test_tiny_is_decided_before_rounding_to_subnormals():
 
 
 def test_float64_is_rounded_once():
-    """Values beside a bfloat16 tie would round wrongly through float32. float16 and float32 results are rounded by
-    NumPy.
+    """float64 is rounded to bfloat16 directly: values beside a tie would round wrongly through float32.
+
+    float16 and float32 results are rounded by NumPy.
     """
     tie = 6096.0  # between the bfloat16 neighbors 6080 (even) and 6112
     x = np.array([tie, tie * (1 + 2.0**-40), tie * (1 - 2.0**-40), -tie * (1 + 2.0**-40), np.inf, np.nan, 0.0, 1e-300])

@@ -1,6 +1,6 @@
-"""Test block rules by themselves: names, the order of TE's products, zeros, and NaN that saturates.
+"""Test block rules by themselves: their names, the order of TE's products, zeros, and NaN that saturates.
 
-The golden files test the rest.
+The recorded outputs test all else.
 """
 
 import re
@@ -44,7 +44,10 @@ def test_products_of_te_are_in_its_order():
 
 @pytest.mark.parametrize("name", [name for name in BLOCK_RULES if not rules.BLOCK_RULES[name].reads_amax])
 def test_a_factor_depends_on_the_code_and_on_zeros_alone(name):
-    """A table of factors per scale code, made for nonzero blocks, and a test for blocks of zeros must suffice."""
+    """The factor of a block's elements depends only on its scale code and on whether the block is zero.
+
+    The engines rely on this: they have a table of factors per scale code and a test for zero blocks.
+    """
     r = next(r for r in RECIPES.values() if r.block_rule == name)
     tensor = tensor_scale(np.float32(3.7), r, F32)
     codes = np.arange(256, dtype=np.uint8)
@@ -70,8 +73,9 @@ def test_nan_saturates_before_any_rounding(rounding):
 
 
 def test_qwix_multiplies_by_rounded_reciprocals():
-    """Elements are at midpoints of E2M1 times a scale of 1.875, whose float32 reciprocal is too large, so ties go up as
-    in XLA.
+    """qwix multiplies by the float32 reciprocal of the scale instead of dividing, as XLA does.
+
+    Elements are at midpoints of E2M1 times a scale of 1.875, whose rounded reciprocal is too large, so ties round up.
     """
     x = np.float32(1.875) * np.array([[6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5] * 2], np.float32)
     q = agree(fp4kit.quantize, x, "nvfp4-qwix")
@@ -79,8 +83,8 @@ def test_qwix_multiplies_by_rounded_reciprocals():
     assert fp4kit.recipe("nvfp4-qwix-float16") is fp4kit.recipe("nvfp4-qwix")
 
 
-# Scale bytes for amaxes beside max * 2^k, from qwix 0.1.8 (JAX 0.10.2, on a CPU) and TE's reference quantizer (PyTorch
-# 2.13).
+# Scale bytes for amaxes next to max * 2^k, from qwix 0.1.8 (JAX 0.10.2, on a CPU) and from TE's reference quantizer
+# (PyTorch 2.13).
 BESIDE_POWERS = [
     ("mxfp4-te", np.float32, 6 * 2.0**-60, {-1: 67, 0: 67, 3: 67, 14: 67, 30: 68}),
     ("mxfp4-qwix", np.float32, 6 * 2.0**-8, {-1: 119, 0: 119, 1: 119, 2: 120}),
@@ -98,7 +102,11 @@ def test_scales_beside_powers_of_two(name, dtype, amax, codes):
 
 
 def test_quotients_of_sglang_underflow_in_the_dtype():
-    """Every zero has code 8. A quotient of 3e-8 is 2^-25, half of the smallest float16, so it rounds to 0."""
+    """In SGLang, quotients may underflow in the dtype of the input: 3e-8 is about 2^-25, half of the smallest float16,
+    so it becomes 0.
+
+    Every zero has code 8.
+    """
     x = np.zeros((1, 32), np.float16)
     x[0, :2] = 6 * 2.0**12, 2.0**-13
     for dtype, code in ((np.float16, 8), (np.float32, 0)):
@@ -109,8 +117,9 @@ def test_quotients_of_sglang_underflow_in_the_dtype():
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
 def test_qwix_flushes_subnormals(dtype):
-    """An amax of 1e-18 has scale 0, whose reciprocal is inf: normal numbers saturate, and zeros become NaN, which has
-    code 8.
+    """In qwix, an amax of 1e-18 gives the scale 0, whose reciprocal is infinite.
+
+    Normal numbers then saturate, and zeros become NaN, which has code 8.
     """
     x = np.zeros((1, 16), dtype)
     x[0, :6] = 1e-18, 2.0**-126, -(2.0**-125), 2.0**-127, -(2.0**-127), -0.0

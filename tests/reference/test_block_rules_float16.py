@@ -22,7 +22,7 @@ F16 = np.dtype(np.float16)
 
 
 def every_amax(dtype) -> np.ndarray:
-    """Return all positive finite numbers of a 16-bit dtype, ascending."""
+    """Return all positive finite numbers of a 16-bit dtype in ascending order."""
     return np.arange(1, int(np.array(np.inf, dtype).view(np.uint16)), dtype=np.uint16).view(dtype)
 
 
@@ -38,9 +38,10 @@ def blocks_of(amaxes: np.ndarray) -> np.ndarray:
 
 
 def masked_scales(amaxes: np.ndarray, element) -> np.ndarray:
-    """Restate round_to_power_2 and generate_mx_scales on the bits of the dtype.
+    """Return the exponents of the scales, by the steps of round_to_power_2 and generate_mx_scales on the bits of the
+    dtype.
 
-    Return the exponents of scales; where the scale is 0, return exponent 0.
+    If a scale is 0, its exponent is 0.
     """
     dtype = amaxes.dtype
     mantissa = {F16: 10, BF16: 7}[dtype]
@@ -80,9 +81,9 @@ def without_packing(x: np.ndarray, name: str):
 
 
 def pack_fp4(y: np.ndarray) -> np.ndarray:
-    """Restate _pack_fp4_to_uint8: the first of the smallest distances, and the sign bit.
+    """Return packed codes, by the steps of _pack_fp4_to_uint8: the first of the smallest distances, and the sign bit.
 
-    For NaN the first distance counts as smallest, and x86 sets the sign bit.
+    For NaN, the first distance counts as smallest, and the sign bit is that which x86 gives.
     """
     distance = np.abs(np.abs(y.astype(np.float64))[..., None] - FP4)
     codes = np.argmin(np.where(np.isnan(distance), 0, distance), axis=-1)
@@ -90,7 +91,7 @@ def pack_fp4(y: np.ndarray) -> np.ndarray:
 
 
 def pack_fp8(y: np.ndarray) -> np.ndarray:
-    """Restate y.to(float8_e4m3fn) for float8_e4m3fn values: saturating, and FF for the NaN of x86."""
+    """Return codes as y.to(float8_e4m3fn) does for values of that format: saturating, and FF for the NaN of x86."""
     codes = np.clip(y.astype(np.float64), -448, 448).astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     return np.where(np.isnan(y), 0xFF, codes)
 
@@ -98,7 +99,7 @@ def pack_fp8(y: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [F16, BF16, np.dtype(np.float32)], ids=str)
 @pytest.mark.parametrize(("bits", "rule"), BY_MX)
 def test_auto_round_packs_values_of_the_dtype(bits, rule, dtype, either_engine):
-    """QuantLinear.pack divides T(value) by T(2^e).
+    """QuantLinear.pack of auto-round divides T(value) by T(2^e), where T rounds to the dtype.
 
     In float16 both may be 0 or infinite; in any dtype values may be infinite.
     """
@@ -121,7 +122,10 @@ def test_auto_round_packs_values_of_the_dtype(bits, rule, dtype, either_engine):
 
 @pytest.mark.parametrize(("bits", "rule", "top"), [(4, "-rceil", 3), (4, "-rceil-v2", 3), (8, "-rceil", 224)])
 def test_a_ratio_that_underflows_makes_nan(bits, rule, top, either_engine):
-    """In float32 amax / max is 0, whose logarithm is -inf. auto-round's straight-through ceiling makes NaN of that."""
+    """If amax / max underflows to 0 in float32, auto-round gives NaN.
+
+    The logarithm is -inf, of which its straight-through ceiling makes NaN.
+    """
     name = f"mxfp{bits}-auto-round{rule}"
     amaxes = (np.arange(1, 400, dtype=np.uint32)).view(np.float32)
     q = fp4kit.quantize(blocks_of(amaxes), name)
@@ -137,7 +141,9 @@ SUBNORMAL = [
 
 @pytest.mark.parametrize(("dtype", "least", "tops"), SUBNORMAL, ids=str)
 def test_auto_round_packs_nvfp4_of_subnormal_values(dtype, least, tops, either_engine):
-    """The second pass starts from values in the dtype, where subnormal values are rounded or lost once more."""
+    """auto-round's second pass starts from values rounded to the dtype, where subnormal values are rounded or lost
+    again.
+    """
     rng, changed = np.random.default_rng(5), 0
     for top in tops:
         x = (rng.uniform(-1, 1, (256, 16)) * rng.integers(1, 17, (256, 1)) * least).astype(dtype)

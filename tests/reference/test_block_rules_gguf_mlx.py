@@ -1,7 +1,7 @@
-"""Test what recorded blocks of llama.cpp and MLX do not show: decoders of all bytes, wrapped bytes, and edges of the
+"""Test cases of llama.cpp and MLX that are not recorded: decoding of all bytes, scale bytes that wrap, and edges of the
 rules.
 
-The producers' steps are restated here one number at a time, from reference texts.
+The producers' steps are restated here, one number at a time, from their sources.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ def same_values(a, b):
 
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-fouroversix-6"])
 def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
-    """Scales are rounded to float16 first: inf from 2^16 on, 0 below 2^-24.
+    """For float16, scales are rounded to float16 first: to inf from 2^16 on, to 0 below 2^-24.
 
-    Rounding only the value would give another result.
+    Rounding only the decoded value would give another result.
     """
     r, count = RECIPES[name], 2 ** RECIPES[name].element.bits
     q = all_bytes(r, np.dtype(np.float16))
@@ -77,7 +77,9 @@ def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
     "older", ["nvfp4-mlx-cpu-0322", "nvfp4-mlx-cpu-0322-global", "mxfp8-mlx-cpu-0322", "mxfp8-mlx-cpu-0321"]
 )
 def test_nan_codes_were_480_up_to_0_32_2(older, dtype, either_engine):
-    """On all bytes, mx.dequantize of 0.32.1, .2 and .4 differs only for E4M3 codes 7F and FF, of scales or elements."""
+    """The decoders of MLX 0.32.1, 0.32.2 and 0.32.4 differ only for the E4M3 codes 7F and FF, of scales or of
+    elements.
+    """
     r, newer = RECIPES[older], RECIPES[re.sub("-032.", "", older)]
     q = all_bytes(r, np.dtype(dtype))
     found, now = (fp4kit.dequantize(replace(q, recipe=recipe)) for recipe in (r, newer))
@@ -101,8 +103,9 @@ def test_fake_values_of_float16_are_those_of_codes(name):
 
 
 def test_bytes_of_files(golden):
-    """Test all recorded GGUF blocks, including those that the converter made from other producers' bytes, and words of
-    MLX.
+    """All recorded GGUF blocks and MLX words are read and written with equal bytes.
+
+    Some GGUF blocks were made by llama.cpp's converter from other producers' codes.
     """
     count = 0
     for file in ("gguf", "mlx"):
@@ -123,7 +126,10 @@ def test_bytes_of_files(golden):
 
 
 def nearest_first(x, step, dtype=np.float32):
-    """Return the code of x: the first of the 16 values times step, in code order, with the smallest error in dtype."""
+    """Return the code of x, by trying all 16 codes in order.
+
+    The first code whose value times `step` has the smallest error, computed in `dtype`, is chosen.
+    """
     best, least = 0, None
     for code, value in enumerate(E2M1.values):
         error = abs(dtype(dtype(value) * dtype(step)) - dtype(x))
@@ -157,9 +163,9 @@ def test_the_first_of_the_smallest_errors_rounds_ties_toward_zero():
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16], ids=str)
 def test_errors_in_16_bits_give_the_same_codes(dtype):
-    """MLX computes errors in the input dtype.
+    """MLX computes errors in the input dtype, which gives the codes of float32 for all numbers up to 8.5.
 
-    All numbers up to 8.5 get the same code; no block's own scale exceeds that.
+    No element exceeds that relative to the scale of its block.
     """
     top = int(np.array(8.5, dtype).view(np.uint16))
     y = np.arange(0, top + 1, 3, dtype=np.uint16).view(dtype)
@@ -172,7 +178,7 @@ def test_errors_in_16_bits_give_the_same_codes(dtype):
 
 
 def ue4m3(d):
-    """Return the scale byte of d, branch by branch."""
+    """Return the scale byte of d, by the branches of llama.cpp's code."""
     if not d > 0:
         return 0
     d = min(d, np.float32(448))
@@ -236,7 +242,7 @@ def test_log2_rounds_up_a_few_ulp_below_powers_of_two(either_engine):
 
 
 def test_log2_of_the_kernels_is_that_of_the_specification():
-    """Compare the compiled engine's closed form at all powers of two, subnormals included, and 60 floats on either
+    """The compiled engine's formula for log2 equals the specification at all powers of two and 60 floats on either
     side.
     """
     bits = np.float32(2.0 ** np.arange(-149, 128)).view(np.int32)[:, None] + np.arange(-60, 61)
@@ -254,7 +260,11 @@ def test_wrapped_bytes_of_gguf_are_blocks_of_zeros(either_engine):
 
 
 def test_products_that_overflow_are_not_near(either_engine):
-    """Next to 2^128, log2 rounds up; with the scale 2^126, the values 4 and 6 are inf, so 3 is nearest."""
+    """A candidate whose value overflows is never nearest: with the scale 2^126, the values 4 and 6 are infinite, so 3
+    is chosen.
+
+    Next to 2^128, log2 rounds up to this scale.
+    """
     q = fp4kit.quantize(blocks_of([np.finfo(np.float32).max], "mxfp4-gguf"), "mxfp4-gguf")
     assert (q.block_scale[0, 0], first_codes(q)[0]) == (253, 5)
 
@@ -263,9 +273,9 @@ def test_products_that_overflow_are_not_near(either_engine):
 
 
 def exponent_of_mlx(amax, largest, dtype, old):
-    """Return the exponent, computed in the input dtype: the integer nearest to log2(s).
+    """Return the exponent n of MLX's scale: the integer nearest to log2(s), computed in the input dtype.
 
-    From 0.32.2 on, it is one more if 2^n < s.
+    old: True for MLX before 0.32.2; later versions add 1 if 2^n < s.
     """
     s = dtype(dtype(amax) / dtype(largest))
     if s == 0:
@@ -277,7 +287,9 @@ def exponent_of_mlx(amax, largest, dtype, old):
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-mlx-cpu-0321", "mxfp8-mlx-cpu-0321"])
 def test_scales_of_mlx(name, dtype, either_engine):
-    """Compare scale bytes, wrapped ones included. The largest element's code is not affected by wrapping."""
+    """Scale bytes equal those of MLX's steps, also if the byte wraps. Wrapping does not affect the largest element's
+    code.
+    """
     scalar, largest = np.dtype(dtype).type, RECIPES[name].element.max
     top = {4: 120.0, 2: 15.0 if dtype == np.float16 else 120.0}[np.dtype(dtype).itemsize]
     amaxes = np.exp2(np.random.default_rng(2).uniform(-24 if dtype == np.float16 else -148, top, 300)).astype(dtype)
@@ -304,7 +316,10 @@ def test_zero_blocks_of_mlx(either_engine):
 
 @pytest.mark.parametrize("dtype", [BF16, np.float16], ids=str)
 def test_nvfp4_of_mlx_rounds_twice_in_16_bits(dtype, either_engine):
-    """s = T(amax / 6) and y = f32(T(x / scale) * S_enc), which differs from x times one float32 factor."""
+    """In 16-bit dtypes T, MLX rounds twice: s = T(amax / 6), y = f32(T(x / scale) * S_enc).
+
+    Multiplying x by one float32 factor would give other codes.
+    """
     x = np.random.default_rng(4).standard_normal((512, 64)).astype(dtype)
     amax = np.abs(x.astype(np.float32)).max()
     enc = np.float32(2688) / amax
@@ -334,7 +349,10 @@ def test_names_of_metal():
 
 
 def test_a_transform_decides_whether_a_byte_has_wrapped(either_engine):
-    """With given scales, the amax of the transformed block decides: here 2^-124, from elements of 2^-126."""
+    """With given scales, the amax of the transformed block decides whether a byte has wrapped.
+
+    Here it is 2^-124, from elements of 2^-126.
+    """
     x, scales = np.full((1, 32), 2.0**-126, np.float32), np.full((1, 1), 250, np.uint8)
     assert fp4kit.quantize(x, "mxfp4-mlx-cpu", block_scale=scales).packed.any()
     assert not fp4kit.quantize(x, "mxfp4-mlx-cpu", block_scale=scales, hadamard="no_signs").packed.any()

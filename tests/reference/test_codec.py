@@ -1,7 +1,7 @@
 """Test encode and decode: every code, every midpoint with its neighbors, every 16-bit float, and a sweep of float32.
 
-The oracle knows a format only as its ascending list of magnitudes and compares inputs with the exact midpoints between
-them. ml_dtypes and the recorded casts of golden file `casts` are two more references.
+The expected codes come from a list of ascending magnitudes per format and from the exact midpoints between them.
+ml_dtypes and recorded casts (golden file `casts`) are two more references.
 """
 
 from fractions import Fraction
@@ -31,9 +31,9 @@ roundings = pytest.mark.parametrize("rounding", ROUNDINGS)
 
 
 def finite_magnitudes(fmt):
-    """Return ascending float64 magnitudes by code, from ml_dtypes or, for integers, by counting.
+    """Return the finite magnitudes of a format in ascending order, from ml_dtypes or, for integers, by counting.
 
-    The list for integers ends one further, at the magnitude of the most negative value.
+    For integers, the last one is that of the most negative value.
     """
     if fmt in INTEGERS:
         return np.arange(2 ** (fmt.bits - 1) + 1, dtype=np.float64)
@@ -43,9 +43,9 @@ def finite_magnitudes(fmt):
 
 
 def oracle_magnitude(a, magnitudes, rounding):
-    """Return the index of the magnitude that float64 a >= 0 rounds to.
+    """Return the index in `magnitudes` that the float64 a >= 0 must round to.
 
-    The result is exact, because the midpoints of these magnitudes are float64 numbers.
+    The result is exact, because float64 holds the midpoints of these magnitudes.
     """
     low = np.searchsorted(magnitudes, a, side="right") - 1
     high = np.minimum(low + 1, len(magnitudes) - 1)
@@ -58,7 +58,7 @@ def oracle_magnitude(a, magnitudes, rounding):
 
 
 def oracle(x, fmt, rounding):
-    """Return the codes of x, which holds no NaN, with sign bits for formats that have them."""
+    """Return the codes that x, which holds no NaN, must get. Formats with signs get a sign bit."""
     x = np.asarray(x).astype(np.float64)
     index = oracle_magnitude(np.abs(x), finite_magnitudes(fmt), rounding)
     if fmt in INTEGERS:
@@ -68,7 +68,7 @@ def oracle(x, fmt, rounding):
 
 
 def nearest_by_fractions(x, fmt):
-    """Return all codes whose value is nearest to x, by exact arithmetic over every finite code."""
+    """Return all codes whose value is nearest to the number x, computed exactly for every finite code."""
     finite = {code: Fraction(float(v)) for code, v in enumerate(fmt.values) if np.isfinite(v)}
     distances = {code: abs(value - Fraction(float(x))) for code, value in finite.items()}
     least = min(distances.values())
@@ -79,7 +79,7 @@ def nearest_by_fractions(x, fmt):
 
 
 def edges(fmt):
-    """Return edge cases of both signs.
+    """Return edge cases of both signs for a format.
 
     They are every value and midpoint with both float32 neighbors, numbers beyond the largest, and the ends of float32.
     """
@@ -147,7 +147,7 @@ def test_all_16_bit_floats(fmt, rounding, dtype):
 
 @pytest.mark.parametrize("fmt", (E2M1, E2M3, E3M2, INT4), ids=str)
 def test_nearest_by_exact_fractions(fmt):
-    """Check the oracle against the definition: no code is nearer than the one that "rn" gives."""
+    """No code is nearer to a number than the code that the oracle gives for "rn"."""
     for x in edges(fmt)[::3]:
         if np.isfinite(x):
             nearest = nearest_by_fractions(x, fmt)
@@ -157,7 +157,10 @@ def test_nearest_by_exact_fractions(fmt):
 
 @floats
 def test_encode_equals_ml_dtypes_where_its_rule_is_the_same(fmt):
-    """ml_dtypes also rounds to nearest even, but makes NaN of E4M3 above 464, and infinity of E5M2 from 61440 on."""
+    """ml_dtypes gives equal codes, except beyond the largest value.
+
+    ml_dtypes also rounds to nearest even, but E4M3 becomes NaN above 464, and E5M2 infinite from 61440 on.
+    """
     limit = {E4M3: 464, E5M2: 61439}.get(fmt, np.inf)
     for x in (edges(fmt), SWEEP, ALL_16_BITS.view(np.float16), ALL_16_BITS.view(BF16)):
         x = x[np.abs(x.astype(np.float32)) <= limit]
@@ -178,7 +181,10 @@ def test_recorded_casts_of_ml_dtypes(fmt, source, golden):
 
 @pytest.mark.parametrize("fmt", (E4M3, E5M2), ids=str)
 def test_recorded_casts_of_pytorch(fmt, golden):
-    """PyTorch saturates E4M3, infinities included. E5M2 overflows to infinity. PyTorch's NaN keeps its sign."""
+    """Codes equal recorded casts of PyTorch, which saturates E4M3, also for infinities.
+
+    E5M2 overflows to infinity, and NaN keeps its sign.
+    """
     recorded = golden.get("casts", f"x__f32/torch_{fmt.name.lower()}/codes")
     x = golden.get("casts", "x__f32/input/bits")
     same = ~np.isnan(x) if fmt is E4M3 else np.abs(x) < 61440
@@ -239,7 +245,7 @@ def test_integers_have_one_zero(sign):
 
 @formats
 def test_ties_by_rounding(fmt):
-    """The expected rounding of each midpoint is: even code, lower, upper, lower, even."""
+    """Each midpoint rounds by the mode: to the even code, the lower, the upper, the lower, and the even code."""
     middle = fmt.midpoints.astype(np.float32)
     lower = np.arange(len(middle))
     assert encode(middle, fmt, "rn").tolist() == (lower + lower % 2).tolist()

@@ -11,7 +11,9 @@ from fp4kit.reference.codec import decode, encode_e8m0
 
 
 def float_to_e8m0(bits):
-    """Restate Transformer Engine's float_to_e8m0 for the bits of one float32 >= 0, inf or NaN."""
+    """Return the E8M0 code by the steps of Transformer Engine's float_to_e8m0, from the bits of a float32 >= 0, inf or
+    NaN.
+    """
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
     if exponent == 0xFF:
         return 0xFF if mantissa else 0xFE
@@ -32,8 +34,8 @@ def test_e8m0_rp_equals_transformer_engine():
 
 @pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
 def test_e8m0_equals_the_definition(rounding):
-    """Compare with the list of powers of two: the smallest not below, the largest not above, or the nearest with ties
-    up.
+    """Each mode gives the documented power of two: the smallest not below, the largest not above, or the nearest with
+    ties up.
     """
     powers = np.ldexp(1.0, np.arange(-127, 128))
     edges = np.concatenate([powers, powers[:-1] * 1.5]).astype(np.float32)
@@ -50,7 +52,7 @@ def test_e8m0_equals_the_definition(rounding):
 def same_rule(x):
     """Return a mask of the numbers that ml_dtypes and PyTorch round as "rn" does.
 
-    They differ at 0 and above the range, and they round up all numbers between 2^-127 and 2^-126.
+    Their rule differs at 0 and above the range, and they round up all numbers between 2^-127 and 2^-126.
     """
     return (x > 0) & (x < 1.5 * 2.0**127) & ~((x > 2.0**-127) & (x < 1.5 * 2.0**-127))
 

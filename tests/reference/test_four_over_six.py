@@ -1,4 +1,6 @@
-"""Test 4over6 against a scalar restatement; tests/evidence/golden/test_check.py compares it with the producers."""
+"""Test 4over6 against its steps, restated with scalars; tests/evidence/golden/test_check.py compares it with
+producers.
+"""
 
 import ml_dtypes
 import numpy as np
@@ -12,10 +14,10 @@ from fp4kit.reference.codec import decode
 
 
 def four_over_six(x, amax, error, scale_max):
-    """Return the scale and values of one block (rows, 16), in scalar float32.
+    """Return the scale and the values of one block (rows, 16), computed in scalar float32.
 
-    The block's maximum becomes 6, or 4 if that has the smaller error. Errors are summed along each row in order. The
-    sums of the 16 rows are added as a tree: i with i + 8, then + 4, + 2, + 1.
+    The block's largest element becomes 6, or 4 if that has the smaller error. Errors are summed along each row in
+    order. The sums of 16 rows are added as a tree: row i with i + 8, then + 4, + 2, + 1.
     """
     f, full = np.float32, np.float32(6 * scale_max)
     encode_scale = full / amax

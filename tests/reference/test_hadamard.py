@@ -1,4 +1,4 @@
-"""Test the randomized Hadamard transform against its matrix, its order of sums, and that it comes before all other
+"""Test the randomized Hadamard transform: it equals its matrix, sums in the documented order, and precedes all other
 steps.
 """
 
@@ -19,7 +19,10 @@ SYLVESTER = np.array([[(-1) ** (i & j).bit_count() for j in range(16)] for i in 
 
 @pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
 def test_hadamard_of_impulses(hadamard, signs):
-    """The result is row i of diag(s) H / 4. E2M1 holds it exactly: with a scale of 1 / 24, +-0.25 is 6 or -6."""
+    """A block with a single 1 at element i becomes row i of diag(s) H / 4.
+
+    E2M1 holds this row exactly: with a scale of 1 / 24, +-0.25 is 6 or -6.
+    """
     x = np.eye(16, dtype=np.float32)
     q = fp4kit.quantize(x, "nvfp4-te", hadamard=hadamard)
     assert q.tensor_amax == 0.25
@@ -29,7 +32,10 @@ def test_hadamard_of_impulses(hadamard, signs):
 @pytest.mark.parametrize("hadamard, signs", [(True, TE_SIGNS), ("no_signs", np.ones(16))])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
-    """Inputs are integers below 2^8, so every float64 sum is exact and the result is rounded once."""
+    """The transform equals the product with its matrix, rounded once.
+
+    Inputs are integers below 2^8, so that every float64 sum is exact.
+    """
     x = np.random.default_rng(0).integers(-255, 256, (8, 64)).astype(dtype)
     expected = x.astype(np.float64).reshape(-1, 16) @ (signs[:, None] * SYLVESTER / 4)
     transformed = hadamard_blocks(x) if hadamard is True else hadamard_blocks(x, 0)
@@ -37,7 +43,9 @@ def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
 
 
 def butterflies(block):
-    """Transform 16 Python floats (float64): signs, sums and differences over distances 1, 2, 4, 8, then / 4."""
+    """Transform 16 Python floats (float64): apply signs, then sums and differences at distances 1, 2, 4, 8, then divide
+    by 4.
+    """
     y = [float(v) * int(s) for v, s in zip(block, TE_SIGNS, strict=True)]
     for distance in (1, 2, 4, 8):
         y = [y[i ^ distance] - y[i] if i & distance else y[i] + y[i ^ distance] for i in range(16)]
@@ -45,7 +53,10 @@ def butterflies(block):
 
 
 def test_the_order_of_hadamard_sums():
-    """If float64 sums round and then cancel, their order decides the bits. Every device must give the same bits."""
+    """Sums are made in the documented order, which decides the bits if float64 sums round and then cancel.
+
+    Every device must give equal bits.
+    """
     rng = np.random.default_rng(2)
     x = (1000 * rng.standard_normal((64, 16))).astype(np.float32)
     x[:, 3], x[:, 9] = 2.0**60, -(2.0**60)

@@ -1,6 +1,4 @@
-"""Test tensor scales without their amax: the amax that a scale implies, and every function that takes such a
-Quantized.
-"""
+"""Test tensor scales that are given without an amax: which amax a scale implies, and how operations use it."""
 
 from dataclasses import replace
 
@@ -22,7 +20,7 @@ from fp4kit.reference.tensor_rules import tensor_scale
 F32, F16 = np.dtype(np.float32), np.dtype(np.float16)
 WITH_TENSOR = [name for name in NAMES if RECIPES[name].tensor_rule]
 BY_RULE = {(r.tensor_rule, float(covered_range(r))): r for r in (RECIPES[name] for name in WITH_TENSOR)}
-DTYPES = {True: (F32, F16, BF16), False: (F32,)}  # keyed by whether the rule rounds to the dtype
+DTYPES = {True: (F32, F16, BF16), False: (F32,)}  # key: whether the tensor rule rounds to the dtype
 CASES = [(r, dtype) for r in BY_RULE.values() for dtype in DTYPES[r.tensor_rule == "compressed_tensors"]]
 cases = pytest.mark.parametrize(("r", "dtype"), CASES, ids=[f"{r.id}-{dtype}" for r, dtype in CASES])
 EVERY_BF16 = np.arange(0x7F81, dtype=np.uint16).view(ml_dtypes.bfloat16).astype(np.float32)  # 0 to inf, and a NaN
@@ -36,7 +34,7 @@ def decode_scale(amax, r, dtype=F32):
 
 
 def significant(amax):
-    """Return the number of significant bits of positive float32 numbers."""
+    """Return the number of significant bits of each positive float32 number."""
     bits = amax.view(np.int32) & 0x7FFFFF | np.where(amax < 2.0**-126, 0, 1 << 23)
     return (
         24
@@ -48,7 +46,9 @@ def significant(amax):
 @cases
 @pytest.mark.parametrize("amaxes", AMAXES.values(), ids=AMAXES)
 def test_an_amax_is_found_if_one_exists(r, dtype, amaxes):
-    """For every bfloat16, every float16 and random float32 amaxes, the implied amax gives the scale, bit for bit."""
+    """The implied amax gives the tensor scale, bit for bit, for every bfloat16 and float16 amax and random float32
+    amaxes.
+    """
     scale = decode_scale(amaxes, r, dtype)
     found = implied_amax(scale, r, dtype)
     assert found.dtype == np.float32 and found.shape == scale.shape
@@ -58,7 +58,7 @@ def test_an_amax_is_found_if_one_exists(r, dtype, amaxes):
 
 @cases
 def test_the_implied_amax_has_the_fewest_significant_bits(r, dtype):
-    """Trying all amaxes within FAR steps of scale * covered_range one by one finds none with fewer bits."""
+    """No amax within FAR steps of scale * covered_range gives the scale with fewer significant bits."""
     amaxes = np.concatenate([RANDOM[:40], EVERY_BF16[5000:25000:997]])
     scale = decode_scale(amaxes, r, dtype)
     found = implied_amax(scale, r, dtype)
@@ -73,7 +73,7 @@ def test_the_implied_amax_has_the_fewest_significant_bits(r, dtype):
 
 @cases
 def test_the_interval_holds_all_amaxes_of_a_scale(r, dtype):
-    """The interval's ends give the scale, and no other amax within FAR steps does.
+    """Both ends of the interval give the scale, and no amax outside within FAR steps does.
 
     The short search finds the same interval.
     """
@@ -94,9 +94,7 @@ def test_the_interval_holds_all_amaxes_of_a_scale(r, dtype):
 
 @pytest.mark.parametrize("name", WITH_TENSOR)
 def test_bfloat16_amaxes_come_back(name):
-    """For all 128 significands at several exponents, the amax itself is implied, because no other bfloat16 gives its
-    scale.
-    """
+    """A bfloat16 amax is implied by its own scale, because no other bfloat16 gives this scale."""
     r = RECIPES[name]
     amax = ((1 + np.arange(128) / 128) * np.exp2(np.arange(-12, 30, 3))[:, None]).astype(np.float32)
     assert_same_bits(implied_amax(decode_scale(amax, r), r, F32), amax)
@@ -120,7 +118,7 @@ def without(q):
 @pytest.mark.parametrize("name", WITH_TENSOR)
 @pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
 def test_decoding_needs_no_amax(name, dtype):
-    """bfloat16 data has a bfloat16 amax, which the scale implies, so the decoded values are bit-identical."""
+    """Data in bfloat16 decodes to equal bits without the amax, because the scale implies its bfloat16 amax."""
     x = ORDINARY.astype(BF16).astype(dtype)
     q = fp4kit.quantize(x, name)
     assert_same_bits(fp4kit.dequantize(without(q)), fp4kit.dequantize(q))
@@ -128,7 +126,7 @@ def test_decoding_needs_no_amax(name, dtype):
 
 @pytest.mark.parametrize("name", WITH_TENSOR)
 def test_decoding_follows_the_tensor_scale(name):
-    """Decoding depends on the tensor scale, not on a tensor_amax that contradicts it."""
+    """Decoding uses the tensor scale, even if a tensor_amax contradicts it."""
     q = fp4kit.quantize(ORDINARY.astype(BF16), name)
     wrong = replace(q, tensor_amax=q.tensor_amax * np.float32(3))
     assert_same_bits(fp4kit.dequantize(wrong, F32), fp4kit.dequantize(without(q), F32))
@@ -138,7 +136,7 @@ def test_decoding_follows_the_tensor_scale(name):
 
 @pytest.mark.parametrize("name", [name for name in WITH_TENSOR if DECODE_RULES[RECIPES[name].decode_rule].needs_amax])
 def test_scales_without_an_amax_decode_as_a_product(name):
-    """If no amax gives the scale, a value is decode(code) * (block_scale * tensor_scale).
+    """If no amax gives a scale, a value is decode(code) * (block_scale * tensor_scale).
 
     Other rows or blocks of the array may have a scale that an amax gives.
     """
@@ -181,7 +179,7 @@ def test_every_function_takes_a_scale_without_an_amax(name):
 
 
 def under(name, amax, x):
-    """Quantize x by a recipe with one amax, and drop the amax from the result."""
+    """Return x quantized by a recipe with the given amax, without that amax in the result."""
     r = RECIPES[name]
     shape = {"row": x.shape[:1], "block": (len(x), x.shape[1] // r.block_size)}.get(r.tensor_scaling, ())
     return without(fp4kit.quantize(x, name, tensor_amax=np.full(shape, amax, np.float32)))
@@ -200,14 +198,19 @@ NOT_OF_X = *(np.float32([1.0, 1.4140625, 1.9921875]) * np.float32([[64], [3000]]
 @pytest.mark.parametrize("amaxes", [NOT_OF_X[1::5], *exhaustive([NOT_OF_X])], ids=len)
 @pytest.mark.parametrize("name", WITH_TENSOR)
 def test_identify_finds_amaxes_that_are_not_of_x(name, amaxes):
-    """Try bfloat16 amaxes at several exponents, and float32 amaxes, of which several may give the scale."""
+    """identify recognizes codes made under another amax than that of x, in bfloat16 or float32.
+
+    Several float32 amaxes may give one scale.
+    """
     x = ORDINARY[:16].astype(BF16)
     for amax in amaxes:
         assert name in fp4kit.identify(under(name, amax, x), x).exact, amax
 
 
 def test_identify_takes_each_recipe_s_own_amax():
-    """An amax that contradicts the scale is ignored."""
+    """identify derives the amax from the scale by each recipe's rule, and ignores an amax that contradicts
+    the scale.
+    """
     x = ORDINARY.astype(BF16)
     q = fp4kit.quantize(x, "nvfp4-torchao")
     assert (

@@ -1,4 +1,4 @@
-"""Test d^p of errors: its accuracy, and that every machine gives the same bits."""
+"""Test the power d^p of errors d: it is accurate, and every machine gives equal bits."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from powers import POWERS, errors
 
 from fp4kit.reference.pow import PART, power
 
-# Digest of the bits of power(errors(), p) for each p in turn, without NaN. It is the same on every machine.
+# Digest of the bits of power(errors(), p) for each p in turn, NaN excluded. Every machine must give this digest.
 DIGEST = "7fc9ce2ee527ad23adfdf2c43fb6530c8634c542372e881e54edbf8f460bbaa8"
 
 

@@ -1,5 +1,6 @@
-"""Test searched scales: each block takes the candidate amax with the smallest error, in the producer's order of
-candidates and sums.
+"""Test recipes that search a factor of the block amax: each block takes the candidate with the smallest error.
+
+Candidates and sums are in the producer's order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ F32 = np.dtype(np.float32)
 
 
 def chosen(x, name, amax=None):
-    """Return the block amaxes that the search chooses."""
+    """Return the block amaxes that the search chooses for x."""
     r = RECIPES[name]
     out = np.empty((x.shape[0], x.shape[1] // r.block_size), np.float32)
     search_matrix(x, out, compute_tensor_amax(x, r) if amax is None else amax, r, None)
@@ -43,7 +44,7 @@ def chosen(x, name, amax=None):
 
 
 def sum_of(terms):
-    """Add float32 terms of 16 or 32 elements as PyTorch does on a CPU: eight lanes of up to four partial sums."""
+    """Return the sum of 16 or 32 float32 terms in PyTorch's order on a CPU: eight lanes of up to four partial sums."""
     vectors = terms.reshape(-1, 8)
     whole = len(vectors) // 4 * 4
     partial = [np.zeros(8, np.float32) for _ in range(4)]
@@ -56,7 +57,7 @@ def sum_of(terms):
 
 
 def tried(x, factor, name, encode_scale):
-    """Return the values of one block whose amax counts as amax * factor, by auto-round's formulas in float32."""
+    """Return the values of one block if its amax counts as amax * factor, by auto-round's formulas in float32."""
     amax, one = np.max(np.abs(x)) * np.float32(factor), np.float32(1)
     if name == MXFP4:
         exponent = np.floor(np.log2(amax.astype(np.float64)).astype(np.float32)) - 2 if amax else np.float32(-1)
@@ -74,7 +75,7 @@ def nearest(y):
 
 
 def test_the_candidates():
-    """The last candidate, 1.51, wins so rarely that tests of values would not notice if it were missing."""
+    """The list of candidates is right. The last one, 1.51, wins so rarely that tests of values would not miss it."""
     assert list(AUTO_ROUND_PERCENTS) == FACTORS[NVFP4] and FACTORS[NVFP4][-1] == 1.51 and len(FACTORS[NVFP4]) == 102
     assert list(AUTO_ROUND_POWERS) == FACTORS[MXFP4]
 
@@ -85,7 +86,7 @@ FACTORS = {MXFP4: [1, 0.5, 2], NVFP4: [1, *(n / 100 for n in range(50, 152) if n
 @pytest.mark.parametrize("name", FACTORED)
 @pytest.mark.parametrize("x", [ordinary(7, (12, 64)), ordinary(8, (12, 64), BF16), extreme()[::12, :64]], ids=range(3))
 def test_the_first_candidate_with_the_smallest_error_wins(name, x):
-    """Restate the search one block and one candidate at a time."""
+    """Each block gets the first candidate with the smallest error, found one candidate at a time."""
     q = fp4kit.quantize(x, name)
     found = chosen(x, name)
     scale = (
@@ -123,7 +124,7 @@ def test_best_by_block_keeps_the_first_where_errors_are_equal_or_nan():
 
 
 def test_each_scale_is_tried_once():
-    """If several candidates give one scale, only the first is tried."""
+    """If several candidates give one scale, only the first of them is tried."""
     asked = []
 
     def error(candidate, which):
@@ -213,7 +214,7 @@ def test_a_given_amax_is_that_of_the_search():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_options(name):
-    """The search rounds to nearest even if the codes are rounded stochastically.
+    """The search itself rounds to nearest even, also if the codes are rounded stochastically.
 
     A transform is applied before the search.
     """
@@ -263,7 +264,7 @@ def test_invalid_arguments_are_rejected(name):
 
 @pytest.mark.parametrize("name", FACTORED)
 def test_a_kernel_of_codes_searches_nothing(name):
-    """A separate kernel searches first and passes the amaxes on."""
+    """The kernel that writes codes gets the chosen amaxes from a kernel that searches, and searches nothing itself."""
     message = f"{name} has search='auto_round_.*': a separate kernel chooses the block amaxes; call quantize"
     for work in (
         LaunchRequest(RECIPES[name], F32, (32, 64)),

@@ -1,4 +1,6 @@
-"""Test stochastic rounding: the random stream byte for byte, neighbors, means, and how seeds and bytes are passed."""
+"""Test stochastic rounding: the random stream byte for byte, the possible results, their mean, and how seeds are
+passed.
+"""
 
 from dataclasses import replace
 
@@ -17,7 +19,9 @@ from fp4kit.reference.stochastic import encode_stochastic, stream_bytes
 
 
 def philox(counter, key):
-    """Compute Philox4x32-10 in plain integers, from the paper: four words from a counter of four words."""
+    """Return the four words of Philox4x32-10 for a counter of four words, computed in Python integers as in
+    the paper.
+    """
     c, k = list(counter), list(key)
     for _ in range(10):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -27,14 +31,16 @@ def philox(counter, key):
 
 
 def random_byte(seed, i):
-    """Return the byte of element i as documented: byte i % 16, little-endian, of the words of counter i // 16."""
+    """Return the random byte of element i, as documented: byte i % 16, little-endian, of the words of counter
+    i // 16.
+    """
     counter = i // 16
     words = philox((counter & 0xFFFFFFFF, counter >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))
     return b"".join(word.to_bytes(4, "little") for word in words)[i % 16]
 
 
 def test_philox_of_the_paper():
-    """Compare with the known answers of Random123 for philox4x32-10."""
+    """The words equal the known answers of Random123 for philox4x32-10."""
     assert philox((0, 0, 0, 0), (0, 0)) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
     ones = 0xFFFFFFFF
     assert philox((ones,) * 4, (ones,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
@@ -87,9 +93,9 @@ def test_seeds(name):
     "name", [n for n in STOCHASTIC if RECIPES[n].sign != "unsigned_zero" and not RECIPES[n].search]
 )
 def test_byte_0_rounds_toward_zero(name):
-    """A byte of 0 truncates.
+    """A random byte of 0 truncates.
 
-    The recipes with unsigned zeros are an exception: their zeros keep the product's sign here.
+    Recipes with unsigned zeros are an exception: here their zeros keep the product's sign.
     """
     x = np.where(ORDINARY == 0, np.float32(1), ORDINARY)
     zeros = fp4kit.quantize(x, name, rounding="stochastic", seed=np.zeros(x.shape, np.uint8))
@@ -107,7 +113,10 @@ def test_stochastic_rounding_gives_a_neighbour(name):
 
 @pytest.mark.parametrize("fmt", [E2M1, E2M3, E3M2, E4M3, E5M2], ids=str)
 def test_the_mean_is_low_by_at_most_a_256th_of_a_step(fmt):
-    """Over all 256 bytes, 0 <= |x| - mean < step / 256. Inputs lie on a grid of step / 1024, so every sum is exact."""
+    """Over all 256 random bytes, 0 <= |x| - mean < step / 256, where step is the distance of two values.
+
+    Inputs are multiples of step / 1024, so that every sum is exact.
+    """
     a = fmt.magnitudes.astype(np.float64)
     steps = np.diff(a)
     x = (a[:-1, None] + steps[:, None] * np.arange(0, 1024, 7) / 1024).reshape(-1)
@@ -120,9 +129,7 @@ def test_the_mean_is_low_by_at_most_a_256th_of_a_step(fmt):
 
 
 def test_the_mean_of_the_stream_is_unbiased():
-    """A tensor of one value between two codes rounds up as often as its distance says, within five standard
-    deviations.
-    """
+    """A value between two codes rounds up as often as its distance requires, within five standard deviations."""
     x = np.full((512, 32), 2.3, np.float32)
     x[:, ::16] = 6
     q = fp4kit.quantize(x, "mxfp4-ocp", rounding="stochastic", seed=1)
@@ -133,7 +140,9 @@ def test_the_mean_of_the_stream_is_unbiased():
 
 
 def test_stochastic_rounding_of_specials():
-    """For any byte, infinities saturate, zeros keep their sign, and NaN gives the largest value or the format's NaN."""
+    """For any random byte, infinities saturate, zeros keep their sign, and NaN gives the largest value or the format's
+    NaN.
+    """
     x = np.array([np.inf, -np.inf, 7, -7, 0.0, -0.0, np.nan, -np.nan], np.float32)
     for byte in (0, 128, 255):
         random = np.full(len(x), byte, np.uint8)

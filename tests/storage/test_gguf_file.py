@@ -1,5 +1,5 @@
-"""Test reading GGUF files: every malformed file gives an error in words; good files are inspected, compared, identified
-and verified.
+"""Test reading GGUF files: a malformed file gives a clear error; a valid one can be inspected, compared, identified and
+verified.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_malformed_file_is_refused(case: str, tmp_path: Path, capsys: pytest.Cap
 
 
 def test_every_prefix_and_every_flipped_byte_of_a_header(tmp_path: Path) -> None:
-    """Each changed header is read or raises CheckpointError; no other exception is raised."""
+    """A changed or cut header is read or raises CheckpointError; no other exception occurs."""
     path = tmp_path / "m.gguf"
     gguf_files.write(path, {"a.weight": gguf_files.plain(np.ones((2, 32), np.float32))}, {"k": ["x", "y"]})
     whole, size = path.read_bytes(), read_gguf(path).data_start
@@ -175,7 +175,7 @@ def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> gguf_files.Info:
     ("kind", "form"), [("mxfp4", GGUF_MXFP4), ("nvfp4", GGUF_NVFP4), ("nvfp4", GGUF_SCALED)], ids=str
 )
 def test_values_are_those_that_llama_cpp_reads(kind: str, form: Container, tmp_path: Path) -> None:
-    """The values are bit-identical for any bytes.
+    """Any bytes decode to the bits that llama.cpp reads.
 
     For MXFP4, scale byte 255 is 2^128; for NVFP4, 0x7F is 0. A code gives -0 only if the scale is zero.
     """
@@ -209,7 +209,7 @@ def synthetic_bits(x: np.ndarray) -> bytes:
 
 
 def encoded(x: np.ndarray, recipe: str, scale_name: str) -> dict[str, gguf_files.Info]:
-    """Return the GGUF blocks of a matrix or stack, and its tensor scales."""
+    """Return the GGUF tensors of a matrix or stack: its blocks, and its tensor scales under `scale_name`."""
     kind = recipe.partition("-")[0]
     qs = [fp4kit.quantize(part, recipe) for part in (x if x.ndim == 3 else x[None])]
     raw = np.concatenate([pack_gguf(q.packed, q.block_scale, kind).reshape(-1) for q in qs])
@@ -220,7 +220,9 @@ def encoded(x: np.ndarray, recipe: str, scale_name: str) -> dict[str, gguf_files
 
 
 def quantized(path: Path, recipe: str, **keys: Any) -> dict[str, np.ndarray]:
-    """Write a file whose layer matrices are quantized by a recipe, and its source beside it; return the source."""
+    """Write a file whose layers are quantized by a recipe, and its unquantized source beside it; return the source's
+    tensors.
+    """
     tensors = gguf_files.write_model(path.with_name("source.gguf"))
     found: dict[str, gguf_files.Info] = {}
     for name, x in tensors.items():

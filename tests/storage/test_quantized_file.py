@@ -1,4 +1,6 @@
-"""Test fp4kit.save and fp4kit.load: round trips of every kind of array, what other readers see, and malformed files."""
+"""Test fp4kit.save and fp4kit.load: every kind of array comes back, other programs can read the files, and damage is
+found.
+"""
 
 import json
 import os
@@ -54,7 +56,9 @@ def round_trip(path, arrays):
 
 
 def test_every_recipe(tmp_path):
-    """One file holds ordinary and unusual numbers along both axes, with and without the amax."""
+    """Arrays of every recipe come back from one file: ordinary and unusual numbers, both axes, with and
+    without amax.
+    """
     arrays = {}
     for name in NAMES:
         for kind in ("ordinary", "nonfinite", "bf16", "f16"):
@@ -204,9 +208,9 @@ def test_torch_reads_it(tmp_path):
 
 
 def test_recipes_as_data():
-    """A recipe of the table is stored by its id.
+    """A recipe of the table is stored by its id, a variant by all its fields.
 
-    A variant, even one with the id of a table recipe, is stored by all its fields.
+    This includes a variant that has the id of a table recipe.
     """
     for r in (*RECIPES.values(), *VARIANTS.values()):
         data = json.loads(json.dumps(as_data(r)))
@@ -215,7 +219,9 @@ def test_recipes_as_data():
 
 
 def test_fields_with_a_default_may_be_missing():
-    """A later version of fp4kit, whose recipes have more fields, can then read the files of this one."""
+    """A recipe without a field that has a default can be read, so that later versions with more fields read
+    this file.
+    """
     data = as_data(VARIANTS["id"])
     assert (
         from_data({name: value for name, value in data.items() if name not in ("narrow", "rounding")}) == VARIANTS["id"]
@@ -477,9 +483,7 @@ def test_every_truncation(tmp_path):
 
 
 def test_every_byte_of_the_header_flipped(tmp_path):
-    """Every flipped byte gives a CheckpointError or ValueError with a clear text, never another exception and never an
-    array.
-    """
+    """Every flipped byte of the header gives a CheckpointError or ValueError with a clear text, and never an array."""
     fp4kit.save(tmp_path / "whole", {"w": Q[:1]})
     whole = (tmp_path / "whole").read_bytes()
     for at in range(8 + struct.unpack("<Q", whole[:8])[0]):
@@ -508,7 +512,7 @@ def test_every_bit_of_the_data_flipped(tmp_path):
 
 
 def test_bits_of_large_tensors_flipped(tmp_path):
-    """Tensors that are read in several chunks are checked in each chunk and at its ends."""
+    """Checksums find a flipped bit in any chunk of a tensor that is read in several chunks."""
     q = fp4kit.quantize(np.resize(ORDINARY, (4100, 2048)), "nvfp4-te")
     fp4kit.save(tmp_path / "a", {"w": q})
     assert fp4kit.load(tmp_path / "a")["w"].equals(q) and q.packed.size > 2 * _CHUNK
@@ -529,7 +533,7 @@ def test_bits_of_large_tensors_flipped(tmp_path):
 
 
 def rewritten(path, change):
-    """Rewrite a file with changed tensors and metadata, as another program would."""
+    """Rewrite a file as another program would, with its tensors and metadata changed by `change`."""
     tensors = load_file(path)
     with safe_open(path, "np") as file:
         metadata = file.metadata()
@@ -579,7 +583,7 @@ def test_headers_that_were_changed(change, tmp_path):
 
 
 def test_files_rewritten_by_another_program(tmp_path):
-    """load accepts a file with the same tensors and metadata in another order, and with a library's name added."""
+    """load accepts tensors and metadata in another order, and the name of the library that rewrote the file."""
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
     fp4kit.save(tmp_path / "a", {"w": q})
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update(format="pt"))
@@ -614,7 +618,7 @@ def test_invalid_checksums_are_rejected(case, tmp_path):
 
 
 def test_files_without_checksums(tmp_path):
-    """Files written before checksums existed are read.
+    """Files without checksums, as older versions wrote them, are read.
 
     Unknown metadata is rejected, because it may be damaged checksums.
     """

@@ -1,5 +1,6 @@
-"""Test amax states on several ranks: experts are gathered from any number of ranks and distributed to any other; every
-error names the key.
+"""Test AmaxState on several ranks: experts are gathered from any number of ranks and distributed to any other number.
+
+Every error names the key.
 """
 
 import re
@@ -24,7 +25,7 @@ RANKS = st.integers(1, 5)
 
 
 def local(values, held, base=FC1):
-    """Return the state of a rank that holds these experts, numbered 0, 1, ..."""
+    """Return the state of a rank that holds the experts `held`, which it numbers 0, 1, ..."""
     return state_of({f"{base}.{i}": values[f"{base}.{number}"] for i, number in enumerate(held)})
 
 
@@ -34,8 +35,8 @@ def edges(draw, n, ranks):
 
 @sampled(100, 400, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
-    """Every expert keeps its bits through a gather from any ranks, a split among another number of ranks, and the way
-    back.
+    """Amaxes of experts keep their bits when gathered from any ranks, split among another number of ranks, and gathered
+    again.
     """
     values = experts_of(n, shape, seed=n)
     if explicit:
@@ -65,8 +66,8 @@ def test_any_reshard(data, n, ranks, others, shape, explicit):
     st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"])
 )
 def test_faults_are_named_on_every_rank(data, n, ranks, fault):
-    """If an expert is missing, duplicate, NaN, negative or of another shape, all ranks raise the same error with its
-    key.
+    """If an expert is missing, duplicate, NaN, negative or of another shape, all ranks raise an equal error that names
+    its key.
     """
     values = {key: value.reshape(1) for key, value in experts_of(n).items()}
     held = [list(range(n))[rank::ranks] for rank in range(ranks)]
@@ -108,7 +109,7 @@ def test_parts_are_consecutive_and_balanced(n, ranks):
 def test_several_layers_and_shared_quantizers():
     """Experts are renumbered per layer.
 
-    Quantizers without a number, and those left out of `experts`, become the maximum.
+    Amaxes of quantizers without a number, or not in `experts`, become the maximum over the ranks.
     """
     sequential = "decoder.layers.0.mlp.linear_fc1.weight_quantizer"  # two quantizers in a row, not experts
 
@@ -184,7 +185,7 @@ def test_part_errors():
 
 
 def test_from_weights_to_another_number_of_ranks(tmp_path):
-    """Test the whole path: amaxes of weights on 2 ranks are gathered, saved, loaded on 4 ranks and used there per
+    """The whole path works: amaxes of weights on 2 ranks are gathered, saved, loaded on 4 ranks and used there per
     expert.
     """
     weights = (

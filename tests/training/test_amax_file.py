@@ -1,4 +1,6 @@
-"""Test amax states in files: both spellings, single or stacked experts, the old flat vector, and malformed files."""
+"""Test AmaxState in files: both spellings of names, single and stacked experts, the old flat vector, and malformed
+files.
+"""
 
 import json
 import re
@@ -44,7 +46,9 @@ def test_save_and_load(shape, separator, stacked, tmp_path):
 
 @pytest.mark.parametrize("kind", ["scalar", "channel", "nvfp4_scalar", "nvfp4_static_block"])
 def test_experts_that_model_optimizer_saved(kind, golden, tmp_path):
-    """The recording holds one key per expert and the flat vector of all experts."""
+    """Experts are read from Model-Optimizer's recording, which has one key per expert, and the flat vector of all
+    experts.
+    """
     prefix = f"experts_state/{kind}/"
     recorded = {
         k.removeprefix(prefix): golden.get("modelopt_fake", k)

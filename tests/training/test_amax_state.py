@@ -1,4 +1,4 @@
-"""Test amax states: names in both spellings, maxima over calls, and sharing; NaN is never hidden.
+"""Test AmaxState: names in both spellings, maxima over calls, shared amaxes, and that NaN is never hidden.
 
 Files and ranks have their own tests.
 """
@@ -106,7 +106,7 @@ def test_maximum_over_calls(shape, calls):
 
 @pytest.mark.parametrize("dtype", ["f4", "f2", ml_dtypes.bfloat16])
 def test_every_magnitude_of_16_bits_comes_in_exactly(dtype):
-    """Holds for subnormals and infinity; -0 becomes +0."""
+    """Every amax in a 16-bit dtype is stored exactly, subnormals and infinity included; -0 becomes +0."""
     infinity = 0x7F80 if dtype == ml_dtypes.bfloat16 else 0x7C00
     values = np.arange(infinity + 1, dtype=np.uint16).view("f2" if dtype == "f4" else dtype).astype(dtype)
     collector = AmaxCollector()
@@ -131,7 +131,7 @@ def test_grouped_is_the_loop_of_single_calls():
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_nan_is_never_hidden(shape):
-    """No later or earlier value hides a NaN of either sign or a negative value; the error of freeze names the key."""
+    """A NaN or negative amax makes freeze raise an error with the key, whatever values come before or after it."""
     for bad, what in ((np.nan, "NaN"), (-np.nan, "NaN"), (-1e-30, "negative values")):
         for order in ((1, bad, np.inf), (bad, 1, 2), (np.inf, bad)):
             collector = AmaxCollector()
@@ -198,7 +198,7 @@ SHARE = [("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")]
 
 
 def test_sharing():
-    """Quantizers share an amax if they have one parent, one expert and one kind; only scalar amaxes are shared."""
+    """Quantizers of one parent, one expert and one kind share an amax, if their amaxes are scalars."""
     values = {
         "l.0.mlp.gate_proj.weight_quantizer": 1,
         "l.0.mlp.up_proj.weight_quantizer": 2,

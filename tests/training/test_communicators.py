@@ -1,4 +1,4 @@
-"""Test communicators without processes: the group of one, how NCCL processes find each other, and the error messages.
+"""Test communicators without further processes: the group of one, how NCCL processes find each other, and errors.
 
 test_communicators_mpi.py runs MPI processes; benchmarks/bench_distributed.py runs NCCL processes on several GPUs.
 """
@@ -31,7 +31,7 @@ def test_single_process() -> None:
 
 
 class FakeNccl:
-    """Record calls; offer the parts of cupy.cuda.nccl and CuPy that Nccl needs."""
+    """Stand in for cupy.cuda.nccl and CuPy with the parts that Nccl needs, and record the calls."""
 
     available = True
     NCCL_UINT8, NCCL_UINT32, NCCL_FLOAT32, NCCL_MAX = 1, 3, 7, 2
@@ -88,7 +88,7 @@ def test_nccl_calls_are_on_the_current_stream_and_in_place(nccl) -> None:
 
 
 def test_processes_find_each_other_by_a_file(nccl, tmp_path) -> None:
-    """Rank 1 waits for the file; rank 0 removes it when all ranks have joined."""
+    """Rank 1 waits for the file that rank 0 writes; rank 0 removes it when all ranks have joined."""
     path, found = tmp_path / "id", []
     other = threading.Thread(target=lambda: found.append(Nccl.from_file(path, 1, 2)))
     other.start()

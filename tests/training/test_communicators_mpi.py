@@ -1,4 +1,4 @@
-"""Test real MPI processes: 2, 3 and 4 of them run mpi_cases.py.
+"""Test communicators in real MPI processes: 2, 3 and 4 of them run mpi_cases.py.
 
 Without an MPI the tests are skipped with a reason; under CI=true they fail.
 """

@@ -1,4 +1,6 @@
-"""Test that cast_master_weights gives every process the bytes of quantizing the whole matrices, for any partition."""
+"""Test that cast_master_weights gives every process the bytes of whole quantized matrices, however these are
+divided.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,7 @@ def test_infinities_are_those_of_the_whole(name) -> None:
 
 
 def test_nan() -> None:
-    """NaN is ignored if the recipe ignores it. If NaN would be the scale, every process raises an error."""
+    """NaN is ignored if the recipe ignores it. If a scale would be NaN, every process raises an error."""
     x = np.random.default_rng(3).standard_normal((32, 96)).astype(np.float32)
     x[3, 5] = np.nan
     shards = [Shard(x.reshape(-1)[:7], x.shape), Shard(x.reshape(-1)[7:], x.shape, 7)]
@@ -156,7 +158,7 @@ DIFFERENT = {  # maps a case to the dtypes and recipes of two processes
 
 @pytest.mark.parametrize("case", DIFFERENT)
 def test_processes_that_disagree(case) -> None:
-    """Every process raises the same error before any process has cast."""
+    """If processes give different dtypes or recipes, all raise an equal error before any has cast."""
     dtypes, recipes = DIFFERENT[case]
 
     def error_of(comm) -> str:
@@ -180,7 +182,7 @@ def test_errors_come_before_anything_is_sent() -> None:
 
 @pytest.mark.parametrize("shards", [None, 3, "deleted"])
 def test_whatever_one_process_gives_the_others_are_told(shards) -> None:
-    """Every process raises an error and none hangs."""
+    """If one process gives wrong shards, every process raises an error, and none waits forever."""
     w = np.ones((16, 32), np.float32).reshape(-1)
 
     def work(comm):

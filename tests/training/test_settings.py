@@ -1,4 +1,4 @@
-"""Test FakeQuantSettings: which parameters are quantized, by which recipe, the documented flags, and their formulas."""
+"""Test FakeQuantSettings: which parameters are quantized, by which recipe, by which flags, and by which formula."""
 
 import dataclasses
 import re
@@ -169,7 +169,7 @@ def test_tensor_amax_and_clipping():
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_int4_by_its_formula_in_torch(size, kind):
-    """Restate the formula in PyTorch: clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5).
+    """Values equal clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5), computed by PyTorch.
 
     The arithmetic is float32; the result is rounded to the dtype of w.
     """
@@ -192,9 +192,9 @@ def test_int4_by_its_formula_in_torch(size, kind):
 
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
 def test_mxfp4_values_are_those_that_the_server_decodes(dtype):
-    """The values equal dequantize of mxfp4-flashinfer's codes.
+    """Fake-quantized values equal those that a server decodes from mxfp4-flashinfer's codes.
 
-    Every value has two bits of mantissa, so no dtype rounds it.
+    Every value has at most two significant bits, so no dtype rounds it.
     """
     w = ordinary(4, (64, 128), dtype)
     q = fp4kit.quantize(w, "mxfp4-flashinfer")

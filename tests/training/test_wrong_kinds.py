@@ -1,4 +1,4 @@
-"""Test arguments of the wrong kind for amax states, settings and layouts: the called function raises an error."""
+"""Test arguments of the wrong kind for amax states, settings and layouts: the called function raises a clear error."""
 
 import re
 
@@ -108,7 +108,7 @@ def test_numbers_are_not_cut_to_ints():
 
 @pytest.mark.parametrize("share", [("gate_proj", "up_proj"), "up", ["gate_proj"]], ids=repr)
 def test_a_name_is_no_group(share):
-    """The letters of a single name would count as module names that nobody has, and nothing would be shared."""
+    """A single name is rejected as a group of names: its letters would be the names, and nothing would be shared."""
     with pytest.raises(TypeError, match=re.escape("needs groups of names, such as ('gate_proj', 'up_proj')")):
         collected().freeze(share)
 
@@ -121,7 +121,7 @@ def test_a_key_that_is_no_string_is_not_there():
 
 
 def test_experts_that_no_rank_has():
-    """`count` says how many experts there must be."""
+    """`count` says how many experts there must be, so that experts that no rank has are an error."""
     for count in (1, 1 << 40):
         text = f"gather: '*' matches no expert on any rank; needs experts 0 to {count - 1}"
         with pytest.raises(ValueError, match=re.escape(text)):
@@ -132,13 +132,13 @@ def test_experts_that_no_rank_has():
 
 @pytest.mark.parametrize("count", [10**7, 1 << 62])
 def test_a_number_of_experts_takes_no_memory(count):
-    """A file or an argument may name any number, so memory must not depend on it."""
+    """A huge number of experts in a file or an argument is rejected without allocating memory for them."""
     with pytest.raises(ValueError, match=re.escape(f"gather: {FC1}.3._amax and {count - 4} more are missing")):
         STATE.gather(ALONE, count=count)
 
 
 def test_patterns_are_gone_through_once_more():
-    """A generator would be empty after its first use, and no parameter would be quantized, so it is rejected."""
+    """A generator of patterns is rejected, because it would be empty after its first use and quantize nothing."""
     with pytest.raises(ValueError, match=r"parameters is <generator .*; needs a tuple of wildcards"):
         FakeQuantSettings("nvfp4", parameters=(name for name in ("*",)))
 

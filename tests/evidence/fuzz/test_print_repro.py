@@ -1,4 +1,4 @@
-"""Test that a failing fuzz case is shrunk and printed as Python, and that the command draws, counts and reports."""
+"""Test that a failing fuzz case is made small and printed as a Python program, and what the command line reports."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_shrinking_is_greedy():
 
 @pytest.mark.parametrize("number", range(60))
 def test_programs_are_printed_as_they_run(number, away):
-    """Printed programs are executed: they pass if the case passes, or raise the error of a rejected call."""
+    """The printed program of a case passes if the case passes, and raises the same error if the case is rejected."""
     case, _ = draw(number, replace(SMALL, largest=1 << 10))
     verdict = check(case, away)
     assert not verdict.failed

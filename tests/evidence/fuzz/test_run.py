@@ -1,4 +1,7 @@
-"""Test the fuzz: the specification passes; planted faults are found, shrunk, and reproduced by the printed program."""
+"""Test the fuzzer: it finds nothing wrong with the specification, and finds every planted fault.
+
+A fault is reduced to a small case, and the printed program reproduces it.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ def test_two_engines_that_are_equal(away):
 
 @pytest.mark.parametrize("id", RECIPES)
 def test_every_recipe_is_drawn_right(id):
-    """Few drawn calls are rejected, so what is drawn for a recipe is what the specification defines for it."""
+    """Few drawn calls of a recipe are rejected, so the drawn calls are those that the specification defines."""
     report = fuzz.run(None, 600, 3, cases=6, pool=replace(SMALL, recipes=(id,), faults=False))
     assert report.failures == [] and report.total("refused") <= 4
 
@@ -45,7 +48,7 @@ def test_a_case_is_drawn_from_its_number_alone():
 
 
 def test_every_field_is_changed():
-    """Variants differ from the table in every field that can change, and Recipe accepts them."""
+    """Drawn variants of recipes differ in every field that can change, and Recipe accepts them."""
     rng = np.random.default_rng(0)
     changed, refused = set(), 0
     for id in RECIPES:
@@ -103,20 +106,20 @@ def test_a_pool_of_variants():
 
 
 def another_recipe(right, x, recipe, **options):
-    """Return quantize with ties rounded away from zero."""
+    """Quantize with a fault (see fuzz_faults.plant): round ties away from zero."""
     recipe = fp4kit.recipe(recipe)
     return right(x, recipe if recipe.four_over_six else replace(recipe, rounding="rna"), **options)
 
 
 def ignored_option(right, x, *arguments, scale_layout="linear", **options):
-    """Return quantize with the scales of 8x4 tiles swizzled as 128x4 tiles."""
+    """Quantize with a fault: swizzle scales as 128x4 tiles if 8x4 tiles are requested."""
     return right(
         x, *arguments, scale_layout="swizzled_128x4" if scale_layout == "swizzled_8x4" else scale_layout, **options
     )
 
 
 def ignored_amax(right, x, *arguments, tensor_amax=None, **options):
-    """Return quantize with the first expert's amax used for every expert."""
+    """Quantize with a fault: use the first expert's amax for all experts."""
     if np.ndim(tensor_amax):
         tensor_amax = np.full_like(tensor_amax, np.ravel(tensor_amax)[0]) if np.size(tensor_amax) else tensor_amax
     return right(x, *arguments, tensor_amax=tensor_amax, **options)
@@ -183,7 +186,7 @@ def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
 
 
 def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
-    """An invariant finds a fault that both engines share."""
+    """A fault that both engines share shows no difference between them, but breaks an invariant."""
     right = fp4kit.unswizzle
 
     def wrong(scales, *arguments):
@@ -206,7 +209,7 @@ def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
     "operation", ["quantize_both", "quantize_grouped", "plan", "transpose", "partial", "master_weights"]
 )
 def test_invariants_find_a_wrong_quantize(operation, monkeypatch):
-    """The single call is wrong; the operations it must agree with are right."""
+    """If quantize is wrong, each operation that must agree with it shows the fault."""
     right = fp4kit.quantize
 
     def wrong(x, *arguments, **options):

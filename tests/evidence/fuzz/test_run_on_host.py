@@ -1,7 +1,7 @@
-"""Test kernels that the host runs with the fuzz: drawn calls of public functions on played CuPy arrays, against the
+"""Test kernels, run on the CPU, with the fuzzer: drawn calls on simulated CuPy arrays are compared with the
 specification.
 
-The cases of a pool share few recipes, dtypes and layouts, so few kernels are compiled for many cases. See
+The cases of a pool share few recipes, dtypes and layouts, so that few kernels are compiled for many cases. See
 support/host/README.md.
 """
 
@@ -88,7 +88,9 @@ FEW, MANY = 12, 60
 
 @contextmanager
 def all_is_equal() -> Iterator[None]:
-    """Let comparisons find nothing, so that without kernels each case runs to its last launch."""
+    """Make all comparisons succeed while the context lasts, so that a rehearsal reaches the last launch of
+    each case.
+    """
     with patch.object(check, "compare", lambda *_: Outcome()), patch.object(fuzz, "MAX_FAILURES", 0):
         yield
 
@@ -96,7 +98,7 @@ def all_is_equal() -> Iterator[None]:
 @pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
 @pytest.mark.parametrize("name", by_default(("te", "shapes"), POOLS))
 def test_drawn_calls(name, cases):
-    """No result differs, no call is rejected on one side only, no input is written to, and no warning is raised."""
+    """No result differs, no call is rejected on one side only, no input is changed, and no warning is given."""
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():
         found = fuzz.run(ComparedEngine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
     assert not found.failures, "\n\n".join(

@@ -1,5 +1,6 @@
-"""Test every recipe, layout and decoder against the recorded outputs of its producer, bit for bit
-(evidence/recorded/README.md).
+"""Test every recipe, layout and decoder against the recorded outputs of its producer, bit for bit.
+
+evidence/recorded/README.md describes the recordings.
 """
 
 from dataclasses import replace
@@ -35,7 +36,7 @@ UNRECORDED = (
 
 
 def typed(array):
-    """View uint16 as bfloat16, because bfloat16 arrays are stored as uint16; return other arrays unchanged."""
+    """Return a recorded uint16 array as bfloat16, because bfloat16 is stored so; return any other array unchanged."""
     return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
 
 
@@ -71,7 +72,7 @@ def test_rows_name_recorded_variants(golden):
 
 
 def test_skips_leave_ordinary_data(golden):
-    """An exception that covered all ordinary data would leave nothing to compare."""
+    """Each documented exception leaves ordinary data to compare, so that no exception hides a wrong recipe."""
     ordinary = ("normal", "weights", "heavy_tail", "wide_blocks", "amax_sweep")
     seen = set()
     for row in ROWS:
@@ -79,8 +80,8 @@ def test_skips_leave_ordinary_data(golden):
             if case.name.startswith(ordinary):
                 case.q = None if row.fake else fp4kit.quantize(case.x, case.recipe)
                 skipped = golden_check.SKIPS[row.skip](case).mean()
-                # A CPU recorded these arrays and rounds some channel scales differently. Such channels, up to half of
-                # them, are left out whole.
+                # These arrays were recorded on a CPU, which rounds some channel scales differently. Channels with such
+                # a scale, at most half of them, are not compared.
                 assert skipped <= (0.5 if row.skip == "cpu_only_rows" else 0.01), (row, case.name)
                 seen.add(row.skip)
     assert seen == set(golden_check.SKIPS)
@@ -90,7 +91,10 @@ def test_skips_leave_ordinary_data(golden):
 
 
 def altered(golden, file, key, change):
-    """Return the same set except for one array, whose copy `change` edits or replaces."""
+    """Return the recorded set with one array replaced.
+
+    change: edits a copy of the array in place, or returns another array.
+    """
 
     def read(name):
         arrays = {k: golden.get(name, k) for k in golden.keys(name)}
@@ -107,7 +111,7 @@ def flip_a_byte(array):
 
 
 def a_recorded_array(name, golden):
-    """Return the file and key of an array of ordinary data that a recipe is compared with."""
+    """Return the file and key of a recorded array of ordinary data with which a recipe is compared."""
     for row in ROWS:
         for x in ("normal__bf16", "wide_blocks__f16", "normal__f32") if row.recipe == name else ():
             if not x.endswith(row.inputs):
@@ -188,7 +192,7 @@ def test_the_sign_of_zero_counts_and_that_of_nan_does_not(golden):
     ],
 )
 def test_every_scale_times_every_code(recorded, recipe, rule, golden):
-    """Compare 256 scale bytes (rows) times 256 code bytes (two columns each) with FlashInfer's dequantizers."""
+    """All 256 scale bytes (rows) with all 256 code bytes (two columns each) decode as by FlashInfer's dequantizers."""
     expected = golden.get("layouts", f"dequant_all/{recorded}")
     codes = unpack(np.broadcast_to(np.arange(256, dtype=np.uint8), (256, 256)))
     scales = np.arange(256, dtype=np.uint8)[:, None]
@@ -200,7 +204,10 @@ def test_every_scale_times_every_code(recorded, recipe, rule, golden):
 
 
 def transformers_quantized(golden, prefix):
-    """Return gpt-oss blocks (E, rows, K/32, 16) and scales (E, rows, K/32) as a Quantized of shape (E, rows, K)."""
+    """Return recorded gpt-oss tensors as a Quantized of shape (E, rows, K).
+
+    They are blocks (E, rows, K/32, 16) and scales (E, rows, K/32).
+    """
     blocks, scales = (golden.get("transformers_mxfp4", f"{prefix}/{part}") for part in ("blocks", "scales"))
     E, rows, count, _ = blocks.shape
     r = replace(fp4kit.recipe("mxfp4-ocp"), decode_rule="e8m0_unbounded")
@@ -208,9 +215,7 @@ def transformers_quantized(golden, prefix):
 
 
 def test_transformers_decodes_gpt_oss(golden, either_engine):
-    """Compare all codes under all scales and every input in float32, bfloat16 and float16; transformers returns them
-    transposed.
-    """
+    """All codes under all scales decode as in transformers, which returns the values transposed."""
     prefixes = groups(golden, "transformers_mxfp4", "/blocks")
     assert len(prefixes) == 25 and "all_codes_all_scales/convert" in prefixes
     parts = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f16": np.float16}
@@ -250,12 +255,12 @@ def test_stochastic_rounding_of_transformer_engine(golden):
 
 
 def words_of(number):
-    """Split 64 bits into two 32-bit words, the lower first."""
+    """Return the lower and the upper 32 bits of a 64-bit number."""
     return number & 0xFFFFFFFF, number >> 32
 
 
 def test_philox_words(golden):
-    """Compare the words of four counters for each (seed, subsequence, offset)."""
+    """The random words equal the recorded ones, for four counters per (seed, subsequence, offset)."""
     parameters = golden.get("te_sr", "philox_seed_subseq_offset").astype(np.uint64)
     for (seed, subsequence, offset), words in zip(
         parameters.tolist(), golden.get("te_sr", "philox10_words"), strict=True
@@ -278,9 +283,9 @@ GROUPED = {
 
 
 def fp8_of_a_cpu(x, amax):
-    """Return fp8-modelopt as PyTorch on a CPU evaluates it: 448 / amax becomes (1 / amax) * 448.
+    """Quantize by fp8-modelopt as PyTorch on a CPU does, which computes 448 / amax as (1 / amax) * 448.
 
-    A CPU recorded the arrays that this is compared with.
+    The recordings that the result is compared with were made on a CPU.
     """
     scale = np.float32(1) / np.where(amax <= 2.0**-24, np.float32(1), amax) * np.float32(448)
     return decode(encode(x.astype(np.float32) * scale, E4M3), E4M3) * (np.float32(1) / scale)
@@ -290,7 +295,10 @@ def fp8_of_a_cpu(x, amax):
 @pytest.mark.parametrize("dtype", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("clip", ["", "_clip"])
 def test_experts_of_modelopt(kind, dtype, clip, golden, either_engine):
-    """Each of four experts has its own amax; in the `_clip` cases it is below the largest value."""
+    """Fake quantization of four experts, each with its own amax, equals the recording.
+
+    In the `_clip` cases, the amax is below the largest value.
+    """
     for i in range(4):
         x, grad, amax, output, grad_clip = (
             typed(golden.get("modelopt_fake", f"grouped_{dtype}/{part}{i}"))
@@ -314,7 +322,9 @@ def test_experts_of_modelopt(kind, dtype, clip, golden, either_engine):
 )
 @pytest.mark.parametrize("dtype", ["f32", "bf16"])
 def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_engine):
-    """Compare y = fake(x) @ fake(w)^T + b and the straight-through gradients grad @ fake(w) and grad^T @ fake(x).
+    """A linear layer with fake-quantized operands, and its gradients, equal torchao's up to the order of sums.
+
+    Compared are y = fake(x) @ fake(w)^T + b and the straight-through gradients grad @ fake(w) and grad^T @ fake(x).
 
     The order of the producer's sums is unknown, so products are compared with a bound. In any order, a float32 sum of n
     products is within n * 2^-24 / (1 - n * 2^-24) of the exact sum, relative to the sum of magnitudes. See Higham,
@@ -346,7 +356,7 @@ def test_fake_quantized_linear_of_torchao(name, recipe, dtype, golden, either_en
 
 @pytest.mark.exhaustive
 def test_the_original_recordings():
-    """Check the full set in its original form if it lies beside the checkout."""
+    """The recordings in their original form pass all comparisons, too, if they lie beside the checkout."""
     folder = Path(__file__).resolve().parents[4] / "shared" / "golden"
     if not folder.is_dir():
         pytest.skip("the original recordings are not beside this checkout; the package holds the same arrays")

@@ -1,4 +1,6 @@
-"""Test the reader of the golden vectors: both forms give the same arrays, and a missing name gives a clear error."""
+"""Test the reader of recorded outputs: their original and packed form give equal arrays; a missing name gives a clear
+error.
+"""
 
 import zipfile
 
@@ -13,7 +15,10 @@ from tools import pack_golden
 
 @pytest.fixture
 def original(tmp_path):
-    """Write a small set in the original form: equal arrays, NaN, 0-d, empty, several dtypes, and a file to exclude."""
+    """Write a small set of recordings in the original form; return its folder.
+
+    It has equal arrays, NaN, 0-d and empty arrays, several dtypes, and a file that packing must exclude.
+    """
     codes = np.arange(12, dtype=np.uint8).reshape(3, 4)
     nan = np.array([0x7FC00000, 0xFFC00001], np.uint32).view(np.float32)
     directory = tmp_path / "original"
@@ -36,14 +41,14 @@ def original(tmp_path):
 
 @pytest.fixture(params=["original", "packed"])
 def small(request, original, tmp_path):
-    """Return the small set in either form."""
+    """Return the small set of recordings, once in each form."""
     if request.param == "original":
         return GoldenSet.open(original)
     return packed(original, tmp_path / "packed")
 
 
 def packed(original, folder):
-    """Pack the files of an original set into a folder; return the packed set."""
+    """Pack the files of an original set into a folder and return the packed set."""
     golden = GoldenSet.open(original)
     for name in ("inputs", "te"):
         assert pack_golden.add(folder, name, pack_golden.arrays_of(golden, name)) == [name]

@@ -1,4 +1,4 @@
-"""Test that layouts of scales and rows equal those that the producers made."""
+"""Test that layouts of scales and of rows equal those that producers recorded."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def test_block_scale_interleave(shape, golden):
 @pytest.mark.parametrize("layout", ["128x4", "8x4"])
 @pytest.mark.parametrize("shape", LAYOUT_SHAPES)
 def test_offsets_of_scales(shape, layout, golden):
-    """Scale (r, c) lies at the recorded offset, and everything else is zero."""
+    """Each scale (r, c) is at the recorded offset, and all padding is zero."""
     offsets = golden.get("layouts", f"offset_{layout}/{shape}")
     numbers = np.arange(1, offsets.size + 1).reshape(offsets.shape)
     flat = swizzle_scales(numbers, f"swizzled_{layout}").reshape(-1)
@@ -39,7 +39,9 @@ def test_shuffled_rows(M, tile, golden):
 
 @pytest.mark.parametrize("tile", [1, 16, 64, 127, 192, 320, 128, 256, 384])
 def test_tiles_of_shuffled_rows(tile):
-    """Blocks have 32 rows if the tile is a multiple of 128, else 16, as in FlashInfer's get_shuffle_block_size."""
+    """As in FlashInfer's get_shuffle_block_size, shuffled blocks have 32 rows if the tile is a multiple of 128, else
+    16.
+    """
     block = 16 if tile % 128 else 32
     rows = [start + block // 8 * j + i for start in range(0, 64, block) for i in range(block // 8) for j in range(8)]
     assert shuffle_rows(64, tile).tolist() == rows

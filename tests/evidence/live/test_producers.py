@@ -1,4 +1,4 @@
-"""Test each installed producer for a second: every drawn array is bit-identical to fp4kit's."""
+"""Test each installed producer for a second: on every drawn array, its output is bit-identical to fp4kit's."""
 
 import pytest
 
@@ -11,9 +11,9 @@ SECONDS = 1.0
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_every_drawn_array_is_equal(name):
-    """A missing producer reports that it is missing.
+    """An installed producer gives equal results, or reports why it cannot be imported on a CPU.
 
-    An installed one runs, or reports why it cannot be imported on a CPU.
+    A producer that is not installed is reported as missing.
     """
     result = run.run(ADAPTERS[name], fp4kit.recipes(), SECONDS, seed=0)
     if result.reason:
@@ -29,5 +29,5 @@ def test_every_drawn_array_is_equal(name):
 
 
 def test_gguf_runs():
-    """The test extra installs gguf, so test_every_drawn_array_is_equal compares at least one producer."""
+    """At least one producer is really compared: the test extra installs gguf."""
     assert run.run(ADAPTERS["gguf"], ("mxfp4-gguf",), 0.1, seed=1).recipes["mxfp4-gguf"].arrays > 0

@@ -1,5 +1,6 @@
-"""Test the record of releases that were found equal: what tools/live_record.py stores, and that
-docs/live-producers.json is current.
+"""Test the record of producer releases that were found equal to fp4kit: what tools/live_record.py stores.
+
+docs/live-producers.json must be current.
 """
 
 import json
@@ -45,7 +46,7 @@ def test_a_run_replaces_the_entries_of_producers_that_were_equal():
 
 @pytest.mark.parametrize("name", RECORD)
 def test_entries_cover_the_recipes_of_today(name):
-    """A new recipe or a new call of a producer requires a new run."""
+    """Each entry covers all current recipes and calls of its producer; a new one requires a new run."""
     entry, adapter = RECORD[name], ADAPTERS[name]
     wanted = {id for id, call in adapter.calls.items() if run._between(call.first, entry["version"], call.last)}
     assert set(entry["recipes"]) == wanted, f"{name}: run fp4kit recipes --live --json and tools/live_record.py"

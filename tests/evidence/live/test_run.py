@@ -1,4 +1,6 @@
-"""Test fp4kit recipes --live with fake producers, one of them faulty: what is drawn, compared, shrunk and printed."""
+"""Test fp4kit recipes --live with simulated producers, some of them faulty: what is drawn, compared, reduced and
+printed.
+"""
 
 import json
 import subprocess

@@ -1,5 +1,6 @@
-"""Test loading single files of packages that cannot be imported as a whole; the stand-in modules are removed
-afterwards.
+"""Test loading a single file of a package that cannot be imported as a whole.
+
+Stand-in modules take the place of the missing imports, and are removed afterwards.
 """
 
 import sys
@@ -11,7 +12,7 @@ from fp4kit.evidence.live import standins
 
 @pytest.fixture
 def package(tmp_path, monkeypatch):
-    """Write a package that cannot be imported but holds a file that can."""
+    """Write a package that cannot be imported, with a file in it that can be."""
     root = tmp_path / "needs_cuda"
     (root / "deep").mkdir(parents=True)
     (root / "__init__.py").write_text("raise OSError('libcuda.so.1: cannot open shared object file')")

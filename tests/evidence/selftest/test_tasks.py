@@ -1,4 +1,6 @@
-"""Test the GPU's self-test without a GPU: it finds nothing on NumPy arrays, and it finds planted errors."""
+"""Test the self-test of GPU kernels without a GPU: it finds nothing wrong on NumPy arrays, and finds every planted
+error.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ CHUNK = 1 << 16
 
 
 class Wrong(ComparedEngine):
-    """Flip one bit of every resulting array."""
+    """Stand in for a faulty device: flip one bit of every result."""
 
     def get(self, a):
         if a is None or isinstance(a, (Quantized, list, tuple)):
@@ -50,7 +52,7 @@ class Missing(ComparedEngine):
 
 
 def comparisons(engine, golden):
-    """Return a small case of each part except the sweeps."""
+    """Return one small comparison of each part of the self-test, without the sweeps."""
     return {
         "recorded": partial(selftest.recorded, engine, golden, "mxfp4-te"),
         "specification": partial(selftest.specification, engine, "nvfp4-te", quick=False),
@@ -103,7 +105,7 @@ def test_compare_takes_one_nan_for_another_but_not_for_a_number():
 
 
 def test_every_bfloat16_reaches_every_scale_byte():
-    """The anchors reach every E8M0 byte that bfloat16 can reach, and every E4M3 byte up to 448."""
+    """The inputs lead to every E8M0 scale that a bfloat16 amax can have, and to every E4M3 scale up to 448."""
     for id, fewest in (("mxfp4-ocp", 253), ("nvfp4-te", 126)):
         anchors = selftest._anchors(RECIPES[id])
         size = RECIPES[id].block_size
@@ -118,9 +120,10 @@ def test_every_bfloat16_reaches_every_scale_byte():
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
 def test_runs_begin_at_the_midpoints(sweep):
-    """An even code below a midpoint keeps the tie, so the next code begins one bit above the midpoint.
+    """In a sweep, each code begins at a midpoint of two values.
 
-    An odd code gives the tie to the next one.
+    If the code below is even, it keeps the midpoint itself, and the next code begins one bit above. Otherwise the next
+    code begins at the midpoint.
     """
     element = sweep.target.element
     midpoints = element.midpoints.astype(np.float32)
@@ -134,7 +137,7 @@ def test_runs_begin_at_the_midpoints(sweep):
 
 @pytest.mark.parametrize("sweep", SWEEPS, ids=lambda sweep: sweep.recipe)
 def test_pieces_of_a_sweep_agree(sweep):
-    """Compare the pieces around zero, one, the largest value, infinity and the last NaN."""
+    """Pieces of the sweep over float32 pass: those around zero, one, the largest value, infinity and the last NaN."""
     found = [
         bits // CHUNK for bits in (0, 0x3F800000, 0x40A00000, 0x43E00000, 0x7F800000, ALL - 1) if bits < sweep.limit
     ]
@@ -163,7 +166,7 @@ def test_one_wrong_code_in_a_sweep_is_found(sweep, monkeypatch):
 
 @pytest.mark.parametrize("limit", [1, 5 * STEP * CHUNK, ALL])
 def test_pieces_of_a_quick_sweep(limit):
-    """A quick sweep takes one of every STEP pieces from end to end, then every piece around each change of code."""
+    """A quick sweep takes every STEP-th piece, and every piece around a change of code."""
     begins = np.array([0, limit // 3, limit - 1])
     *spread, first, middle, last = selftest_sweep._quick_pieces(limit, CHUNK, begins)
     assert [piece[0] for piece in spread] == list(range(0, limit, STEP * CHUNK))
@@ -213,7 +216,7 @@ def test_the_full_plan_covers_every_recipe(golden):
 
 
 def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
-    """Sweeping all 2^32 values would take minutes on two cores, most of a quick run."""
+    """The quick self-test never sweeps all 2^32 values, which would take minutes on two cores."""
     calls = []
     monkeypatch.setattr(
         selftest, "differences", lambda module, sweep, quick: calls.append((sweep, quick)) or (1, 0, "")
@@ -223,7 +226,7 @@ def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
 
 
 def reported(monkeypatch, capsys, *outcomes):
-    """Return the exit status and output of a run whose tasks give or raise these outcomes."""
+    """Return the exit status and the output of a self-test whose tasks return or raise the given outcomes."""
 
     def give(outcome):
         if isinstance(outcome, Exception):
