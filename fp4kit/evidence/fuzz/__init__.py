@@ -1,6 +1,11 @@
 """Run random programs of public calls on two engines and compare the results bit for bit (`fp4kit fuzz`).
 
-A case is one operation with a recipe, arrays and options. draw.py draws a case from an integer; programs.py turns it
-into a program, a list of calls; check.py runs the program; shrink.py makes a failing case smaller; print_repro.py
-prints it as Python.
+A *case* is one operation with a recipe, arrays and options. A *program* is a list of calls, and of results that must be
+equal.
+
+- draw.py draws a case from an integer.
+- programs.py turns the case into a program.
+- check.py runs the program on both engines.
+- shrink.py makes a failing case smaller.
+- print_repro.py prints the program of a case as Python.
 """

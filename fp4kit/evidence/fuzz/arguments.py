@@ -1,6 +1,7 @@
-"""Build arguments that several programs share: amaxes, options of calls, and outputs; and apply the fault of a case.
+"""Build arguments that the programs of several operations share: amaxes, options of calls, and outputs.
 
-A fault is a deliberate mistake in a case, so that fp4kit must reject its call.
+A *fault* is a deliberate mistake in a case, so that fp4kit must reject its call. The functions here also apply the
+fault of a case.
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 
 
 def with_fault(case: DrawnCase) -> DrawnCase:
-    """Return the case with its fault applied, if the fault is a wrong length, axis or dtype.
+    """Return the case with its fault applied if the fault is a wrong length, axis or dtype. Otherwise return the case
+    unchanged.
 
-    The functions that build options apply all other faults.
+    The functions below, which build options, apply all other faults.
     """
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:
@@ -32,21 +34,23 @@ def with_fault(case: DrawnCase) -> DrawnCase:
 
 
 def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
-    """Return the shape of x with the quantized axis last. For a stack of experts, it is the shape of one expert."""
+    """Return the shape of x with the quantized axis last. If x is a stack of experts, return that of one expert."""
     shape = x.shape[1:] if case.options.stacked else x.shape
     axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
-    """Describe an array that a call takes besides its inputs, such as amaxes or random bytes. It has C order."""
+    """Describe an array that a call takes besides its inputs, such as amaxes or random bytes. It is contiguous, in C
+    order.
+    """
     return DrawnArray(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
 
 
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
     """Return the argument tensor_amax for array ``i`` of the case: None, a number, or a reference to an array.
 
-    If it is an array, append the statement that makes it to ``p``, under ``name``.
+    For an array, append the statement that makes it to the program ``p``, under ``name``.
     """
     o, r = case.options, case.r
     if o.fault == "negative amax":
@@ -68,7 +72,7 @@ def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> 
 def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
     """Return the argument block_amax for array ``i`` of the case: a reference to an array, or None.
 
-    If it is an array, append the statement that makes it to ``p``, under ``name``.
+    For an array, append the statement that makes it to the program ``p``, under ``name``.
     """
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
@@ -78,7 +82,9 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
 
 
 def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options rounding and seed of a call. For rounding to nearest there are none: return {}."""
+    """Return the options rounding and seed of the case's call, or {} for rounding to nearest. For random bytes, append
+    the statement that makes them to the program ``p``.
+    """
     o = case.options
     if o.fault == "seed":
         return {"seed": 5}
@@ -93,7 +99,9 @@ def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options that quantize and its variants share: axis, layout, Hadamard and rounding, but no amaxes."""
+    """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed. Options
+    that have their default are left out.
+    """
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout
     found = {"axis": case.axis, "scale_layout": layout if layout != "linear" else None, "hadamard": o.hadamard or None}
@@ -101,14 +109,22 @@ def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def decode_dtype(o: DrawnOptions) -> Dtype | None:
-    """Return the argument dtype for dequantize, or None to use the dtype of the quantized array."""
+    """Return the argument dtype for dequantize, or None to decode to the dtype of the quantized array."""
     return Dtype(o.decoded) if o.decoded else None
 
 
 def call_with_out(p: Program, o: DrawnOptions, expected: Ref, function: str, *arguments: Any, **options: Any) -> None:
-    """Append the same call twice, with guarded arrays as its argument ``out``.
+    """Append two equal calls that write into one preallocated output between guards (arrays.guarded).
 
-    Both results must equal ``expected``, and the guards around the outputs must stay intact.
+    Both results must equal ``expected``, and the guards must stay unchanged.
+
+    Args:
+        p: the program to append to.
+        o: the options of the case, which say whether the output is strided.
+        expected: the result of the call without ``out``.
+        function: name of the function to call.
+        arguments: its positional arguments.
+        options: its keyword arguments, except ``out``.
     """
     step = 2 if o.out == "strided" else 1
     host_only = step > 1 and function == "fp4kit.quantize"

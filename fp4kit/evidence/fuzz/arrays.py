@@ -1,9 +1,9 @@
 """Draw arrays: values of many kinds from a seed, with strides, orders and offsets in memory; and guarded outputs.
 
-Printed reproductions call these functions, so they build the same arrays that were compared.
+Printed reproductions call these functions, so they build the arrays that were compared.
 
-Local words: filler is the byte 0x5A, which fills the memory around and between the elements of a view. Guards are the
-filler around an output. A call must not change them.
+Local words: *filler* is the byte 0x5A, which fills the memory around and between the elements of a view. *Guards* are
+the filler around an output. A call must not change them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fp4kit.quantized.container import Quantized
 DTYPES = {
     name: np.dtype(getattr(ml_dtypes, name, name)) for name in ("float32", "float16", "bfloat16", "float64", "uint8")
 }
-FILLER = 0x5A  # large in every dtype, so that reading outside a view changes the result
+FILLER = 0x5A  # gives large values in every dtype, so that reading outside a view changes the result
 MARGIN = 64  # bytes of guards before and behind an output; keeps the output aligned to 16 bytes
 
 
@@ -33,9 +33,9 @@ class View:
     """Describe the memory layout of an array that is a strided view of a larger array.
 
     Attributes:
-        order: the axes, slowest first.
+        order: the axes in the order of memory, the slowest-varying first.
         steps: the step along each axis of the larger array; a negative step reverses the axis.
-        offset: elements in front of the view.
+        offset: number of elements in front of the view.
     """
 
     order: tuple[int, ...]
@@ -44,12 +44,12 @@ class View:
 
     @classmethod
     def plain(cls, ndim: int) -> View:
-        """Return the layout in C order without gaps."""
+        """Return the layout of a contiguous array with ``ndim`` axes, in C order."""
         return cls(tuple(range(ndim)), (1,) * ndim)
 
     @property
     def is_plain(self) -> bool:
-        """True for C order without gaps and without an offset."""
+        """True for a contiguous array in C order, without an offset."""
         return self == View.plain(len(self.order))
 
 
@@ -58,9 +58,12 @@ class DrawnArray:
     """Describe an array as data, so that a program can be printed and run again.
 
     Attributes:
-        kind: a key of VALUES, drawn from ``seed``; or "given": ``bits`` are the elements.
-        view: its layout in memory.
-        bits: the bytes of the elements in C order, for the kind "given".
+        kind: a key of VALUES, whose values are drawn from ``seed``; or "given" if ``bits`` has the elements.
+        dtype: a key of DTYPES.
+        shape: the array's shape.
+        seed: seed of the values.
+        view: layout in memory.
+        bits: for the kind "given", the bytes of the elements in C order.
     """
 
     kind: str
@@ -79,7 +82,7 @@ class DrawnArray:
         return prod(self.shape)
 
     def values(self) -> np.ndarray:
-        """Return the elements as a NumPy array in C order."""
+        """Return the elements as a contiguous NumPy array."""
         if self.kind == "given":
             return np.frombuffer(self.bits, DTYPES[self.dtype]).reshape(self.shape)
         return drawn(self.kind, self.dtype, self.shape, self.seed)
@@ -87,27 +90,32 @@ class DrawnArray:
     def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
         """Return a description of an array with this dtype and the elements ``values``, in the layout ``view``.
 
-        If ``view`` is None, the layout is C order without gaps.
+        If ``view`` is None, the array is contiguous.
         """
         view = View.plain(values.ndim) if view is None else view
         return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """Return the values as a view of a larger array. ``asarray`` moves that array to its library."""
+    """Return the values as a view of a larger array. ``asarray`` moves the larger array to a library, such as
+    cupy.asarray.
+    """
     flat, cut = memory(values, view)
     return cut(asarray(flat))
 
 
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
-    """Return (flat array that holds the values and filler, function that makes the view from such an array)."""
+    """Return (flat, cut): a flat array that holds the values between filler, and a function that makes the view.
+
+    ``cut`` takes ``flat`` or a copy of it in another library, and returns the view described by ``view``.
+    """
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
     end = view.offset + prod(shape)
     back = np.argsort(view.order).tolist()
 
     def cut(flat: Any) -> Any:
         whole = flat[view.offset : end].reshape(shape).transpose(back)
-        # with the ellipsis, a 0-d array gives a view and not a scalar
+        # The ellipsis makes indexing of a 0-d array return a view instead of a scalar.
         return whole[(*(slice(None, None, step) for step in view.steps), ...)]
 
     flat = np.full((end + view.offset) * values.dtype.itemsize, FILLER, np.uint8).view(values.dtype)
@@ -116,9 +124,9 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 
 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
-    """Return an array with the given bits. Printed reproductions call this.
+    """Return an array with the given bits. Printed reproductions call this for small arrays.
 
-    ``nonzero`` is {flat index: bit pattern}, with zeros elsewhere, or a string of hexadecimal digits for all bytes.
+    ``nonzero`` is {flat index: bit pattern} with zeros elsewhere, or a string of hexadecimal digits for all bytes.
     """
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
@@ -156,7 +164,7 @@ def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values exactly between the values of two codes, and the floats next to them.
+    """Return values midway between the values of two codes, and the floats next to them.
 
     Each run of 8 elements shares a power of two. In most runs the first element is the largest and has one of a few
     chosen mantissas.
@@ -174,13 +182,13 @@ def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return subnormals and the smallest normal values, of both signs."""
+    """Return subnormals and the smallest normal values, of either sign."""
     bits = rng.integers(0, 3 << ml_dtypes.finfo(dtype).nmant, shape).astype(unsigned(dtype))
     return np.where(rng.random(shape) < 0.5, bits.view(dtype), -bits.view(dtype))
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return runs of 16 zeros (all +0, all -0, or mixed) among runs of ordinary values."""
+    """Return ordinary values in which most runs of 16 elements are zeros: all +0, all -0, or mixed."""
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
     signs = np.where(kinds == 2, rng.choice([0.0, -0.0], shape), np.where(kinds == 1, -0.0, 0.0))
@@ -188,7 +196,7 @@ def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return ordinary values, and one that is far larger."""
+    """Return ordinary values, one of which is replaced by a far larger value."""
     x = _ordinary(rng, shape, dtype)
     if x.size:
         x.reshape(-1)[rng.integers(x.size)] = rng.choice([1e4, -6e4, float(ml_dtypes.finfo(dtype).max)])
@@ -196,7 +204,7 @@ def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 
 def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return one magnitude with random signs."""
+    """Return values of equal magnitude with random signs."""
     value = rng.choice(
         [1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)]
     )
@@ -232,25 +240,25 @@ def _below(limit: int) -> Callable[..., np.ndarray]:
 
 
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return amaxes: ordinary ones, and 0, -0, tiny, huge and infinite ones."""
+    """Return float32 amaxes: ordinary ones, and some that are 0, -0, tiny, huge or infinite."""
     x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
     special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
     return np.where(rng.random(shape) < rng.choice([0, 0.2, 1]), special, x).astype(np.float32)
 
 
 def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return nonnegative finite weights for a scale search: ordinary ones, zeros, outliers, and tiny ones.
+    """Return nonnegative finite weights for a scale search: ordinary ones, zeros and outliers.
 
-    The squares of the tiny weights underflow.
+    In some draws all weights are so small that their squares underflow.
     """
     x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
     return x.astype(dtype)
 
 
 def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return symmetric matrices for a search by Hessian, each computed from few or many random samples.
+    """Return symmetric 16 x 16 matrices for a search by Hessian, each computed from few or many random samples.
 
-    In some of them the diagonal is lowered by 2, which can make a quadratic form negative.
+    In some draws 2 is subtracted from the diagonals, so that the quadratic form can be negative.
     """
     samples = rng.standard_normal((shape[0], rng.choice([3, 40]), 16)) * rng.choice([1, 1, 1e-15, 1e10])
     x = samples.transpose(0, 2, 1) @ samples - rng.choice([0, 0, 2]) * np.eye(16)
@@ -285,11 +293,11 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
 
 
 class Guarded(NamedTuple):
-    """Hold a copy of an array or Quantized, made as an output for a call. Its arrays lie between guards.
+    """Hold a copy of an array or Quantized that serves as the output of a call. Its arrays lie between guards.
 
     Attributes:
         value: the copy.
-        buffers: (bytes, shape, step, dtype) of each array.
+        buffers: (bytes with guards, shape, step, dtype) of each array.
     """
 
     value: Any
@@ -299,7 +307,7 @@ class Guarded(NamedTuple):
 def guarded(a: Any, step: int = 1) -> Guarded:
     """Return a copy of an array or Quantized with guards around each array, to be used as an output.
 
-    With a step of 2, the copy is strided, and there are guards between its elements too.
+    If ``step`` is 2, the copy is strided, with guards between its elements too.
     """
     if isinstance(a, Quantized):
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
@@ -317,12 +325,12 @@ def _module(a: Any) -> Any:
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
-    """Return the array that lies inside a buffer of guarded()."""
+    """Return the view of the elements in ``whole``, a buffer that guarded() made."""
     return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 
 
 def touched(g: Guarded) -> int:
-    """Return the number of guard bytes that have changed."""
+    """Return the number of guard bytes that have changed since guarded()."""
     total = 0
     for whole, shape, step, dtype in g.buffers:
         now, before = whole.copy(), _module(whole).full(whole.shape, FILLER, np.uint8)
@@ -332,11 +340,11 @@ def touched(g: Guarded) -> int:
     return total
 
 
-# ---- functions that programs call besides those of fp4kit ----
+# ---- further functions that programs call ----
 
 
 def overwrite(target: Any, values: Any) -> None:
-    """Overwrite an array, such as one that a plan holds."""
+    """Overwrite an array in place, such as one that a plan holds."""
     target[...] = values
 
 
@@ -353,9 +361,13 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """Return the packed codes ``before``, with some elements replaced by those of ``packed``.
+    """Return the packed codes ``before`` in which ranges of elements are replaced by those of ``packed``.
 
-    ``pieces`` are the ranges [start, stop) of elements to replace; ``per_byte`` is the number of codes per byte.
+    Args:
+        before: packed codes.
+        packed: packed codes of the same shape.
+        pieces: the ranges [start, stop) of elements to replace.
+        per_byte: number of codes per byte.
     """
     old, new = (_one_per_byte(array, per_byte) for array in (before, packed))
     for start, stop in pieces:

@@ -1,6 +1,6 @@
-"""Run a program on the specification and, step by step, on a second engine.
+"""Run a program on the specification and, statement by statement, on a second engine.
 
-A case ends as equal, rejected by both, declined by the engine (NotImplementedError), or failed.
+A case ends as equal, rejected by both engines, declined by the second engine (NotImplementedError), or failed.
 """
 
 from __future__ import annotations
@@ -32,14 +32,16 @@ class Verdict(NamedTuple):
     """Hold the result of a case.
 
     Attributes:
-        kind: "equal"; "refused": both engines raise the same ValueError or TypeError; "declined": NotImplementedError.
-            Every other kind is a failure: "differs", "broken" (a Same statement does not hold), "raised", "not
-            refused", "message", "warning" or "written" (an input was written to).
+        kind: "equal"; "refused": both engines raise the same ValueError or TypeError; "declined": the second engine
+            raises NotImplementedError. Every other kind is a failure: "differs", "broken" (a Same statement does not
+            hold), "raised" (an unexpected exception), "not refused" (only the specification rejects the call),
+            "message" (both reject it with different messages), "warning", or "written" (a call wrote to an input).
         text: the reason, or what is wrong.
-        function: the function that was called.
-        step: number of the last statement.
+        function: the function that was called last.
+        step: number of the statement at which the case ended.
         calls: number of calls made.
-        values, differing: number of values compared, and of those that differ.
+        values: number of values compared.
+        differing: number of compared values that differ.
     """
 
     kind: str
@@ -57,26 +59,30 @@ class Verdict(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The kind and function of a failure. A smaller case with an equal key counts as the same failure."""
+        """The kind and function of a failure. Two failures with equal keys count as one failure when a case is
+        shrunk.
+        """
         return self.kind, self.function
 
     @property
     def reason(self) -> str:
-        """The text without recipes and numbers, so that failures for the same reason have equal texts."""
+        """The text without recipe ids and numbers, so that failures for one reason are counted together."""
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
 
 
 class EngineRun:
-    """Run a program on one engine. ``names`` holds the results so far, by name."""
+    """Run the statements of a program on one engine. ``names`` maps names to the results so far. ``host`` is True for
+    the specification.
+    """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.place = Place(engine, host)
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:
-        """Execute a Make statement: build its array on the engine, or its recipe.
+        """Execute a Make statement: make its array on the engine, or its recipe.
 
         If ``writable`` is False, later writes to the array are detected.
         """
@@ -89,7 +95,9 @@ class EngineRun:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
     def call(self, statement: ProgramCall) -> Exception | None:
-        """Execute a ProgramCall and store its result. Return the exception that it raised, or None."""
+        """Execute a ProgramCall and store its result. Return the exception that the call raised, or None if it
+        returned.
+        """
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]
         try:
@@ -101,7 +109,9 @@ class EngineRun:
         return None
 
     def _function(self, name: str) -> Any:
-        """Return the function that a ProgramCall names: one of fp4kit, a method of a result, or one in FUNCTIONS."""
+        """Return the function that a ProgramCall names: a function of fp4kit, a method of a result, or a function in
+        FUNCTIONS.
+        """
         owner, _, attribute = name.rpartition(".")
         if owner == "fp4kit":
             return getattr(fp4kit, attribute)
@@ -124,7 +134,7 @@ class EngineRun:
 
 
 def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
-    """Run a case on the specification and, if ``engine`` is given, on that engine. Return the verdict."""
+    """Run a case on the specification and, unless ``engine`` is None, on ``engine`` too. Return the verdict."""
     statements = program(case)
     checked = RunsInStep(
         [EngineRun(SPECIFICATION, True), *([] if engine is None else [EngineRun(engine, False)])],
@@ -133,7 +143,7 @@ def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
     for statement in statements:
         try:
             verdict = checked.step(statement)
-        except Exception as error:  # a GPU error may appear only when results are read
+        except Exception as error:  # an error on a GPU may be raised only when results are read
             return checked.verdict("raised", f"{type(error).__name__}: {error}", str(statement)[:50])
         if verdict is not None:
             return verdict
@@ -147,7 +157,12 @@ def written_names(statements: list[Statement]) -> set[str]:
 
 
 class RunsInStep:
-    """Run one program on several engines, statement by statement. The first engine is the specification."""
+    """Run one program on several engines, statement by statement.
+
+    Args:
+        runs: one EngineRun per engine, the specification's first.
+        writable: names of arrays that calls may write to.
+    """
 
     def __init__(self, runs: list[EngineRun], writable: set[str]) -> None:
         self.runs, self.writable = runs, writable
@@ -159,7 +174,7 @@ class RunsInStep:
         return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
 
     def step(self, statement: Statement) -> Verdict | None:
-        """Run one statement on every engine. Return a verdict if the case ends here, otherwise None."""
+        """Run one statement on every engine. Return a verdict if the case ends here, or None to continue."""
         if isinstance(statement, Make):
             for run in self.runs:
                 run.make(statement, statement.target in self.writable)
@@ -174,9 +189,8 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare what a call returned and wrote on the two engines.
-
-        Return a verdict if it differs, otherwise None.
+        """Compare what a call returned and wrote on the engines. Return a verdict if a value differs, otherwise
+        None.
         """
         if len(runs) < 2 or not comparable(runs[0].names[statement.target]):
             return None
@@ -189,7 +203,7 @@ class RunsInStep:
         return self.verdict("differs", outcome.first, statement.function) if outcome.differing else None
 
     def _same(self, statement: Same, runs: list[EngineRun]) -> Verdict | None:
-        """Check a Same statement on every engine. Return a verdict if it does not hold, otherwise None."""
+        """Check a Same statement on every engine. Return a verdict if its two values differ, otherwise None."""
         for run in runs:
             outcome = compare(run.host(statement.a), run.host(statement.b), str(statement.a))
             self.total += outcome
@@ -198,7 +212,7 @@ class RunsInStep:
         return None
 
     def written(self) -> Verdict | None:
-        """Return a verdict if some call wrote to an input that it may not change, otherwise None."""
+        """Return a verdict if a call wrote to an input that it may not change, otherwise None."""
         for run in self.runs:
             name = run.place.written()
             if name:
@@ -207,9 +221,9 @@ class RunsInStep:
 
 
 def comparable(value: Any) -> bool:
-    """Return whether a result can be compared: it consists of numbers, arrays, Quantized and None.
+    """Return True if a result of the specification consists of numbers, arrays, Quantized objects and None only.
 
-    Pass the specification's result. Other objects, such as plans, are not compared.
+    Other results, such as plans, are not compared.
     """
     if isinstance(value, (list, tuple)):
         return all(map(comparable, value))

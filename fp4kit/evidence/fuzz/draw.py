@@ -1,8 +1,8 @@
 """Draw a case from an integer: one operation with a recipe, arrays and options, as data.
 
-Options are independent of sizes: they say, for example, that a call gets an array of random bytes. The sizes of amaxes,
-random bytes and outputs follow from the shapes of the arrays when the program is built, so a case stays valid when
-shrinking makes its arrays smaller.
+Options do not mention sizes: they say, for example, that a call gets an array of random bytes. The sizes of amaxes,
+random bytes and outputs follow from the shapes of the arrays when the program is built. A case therefore stays valid
+when shrinking makes its arrays smaller.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPERATIONS = (
     "search_scales",
 )
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
-# operations that return no codes, so recipes without codes support them
+# Operations that return no codes. Only these are drawn for recipes without codes.
 VALUES_ONLY = (
     "fake_quantize",
     "fake_quantize_grouped",
@@ -53,8 +53,9 @@ VALUES_ONLY = (
     "backward",
     "backward_grouped",
 )
-FLATTENED = ("partial", "master_weights")
+FLATTENED = ("partial", "master_weights")  # operations on shards of a flattened matrix
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
+# Lengths of axes, around the tile sizes of kernels; BLOCKED is for quantized axes.
 LENGTHS = (1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 256)
 MAX_SEARCHED = 1 << 12  # elements per array in searches, where the specification tries 126 scales or 39 amaxes
 BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
@@ -62,12 +63,18 @@ BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
 
 @dataclass(frozen=True)
 class Pool:
-    """Describe what cases are drawn from.
+    """State what cases are drawn from.
 
     Attributes:
         recipes: ids of recipes.
         variants: further recipes, which are drawn unchanged.
-        changes: the largest number of fields that a drawn variant changes. 0: no variants of ``recipes`` are drawn.
+        dtypes: dtypes of input arrays.
+        layouts: layouts of block scales.
+        operations: names in OPERATIONS.
+        roundings: values of DrawnOptions.rounding.
+        hadamard: values of the argument hadamard.
+        changes: the largest number of fields that a drawn variant of ``recipes`` changes. 0: no variants are drawn.
+        faults: True to give some cases a fault, so that their call must be rejected.
         largest: the largest number of elements per array.
     """
 
@@ -93,26 +100,27 @@ class Pool:
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Hold the options of a case, besides its arrays and recipe. Every default is the simplest choice.
+    """Hold the options of a case: all that is not its operation, recipe, arrays and axis. Every default is the simplest
+    choice.
 
     Random bytes and amaxes are drawn from ``seed``.
     """
 
     seed: int = 0
     layout: str = "linear"
-    rounding: str = "nearest"  # or "seed" or "bytes": stochastic, from a seed or from an array of random bytes
+    rounding: str = "nearest"  # "seed" or "bytes": stochastic, with a seed or an array of random bytes
     hadamard: Any = False
-    tensor_amax: str = ""  # "number", "array" or "column": one value, or an array of the recipe's shape or per expert
+    tensor_amax: str = ""  # "number", or an array as the recipe needs it: "array", or "column" with a further axis
     block_amax: bool = False
-    out: str = ""  # "guarded" or "strided": repeat the call with an argument out of this kind
-    decoded: str = ""  # dtype that dequantize is asked for; "": the dtype of the array
-    target: Variant | None = None
-    target_layout: str = "linear"
-    pass_through: bool = False
+    out: str = ""  # "guarded" or "strided": repeat the call with such an output
+    decoded: str = ""  # dtype to decode to; "": the dtype of the array
+    target: Variant | None = None  # the recipe to requantize to
+    target_layout: str = "linear"  # the layout that swizzle converts to
+    pass_through: bool = False  # argument of fake_quantize_backward; in "partial": leave out the last shard
     axes: Any = None  # argument axis of amax
-    cuts: tuple[float, ...] = ()  # where the flattened matrix is cut, as fractions
-    columnwise: bool = False
-    stacked: bool = False
+    cuts: tuple[float, ...] = ()  # where a flattened matrix is cut into shards, as fractions of its length
+    columnwise: bool = False  # argument of cast_master_weights
+    stacked: bool = False  # True: a group is one stacked array instead of a list
     fake: bool = False  # True: a plan runs fake_quantize instead of quantize
     objective: str = "mse"  # argument objective of search_scales
     candidates: str = ""  # "near" or "some": kind of the argument candidates of search_scales
@@ -124,8 +132,12 @@ class DrawnOptions:
 class DrawnCase:
     """Describe one operation on arrays.
 
-    ``axis`` is the quantized axis of each array. If an array is a stack of experts, it is the axis of each expert's
-    array.
+    Attributes:
+        operation: a name in OPERATIONS.
+        recipe: the recipe, or a variant of one.
+        arrays: the input arrays; several only for grouped operations and master weights.
+        axis: the quantized axis of each array. If an array is a stack of experts, it is the axis of one expert's array.
+        options: everything else.
     """
 
     operation: str
@@ -145,7 +157,7 @@ class DrawnCase:
         return self.arrays[0]
 
     def changed_options(self) -> list[str]:
-        """Return the names of options that differ from their defaults."""
+        """Return the names of options that differ from their defaults, except the seed."""
         return [f.name for f in fields(DrawnOptions) if f.name != "seed" and getattr(self.options, f.name) != f.default]
 
     def __str__(self) -> str:
@@ -159,7 +171,9 @@ class DrawnCase:
 
 
 class Draw:
-    """Draw the parts of one case, in a fixed order. ``refused`` counts the variants that Recipe rejected."""
+    """Draw the parts of one case, in a fixed order, from an integer. ``refused`` counts variants that Recipe
+    rejected.
+    """
 
     def __init__(self, seed: int, pool: Pool) -> None:
         self.rng = np.random.default_rng(seed)
@@ -175,13 +189,13 @@ class Draw:
         return bool(self.rng.random() < probability)
 
     def case(self) -> DrawnCase:
-        """Return a case whose options fit the operation and the recipe.
+        """Return a random case whose options fit its operation and recipe.
 
-        A few cases have a fault, so that the call must be rejected.
+        A few cases have a fault, so that their call must be rejected.
         """
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
-        # plans get no fault, because a plan may report it only when it runs
+        # Plans get no fault, because a plan may report it only when it runs.
         fault = self.pick(FAULTS) if self.pool.faults and self.chance(0.03) and operation != "plan" else ""
         options = replace(self.options(operation, recipe.recipe), fault=fault)
         ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))
@@ -189,14 +203,14 @@ class Draw:
         if operation == "transpose":
             axis = self.pick((-1, -2))
         if ndim == 1:
-            # swizzled layouts need a matrix, not a vector
+            # Swizzled layouts need a matrix.
             options = replace(options, layout="linear", target_layout="linear")
         count = int(self.rng.integers(1, 5)) if operation in (*GROUPED, "master_weights") and not options.stacked else 1
         arrays = tuple(self.array(operation, recipe.recipe, ndim, axis, options) for _ in range(count))
         return DrawnCase(operation, recipe, arrays, axis, options)
 
     def variant(self, operation: str) -> Variant:
-        """Return a recipe of the pool, or a variant of one, that supports the operation and that Recipe accepts."""
+        """Return a recipe of the pool that supports the operation, or a variant of it that Recipe accepts."""
         variants = _supported(self.pool)[operation]
         for _ in range(50):
             variant = self.pick(variants)
@@ -248,7 +262,7 @@ class Draw:
         return self.search(found, r) if operation == "search_scales" else found
 
     def search(self, options: DrawnOptions, r: Recipe) -> DrawnOptions:
-        """Return the options with the options of a scale search drawn too."""
+        """Return the options with random options of search_scales added."""
         by_hessian = r.scale == E4M3 and self.chance(0.3)
         objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3"))
         columns = "hessian" if by_hessian else self.pick(("", "weights"))
@@ -257,9 +271,9 @@ class Draw:
     # ---- arrays ----
 
     def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
-        """Return a description of an array with random values that suits the operation, the recipe and the options.
+        """Return a description of a random array that suits the operation, the recipe and the options.
 
-        If options.stacked is True, its first axis counts experts.
+        If options.stacked is True, the first axis counts experts.
         """
         shape = self.shape(operation, r, ndim, axis % ndim, options)
         if options.stacked:
@@ -272,10 +286,10 @@ class Draw:
         return DrawnArray(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
 
     def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> tuple[int, ...]:
-        """Return axis lengths near multiples of the tile sizes of kernels.
+        """Return random axis lengths near multiples of the tile sizes of kernels.
 
-        The quantized axis is a whole number of blocks long. If the operation also quantizes along the other axis, that
-        axis is too.
+        The length of the quantized axis is a multiple of the block size. If the operation quantizes along both axes,
+        both lengths are. A few shapes have an axis of length 0.
         """
         shape = [int(self.pick(LENGTHS)) for _ in range(ndim)]
         multiple = lcm(r.length_multiple, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)
@@ -297,9 +311,10 @@ class Draw:
         return tuple(shape)
 
     def view(self, ndim: int, flat: bool) -> View:
-        """Return a memory layout. Half of the layouts are plain; the others have another order, steps or an offset.
+        """Return a memory layout. Half of the layouts are contiguous; the others have another order, steps or an
+        offset.
 
-        If ``flat`` is True, only the offset may differ from the plain layout.
+        If ``flat`` is True, only the offset may differ from a contiguous layout.
         """
         view = View.plain(ndim)
         if self.chance(0.5):
@@ -322,7 +337,7 @@ _ROUNDED = (
     "fake_quantize_grouped",
     "plan",
 )
-# operations that quantize several arrays with one seed
+# Operations that quantize several arrays with one seed.
 _SEEDED = (
     "quantize_both",
     "quantize_grouped",
@@ -335,7 +350,7 @@ _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
 
 
 def _supports(operation: str, r: Recipe) -> bool:
-    """Return whether a recipe supports an operation."""
+    """Return True if a recipe supports an operation."""
     if r.fake_only and operation not in VALUES_ONLY:
         return False
     if operation in FLATTENED:
@@ -351,7 +366,7 @@ def _supports(operation: str, r: Recipe) -> bool:
 def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
     """Return {operation: recipes and variants of the pool that support it}.
 
-    An operation that none of them supports is left out.
+    Operations without such a recipe are left out. Raises ValueError if no operation is left.
     """
     variants = (*map(Variant, pool.recipes), *pool.variants)
     supported = {
@@ -366,6 +381,6 @@ def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
 
 
 def draw(seed: int, pool: Pool) -> tuple[DrawnCase, int]:
-    """Return (the case of an integer, how many variants were rejected while drawing it)."""
+    """Return (case drawn from the integer ``seed``, number of variants that Recipe rejected while drawing it)."""
     d = Draw(seed, pool)
     return d.case(), d.refused

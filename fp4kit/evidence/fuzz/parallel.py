@@ -12,14 +12,18 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import Pool
 
 _EVERY = 0.2  # seconds between progress reports
-_counters: Any = None  # shared numbers of calls and failures; set when a process starts
+_counters: Any = None  # numbers of calls and failures, shared by all processes; set when a process starts
 
 
 class WorkerTask(NamedTuple):
-    """Describe the work of each process: the arguments of fuzz.run, and the engine to compare.
+    """Describe the work of each process.
 
     Attributes:
-        device: "gpu", "host", or None for the specification alone.
+        seconds: running time, as for fuzz.run.
+        cases: number of cases per process, or None for no limit.
+        pool: what cases are drawn from.
+        shrink_seconds: time for shrinking each reported failure.
+        device: the engine to compare with the specification: "gpu", "host", or None for the specification alone.
     """
 
     seconds: float
@@ -30,12 +34,15 @@ class WorkerTask(NamedTuple):
 
 
 def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
-    """Run ``processes`` processes with the seeds seed, seed + 1, ... and return the merged report.
+    """Run the fuzzer in several processes with the seeds seed, seed + 1, ... and return the merged report.
 
     Processes are spawned, because a CUDA context does not survive a fork. An exception in a process is raised here.
 
     Args:
-        progress: called with the numbers of calls and failures since the previous call.
+        work: the work of each process.
+        seed: seed of the first process.
+        processes: number of processes.
+        progress: called regularly with the numbers of calls and failures since its previous call.
     """
     context = multiprocessing.get_context("spawn")
     counters = context.Array("q", 2)
@@ -50,13 +57,13 @@ def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, in
 
 
 def _start(counters: Any) -> None:
-    """Store the shared counters in a process that has just started."""
+    """Store the shared counters in a new process."""
     global _counters
     _counters = counters
 
 
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
-    """Call ``progress`` regularly with what the shared counters have gained, until all processes have ended."""
+    """Call ``progress`` regularly with the increase of the shared counters, until all processes have ended."""
     seen = (0, 0)
     while running:
         running = wait(running, _EVERY).not_done
@@ -66,7 +73,7 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
-    """Run the fuzzer in this process and return its report. ``seed`` is the process's own."""
+    """Run the fuzzer in this process with its own seed, and return its report."""
     engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
     if work.device == "gpu" and engine is None:
         raise OSError("fuzz: this process finds no GPU, although the first process found one; run with --processes 1")

@@ -1,4 +1,4 @@
-"""Print a program as Python source that makes the same calls: the reproduction of a failure."""
+"""Print the program of a failing case as Python source, so that the failure can be reproduced."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
 
 MAX_LISTED = 64  # an array with more nonzero elements is printed as hexadecimal digits
-# functions whose results are not compared, so the program does not yield them
+# Functions whose results are not compared, so that the printed program does not yield these results.
 _UNCOMPARED = (
     "guarded",
     "fp4kit.GroupedPlan",
@@ -42,7 +42,7 @@ _HELPERS = {
 def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> str:
     """Return a Python program that reproduces a failing case.
 
-    It raises an error as the case did, and ends without one when the failure is fixed.
+    The program raises an error as long as the failure exists, and ends without one once it is fixed.
     """
     statements = program(case)[: verdict.step + 1]
     used_statements = statements if verdict.kind == "written" else needed(statements)
@@ -76,7 +76,9 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 
 def needed(statements: list[Statement]) -> list[Statement]:
-    """Return the last statement and those that it depends on, in order. A reproduction leaves out all others."""
+    """Return the last statement and those that it depends on, in order. Other statements are not needed to reproduce a
+    failure of the last one.
+    """
     needed_statements = [statements[-1]]
     names = _names(statements[-1])
     for statement in reversed(statements[:-1]):
@@ -90,7 +92,7 @@ def needed(statements: list[Statement]) -> list[Statement]:
 
 
 def _names(statement: Any) -> set[str]:
-    """Return the names of results that a statement or an argument refers to."""
+    """Return the names of the results that a statement or an argument refers to."""
     if isinstance(statement, Ref):
         return {statement.name}
     if isinstance(statement, Same):
@@ -101,7 +103,7 @@ def _names(statement: Any) -> set[str]:
 
 
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Yield the Python lines of a statement."""
+    """Yield the Python lines of a statement. ``writable`` are the names of arrays that calls may write to."""
     if isinstance(statement, Make):
         yield f"{statement.target} = {_made(statement, writable)}"
         return
@@ -118,7 +120,7 @@ def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
 
 
 def _made(statement: Make, writable: set[str]) -> str:
-    """Return the Python expression that makes the array or recipe of a Make statement."""
+    """Return the Python expression for the array or recipe of a Make statement."""
     value = statement.value
     if isinstance(value, Variant):
         return text(value)
@@ -127,7 +129,7 @@ def _made(statement: Make, writable: set[str]) -> str:
 
 
 def _values(a: DrawnArray) -> str:
-    """Return the Python call that makes an array's elements."""
+    """Return the Python call that makes the elements of an array."""
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
     bits = np.frombuffer(a.bits, unsigned(a.values().dtype))
@@ -138,7 +140,7 @@ def _values(a: DrawnArray) -> str:
 
 
 def text(value: Any) -> str:
-    """Return an argument of a call as Python source."""
+    """Return the Python source of an argument of a call."""
     if isinstance(value, Variant):
         changes = "".join(f", {name}={text(field)}" for name, field in value.changes)
         return f'replace(fp4kit.recipe("{value.id}"){changes})' if changes else f'fp4kit.recipe("{value.id}")'

@@ -1,6 +1,7 @@
-"""Represent programs as data: recipes, arrays, calls, and statements that two results are equal.
+"""Represent programs as data: statements that make arrays and recipes, call functions, and require equal results.
 
-check.py runs a program on two engines, and print_repro.py prints it as Python, so what is printed is what ran.
+check.py runs a program on two engines, and print_repro.py prints it as Python. Both read one list of statements, so the
+printed program is the one that ran.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from fp4kit.evidence.fuzz.recipes import Variant
 
 @dataclass(frozen=True, repr=False)
 class Ref:
-    """Refer to a result by name, or to a part of it by attributes, indices and slices."""
+    """Refer to a result by name, or to a part of it by ``path``, a sequence of attributes, indices and slices."""
 
     name: str
     path: tuple[Any, ...] = ()
 
     def __getitem__(self, part: Any) -> Ref:
-        """Return a reference to a part of this result: ref["packed"] is an attribute, ref[0] an item."""
+        """Return a reference to a part of this result. A string means an attribute, as in ref["packed"]; an index or
+        slice means an item.
+        """
         return Ref(self.name, (*self.path, part))
 
     def __repr__(self) -> str:
@@ -36,24 +39,27 @@ def _access(part: Any) -> str:
 
 
 class Dtype(NamedTuple):
-    """Name a dtype as an argument of a call."""
+    """Represent a dtype as an argument of a call, by its name in arrays.DTYPES."""
 
     name: str
 
 
 class Make(NamedTuple):
-    """Statement: target = an array or a recipe."""
+    """Represent the statement target = value, where the value is an array or a recipe."""
 
     target: str
     value: DrawnArray | Variant
 
 
 class ProgramCall(NamedTuple):
-    """Statement: target = function(*arguments, **options).
+    """Represent the statement target = function(*arguments, **options).
 
     Attributes:
-        function: fp4kit.name, the name of a function in arrays.py, or result.method.
-        host_only: True if CuPy arrays are rejected by design.
+        target: name of the result.
+        function: "fp4kit.NAME", a name in check.FUNCTIONS, or "RESULT.METHOD" for a method of an earlier result.
+        arguments: positional arguments; a Ref stands for an earlier result.
+        options: keyword arguments.
+        host_only: True if the call is made in the specification only, because fp4kit rejects it for CuPy arrays.
         writes: names of arrays that the call may change.
     """
 
@@ -66,7 +72,10 @@ class ProgramCall(NamedTuple):
 
 
 class Same(NamedTuple):
-    """Statement: two results, or a result and a number, agree bit for bit."""
+    """Represent the statement that two results, or a result and a number, must agree bit for bit.
+
+    If ``host_only`` is True, it is checked in the specification only.
+    """
 
     a: Any
     b: Any
@@ -77,13 +86,13 @@ Statement = Make | ProgramCall | Same
 
 
 class Program:
-    """Collect statements in order."""
+    """Collect the statements of a program in order."""
 
     def __init__(self) -> None:
         self.statements: list[Statement] = []
 
     def make(self, target: str, value: DrawnArray | Variant) -> Ref:
-        """Append target = value. Return a reference to it."""
+        """Append the statement target = value. Return a reference to the value."""
         self.statements.append(Make(target, value))
         return Ref(target)
 

@@ -1,7 +1,7 @@
 """Build the program of each operation: the calls to make, and which of their results must be equal.
 
-Same statements say that results must be equal. They must hold on every engine, so they check an engine even if it is
-run alone.
+Equal results are stated by Same statements. They must hold on every engine, so they check an engine even if it runs
+alone.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def program(case: DrawnCase) -> list[Statement]:
 
 
 def _quantize(p: Program, case: DrawnCase) -> None:
-    """Quantize, decode, quantize a contiguous copy, and quantize into outputs."""
+    """Quantize and decode x. Also quantize a contiguous copy of x, quantize into preallocated outputs, and quantize
+    single experts.
+    """
     x = p.make("x", case.x)
     options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **options)
@@ -61,7 +63,8 @@ def _quantize(p: Program, case: DrawnCase) -> None:
 def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any]) -> None:
     """Quantize up to three experts of x separately, each with its own amax.
 
-    Each result must equal the expert's part of ``q``, the Quantized of the whole x.
+    Each result must equal the expert's part of ``q``, the result for the whole x. Nothing is appended unless the case
+    has an amax per expert.
     """
     amax, ndim = options["tensor_amax"], case.x.ndim
     alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0
@@ -76,7 +79,9 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 
 
 def _quantize_both(p: Program, case: DrawnCase) -> None:
-    """Quantize along both axes with one call of quantize_both, and with two calls of quantize."""
+    """Quantize along both axes with one call of quantize_both and with two calls of quantize. The results must be
+    equal.
+    """
     x = p.make("x", case.x)
     options = codes_options(p, case)
     del options["axis"]
@@ -92,7 +97,7 @@ def _quantize_both(p: Program, case: DrawnCase) -> None:
 
 
 def _decode(p: Program, case: DrawnCase) -> None:
-    """Decode random codes under random block scales. Padding of the scales holds random bytes too."""
+    """Decode random codes under random block scales. Padding in swizzled scales holds random bytes too."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     moved, r = moved_shape(case, case.x), case.r
@@ -108,7 +113,7 @@ def _decode(p: Program, case: DrawnCase) -> None:
 
 
 def _fake_quantize(p: Program, case: DrawnCase) -> None:
-    """Fake-quantize; without a fake rule the result must be dequantize(quantize(x))."""
+    """Fake-quantize x. If the recipe has no fake rule, the result must equal dequantize(quantize(x))."""
     x, r = p.make("x", case.x), case.r
     options = {
         "axis": case.axis,
@@ -123,7 +128,7 @@ def _fake_quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
-    """Return (the argument xs of a grouped function, references to its arrays).
+    """Return (argument xs of a grouped function, references to its arrays).
 
     The argument is one stacked array or a list of arrays.
     """
@@ -135,16 +140,23 @@ def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
 
 
 def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
-    """Return a list with one argument per array of a group, or None if the case has no such argument.
+    """Return a list with one argument per array of a group, or None if the case does not pass this argument.
 
-    ``make`` is called with the index of each array.
+    Args:
+        p: the program.
+        case: the case.
+        make: the function tensor_amax or block_amax, which is called for each array.
+        name: the beginning of the arguments' names.
+        count: number of arrays.
     """
     found = [make(p, case, i, f"{name}{i}") for i in range(count)]
     return None if not found or found[0] is None else found
 
 
 def _grouped(p: Program, case: DrawnCase) -> None:
-    """Quantize a group of arrays with one call, and each array by itself. The results must be equal."""
+    """Quantize or fake-quantize a group of arrays with one call, and each array by itself. The results must be
+    equal.
+    """
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
     options = {"axis": case.axis, **rounding_options(p, case)} if fake else codes_options(p, case)
@@ -165,7 +177,7 @@ def _at(values: list[Any] | None, i: int) -> Any:
 
 
 def _amax_grouped(p: Program, case: DrawnCase) -> None:
-    """Compute the amaxes of a group of arrays with one call, and those of each array by itself."""
+    """Compute the amaxes of a group of arrays with one call, and of each array by itself. The results must be equal."""
     xs, members = _members(p, case)
     recipe, axis = _reduced(case)
     found = p.call("found", "fp4kit.amax_grouped", xs, *recipe, axis=axis)
@@ -173,7 +185,9 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
-    """Return (positional arguments, axis) for amax. Either may be absent, because amax takes a recipe or axes."""
+    """Return (positional arguments, axis) for a call of amax after x. The call gets a recipe and its axis, or only the
+    axes to reduce.
+    """
     if case.options.cuts:
         return (Ref("r"),), case.axis
     ndim = case.x.ndim - case.options.stacked
@@ -181,7 +195,9 @@ def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plan(p: Program, case: DrawnCase) -> None:
-    """Run a plan twice. Its arrays are overwritten with other values before the second run."""
+    """Run a GroupedPlan twice. The results must equal those of single calls. Before the second run, the plan's arrays
+    are overwritten.
+    """
     o = case.options
     xs, members = _members(p, case)
     options = codes_options(p, case)
@@ -201,7 +217,7 @@ def _plan(p: Program, case: DrawnCase) -> None:
 
 
 def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
-    """Overwrite the arrays of a group with other values, in place."""
+    """Overwrite the arrays of a group in place with new random values."""
     for i, x in enumerate(members):
         stacked = case.options.stacked
         a = case.arrays[0 if stacked else i]
@@ -211,7 +227,7 @@ def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
 
 
 def _requantize(p: Program, case: DrawnCase) -> None:
-    """Quantize with one recipe, then requantize with another."""
+    """Quantize with one recipe, requantize to another recipe, and decode the result."""
     x, o = p.make("x", case.x), case.options
     target = p.make("target", o.target or case.recipe)
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -223,7 +239,7 @@ def _backward(p: Program, case: DrawnCase) -> None:
     """Compute the gradient of fake_quantize with respect to its input."""
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
-    # the gradient takes one amax, not one per expert
+    # fake_quantize_backward takes one amax, not one per expert.
     one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))
     options = {"axis": case.axis, "amax": tensor_amax(p, one), "pass_through": o.pass_through}
     g = p.call("g", "fp4kit.fake_quantize_backward", grad, x, Ref("r"), **options)
@@ -232,7 +248,9 @@ def _backward(p: Program, case: DrawnCase) -> None:
 
 
 def _backward_grouped(p: Program, case: DrawnCase) -> None:
-    """Compute the gradients of a group of arrays with one call, and those of each array by itself."""
+    """Compute the gradients of a group of arrays with one call, and of each array by itself. The results must
+    be equal.
+    """
     xs, members = _members(p, case)
     o = case.options
     grads = [p.make(f"grad{i}", replace(a, kind="bits", seed=o.seed + i, bits=b"")) for i, a in enumerate(case.arrays)]
@@ -249,9 +267,10 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _transpose(p: Program, case: DrawnCase) -> None:
-    """Transpose a Quantized twice, and compare its transpose with quantizing along the other axis.
+    """Transpose a Quantized. Transposing again must give the Quantized back, and quantizing x along the other axis must
+    give the transpose.
 
-    The comparison is left out for recipes whose codes depend on the direction: those that treat even and odd lanes
+    The latter is left out for recipes whose codes depend on the direction: those that treat even and odd lanes
     separately for NaN, and those with 4over6, whose errors are summed in an order that depends on the direction.
     """
     x, o = p.make("x", case.x), case.options
@@ -264,7 +283,7 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
-    """Convert the block scales to another layout, and back to the first one."""
+    """Convert the block scales to another layout, and back to the first layout. Decoded values must not change."""
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     s = p.call("s", "fp4kit.swizzle", q, o.target_layout)
@@ -275,21 +294,21 @@ def _swizzle(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle_bytes(p: Program, case: DrawnCase) -> None:
-    """Convert a byte matrix to a swizzled layout, and back."""
+    """Convert a byte matrix to a swizzled layout and back, which must give the matrix again."""
     x, layout = p.make("x", case.x), case.options.target_layout
     s = p.call("s", "fp4kit.swizzle", x, layout)
     p.same(p.call("back", "fp4kit.unswizzle", s, layout, case.x.shape), x)
 
 
 def _pack(p: Program, case: DrawnCase) -> None:
-    """Pack codes, and unpack them."""
+    """Pack codes and unpack them, which must give the codes again."""
     x = p.make("x", case.x)
     packed = p.call("packed", "fp4kit.pack", x)
     p.same(p.call("codes", "fp4kit.unpack", packed), x)
 
 
 def _amax_program(p: Program, case: DrawnCase) -> None:
-    """Compute the amax of x and of a contiguous copy of x, which must be equal."""
+    """Compute the amax of x and of a contiguous copy of x. The results must be equal."""
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
     a = p.call("a", "fp4kit.amax", x, *recipe, axis=axis)
@@ -298,7 +317,7 @@ def _amax_program(p: Program, case: DrawnCase) -> None:
 
 
 def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
-    """Return the shards as ranges [start, stop) of the flattened matrix. They begin and end at the case's cuts."""
+    """Return the shards of the flattened matrix as ranges [start, stop) of elements, cut at the case's cuts."""
     ends = [0, *(int(cut * case.x.size) for cut in case.options.cuts), case.x.size]
     return list(pairwise(ends))
 
@@ -306,7 +325,8 @@ def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
 def _partial(p: Program, case: DrawnCase) -> None:
     """Compute amaxes and codes shard by shard, with cuts at arbitrary elements.
 
-    The maximum of the shards' amaxes must be the amax of x. If one shard is left out, its codes must stay unchanged.
+    The maximum of the shards' amaxes must be the amax of x. In some cases one shard is left out; its codes must then
+    stay unchanged.
     """
     x, r, shape = p.make("x", case.x), case.r, case.x.shape
     flat = p.call("flat", "x.reshape", -1)
@@ -329,16 +349,16 @@ def _partial(p: Program, case: DrawnCase) -> None:
 
 
 def _scales_by_finite(case: DrawnCase) -> bool:
-    """Return whether the amax behind the tensor scale may be smaller than the largest block amax.
+    """Return True if the tensor scale comes from an amax without infinities while the block amaxes contain infinities.
 
-    This happens if infinite elements do not count for the tensor scale.
+    This happens if x has infinities and the recipe's amax ignores them for the tensor scale.
     """
     finite = case.r.amax_nan == "lanes" and case.r.tensor_scaling == "tensor"
     return finite and bool(np.isinf(case.x.values().astype(np.float32)).any())
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
-    """Cast master weights on one process, and quantize each matrix by itself. The results must be equal."""
+    """Cast master weights in one process, and quantize each matrix by itself. The results must be equal."""
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []
     for i, a in enumerate(case.arrays):

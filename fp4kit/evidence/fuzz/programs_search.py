@@ -10,13 +10,14 @@ from fp4kit.evidence.fuzz.arguments import auxiliary, moved_shape, tensor_amax
 from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref
 
+# Limits to pass as the argument ``candidates``, for the three kinds of recipes that _candidates distinguishes.
 SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
 def search_scales(p: Program, case: DrawnCase) -> None:
     """Search block scales for x, and for a contiguous copy of x. The results must be equal.
 
-    A search with weights of 1 must give the same result as one without weights.
+    A search with weights of 1 must give the result of a search without weights.
     """
     x, o, K = p.make("x", case.x), case.options, moved_shape(case, case.x)[-1]
     options = {"axis": case.axis, "tensor_amax": tensor_amax(p, case), "candidates": _candidates(case)}
@@ -35,7 +36,7 @@ def search_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _candidates(case: DrawnCase) -> Any:
-    """Return the argument ``candidates`` of search_scales: None, a word, or limits that fit the recipe's candidates."""
+    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's candidates."""
     o, r = case.options, case.r
     if o.candidates == "near" and has_grid(r):
         return None

@@ -1,4 +1,4 @@
-"""Build the programs that quantize with given scales (block_scale= and tensor_scale=)."""
+"""Build the program that quantizes with given scales (arguments block_scale and tensor_scale)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor s
 
 
 def with_scales(p: Program, case: DrawnCase) -> None:
-    """Quantize with the scales of a previous quantize, and with random scales.
+    """Quantize with the scales that an earlier quantize gave, and with random scales.
 
-    If gives_back is True, the first must give the codes of the previous quantize again.
+    If gives_back is True, the scales of the earlier quantize must give its codes again.
     """
     x, o, moved, r = p.make("x", case.x), case.options, moved_shape(case, case.x), case.r
     options = codes_options(p, case)
@@ -53,15 +53,15 @@ def with_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _scales_of(r: Recipe) -> dict[str, bool]:
-    """Return which scales the recipe has, as {name: bool}."""
+    """Return {"block_scale": bool, "tensor_scale": bool}, True for the scales that the recipe has."""
     return {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
 
 
 def gives_back(r: Recipe, dtype: str) -> bool:
-    """Return whether quantizing with the scales of an earlier result must give that result's codes again.
+    """Return True if quantizing with the scales of an earlier result must give that result's codes again.
 
-    It must if elements are not multiplied by the encode scale. It also must if x has a 16-bit dtype, because the stored
-    tensor scale then determines the amax. te_primary_weight is an exception: it gives the tensor scale 1 both to an
-    infinite amax and to 2688, but different encode scales.
+    This holds if elements are not multiplied by the encode scale. It also holds if x has a 16-bit dtype, because the
+    stored tensor scale then determines the amax. te_primary_weight is an exception: an infinite amax and the amax 2688
+    have the tensor scale 1 in common, but different encode scales.
     """
     return not encodes_by_amax(r) or (dtype != "float32" and r.tensor_rule != "te_primary_weight")

@@ -1,7 +1,8 @@
 """Draw recipes for fuzzing: recipes of the table, and variants of them that the specification defines.
 
-A variant is a recipe with some fields changed. The functions here know which fields fit together: what each rule
-assumes about factors, subnormals and element formats. A variant that Recipe still rejects is drawn again and counted.
+A *variant* is a recipe with some fields changed. The functions here know which fields fit together: what each rule
+assumes about factors, subnormals and element formats. If Recipe still rejects a variant, draw.py draws another one and
+counts the rejected one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ Rng = np.random.Generator
 
 @dataclass(frozen=True)
 class Variant:
-    """Describe a recipe of the table with some fields changed."""
+    """Describe a recipe of the table with some fields changed.
+
+    Attributes:
+        id: id of the recipe.
+        changes: (field, new value) pairs.
+    """
 
     id: str
     changes: tuple[tuple[str, Any], ...] = ()
@@ -45,7 +51,7 @@ class Variant:
         return replace(base, **dict(self.changes)) if self.changes else base
 
     def simpler(self) -> Iterator[Variant]:
-        """Yield variants with fewer changes."""
+        """Yield variants with fewer changes: first without any, then without one of them."""
         if len(self.changes) > 1:
             yield Variant(self.id)
         for i in range(len(self.changes)):
@@ -53,7 +59,7 @@ class Variant:
 
 
 def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
-    """Return a variant of recipe ``id`` with up to ``changes`` changed fields.
+    """Return a variant of recipe ``id`` with up to ``changes`` random changes.
 
     A change that does not apply to the recipe is left out.
     """
@@ -68,7 +74,9 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 
 
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
-    """Return the recipe's fields with the changes applied. They need not form a valid Recipe yet."""
+    """Return an object with the fields of a recipe, the changes applied. Unlike a Recipe, it may be invalid for the
+    moment, until further changes are made.
+    """
     return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
 
 
@@ -78,7 +86,7 @@ def _pick(rng: Rng, choices: Any) -> Any:
 
 
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the block shape.
+    """Change the block shape. Return {field: new value}, or {} if the recipe has no blocks.
 
     Blocks of several rows need one factor for all their rows: no tensor scale per row or block, and no fake rule.
     """
@@ -91,7 +99,7 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the element format. Rules that write E4M3 scales and 4over6 stay with E2M1, which they are made for."""
+    """Change the element format. Return {} for rules that write E4M3 scales and for 4over6, which are made for E2M1."""
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
     if r.scale == E4M3 or r.nan_code or r.rounding == "rnw":
@@ -100,7 +108,7 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change what one tensor scale covers: the tensor, a row or a block."""
+    """Change what one tensor scale covers: the tensor, a row or, without block scales, a block."""
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
         return {}
     if r.scale is None and r.block is not None:
@@ -136,9 +144,8 @@ def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change Recipe.static, except with 4over6, which chooses scales itself.
-
-    A recipe with a fake rule takes block amaxes only if it has block scales.
+    """Change Recipe.static. Return {} for recipes without block scales, recipes with 4over6 or a search, which choose
+    scales themselves, and recipes whose block rule reads the amax.
     """
     if r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
         return {}
@@ -146,7 +153,7 @@ def _static(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change Recipe.search, for recipes with blocks of one row in which nothing else chooses the block amax."""
+    """Change Recipe.search, if the recipe has blocks of one row and nothing else chooses the block amax."""
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:
         return {}
@@ -154,17 +161,17 @@ def _search(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change Recipe.narrow, the range of integers."""
+    """Change Recipe.narrow, the range of integer codes."""
     return {"narrow": not r.narrow} if r.element.is_integer else {}
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change scale_max, the largest block scale that the tensor scale leaves room for."""
+    """Change Recipe.scale_max, the largest block scale, from which the tensor scale is computed."""
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change how the factor is applied. Without a block rule, both the scale and its inverse are available for this."""
+    """Change whether elements are multiplied or divided. Only recipes without a block rule support both."""
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 
@@ -181,7 +188,7 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
     """Change the block rule, and the fields that depend on it.
 
-    Recipes with FlashInfer's rules or 4over6 keep their rule, because it determines flush.
+    Recipes with FlashInfer's rules or 4over6 keep their rule, because their other fields depend on it.
     """
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
@@ -201,12 +208,12 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change whether scaled elements are first rounded to the input dtype."""
+    """Change whether scaled elements are rounded to the input dtype before they are rounded to codes."""
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change whether codes are recomputed as in auto-round's packing."""
+    """Change whether codes are recomputed from decoded values, as auto-round's packing does."""
     return {"repacked": not r.repacked} if can_be_repacked(r) else {}
 
 
@@ -216,7 +223,7 @@ def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the error measure of 4over6 and how errors are added."""
+    """Change the error measure of 4over6, and how errors are added."""
     if not r.four_over_six:
         return {}
     exact = bool(not r.flush and rng.random() < 0.5)

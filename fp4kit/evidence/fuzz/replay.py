@@ -25,14 +25,18 @@ Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
 class Place:
-    """Make the arrays of a reproduction on one engine. ``host`` is True for the specification."""
+    """Make the arrays of a reproduction on one engine. ``host`` is True for the specification, which makes calls that
+    other engines reject by design.
+    """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
         self.engine, self.host = engine, host
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return the values as a strided view in the engine's library. No call may write to it; written() checks."""
+        """Return the values as a strided view in the engine's library. Calls must not write to it, which written()
+        checks.
+        """
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         moved = self.engine.module.asarray(flat)
         self._fixed.append((name, moved, flat.copy()))
@@ -44,7 +48,7 @@ class Place:
         return cut(self.engine.module.asarray(flat))
 
     def written(self) -> str:
-        """Return the name of an array of array() that a call has changed, or "" if there is none."""
+        """Return the name of an array from array() that a call has changed, or "" if no array has changed."""
         for name, moved, before in self._fixed:
             now = np.ascontiguousarray(self.engine.get(moved))
             if (now.view(np.uint8) != before.view(np.uint8)).any():
@@ -53,22 +57,22 @@ class Place:
 
 
 def same(a: Any, b: Any) -> None:
-    """Raise AssertionError unless two results agree bit for bit."""
+    """Raise AssertionError unless two results of a reproduction agree bit for bit."""
     get = ComparedEngine(np).get
     outcome = compare(get(a), get(b), "result")
     assert not outcome.differing, f"broken: {outcome.first}"
 
 
 def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) -> None:
-    """Raise AssertionError unless a program gives the same results on every module and writes to no input.
+    """Raise AssertionError unless a program gives equal results on every engine and writes to no input.
 
-    A call that every module rejects with the same message counts as agreement. So does a call that a module declines
-    with NotImplementedError.
+    If every engine rejects a call with the same message, or an engine declines a call with NotImplementedError, the
+    program ends there without an error.
 
     Args:
         program: the generator function.
-        modules: numpy for the specification, then the modules to compare with it: cupy, or numpy again for the host's
-            compiled engine.
+        modules: numpy for the specification, then the libraries of the engines to compare with it: cupy, or numpy again
+            for the host's compiled engine.
     """
     places = [Place(ComparedEngine(module) if i else SPECIFICATION, host=i == 0) for i, module in enumerate(modules)]
     with warnings.catch_warnings():
@@ -92,7 +96,7 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
 def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
     """Return what a program yields next, None at its end, or the exception that it raises.
 
-    An AssertionError is not returned but raised, because it means that a check in the program failed.
+    An AssertionError is raised, because it means that a check in the program failed.
     """
     try:
         with place.engine.computing():
@@ -104,7 +108,9 @@ def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
 
 
 def _compare(steps: list[Any], places: list[Place]) -> None:
-    """Raise AssertionError unless one step of the program gave the same result on all engines."""
+    """Raise AssertionError unless the results of one step are equal on all engines. ``steps`` has (name, result) per
+    engine.
+    """
     (name, expected), *others = (
         (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)
     )
@@ -116,9 +122,9 @@ def _compare(steps: list[Any], places: list[Place]) -> None:
 def ended(raised: list[Exception | None]) -> Ended:
     """Return (kind, text) of the verdict for a call that raised an exception on at least one engine.
 
-    ``raised`` has one entry per engine, the specification's first; None means that the call returned. An engine may
-    decline a call (NotImplementedError) that the specification computes. A call that the specification rejects must be
-    rejected by the engine with the same message.
+    ``raised`` has one entry per engine, the specification's first; None means that the call returned. A second engine
+    may decline a call (NotImplementedError) that the specification computes. If the specification rejects a call, the
+    second engine must reject it with the same message.
     """
     first, last = raised[0], raised[-1]
     unexpected = [

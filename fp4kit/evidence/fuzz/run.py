@@ -1,8 +1,8 @@
-"""Run random calls of the public functions: the specification against an engine, and each against itself.
+"""Run random calls of the public functions, compare an engine with the specification, and check each by itself.
 
 A case is drawn from one integer (draw.py), written as a program (programs.py), and run on the specification and the
-engine in step (check.py). Some checks need no second engine: round trips, strided views against copies, grouped against
-single calls, both directions against two calls, and untouched inputs and guards.
+engine, statement by statement (check.py). Some checks need no second engine: round trips, strided views against copies,
+grouped against single calls, both directions against two calls, and unchanged inputs and guards.
 
 A failure is shrunk (shrink.py) and printed as Python (print_repro.py). Calls that both engines reject with the same
 message, and calls that the engine declines with NotImplementedError, are counted.
@@ -40,9 +40,12 @@ class Failure:
 
     Attributes:
         case: the integer that the case is drawn from.
+        kind: kind of the verdict.
+        function: the function that failed.
         text: what is wrong.
-        drawn, shrunk: the case in words, before and after shrinking.
-        script: its reproduction.
+        drawn: the case as one line.
+        shrunk: the shrunk case as one line.
+        script: a Python program that reproduces the failure.
     """
 
     case: int
@@ -60,8 +63,9 @@ class Report:
 
     Attributes:
         operations: {operation: counts of COUNTED}.
-        reasons: how often each reason for a rejected or declined call occurred.
+        reasons: {why a call was rejected or declined: number of such calls}.
         redrawn: number of variants that Recipe rejected.
+        seconds: running time.
         failures: the first failure of each kind and function, at most MAX_FAILURES.
     """
 
@@ -72,7 +76,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """Return the sum of a count, such as "equal", over all operations."""
+        """Return the sum of a count, one of COUNTED, over all operations."""
         return sum(counts[name] for counts in self.operations.values())
 
     def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
@@ -96,12 +100,14 @@ class Report:
                 self.failures.append(failure)
 
     def wants(self, failure: Failure | Verdict) -> bool:
-        """Return whether to report a failure: its kind is new, and fewer than MAX_FAILURES are stored."""
+        """Return True if a failure is to be reported: fewer than MAX_FAILURES are, and none with its kind and
+        function.
+        """
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as plain dicts, lists, numbers and strings."""
+        """Return the report as JSON data: dicts, lists, numbers and strings."""
         found = {name: getattr(self, name) for name in ("redrawn", "seconds")}
         counts = {operation: dict(counts) for operation, counts in self.operations.items()}
         return found | {
@@ -121,13 +127,16 @@ def run(
     shrink_seconds: float = 10.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Draw and check cases for ``seconds``, or until there were ``cases`` of them. A warning is a failure.
+    """Draw and check cases for ``seconds``, or until ``cases`` of them were checked. A warning counts as a failure.
 
     Args:
-        engine: the engine to compare with the specification. None runs the specification alone.
-        pool: what cases are drawn from. None: everything.
+        engine: the engine to compare with the specification, or None to run the specification alone.
+        seconds: running time without shrinking.
+        seed: case i is drawn from seed * CASES_PER_SEED + i.
+        cases: number of cases, or None for no limit.
+        pool: what cases are drawn from, or None for everything.
         shrink_seconds: time for shrinking each reported failure, in addition to ``seconds``.
-        progress: called after each case with its numbers of calls and failures.
+        progress: called after each case with its number of calls, and 1 if it failed or 0.
     """
     report, start, spent = Report(), time.monotonic(), 0.0
     with warnings.catch_warnings():
@@ -151,7 +160,7 @@ def run(
 def run_case(
     engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
 ) -> Report:
-    """Draw and check the single case of the integer ``number``. A failure is shrunk and printed in the report."""
+    """Draw and check the single case of the integer ``number``. If it fails, the report has its reproduction."""
     report, start = Report(), time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -163,7 +172,7 @@ def run_case(
 
 
 def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
-    """Draw the case of an integer, check it, and count it. Return (case, verdict)."""
+    """Draw the case of the integer ``number``, check it, and add it to the report. Return (case, verdict)."""
     case, refused = draw(number, pool)
     verdict = check(case, engine)
     report.count(case, verdict, refused)
@@ -173,7 +182,9 @@ def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Po
 def reproduced(
     case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, number: int, seconds: float
 ) -> Failure:
-    """Return the Failure for a failing case: shrunk, with a Python program that reproduces it."""
+    """Return the Failure of a failing case: shrunk for at most ``seconds``, with a Python program that
+    reproduces it.
+    """
     smaller = shrink_case(case, verdict, engine, seconds)
     last = check(smaller, engine)
     if last.key != verdict.key:  # the shrunk case does not fail every time
@@ -184,7 +195,7 @@ def reproduced(
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
-    """Run ``cases`` cases on an engine, and return their counts as an Outcome, as fp4kit selftest needs it."""
+    """Check ``cases`` cases on an engine and return the counts as an Outcome, for `fp4kit selftest`."""
     total, report = Outcome(), Report()
     for number in range(seed * CASES_PER_SEED, seed * CASES_PER_SEED + cases):
         case, verdict = checked(report, engine, number, pool)
@@ -195,7 +206,7 @@ def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcom
 
 
 def device_engine() -> tuple[ComparedEngine | None, str]:
-    """Return (engine of the current GPU, its name), or (None, why there is none)."""
+    """Return (engine of the current GPU, its name), or (None, reason) if no GPU can be used."""
     try:
         cupy = imports.cupy()
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
@@ -205,6 +216,6 @@ def device_engine() -> tuple[ComparedEngine | None, str]:
 
 
 def host_engine() -> tuple[ComparedEngine | None, str]:
-    """Return (the host's compiled engine, its name), or (None, why there is none)."""
+    """Return (the host's compiled engine, its name), or (None, reason) if that engine is not available."""
     found = library()
     return (None, found.level) if found.functions is None else (ComparedEngine(np), f"This processor, {engine_name()}")

@@ -24,9 +24,15 @@ MAX_ONE_BY_ONE = 24  # elements are set to 1 one by one if at most this many are
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
-    """Return a value that fails although no value of ``simpler(value)`` does.
+    """Return a failing value of which no simpler value fails.
 
     If ``seconds`` run out, return the simplest failing value so far.
+
+    Args:
+        value: a failing value.
+        simpler: returns simpler values to try, the simplest first.
+        fails: returns True if a value fails.
+        seconds: time limit.
     """
     end = time.monotonic() + seconds
     again = True
@@ -42,7 +48,7 @@ def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], b
 
 
 def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, seconds: float) -> DrawnCase:
-    """Return a simpler case with a verdict of the same kind from the same function."""
+    """Return a simpler case that fails with a verdict of the same kind from the same function."""
 
     def fails(candidate: DrawnCase) -> bool:
         try:
@@ -75,14 +81,14 @@ def _with_array(case: DrawnCase, i: int, a: DrawnArray) -> DrawnCase:
 
 
 def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases with one array less."""
+    """Yield cases with one array left out."""
     if len(case.arrays) > 1:
         for i in range(len(case.arrays)):
             yield replace(case, arrays=case.arrays[:i] + case.arrays[i + 1 :])
 
 
 def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases with one option at its default, a simpler target, or one cut less."""
+    """Yield cases with one option at its default, a simpler recipe to requantize to, or one cut less."""
     defaults: dict[str, Any] = {f.name: f.default for f in fields(DrawnOptions)}
     for name in case.changed_options():
         yield replace(case, options=replace(case.options, **{name: defaults[name]}))
@@ -114,7 +120,7 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
 
 
 def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
-    """Return by how many elements at a time an axis is shortened: whole blocks on the quantized axis, otherwise 1."""
+    """Return the number of elements by which an axis is shortened: whole blocks for the quantized axis, otherwise 1."""
     shift = case.options.stacked
     along = case.axis % (a.ndim - shift) + shift if a.ndim > shift else 0
     if axis != along:
@@ -129,9 +135,9 @@ def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
 
 
 def _parts(n: int, unit: int) -> Iterator[slice]:
-    """Yield which part of an axis of length ``n`` to keep, as slices.
+    """Yield slices of an axis of length ``n`` to keep: the first unit, each half, all but the last or first unit.
 
-    These are the first unit, each half, and all but the last or first unit. A unit is ``unit`` elements, then also 16.
+    A unit is ``unit`` elements. If ``n`` is above 16, units of 16 elements are tried too.
     """
     for step in sorted({unit, 16 * (n > 16) or unit}):
         half = n // 2 // step * step
@@ -141,7 +147,7 @@ def _parts(n: int, unit: int) -> Iterator[slice]:
 
 
 def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases without an axis of length 1, except the quantized axis."""
+    """Yield cases without one of the axes of length 1. The quantized axis is kept."""
     a, along = case.x, case.axis % case.x.ndim
     for axis in range(a.ndim):
         if a.shape[axis] == 1 and axis != along and a.ndim > 1:
@@ -150,10 +156,7 @@ def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
-    """Yield arrays in which more elements are 0.
-
-    If few are nonzero, also yield arrays with more elements equal to 1.
-    """
+    """Yield arrays with more zeros. If few elements are nonzero, also yield arrays in which one of them is set to 1."""
     values = a.values()
     bits = bit_patterns(values).reshape(-1)
     (nonzero,) = np.nonzero(bits)
@@ -169,12 +172,12 @@ def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
 
 
 def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
-    """Return the bits of the array in which every nonzero element is replaced by 1."""
+    """Return the bit patterns of an array with every nonzero element replaced by 1. ``bits`` are the array's own."""
     return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
 
 
 def _with_bits(a: DrawnArray, bits: np.ndarray, at: np.ndarray, value: int) -> DrawnArray:
-    """Return the array with the bit pattern ``value`` at the flat indices ``at``."""
+    """Return the array with the bit patterns ``bits``, except for ``value`` at the flat indices ``at``."""
     changed = bits.copy()
     changed[at] = value
     return a.with_values(changed.view(DTYPES[a.dtype]).reshape(a.shape), a.view)

@@ -1,7 +1,7 @@
-"""Define adapters: data that says how to call a producer for each recipe that must give the same bits.
+"""Define adapters: data that says how to call a producer for each recipe that must give its bits.
 
-An adapter is a module of `producers/` with one Adapter named ADAPTER. Its functions import the producer only when they
-are called.
+A *producer* is a library that quantizes, such as torchao. Each module of `producers/` defines one Adapter named
+ADAPTER. The functions of an adapter import the producer only when they are called.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ class ProducerCall:
     """Describe a function of a producer that must give the bits of a recipe, and how its result is compared.
 
     Attributes:
-        function: takes a 2-d array whose last axis holds whole blocks, and returns the producer's Parts.
-        dtypes: the dtypes of x that the producer accepts.
-        columns: a number that the length of the rows of x must be a multiple of.
-        exempt: named exceptions, which say for which elements a difference is excused. Every use is counted.
-        first, last: the range of the producer's versions that the recipe is stated for. "" has no limit.
+        function: takes a 2-d array whose rows hold whole blocks, and returns the producer's Parts.
+        dtypes: the dtypes of the array that the producer accepts.
+        columns: the row length must be a multiple of this number.
+        exempt: the exceptions, which say for which elements a difference is excused. Every use is counted.
+        first: the first version of the producer that the recipe is stated for, or "" for no limit.
+        last: the last version that the recipe is stated for, or "" for no limit.
         dependency_versions: {distribution: (first, last)} for other packages that determine the bits, such as the torch
             that does the casts, or the jax that computes logarithms.
         decode: a function from a Quantized to the values that the producer decodes, in the dtype of the Quantized; or
-            None. Its input also has codes and scales that no quantizer makes, such as NaN scales.
-        decodes: the dtypes that ``decode`` accepts.
+            None if decoding is not compared. It must accept codes and scales that no quantizer gives, such as NaN
+            scales.
+        decodes: the dtypes to which ``decode`` can decode.
     """
 
     function: Callable[[np.ndarray], Parts]
@@ -57,10 +59,10 @@ class Adapter:
         module: the package that must be importable.
         calls: {recipe id: call}.
         dependencies: distributions whose versions are reported too, because the bits may depend on them.
-        left_out: {recipe id: reason} of recipes of this producer that no call runs.
-        prepare: imports the producer. Raises ImportError or OSError with the reason if this machine lacks what it
-            needs.
-        title: the producer's name in the report, if it is not the name of the distribution.
+        left_out: {recipe id: reason} for recipes of this producer that have no call.
+        prepare: imports what the calls need, or None to import ``module``. It raises ImportError or OSError, with the
+            reason as the message, if this machine lacks something.
+        title: the producer's name in the report, or "" to use ``name``.
     """
 
     name: str

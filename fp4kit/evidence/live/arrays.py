@@ -11,7 +11,7 @@ from fp4kit.formats import ELEMENT_FORMATS
 
 
 def to_torch(x: np.ndarray) -> Any:
-    """Return a torch tensor with a copy of an array's elements. bfloat16 stays bfloat16."""
+    """Return a torch tensor with a copy of an array's elements and its dtype, bfloat16 included."""
     import torch
 
     if x.dtype == ml_dtypes.bfloat16:
@@ -20,7 +20,9 @@ def to_torch(x: np.ndarray) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """Return an array with a tensor's elements. bfloat16 keeps its dtype; 8-bit floats become uint8 bit patterns."""
+    """Return a NumPy array with a tensor's elements. bfloat16 keeps its dtype; 8-bit floats become uint8 bit
+    patterns.
+    """
     import torch
 
     tensor = tensor.detach().contiguous()
@@ -32,10 +34,14 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def codes_of(values: np.ndarray, format: str) -> np.ndarray:
-    """Return the codes of values that the element format represents exactly.
+    """Return the codes of values, for producers that return values instead of codes.
 
-    ``format`` is a lower-case name in formats.ELEMENT_FORMATS. Raises ValueError for a value that the format cannot
-    represent.
+    Args:
+        values: values that the element format represents exactly.
+        format: lower-case name of a format in formats.ELEMENT_FORMATS.
+
+    Raises:
+        ValueError: the format cannot represent a value.
     """
     fmt = next(f for f in ELEMENT_FORMATS if f.name.lower() == format)
     magnitudes = np.asarray(fmt.magnitudes, np.float64)

@@ -1,6 +1,6 @@
 """Compare a producer's arrays with those of fp4kit for the same input, bit for bit.
 
-Local words: a part is one array of the result, such as "codes" (PARTS lists them). For a part, ``theirs`` is the
+Local words: a *part* is one array of the result, such as "codes" (PARTS lists them). For a part, ``theirs`` is the
 producer's array and ``ours`` is fp4kit's.
 """
 
@@ -18,7 +18,8 @@ from fp4kit.evidence.live.adapter import Parts, ProducerCall
 from fp4kit.formats import ElementFormat, bit_patterns
 from fp4kit.reference.codec import decode
 
-# {part that a producer may give: fp4kit expression that must equal it}. q is the Quantized, v the producer's array.
+# {part that a producer may give: fp4kit expression that must equal it}. In the expressions, x is the input, r the
+# recipe, q the Quantized and v the producer's array.
 PARTS = {
     # one code per element, although q.packed may hold two per byte
     "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",
@@ -37,9 +38,11 @@ class PartDifference:
 
     Attributes:
         part: name of the part.
-        differing, size: how many of its elements differ, and how many it has.
-        at: index of the first difference. None if the arrays differ in shape or dtype.
-        theirs, ours: the first differing element of each side, or dtype and shape.
+        differing: number of elements that differ.
+        size: number of elements of the part.
+        at: index of the first difference, or None if the arrays differ in shape or dtype.
+        theirs: the producer's element at this index, or its dtype and shape.
+        ours: fp4kit's element at this index, or its dtype and shape.
     """
 
     part: str
@@ -57,12 +60,12 @@ class PartDifference:
 
 @dataclass
 class Compared:
-    """Hold the result of comparing one array.
+    """Hold the result of comparing a producer with fp4kit on one input array.
 
     Attributes:
         differences: the parts that differ.
-        excused: how often each exception excused a difference.
-        elements: number of elements of the array.
+        excused: {name of an exception: number of parts in which it excused a difference}.
+        elements: number of elements of the input.
     """
 
     differences: list[PartDifference] = field(default_factory=list)
@@ -71,9 +74,13 @@ class Compared:
 
 
 def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> Compared:
-    """Compare every part that the producer gives for x with fp4kit's. Return the differences and counts.
+    """Compare every part that a producer gives for x with fp4kit's part. Return the differences and counts.
 
-    ``theirs`` are the producer's parts. If it is None, ``call`` is run on x first.
+    Args:
+        id: id of the recipe.
+        x: the input.
+        call: the producer's call.
+        theirs: the producer's parts, or None to call the producer.
     """
     theirs = call.function(x) if theirs is None else theirs
     r = fp4kit.recipe(id)
@@ -97,7 +104,7 @@ def _mask(
     ours: np.ndarray,
     excused: Counter[str],
 ) -> np.ndarray:
-    """Return a mask of the elements of a part whose difference is excused.
+    """Return a mask of the elements of a part whose differences are excused by the exceptions of the call.
 
     Each exception that excuses a difference is counted in ``excused``.
     """
@@ -120,7 +127,7 @@ def _mask(
 def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> np.ndarray | None:
     """Convert a mask over elements to a mask over a part, such as one value per block scale.
 
-    Return None if the part holds scales and the exception does not apply to scales.
+    Return None if the part holds scales and ``scales`` is False, because the exception then does not apply.
     """
     if part in ("block_scale", "tensor_scale") and not scales:
         return None
@@ -140,7 +147,7 @@ def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe
 
 
 def _is_nan(a: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
-    """Return a mask of the elements that are NaN. ``fmt`` is the element format if they are codes, None for values."""
+    """Return a mask of the elements that are NaN. ``fmt`` is the element format of codes, or None for values."""
     numbers = a.astype(np.float64) if fmt is None else decode(a, fmt)
     return np.isnan(numbers)
 
@@ -150,7 +157,7 @@ def difference_of(
 ) -> PartDifference | None:
     """Return how the producer's and fp4kit's array of a part differ, or None if they are equal.
 
-    Elements for which ``masked`` is True are not compared.
+    Elements whose ``masked`` is True are not compared.
     """
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:
@@ -165,7 +172,7 @@ def difference_of(
 
 
 def _shown(value: Any) -> str:
-    """Return an element for a message: codes as integers, values with their bits."""
+    """Return an element as text: a code as an integer, a value with its bits."""
     return str(int(value)) if value.dtype == np.uint8 else f"{value} ({int(bit_patterns(np.asarray(value))):#x})"
 
 

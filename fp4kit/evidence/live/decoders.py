@@ -23,7 +23,7 @@ EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN sc
 
 
 def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
-    """Return a Quantized with random codes and scales, which depend on ``seed`` and ``number``.
+    """Return a Quantized with random codes and scales, determined by ``seed`` and ``number``.
 
     Half of the blocks have a scale near 1. The others have a random scale byte, or one of EDGES.
     """
@@ -47,7 +47,7 @@ def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype,
 
 
 def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
-    """Decode q with the producer and with fp4kit, and return the comparison of the values."""
+    """Decode q with the producer and with fp4kit, and compare the values."""
     assert call.decode is not None
     with np.errstate(all="ignore"):
         theirs, ours = call.decode(q), fp4kit.dequantize(q)
@@ -56,7 +56,9 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return a smaller Quantized for which ``differs`` still holds: few blocks, then few nonzero codes."""
+    """Return a smaller Quantized for which ``differs`` still holds: one with fewer blocks, then with more codes set to
+    0.
+    """
     for candidate in _smaller(q, call):
         if differs(candidate):
             q = candidate
@@ -70,7 +72,7 @@ def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Qu
 
 
 def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantized]:
-    """Yield parts of q with one block row and as few blocks as the producer accepts."""
+    """Yield parts of q that have one row of blocks and as few columns of blocks as the producer accepts."""
     r = q.recipe
     codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
     step = max(1, call.columns // r.block_size)
@@ -81,7 +83,7 @@ def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantiz
 
 
 def script(id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDifference, versions: str) -> str:
-    """Return a program that raises AssertionError if the producer still decodes q differently."""
+    """Return a Python program that raises AssertionError as long as the producer decodes q differently."""
     assert call.decode is not None
     parts = ["packed", "block_scale"] + ["tensor_scale"] * (q.tensor_scale is not None)
     body = [line for name in parts for line in lines_of(name, np.asarray(getattr(q, name)))]

@@ -1,6 +1,6 @@
 """Draw input arrays of many kinds from a seed. Each array is reproducible by its number.
 
-A "kind" (KINDS) is a distribution of values, such as "ties" or "near thresholds".
+A *kind* (KINDS) is a distribution of values, such as "ties" or "near thresholds".
 """
 
 from __future__ import annotations
@@ -25,19 +25,23 @@ MAX_ELEMENTS = 8192  # per array
 
 
 class Drawn(NamedTuple):
-    """Hold an array, and the kind of values that it has."""
+    """Hold a drawn array, and the name of its kind in KINDS."""
 
     x: np.ndarray
     kind: str
 
 
 def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> Drawn:
-    """Return the array with this number.
+    """Return the input array with this number.
 
-    Dtypes and kinds take turns; everything else follows from the seed and the recipe's id.
+    Dtypes and kinds take turns; everything else is random, determined by the seed, the number and the recipe's id.
 
     Args:
-        columns: a number that the row length is a multiple of, besides whole blocks.
+        r: the recipe. The row length is a multiple of its block size.
+        dtypes: the dtypes to draw from.
+        seed: the seed of the run.
+        number: number of the array.
+        columns: the row length is a multiple of this number too.
     """
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     kind = tuple(KINDS)[number // len(dtypes) % len(KINDS)]
@@ -48,7 +52,10 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return random numbers of rows and columns, including odd numbers of whole blocks."""
+    """Return random numbers of rows and columns, at most MAX_ELEMENTS elements in total.
+
+    Columns are whole blocks and a multiple of ``multiple``. The number of blocks is often odd.
+    """
     while True:
         rows, columns = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * lcm(r.length_multiple, multiple)
         if rows * columns <= MAX_ELEMENTS:
@@ -61,7 +68,7 @@ Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarra
 
 
 def _fuzzed(name: str) -> Kind:
-    """Return the function that draws values of a kind in fuzz/arrays.py, with the arguments of this module's kinds."""
+    """Return a function for KINDS that draws values of a kind of fuzz/arrays.py."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -70,7 +77,7 @@ def _fuzzed(name: str) -> Kind:
 
 
 def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return x converted to ``dtype``, after clipping it to the dtype's finite range."""
+    """Return x clipped to the finite range of ``dtype`` and cast to it."""
     top = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -top, top).astype(dtype)
 
@@ -86,13 +93,13 @@ def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return bfloat16 or float16 values, converted to ``dtype``. They have few mantissa bits."""
+    """Return bfloat16 or float16 values, cast to ``dtype``, so that they have few mantissa bits."""
     narrow = rng.choice([np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)])
     return arrays.VALUES["ordinary"](rng, shape, narrow).astype(np.float32).astype(dtype)
 
 
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return subnormal values. Their largest magnitude varies from block to block."""
+    """Return the bit patterns of subnormal values. Their largest magnitude varies from block to block."""
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
     magnitudes = rng.integers(0, _spread(largest, shape, r) + 1).astype(bits)
@@ -100,7 +107,9 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
 
 
 def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return exact powers of two. The exponents within a block are similar, and anywhere in the dtype's range."""
+    """Return exact powers of two over the whole range of the dtype. Within a block, exponents differ by less
+    than 12.
+    """
     info = ml_dtypes.finfo(dtype)
     top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
     exponents = _spread(top, shape, r) - rng.integers(0, 12, shape)
@@ -115,7 +124,7 @@ def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Rec
 
 
 def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return values within a factor of 64 of the dtype's largest."""
+    """Return values within a factor of 64 of the dtype's largest value."""
     exponents = rng.uniform(-6, 0, _blocks(shape, r)) + np.log2(float(ml_dtypes.finfo(dtype).max))
     return _finite(rng.uniform(-1, 1, shape) * np.exp2(_spread(exponents, shape, r)), dtype)
 
@@ -128,7 +137,8 @@ def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks with an amax near a power of two times 1, 1.5, 1.75 or the mantissa of the largest element.
+    """Return blocks whose amax is near a power of two times 1, 1.5, 1.75 or the mantissa of the format's largest
+    element.
 
     "Near" means at most ULPS bit patterns away.
     """
@@ -140,7 +150,10 @@ def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is within a few ulp of a value at which the recipe's block scale changes."""
+    """Return blocks whose amax is at most ULPS bit patterns from a value at which the recipe's block scale changes.
+
+    For recipes without blocks and for fake quantizers, return those of _near_powers.
+    """
     if r.fake_only or r.block is None:
         return _near_powers(rng, shape, dtype, r)
     rows, columns = _blocks(shape, r)
@@ -172,18 +185,20 @@ KINDS: dict[str, Kind] = {
 
 
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
-    """Return the number of blocks in each direction. If the recipe has no blocks, (1, 16) is used."""
+    """Return the numbers of blocks along rows and columns of a shape. A recipe without blocks counts blocks of
+    1 x 16.
+    """
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
 
 def _spread(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
-    """Return an array of the given shape in which each element has the number of its block."""
+    """Return an array of the given shape in which each element has the value of its block in ``per_block``."""
     rows, columns = (shape[i] // per_block.shape[i] for i in (0, 1))
     return np.repeat(np.repeat(per_block, rows, axis=0), columns, axis=1)
 
 
 def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
-    """Return floats near the given ones: at most ULPS bit patterns away, nonnegative and finite."""
+    """Return floats at most ULPS bit patterns away from the given ones, nonnegative and finite."""
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
     return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
@@ -192,9 +207,10 @@ def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
 def _under(
     rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return random values in blocks with the given amaxes. An element at a random position reaches each amax.
+    """Return random values in blocks with the given amaxes. In each block, an element at a random position has the
+    amax.
 
-    If ``tensor`` is given, the first element is set to it, so that it is the tensor amax.
+    If ``tensor`` is given, the first element is set to it, so that the tensor amax is ``tensor``.
     """
     x = (rng.uniform(-1, 1, shape) * _spread(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
     rows, columns = amaxes.shape
@@ -210,7 +226,10 @@ def _under(
 def _thresholds(
     rng: np.random.Generator, blocks: Shape, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
 ) -> np.ndarray:
-    """Return one amax per block at which the recipe's scale code changes, found by bisection."""
+    """Return one amax per block at which the recipe's scale code changes, found by bisection from random starts.
+
+    ``blocks`` is the shape of the result, and ``tensor`` is the tensor amax or None.
+    """
     bits = unsigned(dtype)
     span = 1 << ml_dtypes.finfo(dtype).nmant
     bottom, top = _range(rng, dtype, r, tensor)
@@ -225,9 +244,10 @@ def _thresholds(
 
 
 def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> tuple[int, int]:
-    """Return (lowest, highest) bit pattern of the block amaxes among which _thresholds searches.
+    """Return (lowest, highest) bit pattern of the block amaxes that _thresholds considers.
 
-    The range is 20 binades below the highest amax. For scales other than E4M3 it begins at 0 in half of the cases.
+    The range covers 20 powers of two below the highest amax. For scales other than E4M3 it begins at 0 in half of the
+    cases.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor
@@ -238,9 +258,9 @@ def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: 
 
 
 def _scale_codes(amaxes: np.ndarray, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> np.ndarray:
-    """Return the scale code of each block amax. ``amaxes`` are bit patterns of ``dtype``.
+    """Return the block scale code that the recipe gives to each amax. ``amaxes`` are bit patterns of ``dtype``.
 
-    The recipe quantizes blocks that contain zeros and their amax.
+    The recipe quantizes blocks that contain only zeros and the amax. ``tensor`` is the tensor amax or None.
     """
     rows, columns = amaxes.shape
     x = np.zeros((rows * r.block_rows, (columns + 1) * r.block_size), dtype)

@@ -1,4 +1,7 @@
-"""Define named exceptions, which say for which elements a recipe's `exact` text does not claim equality."""
+"""Define named exceptions: elements in which a producer may differ from a recipe.
+
+The `exact` text of the recipe does not claim equality for these elements.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,8 @@ class Exempt(NamedTuple):
 
     Attributes:
         name: name of the exception in the report.
-        where: function from x and fp4kit's Quantized to a mask of x's shape.
-        scales: True if the block scales of blocks with such elements are not compared either.
+        where: function that takes x and fp4kit's Quantized of x, and returns a mask in the shape of x.
+        scales: True if the scales of blocks with such elements are not compared either.
     """
 
     name: str
@@ -28,18 +31,18 @@ class Exempt(NamedTuple):
 
 
 def block_amax(x: np.ndarray, size: int) -> np.ndarray:
-    """Return the largest magnitude of each element's block of one row, in float32 and in the shape of x."""
+    """Return, for each element of x, the largest magnitude in its block of ``size`` elements of one row, as float32."""
     blocks = np.abs(x.astype(np.float32)).reshape(*x.shape[:-1], -1, size)
     return np.repeat(blocks.max(axis=-1), size, axis=-1)
 
 
 def _amax(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return the amax of each element's block."""
+    """Return, for each element of x, the amax of its block."""
     return block_amax(x, q.recipe.block_size)
 
 
 def _scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return the decoded block scale of each element."""
+    """Return, for each element of x, its decoded block scale."""
     scale = decode(q.block_scale, q.recipe.scale or E8M0)
     return np.repeat(scale, q.recipe.block_size, axis=-1)
 
@@ -50,18 +53,22 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of blocks whose amax compressed-tensors rounds to a power of two that the dtype of x lacks."""
+    """Return a mask of blocks whose amax compressed-tensors rounds up to a power of two that overflows the
+    dtype of x.
+    """
     limit = 1.9375 if q.recipe.element is E2M3 else 1.75
     return ~(_amax(x, q) < limit * 2.0 ** (15 if x.dtype == np.float16 else 127))
 
 
 def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements under the scale 2^-127, which Quark applies but stores as 2^-126."""
+    """Return a mask of elements that Quark divides by the scale 2^-127, which it stores as 2^-126."""
     return _scale(x, q) <= 2.0**-126
 
 
 def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements that overflow when Quark divides by its smallest scale, 2^-23. It packs them as 4."""
+    """Return a mask of elements that overflow when Quark divides them by its smallest scale, 2^-23. Quark packs an
+    infinity as the value 4.
+    """
     return (_scale(x, q) == 0) & (np.abs(x.astype(np.float64)) * 2.0**23 >= 2.0**128)
 
 

@@ -1,4 +1,4 @@
-"""Build the tables of the report of a comparison with installed producers (live/run.py)."""
+"""Build the tables that `fp4kit recipes --live` prints about a comparison with installed producers (live/run.py)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ LEFT_OUT_COLUMNS = ("not run", "why")
 
 
 def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
-    """Return one row per producer that ran."""
+    """Return one row of COLUMNS per producer that ran."""
     found: list[tuple[str, ...]] = []
     for result in results:
         if not result.reason and result.recipes:
@@ -21,7 +21,7 @@ def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
 
 
 def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
-    """Return one row per recipe that differs."""
+    """Return one row of RECIPE_COLUMNS per recipe that differs from its producer."""
     return [
         (id, f"{tally.arrays:,}", f"{tally.differing:,}", exceptions(tally.exceptions))
         for result in results
@@ -31,7 +31,7 @@ def differing_rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
 
 
 def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[tuple[str, str]]:
-    """Return one row per reason why some of the recipes ``ids`` were not run."""
+    """Return one row of LEFT_OUT_COLUMNS per reason: the recipes of ``ids`` that were not run, and why."""
     reasons: dict[str, list[str]] = {}
     for id, reason in not_run(results, ids).items():
         reasons.setdefault(reason, []).append(id)
@@ -39,5 +39,5 @@ def left_out_rows(results: list[ProducerResult], ids: tuple[str, ...]) -> list[t
 
 
 def exceptions(used: dict[str, int]) -> str:
-    """Return the names of exceptions, each with the number of arrays in which it excused a difference."""
+    """Return the names of exceptions as one line, each with the number of times it excused a difference."""
     return ", ".join(f"{name} ({count:,})" for name, count in sorted(used.items()))

@@ -1,6 +1,6 @@
-"""Run producers and fp4kit on random inputs, and count every difference.
+"""Run producers and fp4kit on random inputs, and count every difference (`fp4kit recipes --live`).
 
-Each producer runs for some seconds. A few differences are shrunk to small inputs and printed as programs.
+Each producer runs for some seconds. A few differences per recipe are shrunk to small inputs and printed as programs.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from fp4kit.evidence.live.shrink import shrink
 SHRINK_SECONDS = 5.0  # limit per difference
 QUICK_SHRINK_SECONDS = 0.5  # limit per difference once a producer has used TOTAL_SHRINK_SECONDS
 TOTAL_SHRINK_SECONDS = 30.0
-MAX_SHRUNK = 3  # differences per recipe that are shrunk and printed
+MAX_SHRUNK = 3  # largest number of differences per recipe that are shrunk and printed
 
 
 class NotRun(Exception):
-    """Report that a producer or recipe cannot run on this machine. The message says why."""
+    """Raised if a producer cannot run on this machine. The message says why."""
 
 
 @dataclass
@@ -45,9 +45,11 @@ class FoundDifference:
 
     Attributes:
         recipe: id of the recipe.
-        kind, dtype, number: of the drawn array.
+        kind: kind of the drawn array.
+        dtype: dtype of the drawn array.
+        number: number of the drawn array.
         text: what differs after shrinking.
-        script: a program that shows it.
+        script: a Python program that shows the difference.
     """
 
     recipe: str
@@ -60,7 +62,9 @@ class FoundDifference:
 
 @dataclass
 class RecipeCounts:
-    """Count the compared arrays and elements of one recipe, those that differ, and the used exceptions."""
+    """Count the arrays and elements that were compared for one recipe, the arrays that differ, and the uses of each
+    exception.
+    """
 
     arrays: int = 0
     elements: int = 0
@@ -73,13 +77,15 @@ class ProducerResult:
     """Hold the result of running one producer.
 
     Attributes:
-        reason: why it did not run, or "".
-        versions: {distribution: version}.
+        producer: name of the producer in the report.
+        version: its version.
+        versions: {distribution: version}, with its dependencies.
+        reason: why it did not run, or "" if it ran.
         seconds: running time, without shrinking and without the first array of each recipe and dtype.
         recipes: {recipe id: counts}.
         found: the differences that were shrunk.
-        left_out: {recipe id: reason} of recipes that did not run.
-        seen: (recipe, dtype, parts) of which a difference has been shrunk.
+        left_out: {recipe id: reason} for recipes that did not run.
+        seen: (recipe id, dtype, differing parts) of the shrunk differences.
         shrinking: seconds spent on shrinking.
     """
 
@@ -113,13 +119,17 @@ def run(
     seed: int,
     tick: Callable[[int], None] = lambda differing: None,
 ) -> ProducerResult:
-    """Run the adapter's calls for ``ids`` in turns, for ``seconds``.
+    """Run the adapter's calls for the recipes ``ids`` in turns, for ``seconds``, and return the result.
 
-    If the adapter has no such call, nothing is imported. If the producer is not installed or cannot be imported, the
-    result has a reason and no counts.
+    If the adapter has no call for these recipes, nothing is imported. If the producer is not installed or cannot be
+    imported, the result has a reason and no counts.
 
     Args:
-        tick: called after each array with the number of arrays that differ.
+        adapter: the producer's adapter.
+        ids: ids of the recipes to run.
+        seconds: running time.
+        seed: seed of the random inputs.
+        tick: called after each array with the number of arrays that differ so far.
     """
     result = ProducerResult(adapter.title or adapter.name)
     result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
@@ -141,7 +151,7 @@ def run(
                 break
             start = time.monotonic()
             shrunk = _step(id, call, seed, number, result)
-            if number >= len(call.dtypes):  # the first array of each dtype is not timed, because JAX compiles for it
+            if number >= len(call.dtypes):  # the first array of each dtype is not timed, because JAX compiles then
                 result.seconds += time.monotonic() - start - shrunk
             tick(sum(tally.differing for tally in result.recipes.values()))
         number += 1
@@ -149,16 +159,16 @@ def run(
 
 
 def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], reason: str) -> ProducerResult:
-    """Record the reason why the producer did not run in ``result``, and return it."""
+    """Store the reason why the producer did not run in ``result``, and return ``result``."""
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
     return result
 
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
-    """Find the installed producer. Return (its version, {distribution: version} with its dependencies).
+    """Return (version of the installed producer, {distribution: version} with its dependencies).
 
-    Raises NotRun if the producer is not installed.
+    The version is "unknown" if the distribution is not found. Raises NotRun if the producer is not installed.
     """
     if importlib.util.find_spec(adapter.module) is None:
         raise NotRun("is not installed")
@@ -172,7 +182,8 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
     """Yield (recipe id, call) for the calls to run.
 
-    A recipe that is not stated for the installed versions is not run, and is recorded in result.left_out.
+    If a recipe is not stated for the installed versions, its call is not run, and the reason is stored in
+    result.left_out.
     """
     for id, call in adapter.calls.items():
         if id not in ids:
@@ -192,14 +203,16 @@ def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult
 
 
 def _between(first: str, version: str, last: str) -> bool:
-    """Return whether a version is between ``first`` and ``last``. An unknown version counts as inside."""
+    """Return True if a version is between ``first`` and ``last``, which are "" for no limit. An unknown version is
+    accepted.
+    """
     if version == "unknown":
         return True
     return (not first or _key(first) <= _key(version)) and (not last or _key(version) <= _key(last))
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """Return the numbers of a version: "0.19.0.dev3+cpu" -> (0, 19, 0)."""
+    """Return the leading numbers of a version, to compare versions by: "0.19.0.dev3+cpu" -> (0, 19, 0)."""
     numbers = []
     for part in version.split("+")[0].split("."):
         if not part.isdigit():
@@ -209,7 +222,8 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
-    """Compare the array with this number, and count the result. Return the seconds spent on shrinking.
+    """Compare the producer with fp4kit on the input with this number, and count the result. Return the seconds spent on
+    shrinking.
 
     A difference is shrunk only if it is the first with its recipe, dtype and parts, and at most MAX_SHRUNK per recipe.
     """
@@ -248,7 +262,15 @@ def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
 
 @dataclass
 class LiveCase:
-    """Hold an input for a producer: an array to quantize, or a Quantized to decode."""
+    """Hold an input for a producer's call.
+
+    Attributes:
+        id: id of the recipe.
+        call: the producer's call.
+        value: an array to quantize, or a Quantized to decode.
+        kind: kind of the input, for the report.
+        dtype: dtype of the array, or of the decoded values.
+    """
 
     id: str
     call: ProducerCall
@@ -257,9 +279,9 @@ class LiveCase:
     dtype: str
 
     def attempt(self, value: Any) -> tuple[Compared, str]:
-        """Compare the producer with fp4kit on a value. Return (comparison, error text).
+        """Compare the producer with fp4kit on a value like this one. Return (comparison, error text).
 
-        The error text is "" unless the producer raises.
+        The error text is "" unless the producer raises an exception.
         """
         try:
             with quiet():
@@ -271,21 +293,24 @@ class LiveCase:
         return compare(self.id, value, self.call, theirs), ""
 
     def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
-        """Return a small value for which ``differs`` holds, found within ``seconds``."""
+        """Return a smaller value for which ``differs`` holds, found within ``seconds``."""
         if isinstance(self.value, fp4kit.Quantized):
             return decoders.shrunk(self.value, self.call, differs)
         r = fp4kit.recipe(self.id)
         return shrink(self.value, r.block_rows, lcm(r.length_multiple, self.call.columns), differs, seconds)
 
     def script(self, value: Any, difference: PartDifference, versions: str) -> str:
-        """Return a Python program that shows a difference on this value."""
+        """Return a Python program that shows a difference on this value. ``versions`` names the installed versions."""
         if isinstance(value, fp4kit.Quantized):
             return decoders.script(self.id, self.call, value, difference, versions)
         return script(self.id, self.call.function, value, difference, versions)
 
 
 def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerResult) -> tuple[str, str]:
-    """Shrink the value of a case that differs. Return (the difference as text, a program that shows it)."""
+    """Shrink the value of a case that differs. Return (the difference as text, a Python program that shows it).
+
+    ``failure`` is the producer's error, or "" if it raised none.
+    """
     parts = differing_parts(compared.differences)
 
     def differs(candidate: Any) -> bool:
@@ -301,7 +326,7 @@ def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerRe
 
 
 def _one_line(error: BaseException) -> str:
-    """Return the type and the first line of an error."""
+    """Return the type of an error and the first line of its message, at most 200 characters."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:200]
 
@@ -331,7 +356,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
-    """Return the results as JSON data, for the output of the command. ``ids`` are the requested recipes."""
+    """Return the results as JSON data, for `fp4kit recipes --live --json`. ``ids`` are the requested recipes."""
     return {
         "fp4kit": fp4kit.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -360,14 +385,14 @@ def _producer(result: ProducerResult) -> dict[str, Any]:
 
 
 def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, str]:
-    """Return {recipe id: reason} of the recipes that no producer ran."""
+    """Return {recipe id: reason} for the recipes of ``ids`` that no producer ran."""
     ran = {id for result in results for id in result.recipes}
     reasons = {id: reason for result in results for id, reason in result.left_out.items()}
     return {id: reasons.get(id) or _without(id) for id in ids if id not in ran}
 
 
 def _without(id: str) -> str:
-    """Return the reason why no adapter runs a recipe."""
+    """Return the reason why no adapter has a call for a recipe."""
     from fp4kit.evidence.live.producers import WITHOUT
 
     return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")

@@ -21,7 +21,15 @@ PER_LINE = 8
 
 
 def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: PartDifference, versions: str) -> str:
-    """Return a program that raises AssertionError if the producer and fp4kit still differ on x."""
+    """Return a Python program that raises AssertionError as long as a producer and fp4kit differ on x.
+
+    Args:
+        id: id of the recipe.
+        function: the adapter's function that calls the producer.
+        x: the input.
+        difference: the difference to show.
+        versions: the installed versions, for the first line.
+    """
     body = [*lines_of("x", x), "", "theirs = {call}", f'r, v = fp4kit.recipe("{id}"), theirs["{difference.part}"]']
     if difference.part != "fake":
         body.append("q = fp4kit.quantize(x, r)")
@@ -32,11 +40,15 @@ def script(id: str, function: Callable[..., Any], x: np.ndarray, difference: Par
 def program(
     title: str, difference: PartDifference, function: Callable[..., Any], body: list[str], narrow: bool, argument: str
 ) -> str:
-    """Return the whole program: a description, imports, the source of the producer's function, and the body.
+    """Return the text of the whole program: a description, imports, the source of the adapter's function, and the body.
 
     Args:
-        body: lines in which {call} stands for the call of the function with the argument.
+        title: the first line of the description.
+        difference: the difference, for the second line.
+        function: the adapter's function that calls the producer.
+        body: lines in which {call} stands for the call of the function.
         narrow: True if the program uses bfloat16.
+        argument: name of the variable that is passed to the function.
     """
     call, name = _call(function, argument)
     imports = ["import ml_dtypes"] * narrow + ["import numpy as np"]
@@ -47,12 +59,12 @@ def program(
 
 
 def _function(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function itself, or the function that a functools.partial calls."""
+    """Return the function that a functools.partial calls. Return any other function unchanged."""
     return function.func if isinstance(function, partial) else function
 
 
 def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
-    """Return (source of a call of the function with an argument, name of the function)."""
+    """Return (source of a call of the function on the variable ``argument``, name of the function)."""
     name = _function(function).__name__
     given = [repr(a) for a in function.args] if isinstance(function, partial) else []
     named = [f"{k}={v!r}" for k, v in function.keywords.items()] if isinstance(function, partial) else []
@@ -60,7 +72,7 @@ def _call(function: Callable[..., Any], argument: str) -> tuple[str, str]:
 
 
 def lines_of(name: str, x: np.ndarray) -> list[str]:
-    """Return the lines of a statement that builds an array from bit patterns."""
+    """Return the lines of a statement that sets the variable ``name`` to the array x, given by bit patterns."""
     bits = bit_patterns(x)
     width = 2 * x.dtype.itemsize
     numbers = [f"{int(b):#0{width + 2}x}" for b in bits.reshape(-1)]
@@ -84,7 +96,7 @@ def _sorted(imports: set[str]) -> list[str]:
 
 
 def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str]]:
-    """Return (imports, source lines) that a program needs to define a function.
+    """Return (imports, source lines) that a program needs to define the function ``name``.
 
     They include everything that the function uses from its module.
     """
@@ -118,7 +130,7 @@ def _defines(statement: ast.stmt) -> set[str]:
 
 
 def _import(statement: ast.Import | ast.ImportFrom, wanted: set[str]) -> str:
-    """Return an import statement that imports only the wanted names."""
+    """Return an import statement with only those names of ``statement`` that are wanted."""
     if isinstance(statement, ast.Import):
         return ast.unparse(statement)
     names = [ast.unparse(alias) for alias in statement.names if (alias.asname or alias.name) in wanted]

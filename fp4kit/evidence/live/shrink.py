@@ -15,7 +15,7 @@ MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks re
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
     """Return the smallest array found within ``seconds`` for which ``differs`` holds.
 
-    Blocks have ``rows`` x ``columns`` elements.
+    The array keeps whole blocks of ``rows`` x ``columns`` elements.
     """
 
     def holds(candidate: np.ndarray) -> bool:
@@ -28,7 +28,10 @@ def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray
 
 
 def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
-    """Yield simpler arrays than x: first with fewer blocks, then with more zeros, then with simpler numbers."""
+    """Yield arrays simpler than x: first with fewer blocks, then with more zeros, then with simpler elements.
+
+    Blocks have ``rows`` x ``columns`` elements.
+    """
     for axis, unit in ((0, rows), (1, columns)):
         for blocks in _parts(x.shape[axis] // unit):
             index = (blocks[:, None] * unit + np.arange(unit)).reshape(-1)
@@ -44,7 +47,7 @@ def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
 
 
 def _parts(blocks: int) -> Iterator[np.ndarray]:
-    """Yield indices of the blocks to keep: each half of them, then all but one."""
+    """Yield index arrays of blocks to keep, out of ``blocks``: each half of them, then all but one."""
     every = np.arange(blocks)
     if blocks > 1:
         yield every[: blocks // 2]
@@ -69,7 +72,7 @@ def _plainer(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _with(x: np.ndarray, at: np.ndarray, value: np.generic | np.ndarray) -> np.ndarray:
-    """Return a copy of x with one value at the given flat indices."""
+    """Return a copy of x with ``value`` at the flat indices ``at``."""
     changed = x.copy()
     changed.reshape(-1)[at] = value
     return changed

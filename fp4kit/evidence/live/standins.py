@@ -1,7 +1,7 @@
 """Load one file of an installed package without importing the package.
 
 vLLM, SGLang and Transformer Engine need CUDA libraries when they are imported. Their files with reference arithmetic
-are plain PyTorch and need none of these libraries. A stand-in is a module that is put in the place of one that such a
+are plain PyTorch and need none of these libraries. A *stand-in* is an empty module that replaces a module that such a
 file imports.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 class Anything(ModuleType):
     """Stand in for any module: every attribute exists and is another stand-in.
 
-    A call with one argument returns the argument, like a decorator that changes nothing.
+    A call with one argument returns the argument, so that a stand-in also works as a decorator that changes nothing.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,7 +28,9 @@ class Anything(ModuleType):
         self.__path__ = []  # marks a package, so that its modules can be imported
 
     def __getattr__(self, name: str) -> Any:
-        """Return another stand-in as the attribute, and store it."""
+        """Create, store and return another stand-in as the attribute. Raises AttributeError for a name with two leading
+        underscores.
+        """
         if name.startswith("__"):
             raise AttributeError(name)
         attribute = Anything(f"{self.__name__}.{name}")
@@ -36,12 +38,12 @@ class Anything(ModuleType):
         return attribute
 
     def __call__(self, *given: Any, **options: Any) -> Any:
-        """Return the argument if there is exactly one, otherwise this stand-in."""
+        """Return the argument if the call has exactly one, otherwise this stand-in."""
         return given[0] if len(given) == 1 and not options else self
 
 
 def triton() -> dict[str, ModuleType]:
-    """Return stand-ins for the modules of Triton, as {name: module}. Its kernels are not run."""
+    """Return {name: stand-in} for the modules of Triton. Kernels are not run, but triton.cdiv works."""
     whole = Anything("triton")
     whole.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
     return {"triton": whole, "triton.language": whole.language}
@@ -49,9 +51,9 @@ def triton() -> dict[str, ModuleType]:
 
 @contextlib.contextmanager
 def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
-    """Put modules into sys.modules for the duration of a ``with`` statement.
+    """Put modules into sys.modules while a ``with`` statement runs.
 
-    Modules of the same packages that are imported meanwhile are removed at the end.
+    At the end, sys.modules is restored for the packages of these modules, so that nothing imported meanwhile stays.
     """
     before = dict(sys.modules)
     tops = {name.partition(".")[0] for name in modules}
@@ -66,9 +68,9 @@ def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 
 
 def directory(package: str) -> Path:
-    """Return the directory of an installed package without importing it.
+    """Return the directory of an installed package without importing the package.
 
-    Raises ImportError if it is not installed.
+    Raises ImportError if the package is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:
@@ -77,15 +79,15 @@ def directory(package: str) -> Path:
 
 
 def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> ModuleType:
-    """Return the module of a file in an installed package, such as ("vllm", "scalar_type.py").
+    """Load one file of an installed package and return its module, such as load("vllm", "scalar_type.py").
 
     Args:
         package: the package.
         file: path of the file in the package.
-        modules: stand-ins for what the file imports, by name. They are removed again before this returns.
+        modules: {name: stand-in} for modules that the file imports. They are removed again before this returns.
 
     Raises:
-        ImportError: if the package or the file is missing, or if the file imports something else.
+        ImportError: the package or the file is missing, or the file imports a missing module that has no stand-in.
     """
     path = directory(package) / file
     name = ".".join([package, *Path(file).with_suffix("").parts])
@@ -98,10 +100,10 @@ def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> Mod
     return module
 
 
-cached = lru_cache(None)  # decorator for an adapter's function that loads a file, so that it is loaded once
+cached = lru_cache(None)  # decorator for functions that load a file, so that each file is loaded only once
 
 
 @cached
 def packages(*names: str) -> dict[str, ModuleType]:
-    """Return {name: stand-in} for the given module names, to pass to load. Their attributes do nothing."""
+    """Return {name: stand-in} for the given module names, to pass to ``load``."""
     return {name: Anything(name) for name in names}
