@@ -22,14 +22,16 @@ def test_along_axes(x, axis):
 
 
 def test_amax_of_a_large_array():
-    """Arrays of more than one tile are cut along the first axis, however long it is."""
+    """A large array is divided into tiles along the first axis, whatever its length; the amax must be that of all
+    tiles.
+    """
     for shape in [(600, 700), (1, 600_000), (600_000,), (3, 2, 100_000)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         assert_same_bits(fp4kit.amax(x), np.asarray(np.abs(x).max()))
 
 
 def test_columns_that_need_no_transposed_copy():
-    """reduced_columns returns a view of x whose middle axis a GPU reduces.
+    """reduced_columns returns a view of x whose middle axis a GPU can reduce, so that no transposed copy is needed.
 
     It returns None if there is no such view or if its matrices are too small.
     """

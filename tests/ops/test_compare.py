@@ -1,4 +1,4 @@
-"""Test compare, which counts and prints differences, and identify, which names the recipe."""
+"""Test compare: it counts differences correctly for arrays and Quantized, and prints them."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ FLOATS = [
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_narrow_floats_compare_as_numbers(dtype) -> None:
-    """Compare every value of a narrow format with itself in float32 and float64, and with its neighbor."""
+    """Every value of a narrow format equals itself in float32 and float64, and is 1 ulp from its neighbor."""
     if dtype.startswith(">"):
         x = np.array([1.5, -3.0, np.inf, np.nan], dtype)
     else:
@@ -118,7 +118,7 @@ def test_float64_is_compared_in_its_own_precision() -> None:
 
 @pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-40, 1.0, 1e160, 1e300])
 def test_sqnr_of_float64_of_any_size(size) -> None:
-    """Squares of 1e-200 and 1e200 are beyond float64, but the ratio of the sums is not."""
+    """The SQNR is right even if squares of the values, such as 1e-200 and 1e200, are beyond float64."""
     a = np.array([3.0, -4.0, 12.0]) * size
     b = a * (1 - 2.0**-10)
     signal, noise = (sum(Fraction(v) ** 2 for v in part.tolist()) for part in (a, a - b))
@@ -154,7 +154,7 @@ def test_arrays_of_other_dtypes_are_rejected(x) -> None:
 
 
 def whole(x, y):
-    """Compute the differences of two float32 arrays at once."""
+    """Return the differences of two float32 arrays, computed at once instead of in boxes."""
     differ = (x.view(np.uint32) != y.view(np.uint32)) & ~(np.isnan(x) & np.isnan(y))
     first = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.any() else None
     key = [np.where(b < 0, -(b & 0x7FFFFFFF) - 1, b) for b in (v.view(np.int32).astype(np.int64) for v in (x, y))]
@@ -219,7 +219,9 @@ def test_arrays_in_boxes(small_boxes, data) -> None:
 @pytest.mark.parametrize("name", half(NAMES))
 @pytest.mark.parametrize("small_boxes", [40, *exhaustive([1000])], indirect=True)
 def test_quantized_in_boxes(small_boxes, name) -> None:
-    """For any recipe, axis, layout and amax, reading in boxes gives what reading at once gives."""
+    """Comparing Quantized box by box gives the result of comparing them at once, for any recipe, axis, layout
+    and amax.
+    """
     r = RECIPES[name]
     unit = lcm(r.length_multiple, r.block_rows)
     x = np.resize(ordinary(5), (2, unit, 2 * unit) if unit > 2 else (2, 10, 34))
@@ -245,8 +247,9 @@ def test_quantized_in_boxes(small_boxes, name) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Measure on 2^22 values: arrays, a Quantized of one long row, one along another axis, and one with swizzled
-    scales.
+    """Comparing 2^22 values takes little memory beside them.
+
+    This holds for arrays, a Quantized with one long row, one along another axis, and one with swizzled scales.
     """
     x = np.resize(X.astype(np.float32), (1024, 4096))
     y = x * np.float32(1.001)
@@ -266,7 +269,7 @@ def test_memory_is_bounded() -> None:
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Return the peak of bytes that Python and NumPy hold during the call.
+    """Return the peak number of bytes that Python and NumPy hold during the call.
 
     The count covers the whole process, so other threads of a test may add to it.
     """
@@ -310,7 +313,9 @@ def test_identify_needs_the_array() -> None:
     "name", ["nvfp4-te", "mxfp6-torchao-floor-e2m3", "mxfp8-te", "mxfp8-te-e5m2", "int8-modelopt", "int4-modelopt"]
 )
 def test_steps_between_every_pair_of_codes(name) -> None:
-    """Compare with each value's position in the sorted list of the format's numbers, where -0 equals 0."""
+    """The distance of two codes is that of their values in the sorted list of the format's numbers, where -0
+    equals 0.
+    """
     r = RECIPES[name]
     numbers = sorted({float(v) for v in r.element.values if not np.isnan(v)})
     place = [None if np.isnan(v) else numbers.index(float(v)) for v in r.element.values]

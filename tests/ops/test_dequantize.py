@@ -1,6 +1,6 @@
-"""Test dequantize: values are codes times scales, in the producer's order of operations.
+"""Test dequantize: values are codes times scales, multiplied in the producer's order.
 
-Also test that quantizing again, and scaling by powers of two, change nothing.
+Quantizing the values again, and scaling by powers of two, must change nothing.
 """
 
 import re
@@ -25,17 +25,18 @@ recipes = pytest.mark.parametrize("name", NAMES)
 
 
 def same_values(a, b):
-    """Return True if two arrays are equal as numbers: -0 equals +0, and NaN equals NaN."""
+    """Return whether two arrays are equal as numbers: -0 equals +0, and NaN equals NaN."""
     return np.array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32), equal_nan=True)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in HALF])
 @pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
 def test_values_are_code_times_scales(name, x):
-    """value = decode(code) * block_scale * tensor_scale, within the few roundings of the decode rule.
+    """value = decode(code) * block_scale * tensor_scale, up to the few roundings of the decode rule.
 
     x is divided by 4096 to avoid overflow. fouroversix multiplies code * block_scale by tensor_amax first, which
-    overflows for an amax above FLT_MAX / 2688. TE does so with block_scale, which overflows above FLT_MAX / 448.
+    overflows for an amax above FLT_MAX / 2688. TE multiplies tensor_amax by block_scale first, which overflows above
+    FLT_MAX / 448.
     """
     r = RECIPES[name]
     q = fp4kit.quantize(x.astype(np.float32) / 4096, name)
@@ -55,7 +56,7 @@ def test_values_are_code_times_scales(name, x):
 
 
 def test_the_order_of_decoding():
-    """Compare with float32 products in each producer's order, which decides the last bit."""
+    """Values equal float32 products in each producer's order, which decides the last bit."""
 
     def parts(name):
         q = fp4kit.quantize(ORDINARY, name)
@@ -82,7 +83,7 @@ def test_the_order_of_decoding():
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 @pytest.mark.parametrize("variant", ["", "-static", "-static-4over6", "-mse"])
 def test_code_8_is_a_plain_zero_in_nvfp4_of_modelopt(variant, dtype, either_engine):
-    """NVFP4QTensor.dequantize decodes code 8 as +0, from a table; under a negative scale that gives -0."""
+    """NVFP4QTensor.dequantize decodes code 8 as +0, from a table. Under a negative scale, +0 gives -0."""
     r = RECIPES[f"nvfp4-modelopt{variant}"]
     q = all_bytes(r, np.dtype(dtype))
     found, product = (
@@ -98,7 +99,10 @@ def test_code_8_is_a_plain_zero_in_nvfp4_of_modelopt(variant, dtype, either_engi
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_byte_255_is_infinite_in_mx_of_modelopt(bits, dtype, either_engine):
-    """exp2(255 - 127) is inf in float32, and 0 * inf is NaN. For MXFP4QTensor, code 8 stays -0."""
+    """Scale byte 255 is infinite, because exp2(255 - 127) overflows float32; 0 times it is NaN.
+
+    In MXFP4QTensor, code 8 stays -0.
+    """
     q = all_bytes(RECIPES[f"mxfp{bits}-modelopt"], np.dtype(dtype))
     found, ocp = (
         fp4kit.dequantize(replace(q, recipe=replace(q.recipe, decode_rule=rule))) for rule in ("e8m0_infinite", "e8m0")
@@ -124,7 +128,8 @@ def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
     "name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321|mxfp4-fouroversix.*", name)]
 )
 def test_quantizing_again_changes_no_value(name):
-    """The tensor_amax is kept; a power-of-two scale may halve while its codes double.
+    """Quantizing the decoded values under the same tensor_amax gives equal values, though power-of-two scales may
+    halve.
 
     The older MLX's MXFP4 is an exception: a block whose largest value is 4 gets half the scale, under which an 8 does
     not fit.
@@ -139,7 +144,10 @@ def test_quantizing_again_changes_no_value(name):
     "name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-reference", "nvfp4-te-reference-2d", "nvfp4-te-rowscaled"]
 )
 def test_quantizing_again_changes_no_code_of_te(name):
-    """Holds also if tensor_amax is computed again. The reference quantizer writes -0 as +0."""
+    """For TE, quantizing the decoded values gives equal codes, also if tensor_amax is computed from these values.
+
+    The reference quantizer writes -0 as +0.
+    """
     q = fp4kit.quantize(ORDINARY, name)
     again = fp4kit.quantize(fp4kit.dequantize(q), name)
     assert_same_bits(again.block_scale, q.block_scale)
@@ -164,8 +172,8 @@ def test_powers_of_two_shift_mx_scales_only(name, seed):
     assert_same_bits(fp4kit.dequantize(scaled), np.ldexp(fp4kit.dequantize(q), k))
 
 
-# Not shiftable: int4-qat has a smallest scale of 1e-5, and Model-Optimizer's FP8 and INT rules have a smallest amax of
-# 2^-24.
+# Recipes whose codes may change if x is scaled by a power of two: int4-qat has a smallest scale of 1e-5, and
+# Model-Optimizer's FP8 and INT rules have a smallest amax of 2^-24.
 SHIFTABLE = [name for name in NAMES if RECIPES[name].tensor_scaling != "none" and name != "int4-qat"]
 
 

@@ -1,6 +1,6 @@
 """Test fake_quantize and its straight-through gradient against dequantize(quantize(x)) and against the formulas.
 
-The recorded outputs of the producers' fake quantizers are tested in evidence/golden/test_check.py.
+evidence/golden/test_check.py compares them with the producers' recorded fake quantizers.
 """
 
 import numpy as np
@@ -49,15 +49,15 @@ INTEGERS = [name for name in WITH_RULE if RECIPES[name].element.is_integer]
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("x", [X, INPUTS["extreme"], INPUTS["bf16"]], ids=["ordinary", "extreme", "bf16"])
 def test_integers_have_the_values_of_their_codes(name, x):
-    """The integer rules differ from dequantize(quantize(x)) only in signs of zeros and in NaN."""
+    """For integers, fake_quantize gives the values of dequantize(quantize(x)), except for signs of zeros and NaN."""
     y, values = fp4kit.fake_quantize(x, name), fp4kit.dequantize(fp4kit.quantize(x, name))
     assert np.array_equal(y.astype(np.float32), values.astype(np.float32))
 
 
 def test_int4_qat_by_its_formula():
-    """Compare with clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in groups of 128.
+    """Values equal clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in groups of 128.
 
-    No recorded array tests this recipe.
+    No recording tests this recipe.
     """
     x = ordinary(7, (32, 256))
     x[4], x[5, :128] = x[4] * 1e-9, 0
@@ -72,7 +72,7 @@ def test_int4_qat_by_its_formula():
 
 @pytest.mark.parametrize("name, low, high", [("int8-modelopt", -128, 127), ("int8-modelopt-narrow", -127, 127)])
 def test_int8_by_its_formula(name, low, high):
-    """Compare with round(x * s) / s, clamped, with s = 127 / amax.
+    """Values equal round(x * s) / s, clamped, with s = 127 / amax.
 
     The given amax is below the largest value, so some elements saturate.
     """
@@ -87,9 +87,10 @@ def test_int8_by_its_formula(name, low, high):
 
 
 def test_nvfp4_modelopt_fake_loses_tiny_tensors():
-    """Fake block scales below 1e-5 count as 1, so a tensor with an amax below 6e-5 becomes zero.
+    """The fake quantizer returns zeros for a tensor with an amax below 6e-5, because block scales below 1e-5 count as
+    1.
 
-    Real quantization keeps it.
+    Real quantization keeps such values.
     """
     x = X * np.float32(1e-6)
     assert not fp4kit.fake_quantize(x, "nvfp4-modelopt-fake").any()
@@ -100,7 +101,10 @@ def test_nvfp4_modelopt_fake_loses_tiny_tensors():
     "name", [name for name in WITH_RULE if RECIPES[name].block == (1, 16) and RECIPES[name].fake_only]
 )
 def test_fake_nvfp4_is_the_real_one_on_ordinary_data(name):
-    """The values agree to the last bits of the scales, because the rules differ only in the order of operations."""
+    """On ordinary data, fake and real quantization agree up to the last bits of the scales.
+
+    Their rules differ only in the order of operations.
+    """
     x = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     real = fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-modelopt"))
     assert np.allclose(fp4kit.fake_quantize(x, name), real, rtol=4 * 2.0**-23, atol=0)
@@ -108,8 +112,9 @@ def test_fake_nvfp4_is_the_real_one_on_ordinary_data(name):
 
 @pytest.mark.parametrize("name", ["mxfp4-modelopt-fake", "mxfp4-microxcaling-even"])
 def test_fake_mxfp4_is_the_element_rounding_under_a_power_of_two(name):
-    """On ordinary float32 data y = decode(encode(x / s)) * s; Model-Optimizer rounds s up, microxcaling
-    rounds it down.
+    """On ordinary float32 data, y = decode(encode(x / s)) * s with a power of two s.
+
+    Model-Optimizer rounds s up, microxcaling rounds it down.
     """
     x = np.random.default_rng(1).standard_normal((64, 64)).astype(np.float32)
     blocks = x.reshape(64, 2, 32)
@@ -209,7 +214,7 @@ def test_pass_through_returns_the_gradient(name):
 @recipes
 @inputs
 def test_clip_by_its_formula(name, x):
-    """The gradient is grad where |x| <= amax, else 0: equality passes, NaN does not."""
+    """The clipped gradient is grad where |x| <= amax, else 0. Elements equal to the amax pass, NaN does not."""
     amax = np.float32(2)
     x = x.copy()
     x[0, :2], x[1, :2] = [2, -2], np.float32(np.nextafter(np.float32(2), np.float32(3))) * np.ones(2)
@@ -221,7 +226,7 @@ def test_clip_by_its_formula(name, x):
 
 @recipes
 def test_clip_at_the_amax_of_the_recipe(name):
-    """Without an amax, the gradient is clipped at the amax that the tensor scale covers. x never exceeds it."""
+    """Without a given amax, nothing is clipped: the amax that the tensor scale covers is at least |x|."""
     out = fp4kit.fake_quantize_backward(GRAD, X, name, pass_through=False)
     assert out is not GRAD and not np.shares_memory(out, GRAD)
     assert_same_bits(out, GRAD)
@@ -266,7 +271,10 @@ def test_clip_at_the_computed_amax_of_strided_matrices(name):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_the_gradient_keeps_its_dtype_and_amax_its_precision(dtype):
-    """amax is compared in float32: for bfloat16 x, neither 1 + 2^-20 nor 1 - 2^-20 is rounded to 1."""
+    """The gradient has the dtype of x, but amax is compared in float32.
+
+    For bfloat16 x, an amax of 1 + 2^-20 or 1 - 2^-20 must not be rounded to 1.
+    """
     x = np.array([[1.0] * 16], BF16)
     grad = np.arange(16).reshape(1, 16).astype(dtype)
     above = fp4kit.fake_quantize_backward(grad, x, "nvfp4-te", amax=np.float32(1 + 2.0**-20), pass_through=False)
@@ -301,7 +309,7 @@ def test_a_negative_amax_is_refused(amax, pass_through):
 
 
 def test_nothing_is_within_an_amax_of_nan():
-    """The producers compare |x| <= NaN, which is false for every element."""
+    """Under a NaN amax the gradient is zero, because |x| <= NaN is false for every element, as in the producers."""
     x = np.array([[0.0, 1.0, np.nan, np.inf] * 4], np.float32)
     out = fp4kit.fake_quantize_backward(np.ones_like(x), x, "nvfp4-te", amax=np.nan, pass_through=False)
     assert_same_bits(out, np.zeros_like(x))

@@ -1,4 +1,6 @@
-"""Test that identify names recipes, their variants, Hadamard transforms, stochastic rounding, or the nearest recipe."""
+"""Test identify: it names the recipe, variants of it, a Hadamard transform or stochastic rounding, or else the nearest
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ def test_stochastic(name, hadamard) -> None:
 
 @pytest.mark.parametrize("name", [name for name in STOCHASTIC if RECIPES[name].scale is not None][::8])
 def test_stochastic_needs_every_scale(name) -> None:
-    """Codes of zeros are neighbors under any scale."""
+    """Stochastic rounding is reported only if all scales fit, because zero codes are neighbors of zeros under any
+    scale.
+    """
     x = ordinary(4).astype(ml_dtypes.bfloat16)
     x[-1, -32:] = 0
     q = fp4kit.quantize(x, name, rounding="stochastic", seed=9)
@@ -74,9 +78,9 @@ def test_stochastic_needs_every_scale(name) -> None:
 
 
 def test_a_changed_code_is_not_stochastic() -> None:
-    """One code is replaced by the other neighbor of its element, and all other codes are nearest.
+    """One changed code is not taken for stochastic rounding, even if it is the other neighbor of its element.
 
-    Every code is a neighbor, but stochastic rounding would not choose the nearest one so regularly.
+    Stochastic rounding would not choose the nearest code for all other elements.
     """
     q = fp4kit.quantize(X, "nvfp4-compressed-tensors")
     bytes_ = q.packed.copy()
@@ -91,7 +95,10 @@ def test_a_changed_code_is_not_stochastic() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt"])
 def test_variations_are_tried_where_signs_agree(name, dtype, monkeypatch) -> None:
-    """A transform of x is tried if its signs agree with those of the codes. One wrong code or a NaN does not matter."""
+    """A Hadamard transform is tried only if the signs of the transformed x agree with those of the codes.
+
+    One wrong code or a NaN does not matter.
+    """
     tried, untried = set(), {False} if name == "int8-modelopt" else set()  # integers are not rounded stochastically
     monkeypatch.setattr(
         "fp4kit.ops.identify._fits_probe", lambda q, x, r, hadamard, stochastic: bool(tried.add(hadamard))
@@ -135,7 +142,7 @@ def test_variants() -> None:
 
 
 def test_larger_than_the_probe_and_other_shapes() -> None:
-    """A difference beyond the first elements is found."""
+    """A difference is found beyond the first elements, which identify compares first."""
     x = ordinary(2, (3, 96, 128)).astype(ml_dtypes.bfloat16)
     for axis in (-1, 1):
         q = fp4kit.quantize(x, "nvfp4-te", axis=axis, hadamard=True)
@@ -150,7 +157,10 @@ def test_larger_than_the_probe_and_other_shapes() -> None:
 @pytest.mark.parametrize("name", by_default(("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp8-te"), NAMES))
 @pytest.mark.parametrize("known", [True, False])
 def test_large_arrays_by_a_sample(name, known, monkeypatch):
-    """If all bytes are exact, a sample and its proof also give "exact", for a known and an implied tensor_amax."""
+    """identify compares a sample of a large array first. If all bytes are equal, the verdict is still "exact".
+
+    This holds for a given and for an implied tensor_amax.
+    """
     x = ordinary(3, (64, 512), ml_dtypes.bfloat16)
     q = fp4kit.quantize(x, name)
     q = q if known else replace(q, tensor_amax=None)
@@ -182,7 +192,7 @@ def test_a_sample_alone_proves_nothing(axis, monkeypatch):
     "options", [{"hadamard": True}, {"rounding": "stochastic", "seed": 3}], ids=["hadamard", "stochastic"]
 )
 def test_tensor_scales_that_are_nan(recipe, options):
-    """Rules that only give finite scales are not tried for NaN tensor scales."""
+    """For a NaN tensor scale, identify does not try rules whose scales are always finite."""
     if "4over6" in recipe:
         options = {"hadamard": True}
     x = ordinary(3, (48, 64))

@@ -1,4 +1,6 @@
-"""Test that any partition of a matrix into flat shards gives the bytes of quantizing the whole matrix."""
+"""Test partial_amax and partial_cast: however a matrix is divided into flat shards, they give the bytes of the whole
+matrix.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def _cast(x: np.ndarray, name: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block amax and codes from the shards between cuts, written into an output full of other bits."""
+    """Return the block amaxes and codes of x, computed shard by shard.
+
+    The output is filled with other bits first. cuts: the elements at which the flat matrix is divided.
+    """
     flat, edges = x.reshape(-1), [0, *sorted(cuts), x.size]
     pairs = list(pairwise(edges))
     parts = [fp4kit.partial_amax(flat[a:b], x.shape, a, name) for a, b in pairs]
@@ -85,9 +90,9 @@ def test_tensor_amax_given_and_strided_out() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_infinities(name) -> None:
-    """A block amax is infinite.
+    """With infinities, shards give the bytes of quantize under its tensor amax.
 
-    The tensor amax is the one that quantize uses; it is given if quantize counts only finite elements.
+    A block amax may be infinite. The tensor amax is given for recipes that take it over finite elements only.
     """
     x = np.random.default_rng(3).standard_normal((32, 64)).astype(np.float32)
     x[3, 5], x[20, 40] = np.inf, -np.inf

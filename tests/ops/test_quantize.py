@@ -1,7 +1,7 @@
-"""Test quantize and quantize_both: what holds for every recipe and for any axis, shape, strides, tiles and layout.
+"""Test quantize and quantize_both: properties of every recipe for any axis, shape, strides, tiles and layout.
 
-tests/evidence/golden/test_check.py compares the bytes with the producers'. These tests compare the bytes of an array
-with those of the same array in another view.
+The bytes of an array are compared with those of an equal array in another view. tests/evidence/golden/test_check.py
+compares the bytes with the producers'.
 """
 
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_negative_axes(name):
 
 @recipes
 def test_more_dimensions_are_a_stack_of_matrices(name):
-    """The blocks of a matrix depend only on the matrix and on the tensor_amax of the whole stack."""
+    """In a stack, the blocks of a matrix depend only on the matrix and on the tensor_amax of the stack."""
     x = ordinary(4, (2, 3, 32, 128))
     q = fp4kit.quantize(x, name)
     whole = q.tensor_amax if RECIPES[name].tensor_scaling == "tensor" else None
@@ -221,7 +221,7 @@ def test_out(name, layout):
 
 @recipes
 def test_out_of_any_strides(name):
-    """The outputs are views into larger arrays, as for a caller who fills one stack of experts piece by piece."""
+    """out= may be views of larger arrays, so that a caller can fill a stack of experts piece by piece."""
     x = ordinary(13, (3, 16, 128))
     q = fp4kit.quantize(x, name)
     packed = np.zeros((3, 32, q.packed.shape[-1]), np.uint8)[:, :16]
@@ -255,7 +255,7 @@ def test_scale_layouts(name, layout, shape):
 
 
 def cases_for_tiles(name):
-    """Yield arrays and options under which a recipe's bytes must not depend on the tiles."""
+    """Yield arrays and options for which the bytes of a recipe must not depend on the size of tiles."""
     r = RECIPES[name]
     x = ORDINARY[:32]
     yield x, {}
@@ -271,7 +271,7 @@ def cases_for_tiles(name):
 
 @recipes
 def test_tiles_do_not_matter(name, monkeypatch):
-    """Tiles of 64 elements give the bytes, amaxes and values of tiles of TILE_ELEMENTS."""
+    """Tiles of 64 elements give the bytes, amaxes and values of tiles with TILE_ELEMENTS."""
     for x, options in cases_for_tiles(name):
         monkeypatch.undo()
         q = fp4kit.quantize(x, name, **options)
@@ -284,7 +284,7 @@ def test_tiles_do_not_matter(name, monkeypatch):
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "mxfp8-te-2d", "nvfp4-te-4over6-mse-448-2d"])
 @pytest.mark.parametrize("rows", [1, 15, 17, 40])
 def test_a_last_row_of_blocks_may_be_short(name, rows, monkeypatch):
-    """The short row is quantized as if it were padded with zeros."""
+    """If the last row of blocks is incomplete, it is quantized as if it were padded with zeros."""
     x = ordinary(15, (rows, 96))
     height = RECIPES[name].block[0]
     padded = np.pad(x, ((0, -rows % height), (0, 0)))
@@ -298,7 +298,7 @@ def test_a_last_row_of_blocks_may_be_short(name, rows, monkeypatch):
 
 @recipes
 def test_blocks_are_independent(name):
-    """If the tensor amax is given, quantizing a cut at block boundaries gives the cut of the bytes."""
+    """Under a given tensor amax, a part of x that consists of whole blocks gets its part of the bytes of x."""
     r = RECIPES[name]
     whole = fp4kit.quantize(ORDINARY, name)
     rows, columns = slice(32, 96), slice(0, 128) if r.block_size in (1, 128) else slice(32, 96)
@@ -317,7 +317,7 @@ def test_blocks_are_independent(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].scale is not None])
 @pytest.mark.parametrize("block", [(1, 8), (1, 64), (16, 16), (32, 8), (1, 128)], ids=str)
 def test_other_block_sizes(name, block):
-    """replace(recipe, block=...) is a valid recipe: each block is quantized like the only block of a smaller array."""
+    """A recipe with another block size works: each block is quantized like the only block of a smaller array."""
     height, width = block
     if RECIPES[name].tensor_scaling == "row" and height > 1:
         with pytest.raises(ValueError, match="needs blocks of one row, because with tensor_scaling 'row'"):
@@ -349,7 +349,10 @@ def test_an_alias_is_its_recipe(alias):
     "name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt", "nvfp4-modelopt-fake"]
 )
 def test_each_expert_has_its_amax_alone(name):
-    """Experts come first: for three experts of two matrices each, matrices 0 and 1 belong to the first expert."""
+    """Amaxes per expert follow the first axis.
+
+    For three experts of two matrices each, the first amax belongs to matrices 0 and 1.
+    """
     x, amax = ORDINARY[:96, :64].reshape(3, 2, 16, 64), np.array([3, 500, 0.25], np.float32)
     for e in range(3):
         alone = {"recipe": name, "tensor_amax": amax[e]}

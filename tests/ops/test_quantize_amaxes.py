@@ -1,5 +1,6 @@
-"""Test tensor_amax, block_amax and tensor scales, given or computed, per tensor, row, block and expert, against values
-computed by hand.
+"""Test tensor_amax, block_amax and tensor scales, given or computed, per tensor, row, block and expert.
+
+Expected values are computed by hand.
 """
 
 import re
@@ -87,7 +88,7 @@ def test_block_amaxes_can_be_given(name):
 
 @pytest.mark.parametrize("elements", [1 << 18, 64])
 def test_block_amaxes_of_tall_blocks(elements, monkeypatch):
-    """There is one amax per row of scales, as in block_scale: the rows of a block repeat it.
+    """For blocks of several rows, block_amax has a row per row of x, like block_scale; rows of one block are equal.
 
     The last blocks may be short.
     """
@@ -102,7 +103,7 @@ def test_block_amaxes_of_tall_blocks(elements, monkeypatch):
 
 
 MAX = float(np.finfo(np.float32).max)
-# For each recipe: tensor amax to decode scale. The quotients are exact or rounded to float32.
+# Recipe -> {tensor amax: decode scale}. The quotients are exact or rounded to float32.
 TENSOR_SCALES = {
     "nvfp4-te": {0: 1, 2688: 1, 5376: 2, 21: 1 / 128, 2.0**-149: 1 / MAX, np.inf: 1},
     "nvfp4-te-reference": {0: 1 / MAX, 2688: 1, 5376: 2, 2.0**-149: 1 / MAX, np.inf: 1},
@@ -139,9 +140,9 @@ def test_the_order_of_te_s_products(name):
 
 @pytest.mark.parametrize("recipe", ["nvfp4-modelopt-static", "mxfp4-ocp"])
 def test_block_amaxes_of_the_other_axis_are_refused(recipe):
-    """Block amaxes of the other axis are as many but in another order.
+    """Block amaxes for blocks along the other axis are rejected, because they are equally many but in another order.
 
-    Flat ones, and those with joined leading axes, are in order.
+    Flat block amaxes, and ones with joined leading axes, are accepted.
     """
     x = ORDINARY[:64]
     rows, columns = fp4kit.amax(x, recipe), fp4kit.amax(x, recipe, axis=0)

@@ -1,5 +1,5 @@
-"""Test quantize with given scales: a result's own scales give its own codes, and other scales give what the recipe's
-rule states.
+"""Test quantize with given scales: the scales of a result give its codes, and other scales give what the rule
+states.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fp4kit.reference.quantize import encode_tile
 from fp4kit.reference.tensor_rules import ONE, TensorScale, tensor_scale
 
 names = pytest.mark.parametrize("name", NAMES)
-# For these rules a stored decode scale may not determine the encode scale: decode = 1 / encode, or amax / max beside
-# max / amax.
+# For these rules, a stored decode scale may not determine the encode scale, because both are computed from the amax:
+# decode = 1 / encode, or decode = amax / max and encode = max / amax.
 AMBIGUOUS = ("nvfp4-flashinfer", "nvfp4-compressed-tensors", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt")
 AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global")
 
 
 def again(x, q, name=None, **options):
-    """Quantize x with the scales of q."""
+    """Quantize x with the scales of q. name: another recipe than that of q."""
     with np.errstate(all="ignore"):
         r, given = name or q.recipe, {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}
         return fp4kit.quantize(x, r, axis=q.axis, scale_layout=q.scale_layout, **given, **options)
@@ -52,8 +52,9 @@ def test_own_scales_give_the_same_codes(name, dtype, make):
 
 @names
 def test_elements_are_coded_under_the_scales_that_are_given(name, either_engine):
-    """The recipe's own scales are not used: with doubled E8M0 scales, or E4M3 scales eight codes up, the numbers still
-    fit.
+    """The given scales are used, not the recipe's own.
+
+    They are doubled E8M0 scales, or E4M3 scales eight codes up, so that all numbers fit.
     """
     x, r = ordinary(), RECIPES[name]
     if r.scale is not None:
@@ -99,7 +100,9 @@ def test_calibrated_block_amaxes_are_in_their_scales():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].four_over_six])
 def test_both_candidates_of_4over6_follow_from_their_scale(name):
-    """Some blocks are scaled to 6 and some to 4; the given block scale alone decides which."""
+    """With given block scales, 4over6 makes no choice: the scale alone decides whether the largest element becomes 6 or
+    4.
+    """
     x = ordinary(6)
     q = fp4kit.quantize(x, name)
     largest = np.abs(fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed))).reshape(128, 8, 16).max(-1)
@@ -109,8 +112,9 @@ def test_both_candidates_of_4over6_follow_from_their_scale(name):
 
 @names
 def test_a_code_depends_on_its_element_and_its_scales_alone(name):
-    """GPTQ needs this: any part of x, with its part of the scales, gets its part of the codes, whatever the rest of x
-    holds.
+    """With given scales, any part of x gets its part of the codes, whatever the rest of x contains.
+
+    GPTQ, which quantizes column by column, needs this.
     """
     r, x = RECIPES[name], ordinary(5)
     q = fp4kit.quantize(x, name)
@@ -137,7 +141,7 @@ def unpacked(q):
 
 @names
 def test_only_named_rules_read_the_encode_scale(name):
-    """Other values in the parts that a rule must not read change no code."""
+    """A rule uses only its own part of the tensor scale: other values in the remaining parts change no code."""
     r, x = RECIPES[name], np.ascontiguousarray(ordinary(3)[:32])
     amax = np.float32(5.5) if r.tensor_scaling != "row" else np.full((32, 1), 5.5, np.float32)
     scale = tensor_scale(amax, r, x.dtype)
@@ -154,9 +158,9 @@ def test_only_named_rules_read_the_encode_scale(name):
 
 
 def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
-    """For 2^-100, no float16 amax gives this scale in compressed-tensors, because its encode scale would be infinite.
+    """If no amax gives a stored tensor scale, the encode scale is its reciprocal.
 
-    So encode is 1 / scale.
+    In compressed-tensors, no float16 amax gives 2^-100, because its encode scale would be infinite.
     """
     r, scale = RECIPES["nvfp4-compressed-tensors"], np.float32(2.0**-100)
     assert implied_amax(scale, r, np.dtype(np.float16)) == -1
@@ -166,7 +170,7 @@ def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
-    """Two float32 amaxes may have one tensor scale but two encode scales, a few ulp apart."""
+    """Two float32 amaxes may give one tensor scale, but encode scales that differ by a few ulp."""
     r, f32 = RECIPES[name], np.dtype(np.float32)
     amaxes = np.random.default_rng(0).uniform(1, 2, 20_000).astype(np.float32)
     true, implied = tensor_scale(amaxes, r, f32), encoding_scale(tensor_scale(amaxes, r, f32).decode, r, f32)
@@ -177,7 +181,7 @@ def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
 
 
 def test_a_code_that_such_an_ulp_changes():
-    """The element is next to the tie 17 of E4M3; the amax shares its tensor scale with a rounder one."""
+    """An encode scale that is an ulp off can change a code by one, if the element is next to a tie, here 17 of E4M3."""
     differ = 0
     for amax in np.random.default_rng(0).uniform(1, 2, 400).astype(np.float32):
         tie = np.float32(17 * float(amax) / 448)
@@ -210,8 +214,9 @@ def test_no_other_recipe_has_two_encode_scales_that_its_codes_tell_apart(name, d
 @pytest.mark.parametrize("name", AMBIGUOUS)
 @pytest.mark.parametrize("dtype", [np.float16, BF16], ids=str)
 def test_elements_of_16_bits_tell_the_encode_scale(name, dtype):
-    """For every amax of these dtypes, subnormal and infinite ones included, the implied amax has the encode scale of
-    the true one.
+    """For 16-bit dtypes, the amax that is implied by the tensor scale gives the true encode scale.
+
+    This holds for every amax of these dtypes, subnormal and infinite ones included.
     """
     r = RECIPES[name]
     top = 0x7C00 if dtype == np.float16 else 0x7F80

@@ -1,4 +1,4 @@
-"""Test requantize: MXFP4 to NVFP4 keeps every value if the exponents span at most 17, and the report says so."""
+"""Test requantize: MXFP4 to NVFP4 keeps every value if the exponents span at most 17, and reports whether it does."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ TARGETS = (
 
 
 def _mxfp4(scales: np.ndarray, seed: int = 0, fill: int | None = None) -> Quantized:
-    """Return MXFP4 codes with the given scale bytes (M, blocks)."""
+    """Return an MXFP4 Quantized with the given scale bytes (M, blocks).
+
+    fill: a byte for all codes, or None for random codes.
+    """
     M, blocks = scales.shape
     codes = np.random.default_rng(seed).integers(0, 256, (M, blocks * 16)).astype(np.uint8)
     codes = codes if fill is None else np.full_like(codes, fill)
@@ -104,7 +107,7 @@ def test_fake_only_target_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_values_are_not_rounded_to_16_bits_between(dtype) -> None:
-    """dequantize(q) rounds to q's dtype, which would give other codes."""
+    """requantize computes in float32. dequantize(q) would round to q's dtype first and so give other codes."""
     differ = 0
     for seed in range(40):
         q = fp4kit.quantize(np.random.default_rng(seed).standard_normal((16, 64)).astype(dtype), "nvfp4-modelopt")

@@ -1,4 +1,6 @@
-"""Test swizzle, unswizzle, pack and unpack against the stated offsets, and that each undoes the other."""
+"""Test swizzle, unswizzle, pack and unpack: bytes are at the documented offsets, and each function undoes its
+inverse.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Test that transpose equals quantizing along the other axis, byte for byte, and undoes itself."""
+"""Test transpose: it gives the bytes of quantizing along the other axis, and two transposes give the original."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Test the arguments of fp4kit.torch: numbers, sequences and flags mean what they mean in fp4kit, for any PyTorch
-defaults.
+"""Test the arguments of fp4kit.torch: numbers, sequences and flags have fp4kit's meaning, whatever PyTorch's defaults
+are.
 """
 
 import importlib
@@ -31,7 +31,7 @@ def default_dtype(request):
 
 @pytest.mark.parametrize("amax", [[0.3, 1 / 3, 2.7], (0.3, 1 / 3, 2.7), 1 / 3, np.float32([0.3, 1 / 3, 2.7])], ids=repr)
 def test_amaxes_are_not_rounded_to_the_default_dtype(default_dtype, amax):
-    """If a list became a tensor of the default dtype bfloat16, the amaxes and hence the result would differ."""
+    """A list of amaxes keeps its precision, even if PyTorch's default dtype is bfloat16."""
     x = to_torch(STACK)
     assert_same_bits(
         to_numpy(ft.fake_quantize(x, "nvfp4", tensor_amax=amax)), fp4kit.fake_quantize(STACK, "nvfp4", tensor_amax=amax)
@@ -155,7 +155,7 @@ def test_errors_carry_the_name_of_the_function(case):
 
 @pytest.mark.parametrize("in_dims", [0, 1])
 def test_vmap_over_nothing(in_dims):
-    """vmap over an axis of length 0 gives empty results of the right shapes, and gradients."""
+    """vmap over an axis of length 0 gives empty results and gradients of the right shapes."""
     x = torch.zeros((0, 2, 32) if in_dims == 0 else (2, 0, 32), dtype=torch.bfloat16)
     values = torch.vmap(lambda x: ft.fake_quantize(x, "nvfp4"), in_dims)(x)
     assert values.shape == (0, 2, 32) and values.dtype == torch.bfloat16

@@ -56,7 +56,7 @@ def value_and_gradient(function, x):
 
 
 def assert_equal(found, expected):
-    """Assert that tensors, Quantized or sequences of them have the same bits and strides."""
+    """Assert that tensors, Quantized, or sequences of these have equal bits and strides."""
     if isinstance(expected, fp4kit.Quantized):
         assert [getattr(found, name) for name in FACTS] == [getattr(expected, name) for name in FACTS]
         found, expected = ([getattr(q, name) for name in PARTS] for q in (found, expected))
@@ -91,7 +91,10 @@ UNTRACED = {
 
 @pytest.mark.parametrize("function", UNTRACED.values(), ids=UNTRACED)
 def test_functions_of_arrays_break_the_graph(function):
-    """If torch.compile traced how fp4kit reads a tensor's memory, it would fail with an internal assertion."""
+    """torch.compile does not trace fp4kit's functions of arrays, but breaks the graph there.
+
+    If it traced how they read a tensor's memory, it would fail with an internal assertion.
+    """
     torch._dynamo.utils.counters.clear()
     x = tensor(2, (32, 64))
     assert_equal(torch.compile(function, backend="aot_eager")(x), function(x))
@@ -106,8 +109,9 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
 
 
 def test_functions_called_inside_are_not_traced():
-    """If torch.compile skips a function that holds nothing to compile, it traces the functions called inside. They must
-    be excluded, too.
+    """Functions that fp4kit's functions call are excluded from tracing, too.
+
+    If torch.compile skips a function that has nothing to compile, it traces the functions that are called inside.
     """
     function = torch.compile(
         lambda x, recipe: fp4kit.dequantize(fp4kit.quantize(x * 2, recipe)) * x, backend="aot_eager"
@@ -146,7 +150,7 @@ def test_compiled_is_eager(recipe):
 
 
 def train(model, steps=3):
-    """Return the losses and weights of quantization-aware training."""
+    """Train a model with quantization-aware training; return the losses and the final weights."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x, target = tensor(3, (16, 64)), tensor(4, (16, 32))
     losses = []
@@ -170,9 +174,9 @@ def a_linear_layer(settings):
 @pytest.mark.parametrize("recipe", ["nvfp4-te", VARIANT], ids=str)
 @pytest.mark.parametrize("pass_through", [True, False])
 def test_training_of_a_linear_layer(backend, recipe, pass_through):
-    """After training, the weights as the compiled graph reads them equal those of eager and NumPy.
+    """After training, compiled, eager and NumPy computations read bit-identical fake-quantized weights.
 
-    With one backend, the losses are equal too.
+    Within one backend, the losses are equal, too.
     """
     settings = FakeQuantSettings(recipe, parameters=("*.weight",), pass_through=pass_through)
     eager, model = a_linear_layer(settings), a_linear_layer(settings)
@@ -200,7 +204,7 @@ def test_lengths_that_change_are_traced_once(dim):
 
 
 def test_seeds_that_change_are_traced_twice():
-    """The first trace treats the seed as a constant, the second as a number."""
+    """A changing seed causes one retrace: the first trace treats it as a constant, the second as a number."""
     torch._dynamo.utils.counters.clear()
     function = compiled(lambda x, seed: ft.fake_quantize(x, "nvfp4-te", rounding="stochastic", seed=seed))
     for seed in (5, 7, 8, 9):
@@ -286,7 +290,10 @@ class EncodeColumns(torch.nn.Module):
 
 @pytest.mark.parametrize("module", [Encode(), EncodeColumns()], ids=["rows", "columns"])
 def test_a_quantized_of_an_exported_program_is_saved_and_has_its_own_lengths(module):
-    """torch.export.save must accept it, and its shape must hold numbers, not symbols, also if lengths may change."""
+    """A Quantized of an exported program can be saved by torch.export.save.
+
+    Its shape must hold numbers, not symbols, also if lengths may change.
+    """
     lengths = {0: 32 * torch.export.Dim("m", min=1), 1: 32 * torch.export.Dim("n", min=1)}
     x, other, file = tensor(7, (64, 128)), tensor(8, (96, 160)), io.BytesIO()
     program = torch.export.export(module, (x,), strict=False, dynamic_shapes=(lengths,))
@@ -380,7 +387,10 @@ def test_autocast_leaves_the_dtype():
 
 @pytest.mark.parametrize("pass_through", [True, False])
 def test_tangents_are_not_dropped_silently(pass_through):
-    """A custom operator would give a result without a tangent, which counts as a derivative of 0."""
+    """Forward-mode differentiation raises an error.
+
+    Without it, the operator would return a result without a tangent, which counts as a derivative of 0.
+    """
     forward_ad = torch.autograd.forward_ad
     with forward_ad.dual_level():
         x = forward_ad.make_dual(X, torch.ones_like(X))
@@ -391,8 +401,9 @@ def test_tangents_are_not_dropped_silently(pass_through):
 
 
 def test_gradients_inside_of_compiled_code_are_right_or_an_error():
-    """torch.compile takes the gradient of an autograd.Function as 0 under torch.func.grad, so it must be right or an
-    error.
+    """Under torch.func.grad inside compiled code, the gradient is right or an error is raised.
+
+    torch.compile would take the gradient of an autograd.Function as 0 there.
     """
     gradient = torch.func.grad(lambda x: (ft.fake_quantize(x, "nvfp4-te", pass_through=False) * 3).sum())
     try:

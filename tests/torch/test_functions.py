@@ -1,5 +1,6 @@
-"""Test fp4kit.torch: values and gradients are bit-identical to fp4kit's for every recipe; errors, threads and
-lifetimes.
+"""Test fp4kit.torch: values and gradients are bit-identical to fp4kit's for every recipe.
+
+Errors, threads and lifetimes are tested, too.
 """
 
 import doctest
@@ -32,7 +33,7 @@ rng = np.random.default_rng(5)
 
 
 def both(function, x, grad):
-    """Return the value and gradient of a function of a tensor."""
+    """Return the value of a function of a tensor, and the gradient for an upstream gradient `grad`."""
     w = to_torch(x).requires_grad_()
     y = function(w)
     y.backward(to_torch(grad))
@@ -54,7 +55,7 @@ def same_quantized(q, expected):
 @pytest.mark.parametrize("axis", [-1, 0])
 @DTYPES
 def test_every_recipe(name, axis, dtype):
-    """The forward result, both gradients, codes and values equal those of NumPy arrays."""
+    """The forward result, both kinds of gradient, codes and values equal those of calls on NumPy arrays."""
     shape = (128, 128)
     x, grad = ordinary(1, shape, dtype), ordinary(3, shape, dtype)
     if name in NAMES:
@@ -94,7 +95,7 @@ def test_the_same_seed_gives_the_same_bits(name):
     "recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "int8-modelopt", VARIANT], ids=str
 )
 def test_clipped_at_the_amax_that_is_used(recipe):
-    """The gradient is clipped at amax if given, else at tensor_amax, else at the amax that the recipe computes.
+    """The gradient is clipped at amax if it is given, else at tensor_amax, else at the amax that the recipe computes.
 
     Each may be a number, an array or a tensor.
     """
@@ -124,7 +125,9 @@ def test_amaxes_of_experts_and_rows_clip_too():
 
 
 def test_gradients_are_those_of_the_rule():
-    """The Jacobian is diagonal, with ones or the mask. The second derivative is the mask again."""
+    """The Jacobian is diagonal, with ones or the mask of clipped elements. The derivative of the gradient is this mask
+    again.
+    """
     x = to_torch(X[:2, :32]).requires_grad_()
     jacobian = torch.autograd.functional.jacobian(lambda x: ft.fake_quantize(x, "nvfp4-te"), x).reshape(64, 64)
     assert torch.equal(jacobian, torch.eye(64))
@@ -139,8 +142,8 @@ def test_gradients_are_those_of_the_rule():
 
 
 def test_special_values():
-    """Holds for zeros of both signs, subnormals, infinities, NaN and the largest numbers, in every arithmetic mode of
-    the thread.
+    """Zeros of both signs, subnormals, infinities, NaN and the largest numbers give fp4kit's bits in every arithmetic
+    mode.
     """
     specials = np.array([0, -0.0, 1e-45, -1e-38, np.inf, -np.inf, np.nan, 3.4e38] * 4, np.float32).reshape(1, 32)
     for name in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-flashinfer"):
@@ -340,7 +343,7 @@ def test_errors_before_any_work(case):
 
 @pytest.mark.parametrize("case", BAD)
 def test_the_same_errors_while_tracing(case):
-    """FakeTensors have no values, so the meta implementation raises the errors."""
+    """Errors are raised while tracing, too, by the meta implementation: FakeTensors have no values."""
     from torch._subclasses import FakeTensorMode
 
     call, kind, text = BAD[case]
@@ -396,7 +399,7 @@ def tensors_alive():
 
 @pytest.mark.parametrize("rounds", [5, *exhaustive([400])])
 def test_calls_leave_nothing_behind(rounds):
-    """Memory must not grow. An exhaustive run makes 1,600 calls, four per round."""
+    """Memory must not grow over many calls. An exhaustive run makes 1,600 calls, four per round."""
 
     def work():
         w = torch.randn(4, 32, requires_grad=True)

@@ -1,4 +1,4 @@
-"""Test fp4kit.torch on models whose parameters are read fake-quantized."""
+"""Test fp4kit.torch on modules: a model reads chosen parameters fake-quantized."""
 
 import copy
 import importlib
@@ -63,7 +63,10 @@ def test_a_model_that_does_not_fit_stays_as_it_was():
 
 @pytest.mark.parametrize("options", [{"parameters": ("b.*",)}, {"exclude": ("a.*",)}], ids=str)
 def test_a_module_with_several_names(options):
-    """PyTorch lists a shared module under its first name only, which the settings exclude here."""
+    """A shared module is quantized if any of its names is included.
+
+    PyTorch lists it under its first name only, which the settings exclude here.
+    """
     layer = torch.nn.Linear(32, 32, bias=False)
     model = torch.nn.ModuleDict({"a": layer, "b": layer, "c": torch.nn.Linear(32, 32, bias=False)})
     settings = FakeQuantSettings("mxfp4-ocp", **options)
@@ -87,7 +90,9 @@ def test_anything_but_a_model_and_settings():
 
 
 def test_settings_that_include_no_parameter():
-    """A typo in a wildcard would otherwise train in full precision, in silence."""
+    """Settings that match no parameter are an error, because a typo in a wildcard would train in full precision
+    unnoticed.
+    """
     with pytest.raises(
         ValueError,
         match=r"^fake_quantize_model: the settings include no parameter of the model: none matches parameters="
@@ -121,7 +126,9 @@ def test_a_parameter_whose_length_does_not_fit():
 
 
 def test_vectors_that_are_quantized():
-    """By default every parameter matches, though engines leave biases and norms unquantized."""
+    """A warning names quantized parameters with less than two dimensions, because engines leave biases and norms
+    unquantized.
+    """
     text = r"quantizes parameters with less than two dimensions: '0.bias'; engines leave biases and norms unquantized; "
     with pytest.warns(UserWarning, match=rf"^fake_quantize_model: {text}leave them out with FakeQuantSettings"):
         ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 32)), FakeQuantSettings("nvfp4-te"))

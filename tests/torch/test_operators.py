@@ -1,4 +1,6 @@
-"""Test the operators of fp4kit.torch: PyTorch's opcheck of each, and the meta implementation of every recipe."""
+"""Test the operators of fp4kit.torch: PyTorch's opcheck passes, and the meta implementation is right for
+every recipe.
+"""
 
 import importlib
 from dataclasses import replace
@@ -88,7 +90,7 @@ def parts_of(q):
 
 @pytest.mark.parametrize("case", CALLS)
 def test_opcheck(case):
-    """opcheck tests schema, gradients, the meta implementation, and all of them under AOT with dynamic shapes."""
+    """opcheck passes. It tests the schema, gradients, the meta implementation, and all of them with dynamic shapes."""
     name, arguments = CALLS[case]
     found = torch.library.opcheck(getattr(torch.ops.fp4kit, name).default, arguments())
     assert set(found.values()) == {"SUCCESS"} and len(found) == 4
