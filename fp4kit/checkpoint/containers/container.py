@@ -25,6 +25,14 @@ low nibble:
 | mlx mxfp4                               | P.weight U32 [N, K/8]       | P.scales U8            |                               |
 | mlx nvfp4, mlx nvfp4 global             | P.weight U32 [N, K/8]       | P.scales U8            | P.global_scale F32 [] ***     |
 | mlx mxfp8                               | P.weight U32 [N, K/4]       | P.scales U8            |                               |
+| modelopt NVFP4 group 32                 | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
+| modelopt NVFP4_AWQ                      | as modelopt NVFP4, and P.pre_quant_scale [K], which multiplies the columns           |
+| METHOD FP8                              | P.weight F8_E4M3 [N, K]     |                        | P.weight_scale []             |
+| METHOD FP8 per row                      | P.weight F8_E4M3 [N, K]     | P.weight_scale [N, 1]  |                               |
+| METHOD FP8 128x128                      | P.weight F8_E4M3 [N, K]     | P.weight_scale         |                               |
+| comfy nvfp4                             | P.weight U8 [N, K/2], high nibble first | P.weight_scale F8_E4M3, swizzled | P.weight_scale_2  |
+| comfy mxfp8, comfy float8_e4m3fn        | P.weight F8_E4M3 [N, K]     | P.weight_scale, swizzled | P.weight_scale (float8)     |
+| torchao NVFP4, MXFP4, MXFP8             | P._weight_qdata             | P._weight_scale, swizzled | P._weight_per_tensor_scale |
 | gguf MXFP4                              | P.weight MXFP4 [N, K]       | in its blocks          |                               |
 | gguf NVFP4, gguf NVFP4 scaled           | P.weight NVFP4 [N, K]       | in its blocks          | P.scale F32 [1]               |
 
@@ -32,6 +40,9 @@ low nibble:
 **   The scales are [E, K/16, N]. The tensor scale is one value for all experts, or one value per expert.
 ***  The stored value is the tensor's amax: the tensor scale times the largest value of a block (6 * 448). The
      containers "mlx nvfp4" and "gguf NVFP4" have no tensor scale.
+
+METHOD is modelopt, compressed-tensors or quark. compressed-tensors rounds decoded values to the dtype of the scales. ComfyUI's
+layers also have a tag, P.comfy_quant, or an entry in the safetensors metadata.
 
 MLX and GGUF containers keep stacks of experts, [E, N, K], with one tensor scale per expert.
 
@@ -43,6 +54,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -52,6 +64,15 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
+COLUMN_SCALE, TAG = "column_scale", "tag"
+# Safetensors dtypes that hold the same bytes as the usual dtype of codes or block scales. Some tools write these.
+SAME_BYTES = {
+    "U8": ("U8", "I8", "F8_E8M0"),
+    "I8": ("U8", "I8"),
+    "F8_E4M3": ("F8_E4M3", "U8"),
+    "F8_E8M0": ("F8_E8M0", "U8"),
+    "F32": ("F32", "BF16", "F16"),
+}
 Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
 _Pair = tuple[str, str]
 
@@ -91,6 +112,10 @@ class Container:
     is_exact: True if another container differs only in scale shape or tensor scale. To avoid confusion, a damaged
         layer (with scales of the wrong shape, or without its tensor scale) is then never read as this container.
     in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. Its shape is the layer's.
+    high_first: True if the even element of a pair of 4-bit codes is in the high nibble.
+    swizzled: True if the block scales are stored in the order of cuBLAS, tiles of 128 rows and 4 columns.
+    rounds: True if decoded values are rounded to the dtype in which the scales are stored.
+    method: the ``quant_method`` of config.json that declares this container; "" if it is the same as ``format``.
     """
 
     name: str
@@ -108,6 +133,10 @@ class Container:
     tensor_scale_unit: float = 1.0
     is_exact: bool = False
     in_blocks: bool = False
+    high_first: bool = False
+    swizzled: bool = False
+    rounds: bool = False
+    method: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -117,7 +146,14 @@ class Container:
 
     def __reduce__(self) -> tuple[object, ...]:
         # Pickle by name, so that a worker process gets the module's constant and ``is`` works.
-        return container, (self.name,)
+        return _with_block, (self.name, self.block)
+
+    def for_columns(self, columns: int) -> Container:
+        """Return this container for rows of ``columns`` elements.
+
+        It differs only if the block width is 0, which stands for a whole row: then the width becomes ``columns``.
+        """
+        return self if self.block[1] else replace(self, block=(self.block[0], columns))
 
     @property
     def group_size(self) -> int:
@@ -142,7 +178,7 @@ class Container:
     @property
     def needed(self) -> set[str]:
         """The parts that every layer must have, apart from the tensor scale."""
-        return {CODES} if self.in_blocks else {CODES, SCALES}
+        return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE}
 
     @property
     def keeps_stacks(self) -> bool:
@@ -173,7 +209,7 @@ class Container:
         has_input_scale: True to include the input scale.
         """
         *lead, rows, columns = shape
-        height, width = self.block
+        height, width = self.for_columns(columns).block
         codes = (*lead, rows, columns * self.element.bits // self._unit_bits)
         scales = (*lead, -(-rows // height), -(-columns // width))
         if self.stack == "blocks":
@@ -181,8 +217,10 @@ class Container:
         elif self.stack == "columns":
             codes, scales = ((*lead, part[-1], part[-2]) for part in (codes, scales))
         found: dict[str, Spec] = {CODES: (self.codes_dtype, codes)}
-        if not self.in_blocks:
+        if SCALES in self.suffixes:
             found[SCALES] = (self.scales_dtype, scales)
+        if COLUMN_SCALE in self.suffixes:
+            found[COLUMN_SCALE] = ("BF16", (columns,))
         if self.has_tensor_scale:
             found[TENSOR_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
         if has_input_scale:
@@ -213,14 +251,33 @@ class Container:
         if len(codes) not in (2, 3) or 0 in codes:
             return None
         shape = (*codes[:-1], codes[-1] * self._unit_bits // self.element.bits)
-        return shape if self.block[0] > 1 or shape[-1] % self.block[1] == 0 else None
+        height, width = self.for_columns(shape[-1]).block
+        return shape if height > 1 or shape[-1] % width == 0 else None
+
+    def shapes_of_scales(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+        """Return the shapes in which tools store the block scales of a layer of shape [..., N, K].
+
+        The first is the usual one. Scales per row are [N, 1] or [N]; scales of 128x128 blocks may have axes of length 1
+        between the others. Swizzled scales are padded to whole tiles, and are [rows, columns] or, as torchao shows them,
+        [32 * tiles, 16 * tiles].
+        """
+        usual = self.specs(shape)[SCALES][1]
+        *lead, rows, columns = usual
+        if self.swizzled:
+            high, wide = -(-rows // 128), -(-columns // 4)
+            return (*lead, high * 128, wide * 4), (*lead, high * 32, wide * 16)
+        if not self.block[1]:
+            return usual, (*lead, rows)
+        return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
 
     def module_of(self, name: str) -> str | None:
         """Return the module whose block scales are in the tensor ``name``, or None if that name has another suffix.
 
-        Containers that hold codes and scales in one tensor (in_blocks) expect the name of that tensor.
+        Containers without block scales expect the name of the tensor scale. Containers that hold codes and scales in one
+        tensor (in_blocks) expect the name of that tensor.
         """
-        suffix = self.suffixes[CODES if self.in_blocks else SCALES]
+        part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
+        suffix = self.suffixes[CODES if self.in_blocks else part]
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
 
     def stores(self, recipe: Recipe) -> bool:
@@ -237,8 +294,13 @@ class Container:
 
         Names, layout and the direction of the tensor scale may differ.
         """
-        facts = (self.element, self.scale, self.block, self.has_tensor_scale)
-        return facts == (other.element, other.scale, other.block, other.has_tensor_scale)
+        return self._values == other._values
+
+    @property
+    def _values(self) -> tuple[object, ...]:
+        """What the decoded values of a layer depend on, apart from the stored numbers."""
+        per_column = COLUMN_SCALE in self.suffixes
+        return self.element, self.scale, self.block, self.has_tensor_scale, per_column, self.rounds
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the number of bytes of a layer of shape [..., N, K] in this container, without input scales."""
@@ -323,8 +385,84 @@ MODELOPT_STACKS = Container(
 FP8_BLOCKS = Container(
     "fp8 128x128", "", "fp8", E4M3, None, (128, 128), {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "F32"
 )
+# FP8 with one scale per layer or per row, or 128x128 blocks under other names. Only read.
+_FP8_DTYPES = ("F8_E4M3", "F32")
+
+
+def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
+    """Return a container of FP8 codes under float32 scales.
+
+    name: its name. block: (rows, columns) per scale; (1, 0) for one scale per row; (0, 0) for one scale per layer.
+    method: the ``quant_method`` that declares it. The tools that share one store it alike.
+    """
+    part = SCALES if block[0] else TENSOR_SCALE
+    suffixes = {CODES: ".weight", part: ".weight_scale", INPUT_SCALE: ".input_scale"}
+    kind = {(128, 128): "fp8", (1, 0): "fp8 rows"}.get(block, "fp8 tensor")
+    rounds = method == "compressed-tensors"
+    sized = block if block[0] else (1, 0)
+    return Container(
+        f"{method} {name}", "", kind, E4M3, None, sized, suffixes, *_FP8_DTYPES, rounds=rounds, method=method
+    )
+
+
+_FP8_BLOCKS = (("FP8", (0, 0)), ("FP8 per row", (1, 0)), ("FP8 128x128", (128, 128)))
+FP8_LAYERS = tuple(
+    _fp8(name, block, method) for method in ("modelopt", "compressed-tensors", "quark") for name, block in _FP8_BLOCKS
+)
 FP8_POWERS = Container(
     "fp8 128x128 ue8m0", "", "fp8", E4M3, E8M0, (128, 128), {CODES: ".weight", SCALES: ".scale"}, "F8_E4M3", "F8_E8M0"
+)
+
+
+# Model-Optimizer's NVFP4 with one E4M3 scale per 32 elements (W4A8_NVFP4_FP8).
+MODELOPT_NVFP4_32 = replace(MODELOPT_NVFP4, name="modelopt NVFP4 group 32", format="", block=(1, 32), method="modelopt")
+# Model-Optimizer's AWQ: decoded values are multiplied by one scale per column.
+MODELOPT_AWQ = replace(
+    MODELOPT_NVFP4,
+    name="modelopt NVFP4_AWQ",
+    format="",
+    suffixes={**MODELOPT_NVFP4.suffixes, COLUMN_SCALE: ".pre_quant_scale"},
+    method="modelopt",
+)
+
+
+# The tensors of Model-Optimizer's containers, as other tools declare them.
+QUARK_MXFP4 = replace(MODELOPT_MXFP4, name="quark mxfp4", format="", method="quark")
+AUTO_ROUND = tuple(
+    replace(like, name=like.name.replace("compressed-tensors", "auto-round"), format="", method="auto-round")
+    for like in (CT_NVFP4, CT_MXFP4, CT_MXFP8)
+)
+
+
+def _comfy(like: Container, name: str, **more: Any) -> Container:
+    """Return one of ComfyUI's containers: names as Model-Optimizer's, swizzled scales, and a tag beside the codes."""
+    suffixes = {**like.suffixes, INPUT_SCALE: ".input_scale", TAG: ".comfy_quant"}
+    return replace(like, name=f"comfy {name}", format="", suffixes=suffixes, swizzled=like.scale is not None, **more)
+
+
+COMFY_NVFP4 = _comfy(MODELOPT_NVFP4, "nvfp4", high_first=True)
+COMFY_AWQ = _comfy(MODELOPT_AWQ, "nvfp4 with pre_quant_scale", high_first=True)
+COMFY_MXFP8 = _comfy(MODELOPT_MXFP8, "mxfp8")
+COMFY_FP8 = _comfy(FP8_LAYERS[0], "float8_e4m3fn")
+
+
+def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
+    """Return one of the containers of torchao's safetensors files, with swizzled scales.
+
+    name: the format. like: a container of the same format. tensor_scale: True if a tensor scale is stored.
+    """
+    suffixes = {CODES: "._weight_qdata", SCALES: "._weight_scale"}
+    if tensor_scale:
+        suffixes |= {TENSOR_SCALE: "._weight_per_tensor_scale", INPUT_SCALE: "._weight_act_per_tensor_scale"}
+    name = f"torchao {name}"
+    return replace(like, name=name, format="", suffixes=suffixes, swizzled=True, is_exact=True, method="torchao")
+
+
+TORCHAO = (
+    _torchao("NVFP4", MODELOPT_NVFP4, True),
+    _torchao("NVFP4 without tensor scale", MODELOPT_NVFP4),
+    _torchao("MXFP4", MODELOPT_MXFP4),
+    _torchao("MXFP8", MODELOPT_MXFP8),
 )
 
 
@@ -373,7 +511,13 @@ GGUF_SCALED = replace(
 )
 
 CONTAINERS = (
+    COMFY_AWQ,
+    COMFY_NVFP4,
+    COMFY_MXFP8,
+    COMFY_FP8,
+    MODELOPT_AWQ,
     MODELOPT_NVFP4,
+    MODELOPT_NVFP4_32,
     MODELOPT_MXFP4,
     MODELOPT_MXFP8,
     CT_NVFP4,
@@ -386,6 +530,10 @@ CONTAINERS = (
     MODELOPT_STACKS,
     FP8_BLOCKS,
     FP8_POWERS,
+    *FP8_LAYERS,
+    QUARK_MXFP4,
+    *AUTO_ROUND,
+    *TORCHAO,
     MLX_MXFP4,
     MLX_GLOBAL,
     MLX_NVFP4,
@@ -399,3 +547,9 @@ CONTAINERS = (
 def container(name: str) -> Container:
     """Return the container of CONTAINERS that is called ``name``; there must be one."""
     return next(candidate for candidate in CONTAINERS if candidate.name == name)
+
+
+def _with_block(name: str, block: tuple[int, int]) -> Container:
+    """Return the container called ``name``, with blocks of another size if it has no fixed size."""
+    found = container(name)
+    return found if found.block == block else replace(found, block=block)

@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, VALUES
+from fp4kit.checkpoint.containers.container import CODES, COLUMN_SCALE, SCALES, TENSOR_SCALE, VALUES
 from fp4kit.checkpoint.model.decode import decode_rows, scales_of
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
-from fp4kit.layouts import unpack_gguf
+from fp4kit.layouts import unpack_gguf, unswizzle_scales
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 # Bytes of source elements per slab. For larger slabs, the allocator takes fresh pages from the system each time.
@@ -82,6 +82,9 @@ class Slab(NamedTuple):
     codes: packed codes as stored, bytes (n, K * bits / 8).
     scales: stored block scales, (rows of blocks, K / block width), as bit patterns or float32.
     tensor_scale: the factor to multiply by on decode; None if there is none.
+    column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
+
+    Codes and scales are in one form, whatever the file has: the even element in the low nibble, scales in linear order.
     """
 
     start: int
@@ -89,6 +92,7 @@ class Slab(NamedTuple):
     codes: npt.NDArray[np.uint8] | None = None
     scales: np.ndarray | None = None
     tensor_scale: np.float32 | None = None
+    column_scale: npt.NDArray[np.float32] | None = None
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
@@ -110,6 +114,12 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
     if form is None or not form.has_tensor_scale:
         return None
     return form.multiplier(scalar_of(readers, weight, TENSOR_SCALE, expert))
+
+
+def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32] | None:
+    """Return the factors that the decoded columns of a weight are multiplied by, float32 [K]; None if it has none."""
+    place = weight.parts.get(COLUMN_SCALE)
+    return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
 
 
 def slabs(
@@ -140,7 +150,7 @@ def slabs(
     elif weight.dtype != Q8_0:
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     step = max(max_bytes // (columns * itemsize * height), 1) * height
-    tensor_scale = tensor_scale_of(readers, weight, expert)
+    tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)
@@ -157,7 +167,7 @@ def slabs(
                 if transposed
                 else _codes(readers, weight, expert, start, count)
             )
-            yield Slab(start, None, codes, scales, tensor_scale)
+            yield Slab(start, None, codes, scales, tensor_scale, column_scale)
         else:
             yield Slab(
                 start,
@@ -186,7 +196,7 @@ def _in_order(
         values, codes, scales = (
             None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales)
         )
-        yield Slab(slab.start + low, values, codes, scales, slab.tensor_scale)
+        yield slab._replace(start=slab.start + low, values=values, codes=codes, scales=scales)
 
 
 def _joined(readers: Readers, weight: Weight) -> Slab:
@@ -243,11 +253,32 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
         return unpack_gguf(_whole_rows(readers, weight.parts[CODES], expert * rows + start, count), container.kind)
     width = columns * container.element.bits // 8
     codes = readers.bytes(weight.parts[CODES], (expert * rows + start) * width, count * width).reshape(count, width)
+    if container.high_first:
+        codes = (codes << np.uint8(4)) | (codes >> np.uint8(4))
     high, wide = container.block
-    dtype = NUMPY_DTYPES[container.scales_dtype]
-    line, first, lines = -(-columns // wide), -(-rows // high) * expert + start // high, -(-count // high)
-    raw = readers.bytes(weight.parts[SCALES], first * line * dtype.itemsize, lines * line * dtype.itemsize)
-    return codes, raw.view(dtype).reshape(lines, line)
+    line, lines = -(-columns // wide), -(-count // high)
+    if SCALES not in weight.parts:
+        return codes, np.ones((lines, line), np.float32)
+    place = weight.parts[SCALES]
+    if container.swizzled:
+        return codes, _swizzled(readers, place, line, start, count)
+    dtype = NUMPY_DTYPES[place.entry.dtype]
+    first = -(-rows // high) * expert + start // high
+    raw = readers.bytes(place, first * line * dtype.itemsize, lines * line * dtype.itemsize)
+    scales = raw.view(dtype).reshape(lines, line)
+    return codes, scales if container.scale is not None else scales.astype(np.float32, copy=False)
+
+
+def _swizzled(readers: Readers, place: Located, line: int, start: int, count: int) -> np.ndarray:
+    """Return the block scales of ``count`` rows of a layer whose scales are swizzled, in linear order.
+
+    line: the number of scales per row. Whole tiles of 128 rows are read.
+    """
+    first, end = start // 128 * 128, -(-(start + count) // 128) * 128
+    width = -(-line // 4) * 4
+    raw = readers.bytes(place, first * width, (end - first) * width)
+    linear = unswizzle_scales(raw, "swizzled_128x4", (end - first, line))
+    return np.ascontiguousarray(linear[start - first : start - first + count])
 
 
 class _TransposedReader:
@@ -295,7 +326,19 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
         return slab.values
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
-        return decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
+        values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
+        if slab.column_scale is not None:
+            values *= slab.column_scale
+        return _rounded(values, weight)
+
+
+def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
+    """Return decoded values as the container's own tool gives them: some round to the dtype of the stored scales."""
+    assert weight.container is not None
+    place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
+    if not weight.container.rounds or place is None or place.entry.dtype == "F32":
+        return values
+    return values.astype(NUMPY_DTYPES[place.entry.dtype]).astype(np.float32)
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
@@ -305,7 +348,8 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     bits, wide = weight.container.element.bits, weight.container.block[1]
     codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
-    return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)])
+    column_scale = None if slab.column_scale is None else slab.column_scale[first:end]
+    return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)], column_scale=column_scale)
 
 
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
@@ -317,7 +361,8 @@ def count_nonfinite(weight: Weight, slab: Slab) -> int:
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element
     rows, columns = len(slab.codes), weight.shape[-1]
-    if slab.tensor_scale is not None and not np.isfinite(slab.tensor_scale):
+    factors = (slab.tensor_scale, slab.column_scale)
+    if any(factor is not None and not np.isfinite(factor).all() for factor in factors):
         return rows * columns
     bad_scales = ~np.isfinite(scales_of(weight.container, slab.scales))
     found = int(np.count_nonzero(bad_scales)) * prod(weight.container.block)

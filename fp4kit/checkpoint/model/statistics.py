@@ -94,6 +94,7 @@ def tally(
     scales: np.ndarray,
     tensor_scale: np.float32 | None,
     x: np.ndarray | None = None,
+    column_scale: npt.NDArray[np.float32] | None = None,
 ) -> StoredCounts:
     """Count what rows of a stored layer contain and, if their source ``x`` is given, how far they are from it.
 
@@ -102,6 +103,7 @@ def tally(
     scales: as stored, one scale per block.
     tensor_scale: the factor to multiply by on decode; None stands for 1.
     x: the source of these rows, float [N, K]; None to count only what is stored.
+    column_scale: float32 [K], the factors that decoded columns are multiplied by; None stands for 1.
     Numerics: values are decoded by ``decode``. The difference from x, and the limit above which a value is saturated,
     are exact in float64.
     """
@@ -111,9 +113,9 @@ def tally(
         for rows in row_chunks(len(codes), codes.shape[1] * 8 // form.element.bits, height):
             part = codes[rows], scales[rows.start // height : -(-rows.stop // height)]
             counts, zero = _count_stored(form, *part)
-            found.append(
-                counts if x is None else counts + _compare_with_source(form, *part, tensor_scale, x[rows], zero)
-            )
+            if x is not None:
+                counts += _compare_with_source(form, *part, tensor_scale, x[rows], zero, column_scale)
+            found.append(counts)
     return total(found)
 
 
@@ -157,7 +159,8 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     mask = sum(magnitude << shift for shift in range(0, 64, element.bits))
     height, width = form.block
-    if height > 1:
+    if height > 1 or width * element.bits % 64:
+        assert element.bits == 8
         return ~_any_in_blocks(form, (codes & np.uint8(mask & 0xFF)) != 0)
     words = np.ascontiguousarray(codes).view(np.uint64).reshape(len(codes), -1, width * element.bits // 64)
     joined: Any = reduce(np.bitwise_or, (words[..., i] for i in range(words.shape[-1])))
@@ -189,6 +192,7 @@ def _compare_with_source(
     tensor_scale: np.float32 | None,
     source: np.ndarray,
     zero: npt.NDArray[np.bool_],
+    column_scale: npt.NDArray[np.float32] | None,
 ) -> StoredCounts:
     """Return the counts that compare stored rows with their source.
 
@@ -196,8 +200,12 @@ def _compare_with_source(
     """
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)
-    signal, noise, nonfinite = _signal_and_noise(x, decode(form, codes, scales, tensor_scale))
-    beyond = np.abs(x) > _per_element(form, _max_magnitudes(form, scales, tensor_scale), x.shape)
+    decoded = decode(form, codes, scales, tensor_scale)
+    limits = _per_element(form, _max_magnitudes(form, scales, tensor_scale), x.shape)
+    if column_scale is not None:
+        decoded, limits = decoded * column_scale, limits * np.abs(column_scale)
+    signal, noise, nonfinite = _signal_and_noise(x, decoded)
+    beyond = np.abs(x) > limits
     saturated = codes[beyond] & ~np.uint8(form.element.sign_bit) == form.element.max_code
     flushed = _any_in_blocks(form, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
     return StoredCounts(

@@ -19,15 +19,19 @@ import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.container import (
     CODES,
+    COLUMN_SCALE,
     CONTAINERS,
     INPUT_SCALE,
+    SAME_BYTES,
     SCALES,
+    TAG,
     TENSOR_SCALE,
     VALUES,
     Container,
 )
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.name_rules import STACKS
+from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 # Endings of tensor names, and dtypes of tensors named ``.weight``, by which looks_quantized recognizes quantized
@@ -45,7 +49,16 @@ _QUANTIZED_NAMES = (
     "_weight_scale",
     "_weight_scale_2",
     ".scales",
+    "._weight_qdata",
+    "._weight_scale",
+    ".comfy_quant",
+    ".pre_quant_scale",
+    ".qzeros",
+    "_svdquant_lora_a",
+    "_svdquant_lora_b",
 )
+COMFY_TAG = ".comfy_quant"
+COMFY_METADATA = "_quantization_metadata"
 _QUANTIZED_WEIGHTS = ("U8", "I8", "U32", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
@@ -168,16 +181,31 @@ def weights_of(
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
     found: dict[str, Weight] = {}
     taken: set[str] = set()
+    tagged = comfy_layers(tensors)
     for container in _by_config(config):
         for name in places:
             module = container.module_of(name)
-            weight = None if module is None or name in taken else _stored(module, container, places, damaged)
+            if module is None or name in taken or (TAG in container.suffixes) != (module in tagged):
+                continue
+            weight = _stored(module, container, places, damaged)
             if weight is not None:
                 found[weight.tensor] = weight
                 taken |= {part.entry.name for part in weight.parts.values()}
     plain = (_plain(name, place, places, config) for name, place in places.items() if name not in taken)
     found |= {weight.tensor: weight for weight in plain if weight is not None}
     return {name: found[name] for name in places if name in found}
+
+
+def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> dict[str, Any]:
+    """Return the layers that are tagged as ComfyUI's: module -> its entry in the safetensors metadata.
+
+    The entry is None for a layer that only has a tensor ``.comfy_quant``.
+    """
+    found: dict[str, Any] = {name.removesuffix(COMFY_TAG): None for name in tensors if name.endswith(COMFY_TAG)}
+    for text in {file.metadata.get(COMFY_METADATA, "") for file, _ in tensors.values()} - {""}:
+        layers = parse_object(text.encode(), f"metadata {COMFY_METADATA}").get("layers", {})
+        found |= layers if isinstance(layers, dict) else {}
+    return found
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
@@ -187,7 +215,7 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     """
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
-    return sorted(CONTAINERS, key=lambda candidate: not candidate.format or candidate.format != method)
+    return sorted(CONTAINERS, key=lambda candidate: not method or (candidate.method or candidate.format) != method)
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
@@ -201,16 +229,43 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
     scaled = damaged or container.has_tensor_scale == (TENSOR_SCALE in parts)
     if not container.needed <= set(parts) or not scaled:
         return None
-    shape = container.shape_of(parts[CODES].entry.shape)
+    shape = _shape(parts[CODES].entry, container)
     if shape is None:
         return None
     specs, transposed = container.specs(shape, INPUT_SCALE in parts), container.stack == "columns"
     for part, place in parts.items():
+        if part == TAG:
+            continue
         entry, (dtype, wanted) = place.entry, specs[part]
-        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and prod(entry.shape) == 1 and (len(shape) == 2 or transposed)
-        if entry.dtype != dtype or (entry.shape != wanted and not scalar and not (damaged and part == SCALES)):
+        shapes = container.shapes_of_scales(shape) if part == SCALES else (wanted,)
+        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and len(entry.shape) < 2 and prod(entry.shape) == 1
+        fits = entry.shape in shapes or (scalar and (len(shape) == 2 or transposed)) or (damaged and part == SCALES)
+        if part == CODES and entry.dtype == "F4":
+            continue
+        if not fits or not _holds(entry.dtype, dtype, part):
             return None
-    return Weight(module, parts[CODES].entry.name, shape, container, parts, transposed)
+    return Weight(module, parts[CODES].entry.name, shape, container.for_columns(shape[-1]), parts, transposed)
+
+
+def _holds(dtype: str, wanted: str, part: str) -> bool:
+    """Return whether a tensor of ``dtype`` can hold a part that is usually stored as ``wanted``.
+
+    Codes and block scales may have another dtype of the same bytes. Scales that are numbers may have 16 bits.
+    """
+    if part == CODES and wanted not in ("U8", "I8", "F8_E4M3"):
+        return dtype == wanted
+    return dtype == wanted or dtype in SAME_BYTES.get("F32" if part == COLUMN_SCALE else wanted, ())
+
+
+def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
+    """Return the shape [..., N, K] of a layer, from its tensor of codes; None if the tensor does not fit the container.
+
+    The dtype F4 counts elements, all other dtypes count bytes or words of packed codes.
+    """
+    if codes.dtype != "F4":
+        return container.shape_of(codes.shape)
+    plain = container.element.bits == 4 and not container.stack and codes.shape and codes.shape[-1] % 2 == 0
+    return container.shape_of((*codes.shape[:-1], codes.shape[-1] // 2)) if plain else None
 
 
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:

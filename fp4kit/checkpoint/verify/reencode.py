@@ -316,7 +316,7 @@ def _tally(check: Check, readers: Readers) -> StoredCounts:
     for slab in slabs(readers, check.stored, check.expert, None, height):
         assert slab.codes is not None and slab.scales is not None
         x = None if origin is None else _rows(origin, slab.start, len(slab.codes)).values(readers)
-        found.append(tally(form, slab.codes, slab.scales, slab.tensor_scale, x))
+        found.append(tally(form, slab.codes, slab.scales, slab.tensor_scale, x, slab.column_scale))
     return total(found)
 
 
