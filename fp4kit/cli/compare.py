@@ -10,7 +10,7 @@ from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifference, compare_checkpoints
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
-from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.storage.errors import shown
 
 
@@ -30,13 +30,14 @@ def register(subparsers: Any) -> None:
     )
     add_path(parser, "a", metavar="A", help="model directory, .safetensors or .gguf file, such as the original of B")
     add_path(parser, "b", metavar="B", help="the model directory, .safetensors or .gguf file to compare with A")
+    add_ignore(parser)
 
 
 def _compare(args: argparse.Namespace, out: Output) -> int:
     """Run the command and return 0 if the checkpoints are equal, else 1."""
     total = sum(nbytes for _, nbytes in open_checkpoint(args.a).totals.values())
     with out.progress("comparing", total) as tick:
-        comparison = compare_checkpoints(args.a, args.b, tick)
+        comparison = compare_checkpoints(args.a, args.b, tick, args.ignore)
     out.document("compare/1", {"a": args.a, "b": args.b, **_body(comparison)})
     if out.text:
         _print(out, comparison)
@@ -45,7 +46,7 @@ def _compare(args: argparse.Namespace, out: Output) -> int:
 
 def _body(comparison: CheckpointComparison) -> dict[str, Any]:
     """Return a comparison as the body of the command's JSON document."""
-    return {"equal": comparison.equal, **asdict(comparison)}
+    return {"equal": comparison.equal, **asdict(comparison), "refused": [item._asdict() for item in comparison.refused]}
 
 
 def _print(out: Output, comparison: CheckpointComparison) -> None:
@@ -66,6 +67,8 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
             f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {len(quantized_in_one)} layers that"
             " only one checkpoint has quantized"
         )
+    for item in comparison.refused:
+        out.line(f"not decoded, because of {shown(item.name)}: {shown(item.why)}")
     out.line(_verdict(comparison))
 
 

@@ -32,7 +32,7 @@ from fp4kit.checkpoint.run.executors import cluster
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
 from fp4kit.cli.output import Output
-from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -146,6 +146,7 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         help="for NaN and infinities: error: stop; keep: quantize them as the recipe does; saturate: replace infinities"
         " by the largest finite magnitude and NaN by 0 (default: %(default)s)",
     )
+    add_ignore(group)
     group.add_argument(
         "--codes",
         metavar="MODEL",
@@ -269,6 +270,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         nonfinite=args.nonfinite,
         codes=args.codes,
         search=search,
+        ignore=args.ignore,
     )
 
 

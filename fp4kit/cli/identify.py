@@ -10,7 +10,7 @@ from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
-from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.storage.errors import shown
 
 
@@ -32,6 +32,7 @@ def register(subparsers: Any) -> None:
     parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
     parser.add_argument("--source", required=True, metavar="SRC", help="directory or GGUF file that it was made from")
+    add_ignore(parser)
     parser.add_argument("--all", action="store_true", help="print every layer, not only the exceptions to the verdict")
 
 
@@ -39,7 +40,7 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     """Run the command and return 0 if recipes explain all layers and nothing went wrong with their bytes, else 1."""
     total = sum(weight.nbytes for weight in open_checkpoint(args.path).layers.values())
     with out.progress("identifying", total) as tick:
-        verdict = identify_checkpoint(args.path, args.source, tick)
+        verdict = identify_checkpoint(args.path, args.source, tick, args.ignore)
     out.document("identify/1", _body(verdict))
     shown_layers = verdict.layers if args.all else verdict.exceptions
     rows = [(shown(x.name), x.explanation.recipe or "-", shown(x.explanation.sentence)) for x in shown_layers]

@@ -7,11 +7,12 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from fp4kit.checkpoint.model.closed_world import CARRIED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.inspect import Checkpoint, open_checkpoint, quantization_summary
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text
-from fp4kit.storage.errors import shown
+from fp4kit.storage.errors import listed, shown
 
 
 def register(subparsers: Any) -> None:
@@ -49,6 +50,7 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
         ],
         "layers": [{"name": x.name, "format": x.dtype, "shape": x.shape} for x in checkpoint.layers.values()],
         "unrecognised": checkpoint.unrecognised,
+        "items": [item._asdict() for item in checkpoint.items],
         "totals": {dtype: {"tensors": count, "bytes": nbytes} for dtype, (count, nbytes) in checkpoint.totals.items()},
         "quantization": dict(quantization_summary(checkpoint)),
     }
@@ -60,11 +62,20 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
     layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
     out.table(("quantized layer", "format", "shape"), layers)
-    for module in checkpoint.unrecognised:
-        out.line(f"not recognised: {shown(module)} looks like a part of a quantized layer, but of no known format")
+    for group in (REFUSED, CARRIED, UNDERSTOOD):
+        _print_items(out, group, [item for item in checkpoint.items if item.group == group])
     for dtype, (count, nbytes) in checkpoint.totals.items():
         out.line(f"{dtype}: {count} tensors, {decimal(nbytes)}")
     total = sum(nbytes for _, nbytes in checkpoint.totals.values())
     out.line(f"total: {len(checkpoint.tensors)} tensors in {len(checkpoint.files)} file(s), {decimal(total)}")
     for key, value in quantization_summary(checkpoint):
         out.line(f"{key}: {shown(value)}")
+
+
+def _print_items(out: Output, group: str, items: list[Item]) -> None:
+    """Print a line for each reason in a group of items, with the names of the items that share it."""
+    names: dict[tuple[str, str], list[str]] = {}
+    for item in items:
+        names.setdefault((item.place, item.why), []).append(item.name)
+    for (place, why), found in names.items():
+        out.line(f"{group}: {place} {listed(found)}: {shown(why)}")

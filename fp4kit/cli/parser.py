@@ -171,6 +171,15 @@ def add_command(
     return parser
 
 
+def add_ignore(parser: Any) -> None:
+    """Add the option --ignore, which several commands have."""
+    text = (
+        "leave out a tensor, config key or metadata entry that fp4kit does not know, instead of stopping; at your own"
+        " risk; repeatable"
+    )
+    parser.add_argument("--ignore", action="append", default=[], metavar="GLOB", help=text)
+
+
 def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """Add a positional argument that shells complete as a path."""
     parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

@@ -12,7 +12,7 @@ from typing import Any
 from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.checkpoint.verify.reconcile import Reconciliation, reconcile
 from fp4kit.cli.output import Output
-from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.storage.errors import CheckpointError, shown
 
 
@@ -34,6 +34,7 @@ def register(subparsers: Any) -> None:
     )
     add_path(parser, "source", metavar="SRC", help="directory of the quantized model")
     add_path(parser, "destination", nargs="?", metavar="DST", help="new directory; written only if something changes")
+    add_ignore(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would change, and write nothing")
 
 
@@ -44,7 +45,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
         raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to look")
     total = sum(nbytes for _, nbytes in open_checkpoint(args.source).totals.values())
     with out.progress("writing", total) as tick:
-        found = reconcile(args.source, args.destination, tick)
+        found = reconcile(args.source, args.destination, tick, args.ignore)
     out.document("reconcile/1", {**vars(found), "repairs": [vars(repair) for repair in found.repairs]})
     rows = [
         (shown(r.name), f"{r.before:.6g}", f"{r.after:.6g}", str(r.changed), str(r.underflow), f"{r.sqnr_db:.2f}")

@@ -16,7 +16,7 @@ from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyRep
 from fp4kit.cli.convert import add_scale_search, add_workers, devices_of
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
-from fp4kit.cli.parser import add_command, add_path
+from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
@@ -45,6 +45,7 @@ def register(subparsers: Any) -> None:
     )
     parser.add_argument("--recipe", help="recipe of the quantized layers (default: the one recorded in DST)")
     add_scale_search(parser)
+    add_ignore(parser)
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a report with charts: one HTML file, readable offline"
     )
@@ -63,7 +64,7 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
         _check_page(args.html, Path(args.path))
     with cluster(args.dask) as executor:
         options = Options(args.workers, executor, devices_of(args))
-        report = _run(prepare(args.path, args.source, args.recipe, options, search), options, out)
+        report = _run(prepare(args.path, args.source, args.recipe, options, search, args.ignore), options, out)
     if args.html is not None:
         write_report(report, args.html)
     out.document("verify/1", report.as_data())

@@ -116,6 +116,7 @@ class Container:
     swizzled: True if the block scales are stored in the order of cuBLAS, tiles of 128 rows and 4 columns.
     rounds: True if decoded values are rounded to the dtype in which the scales are stored.
     method: the ``quant_method`` of config.json that declares this container; "" if it is the same as ``format``.
+    algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none must.
     """
 
     name: str
@@ -137,6 +138,7 @@ class Container:
     swizzled: bool = False
     rounds: bool = False
     method: str = ""
+    algorithm: str = ""
 
     def __repr__(self) -> str:
         return self.name
@@ -257,9 +259,9 @@ class Container:
     def shapes_of_scales(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
         """Return the shapes in which tools store the block scales of a layer of shape [..., N, K].
 
-        The first is the usual one. Scales per row are [N, 1] or [N]; scales of 128x128 blocks may have axes of length 1
-        between the others. Swizzled scales are padded to whole tiles, and are [rows, columns] or, as torchao shows them,
-        [32 * tiles, 16 * tiles].
+        The first is the usual one. Scales per row are [N, 1] or [N]; scales of 128x128 blocks may have axes of length
+        1 between the others. Swizzled scales are padded to whole tiles, and are [rows, columns] or, as torchao shows
+        them, [32 * tiles, 16 * tiles].
         """
         usual = self.specs(shape)[SCALES][1]
         *lead, rows, columns = usual
@@ -273,8 +275,8 @@ class Container:
     def module_of(self, name: str) -> str | None:
         """Return the module whose block scales are in the tensor ``name``, or None if that name has another suffix.
 
-        Containers without block scales expect the name of the tensor scale. Containers that hold codes and scales in one
-        tensor (in_blocks) expect the name of that tensor.
+        Containers without block scales expect the name of the tensor scale. Containers that hold codes and scales in
+        one tensor (in_blocks) expect the name of that tensor.
         """
         part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
         suffix = self.suffixes[CODES if self.in_blocks else part]
@@ -415,7 +417,14 @@ FP8_POWERS = Container(
 
 
 # Model-Optimizer's NVFP4 with one E4M3 scale per 32 elements (W4A8_NVFP4_FP8).
-MODELOPT_NVFP4_32 = replace(MODELOPT_NVFP4, name="modelopt NVFP4 group 32", format="", block=(1, 32), method="modelopt")
+MODELOPT_NVFP4_32 = replace(
+    MODELOPT_NVFP4,
+    name="modelopt NVFP4 group 32",
+    format="",
+    block=(1, 32),
+    method="modelopt",
+    algorithm="W4A8_NVFP4_FP8",
+)
 # Model-Optimizer's AWQ: decoded values are multiplied by one scale per column.
 MODELOPT_AWQ = replace(
     MODELOPT_NVFP4,

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from math import prod
@@ -111,6 +111,7 @@ def convert(
     codes: str | Path | None = None,
     search: ScaleSearch | None = None,
     options: Options | None = None,
+    ignore: Iterable[str] = (),
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new GGUF
     file.
@@ -118,7 +119,7 @@ def convert(
     Args:
         source: the model directory or GGUF file to read.
         destination: the directory or file to create.
-        recipe, format, wishes, input_scale, requantize, nonfinite, codes, search: as for make_plan.
+        recipe, format, wishes, input_scale, requantize, nonfinite, codes, search, ignore: as for make_plan.
         options: workers, devices and other choices that do not change the result; None for the defaults.
 
     Returns:
@@ -141,6 +142,7 @@ def convert(
         nonfinite=nonfinite,
         codes=codes,
         search=search,
+        ignore=ignore,
     )
     return execute(plan, destination, options)
 

@@ -55,6 +55,7 @@ def request_facts(request: Request) -> dict[str, Any]:
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
+    ignore = {"ignore": list(request.ignore)} if request.ignore else {}
     return {
         "recipe": recipe,
         "format": request.format,
@@ -64,6 +65,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "nonfinite": request.nonfinite,
         **codes,
         **search,
+        **ignore,
     }
 
 

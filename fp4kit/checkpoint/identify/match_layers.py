@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import numpy as np
 from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerPair, identify_layers
+from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import pieces
 from fp4kit.checkpoint.model.model_files import Source, open_source
@@ -83,7 +84,7 @@ def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int]
 
 
 def identify_checkpoint(
-    destination: str | Path, source: str | Path, progress: Progress | None = None
+    destination: str | Path, source: str | Path, progress: Progress | None = None, ignore: Iterable[str] = ()
 ) -> CheckpointVerdict:
     """Say which recipe made each quantized layer of a checkpoint, given the model that it was made from.
 
@@ -93,15 +94,21 @@ def identify_checkpoint(
         destination: model directory or GGUF file, in any known container.
         source: the model with the original weights.
         progress: called with the number of bytes of stored layers read since the last call.
+        ignore: globs of tensors, config keys and metadata entries of the checkpoint to leave out although they are not
+            known.
 
     Returns:
         A CheckpointVerdict.
 
     Raises:
-        CheckpointError: nothing is quantized, or no layer has a counterpart.
+        CheckpointError: nothing is quantized, no layer has a counterpart, or a model holds something unknown beside its
+            quantized layers.
     """
     stored, origin = open_source(Path(destination)), open_source(Path(source))
-    weights = [w for w in weights_of(stored.tensors, stored.config, damaged=True).values() if _has_blocks(w)]
+    known = weights_of(stored.tensors, stored.config, damaged=True)
+    check_model(stored, known, ignore)
+    check_model(origin, weights_of(origin.tensors, origin.config))
+    weights = [weight for weight in known.values() if _has_blocks(weight)]
     if not weights:
         raise CheckpointError(
             f"{destination}: no quantized layer of a known format; a quantized checkpoint is needed; fp4kit inspect"

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model.closed_world import REFUSED
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
     HF_QUANT_CONFIG,
@@ -20,7 +22,7 @@ from fp4kit.checkpoint.model.model_files import (
     open_model_files,
     resolved,
 )
-from fp4kit.checkpoint.model.weights import Weight, looks_quantized, part_names, weights_of
+from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.gguf_file import read_any_header
@@ -58,10 +60,14 @@ class Checkpoint:
         return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
     @lazy_property
+    def items(self) -> tuple[closed_world.Item, ...]:
+        """What the checkpoint stores beside its quantized layers, and whether fp4kit knows it."""
+        return closed_world.items_of(self, self.weights)
+
+    @property
     def unrecognised(self) -> tuple[str, ...]:
-        """Names of tensors that look like part of a quantized layer but belong to no known container."""
-        parts = part_names(self.layers.values())
-        return tuple(name for name, (_, entry) in self.tensors.items() if name not in parts and looks_quantized(entry))
+        """Names of tensors that fp4kit refuses, such as packed weights in an unknown format."""
+        return tuple(item.name for item in self.items if item.group == REFUSED and item.place == "tensor")
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:

@@ -51,6 +51,13 @@ class Source:
         """A map from tensor name to (its file, its header entry), in file order and, within a file, in byte order."""
         return {entry.name: (file, entry) for file in self.files for entry in file.entries}
 
+    @lazy_property
+    def hf_quant_config(self) -> dict[str, Any] | None:
+        """The content of hf_quant_config.json; None if there is no such file."""
+        if self.root.is_file() or not os.path.lexists(self.root / HF_QUANT_CONFIG):
+            return None
+        return load_object(existing_file(self.root, HF_QUANT_CONFIG), HF_QUANT_CONFIG)
+
 
 def resolved(path: Path) -> Path:
     """Return ``path`` as an absolute path without symbolic links. The path need not exist.

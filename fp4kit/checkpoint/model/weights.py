@@ -175,22 +175,23 @@ def weights_of(
     Return them by the name of the tensor with their values or codes, in the order of ``tensors``.
 
     config: the content of config.json.
-    damaged: True to accept quantized layers with block scales of the wrong shape or without their tensor scale.
+    damaged: True to accept also quantized layers with block scales of the wrong shape or without their tensor scale.
     """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
     found: dict[str, Weight] = {}
     taken: set[str] = set()
     tagged = comfy_layers(tensors)
-    for container in _by_config(config):
-        for name in places:
-            module = container.module_of(name)
-            if module is None or name in taken or (TAG in container.suffixes) != (module in tagged):
-                continue
-            weight = _stored(module, container, places, damaged)
-            if weight is not None:
-                found[weight.tensor] = weight
-                taken |= {part.entry.name for part in weight.parts.values()}
+    for accept_damaged in (False, True) if damaged else (False,):
+        for container in _by_config(config):
+            for name in places:
+                module = container.module_of(name)
+                if module is None or name in taken or (TAG in container.suffixes) != (module in tagged):
+                    continue
+                weight = _stored(module, container, places, accept_damaged)
+                if weight is not None:
+                    found[weight.tensor] = weight
+                    taken |= {part.entry.name for part in weight.parts.values()}
     plain = (_plain(name, place, places, config) for name, place in places.items() if name not in taken)
     found |= {weight.tensor: weight for weight in plain if weight is not None}
     return {name: found[name] for name in places if name in found}
@@ -212,10 +213,13 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     """Return all containers in the order in which to try them: those of the declared ``quant_method`` first.
 
     The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors.
+    Containers of another ``quant_algo`` than the declared one are left out, if they need one.
     """
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
-    return sorted(CONTAINERS, key=lambda candidate: not method or (candidate.method or candidate.format) != method)
+    algorithm = str(declared.get("quant_algo", "")).upper() if isinstance(declared, Mapping) else ""
+    usable = [candidate for candidate in CONTAINERS if candidate.algorithm in ("", algorithm)]
+    return sorted(usable, key=lambda candidate: not method or (candidate.method or candidate.format) != method)
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
@@ -242,7 +246,7 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         fits = entry.shape in shapes or (scalar and (len(shape) == 2 or transposed)) or (damaged and part == SCALES)
         if part == CODES and entry.dtype == "F4":
             continue
-        if not fits or not _holds(entry.dtype, dtype, part):
+        if not fits or (entry.dtype != dtype and (damaged or not _holds(entry.dtype, dtype, part))):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container.for_columns(shape[-1]), parts, transposed)
 

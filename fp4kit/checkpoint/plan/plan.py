@@ -22,7 +22,7 @@ from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
-from fp4kit.checkpoint.model import side_files
+from fp4kit.checkpoint.model import closed_world, side_files
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import INDEX, Source, open_source
@@ -121,6 +121,7 @@ class Plan:
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user.
         auxiliary: the other files to copy or skip.
+        items: what the source stores beside its quantized layers (see model/closed_world.py).
     """
 
     source: Source
@@ -131,6 +132,7 @@ class Plan:
     ignore: tuple[str, ...]
     warnings: tuple[str, ...]
     auxiliary: side_files.AuxiliaryFiles
+    items: tuple[closed_world.Item, ...] = ()
 
     @property
     def recipe(self) -> Recipe:
@@ -179,6 +181,7 @@ def make_plan(
     nonfinite: str = "error",
     codes: str | Path | None = None,
     search: scale_search.ScaleSearch | None = None,
+    ignore: Iterable[str] = (),
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -204,6 +207,8 @@ def make_plan(
         search: search the block scale of smallest error in place of computing it from the block's amax, for example
             ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static and the format modelopt or
             compressed-tensors.
+        ignore: globs of tensors, config keys and metadata entries to leave out although fp4kit does not know them.
+            Each must match something that would be refused.
 
     Returns:
         The plan, for ``execute``.
@@ -212,15 +217,27 @@ def make_plan(
         CheckpointError: if the source cannot be converted, no engine loads the format, a pattern matches nothing, a
             gate has no up projection, or nothing is left to convert.
     """
-    request = Request(recipe(recipe_id), format, wishes or Wishes(), input_scale, requantize, nonfinite, search=search)
+    request = Request(
+        recipe(recipe_id),
+        format,
+        wishes or Wishes(),
+        input_scale,
+        requantize,
+        nonfinite,
+        search=search,
+        ignore=tuple(ignore),
+    )
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
+    items = closed_world.check_model(model, weights, request.ignore)
     check_declared(model, weights)
     if codes is None:
-        return _Planner(model, request, weights).plan()
+        return _Planner(model, request, weights, items).plan()
     donor = open_source(Path(codes))
+    closed_world.check_model(donor, weights_of(donor.tensors, donor.config))
     taken = borrow_codes(weights, model, donor)
-    plan = _Planner(model, replace(request, codes=identity(donor), made_by=recorded_recipe(donor)), taken).plan()
+    request = replace(request, codes=identity(donor), made_by=recorded_recipe(donor))
+    plan = _Planner(model, request, taken, items).plan()
     check_values_agree([tensor.name for tensor in plan.converted], weights, taken)
     return plan
 
@@ -229,11 +246,16 @@ class _Planner:
     """Make the plan to convert one source model as one request says.
 
     weights: tensor name -> weight of the source, some of them perhaps with codes borrowed from another model.
+    items: what the source stores beside its quantized layers. Ignored tensors are not written.
     """
 
-    def __init__(self, source: Source, request: Request, weights: Mapping[str, Weight]) -> None:
+    def __init__(
+        self, source: Source, request: Request, weights: Mapping[str, Weight], items: tuple[closed_world.Item, ...]
+    ) -> None:
         self.source, self.request, self.weights = source, request, weights
         self.config = source.config
+        self.items = items
+        self.left_out = {item.name for item in items if item.group == closed_world.IGNORED}
         self.form = request.form_for(self.config)
         self.decisions = self._decisions()
         self.selected = {
@@ -323,11 +345,12 @@ class _Planner:
         ignore, warnings = self._exclusions()
         names = {file.name for file in self.source.files} | {INDEX}
         auxiliary = side_files.scan(self.source.root, names)
-        return Plan(self.source, self.request, self.form, self.has_input_scale, shards, ignore, warnings, auxiliary)
+        form, has_scale = self.form, self.has_input_scale
+        return Plan(self.source, self.request, form, has_scale, shards, ignore, warnings, auxiliary, self.items)
 
     def _shard(self, file: SafetensorsFile) -> ShardPlan:
         """Return the plan for the output file that corresponds to one source file."""
-        parts = part_names(self.weights.values()) - set(self.weights)
+        parts = (part_names(self.weights.values()) - set(self.weights)) | self.left_out
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         recorded = "" if self.form is None else self.request.recorded
         own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}

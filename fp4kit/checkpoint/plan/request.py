@@ -37,6 +37,7 @@ class Request:
     codes: identifies the quantized model from which codes are copied (--codes); "" if there is none.
     made_by: the id of the recipe that made the copied codes; "" if that model does not record it.
     search: how to search block scales; None to compute them from each block's amax.
+    ignore: globs of what to leave out although it is not known (see model/closed_world.py).
     """
 
     recipe: Recipe
@@ -48,6 +49,7 @@ class Request:
     codes: str = ""
     made_by: str = ""
     search: ScaleSearch | None = None
+    ignore: tuple[str, ...] = ()
 
     @property
     def recorded(self) -> str:

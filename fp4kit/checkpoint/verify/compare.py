@@ -17,6 +17,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
+from fp4kit.checkpoint.model.closed_world import REFUSED, Item, items_of
 from fp4kit.checkpoint.model.decode import codes_of, row_chunks
 from fp4kit.checkpoint.model.inspect import Checkpoint, natural_order, open_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of, values_of
@@ -66,12 +67,15 @@ class CheckpointComparison:
 
     same: the number of tensors that are equal in dtype, shape and every byte.
     tensors, layers, configs: what differs.
+    refused: what one of the checkpoints holds that is not known. If there is any, no layer is decoded, and ``layers``
+        is empty.
     """
 
     same: int
     tensors: tuple[TensorDifference, ...]
     layers: tuple[LayerDifference, ...] = ()
     configs: tuple[ConfigDifference, ...] = ()
+    refused: tuple[Item, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -80,7 +84,7 @@ class CheckpointComparison:
 
 
 def compare_checkpoints(
-    a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None
+    a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None, ignore: Iterable[str] = ()
 ) -> CheckpointComparison:
     """Compare two checkpoints by name: configs, metadata, tensors and quantized layers.
 
@@ -88,6 +92,8 @@ def compare_checkpoints(
         a, b: directories, .safetensors or .gguf files.
         progress: called with the number of bytes of ``a`` done since its last call; these numbers add up to the bytes
             of its tensors.
+        ignore: globs of tensors, config keys and metadata entries that shall not keep layers from being decoded
+            although they are not known.
 
     Returns:
         A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
@@ -96,7 +102,9 @@ def compare_checkpoints(
         CheckpointError: a checkpoint is malformed.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
-    configs = compare_configs(left, right)
+    configs, patterns = compare_configs(left, right), tuple(ignore)
+    items = (item for model in (left, right) for item in items_of(model, model.weights, patterns))
+    refused = tuple(item for item in items if item.group == REFUSED)
     tick = progress or (lambda count: None)
     differences: list[TensorDifference] = []
     with Readers() as readers:
@@ -105,9 +113,10 @@ def compare_checkpoints(
             differences += [found] if found else []
             tick(left.tensors[name][1].nbytes if name in left.tensors else 0)
         changed = {difference.name for difference in differences}
-        layers = tuple(_layer_difference(*pair, readers) for pair in _changed_layers(left, right, changed))
+        pairs = () if refused else _changed_layers(left, right, changed)
+        layers = tuple(_layer_difference(*pair, readers) for pair in pairs)
     same = len(left.tensors) - sum(d.kind != "extra" for d in differences)
-    return CheckpointComparison(same, tuple(differences), layers, configs)
+    return CheckpointComparison(same, tuple(differences), layers, configs, refused)
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:

@@ -1,4 +1,4 @@
-"""Check a checkpoint without its source: tensors of unknown formats, scales that lose values, and the requirements of
+"""Check a checkpoint without its source: what is not known in it, scales that lose values, and the requirements of
 loaders.
 """
 
@@ -16,6 +16,7 @@ from fp4kit.checkpoint.loaders import exclusions, requirements
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
+from fp4kit.checkpoint.model.closed_world import IGNORED, REFUSED, Item
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.checkpoint.model.weights import Weight, part_names
@@ -47,13 +48,13 @@ class Issue:
         return f"{self.text}: {self.count}" if self.count else self.text
 
 
-def strange_tensors(model: Checkpoint) -> Iterator[Issue]:
-    """Yield an error for every tensor that looks like codes or scales but belongs to no layer of a known format."""
-    for name in model.unrecognised:
-        entry = model.tensors[name][1]
-        yield Issue(
-            "error", name, f"{entry.dtype} {list(entry.shape)}: looks like codes or scales, but of no known format"
-        )
+def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
+    """Yield an error for everything that reading refuses, and a warning for everything that ``--ignore`` leaves out."""
+    for item in items:
+        if item.group in (REFUSED, IGNORED):
+            place = "" if item.place == "tensor" else f"{item.place}: "
+            why = item.why if item.group == REFUSED else f"left out by --ignore; {item.why}"
+            yield Issue("error" if item.group == REFUSED else "warning", f"{place}{item.name}", why)
 
 
 _FACTS = (

@@ -12,7 +12,7 @@ are exact if s / t is a power of two and no block scale becomes subnormal.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, 
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
 from fp4kit.checkpoint.model import side_files
+from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.decode import codes_of, decode, row_chunks
 from fp4kit.checkpoint.model.manifest import MANIFEST, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, INDEX, Source, existing_file, open_source
@@ -130,7 +131,12 @@ def _layers(source: Source) -> dict[str, Weight]:
     }
 
 
-def reconcile(source: str | Path, destination: str | Path | None, progress: Progress | None = None) -> Reconciliation:
+def reconcile(
+    source: str | Path,
+    destination: str | Path | None,
+    progress: Progress | None = None,
+    ignore: Iterable[str] = (),
+) -> Reconciliation:
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
 
     A fused layer consists of layers that a loader joins into one, such as q, k and v. Everything except the scales of
@@ -140,6 +146,7 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
         source: a model directory with Model-Optimizer's or compressed-tensors' NVFP4.
         destination: a new directory; None to report only and write nothing.
         progress: called with the number of bytes of tensors written since the last call.
+        ignore: globs of tensors, config keys and metadata entries to copy although they are not known.
 
     Returns:
         A Reconciliation.
@@ -153,6 +160,7 @@ def reconcile(source: str | Path, destination: str | Path | None, progress: Prog
         raise CheckpointError(
             f"{source}: is a GGUF file; llama.cpp does not fuse its layers, so there is nothing to reconcile"
         )
+    check_model(model, weights_of(model.tensors, model.config), ignore)
     layers = _layers(model)
     if not layers:
         raise CheckpointError(

@@ -14,18 +14,19 @@ from typing import Any
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
+from fp4kit.checkpoint.model.closed_world import check_model, items_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
-from fp4kit.checkpoint.model.weights import Located, Weight, located
+from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
-from fp4kit.checkpoint.verify.integrity import Issue, loader_issues, stored_issues, strange_tensors
+from fp4kit.checkpoint.verify.integrity import Issue, loader_issues, refused_items, stored_issues
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
@@ -153,6 +154,7 @@ def verify(
     recipe: str | Recipe | None = None,
     options: Options | None = None,
     search: ScaleSearch | None = None,
+    ignore: Iterable[str] = (),
 ) -> VerifyReport:
     """Return what is wrong with the checkpoint in the directory ``destination``, or with a GGUF file.
 
@@ -167,6 +169,7 @@ def verify(
         options: as for convert; ``resume`` has no effect.
         search: the search of block scales; by default the one that the checkpoint records. If it had column weights,
             they must be given.
+        ignore: globs of tensors, config keys and metadata entries that are not known and shall not be errors.
 
     Returns:
         A VerifyReport.
@@ -174,7 +177,7 @@ def verify(
     Raises:
         CheckpointError: a directory cannot be opened, or the recipe does not support the search.
     """
-    return execute(prepare(destination, source, recipe, options, search), options)
+    return execute(prepare(destination, source, recipe, options, search, ignore), options)
 
 
 def prepare(
@@ -183,6 +186,7 @@ def prepare(
     recipe: str | Recipe | None = None,
     options: Options | None = None,
     search: ScaleSearch | None = None,
+    ignore: Iterable[str] = (),
 ) -> Verification:
     """Prepare a verification: read headers and configs, match layers with those of the source, and check loader
     requirements.
@@ -191,12 +195,13 @@ def prepare(
     """
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
-    issues = [*strange_tensors(model), *loader_issues(model, scales)]
+    issues = [*refused_items(items_of(model, model.weights, ignore)), *loader_issues(model, scales)]
     settings, settings_issues = _settings(model, recipe, options or Options(), search)
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
         return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
     original = open_source(Path(source))
+    check_model(original, weights_of(original.tensors, original.config))
     beside = _SourceComparison(model, original, settings)
     found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
     return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
