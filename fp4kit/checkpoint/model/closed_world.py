@@ -44,12 +44,21 @@ class Item(NamedTuple):
     place: "tensor", the name of a config file, or "metadata".
     name: the tensor's name, or the path of the key, such as "quantization_config.transform_config".
     why: the reason for the group, in words for the user.
+    what: dtype and shape of a tensor; "" for other items.
     """
 
     group: str
     place: str
     name: str
     why: str
+    what: str = ""
+
+    @property
+    def subject(self) -> str:
+        """The item's name, with dtype and shape if it is a tensor, and with its place if it is not."""
+        if self.what:
+            return f"{self.name} ({self.what})"
+        return self.name if self.place == "tensor" else f"{self.place}: {self.name}"
 
 
 class Model(Protocol):
@@ -124,11 +133,11 @@ def refusal(refused: list[Item]) -> str:
     """Return the error message for refused items: the first of each reason by name, and how many more there are."""
     by_reason: dict[str, list[str]] = {}
     for item in refused:
-        by_reason.setdefault(item.why, []).append(item.name)
+        by_reason.setdefault(item.why, []).append(item.subject)
     lines = []
     for why, names in list(by_reason.items())[:4]:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        lines.append(f"{shown(names[0])}{more}: {why}")
+        lines.append(f"{shown(names[0])}{more}: {shown(why)}")
     rest = len(by_reason) - len(lines)
     lines += [f"{rest} more kinds, listed by fp4kit inspect"] if rest > 0 else []
     return "; ".join(lines) + "; --ignore NAME leaves one out at your own risk"
@@ -195,7 +204,8 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         elif rest_of_kv(name):
             yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[name.rpartition(".")[2]])
         elif looks_quantized(entry):
-            yield Item(REFUSED, "tensor", name, _unknown_format(name, entry, tensors))
+            what = f"{entry.dtype} {list(entry.shape)}"
+            yield Item(REFUSED, "tensor", name, _unknown_format(name, tensors), what)
 
 
 _PART_NAMES = {
@@ -245,14 +255,14 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
     if rest in _CARRIED_TENSORS and not (rest == "input_scale" and len(entry.shape) > 1):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
     known = _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}")
-    return Item(REFUSED, "tensor", name, f"{entry.dtype} {list(entry.shape)}, {known}")
+    return Item(REFUSED, "tensor", name, known, f"{entry.dtype} {list(entry.shape)}")
 
 
-def _unknown_format(name: str, entry: TensorEntry, tensors: Tensors) -> str:
-    """Return why a tensor that looks quantized belongs to no layer, and the nearest known container if any is near."""
-    what = f"{entry.dtype} {list(entry.shape)}, packed weights or scales in a format that fp4kit does not know"
+def _unknown_format(name: str, tensors: Tensors) -> str:
+    """Return why a tensor that looks quantized belongs to no layer, and what is known about its format."""
     known = _recognised(name, tensors)
-    return f"{what}{f' ({known})' if known else ''}; convert the unquantized release of the model, or leave the layer"
+    what = "packed weights or scales in a format that fp4kit does not know"
+    return f"{what}{f' ({known})' if known else ''}; convert the unquantized release of the model"
 
 
 def _recognised(name: str, tensors: Tensors) -> str:
@@ -664,11 +674,14 @@ def _config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> I
         return
     text = config.get("text_config")
     for prefix, section in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
-        for key in ("quantization_config", "compression_config"):
-            if section.get(key) and section.get(key) != section.get("quantization"):
-                yield from _declared(section[key], f"{prefix}{key}", layers)
-        if section.get("quantization"):
-            yield from _mlx_items(section["quantization"], f"{prefix}quantization", layers)
+        for key in ("quantization_config", "compression_config", "quantization"):
+            value = section.get(key)
+            if key == "quantization" or (
+                isinstance(value, Mapping) and "bits" in value and "quant_method" not in value
+            ):
+                yield from _mlx_items(value, f"{prefix}{key}", layers) if value else ()
+            elif value:
+                yield from _declared(value, f"{prefix}{key}", layers)
 
 
 def _layers(weights: Mapping[str, Weight]) -> _Layers:
@@ -716,6 +729,8 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
             yield Item(REFUSED, CONFIG, path, why)
             return
     for key, one in value.items():
+        if key == "fp4kit":
+            continue
         if key not in default and key not in layers.forms and isinstance(one, Mapping):
             yield Item(REFUSED, CONFIG, f"{path}.{key}", "declares a quantized layer that is not there")
         elif key not in default and key not in layers.forms and one is not False:

@@ -52,9 +52,8 @@ def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
     """Yield an error for everything that reading refuses, and a warning for everything that ``--ignore`` leaves out."""
     for item in items:
         if item.group in (REFUSED, IGNORED):
-            place = "" if item.place == "tensor" else f"{item.place}: "
             why = item.why if item.group == REFUSED else f"left out by --ignore; {item.why}"
-            yield Issue("error" if item.group == REFUSED else "warning", f"{place}{item.name}", why)
+            yield Issue("error" if item.group == REFUSED else "warning", item.subject, why)
 
 
 _FACTS = (

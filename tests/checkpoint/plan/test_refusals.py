@@ -54,8 +54,9 @@ def test_source_with_hf_quant_config(tmp_path: Path) -> None:
 )
 def test_source_of_no_known_form(tmp_path: Path, name: str) -> None:
     synthetic.write_model(tmp_path / "m", {}, {name: np.zeros((4, 4), np.uint8)})
+    known = " (GPTQ or AWQ integers)" if name == "a.qweight" else ""
     with refused(
-        f"{name}: packed weights or scales in a format that fp4kit does not know;"
+        f"{name} (U8 [4, 4]): packed weights or scales in a format that fp4kit does not know{known};"
         " convert the unquantized release of the model"
     ):
         make_plan(tmp_path / "m")
@@ -69,7 +70,7 @@ NVFP4 = {"a.weight": np.zeros((8, 32), np.uint8), "a.weight_scale": np.zeros((8,
     "tensors",
     [
         {**FP8, "a.weight_scale_inv": np.ones((1, 1), np.float32)},  # 2 blocks of rows
-        {**FP8, "a.weight_scale_inv": np.ones((2, 1), synthetic.BF16)},
+        {**FP8, "a.weight_scale_inv": np.ones((2, 1), np.uint8)},
         {**NVFP4, "a.weight_scale": np.zeros((8, 2), synthetic.E4M3), "a.weight_scale_2": np.ones((), np.float32)},
         {**NVFP4, "a.weight_scale_2": np.ones(2, np.float32)},
         NVFP4,  # lacks its tensor scale
