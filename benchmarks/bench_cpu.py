@@ -138,7 +138,8 @@ class Bench:
         self.extra: dict[str, Any] = {}
 
     def watches(self, case: CpuCase, specification: bool = True, warm_below: float = WARMED) -> dict[str, Watch]:
-        """Return {key of CpuRow.times: watch} for a case.
+        """Return {key of CpuRow.times: watch} for a case. A watch is a function that makes a call and returns its
+        seconds.
 
         Args:
             case: the case, timed on one thread and on all threads

@@ -29,7 +29,9 @@ COLUMNS_US = 25  # target for either library: along columns, both directions, sw
 
 
 def run(bench: Bench) -> None:
-    """Add rows of quantize and dequantize into preallocated results, then host times of calls on CuPy and torch."""
+    """Time quantize and dequantize into preallocated results, then calls on CuPy arrays and torch tensors. Add a row
+    for each.
+    """
     x = bench.normal(BF16, SHAPE)
     y = bench.cupy.empty_like(x)
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
@@ -66,7 +68,7 @@ def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]
 
 
 def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
-    """Add host-time rows of all calls on x, an array of `library`, with the target `target_us`.
+    """Time all calls on x, an array of `library`, on the host, and add their rows with the target `target_us`.
 
     If the library is torch, x * 2 is timed too, so that the record shows how fast the host was.
     """
@@ -98,7 +100,7 @@ def print_in_torch(repeat: int) -> None:
 
 
 def in_torch(bench: Bench) -> None:
-    """Add host-time rows of calls on a torch tensor. Does nothing if torch is not installed."""
+    """Time calls on a torch tensor on the host and add their rows. Does nothing if torch is not installed."""
     try:
         import torch
     except ImportError:

@@ -300,7 +300,7 @@ def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
 
 
 def _scale(axes: Any, lines: list[str], label: str) -> None:
-    """Label the rows and the logarithmic x axis of a plot."""
+    """Label the y axis with `lines`, one per row of the plot, and the logarithmic x axis with `label`."""
     axes.set_yticks(range(len(lines)), lines, fontsize=7)
     axes.set_ylim(len(lines) - 0.4, -0.6)
     axes.set_xscale("log")

@@ -199,7 +199,9 @@ def usage(kernel: Kernel, arch: str) -> Usage:
 
 
 def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
-    """Return the report as a Markdown table."""
+    """Return the report as a Markdown table with one line per kernel. `arch` is the architecture that it was compiled
+    for.
+    """
     version = ".".join(map(str, nvrtc.version()))
     spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
     lines = [

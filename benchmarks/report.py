@@ -158,7 +158,7 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _plot_efficiencies(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
-    """Plot efficiencies with their targets."""
+    """Plot the efficiencies of rows, one line of the plot per list of rows, and mark their targets."""
     for y, rows in enumerate(lines):
         axes.axhline(y, color="#eeeeee", linewidth=0.8, zorder=0)
         for row in rows:
@@ -176,7 +176,7 @@ def _plot_efficiencies(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
 
 
 def _plot_peers(axes: Any, lines: list[list[BenchmarkRow]]) -> None:
-    """Plot the times of peers divided by those of fp4kit."""
+    """Plot the times of peers divided by those of fp4kit, one line of the plot per list of rows."""
     names = list(dict.fromkeys(name for rows in lines for row in rows for name in row.peers))
     colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}
     for y, rows in enumerate(lines):

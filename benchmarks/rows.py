@@ -112,7 +112,7 @@ class BenchmarkRow(Row):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> BenchmarkRow:
-        """Return the row of an entry of a JSON file."""
+        """Return the BenchmarkRow that `record`, an entry of a JSON file, describes."""
         given = {name: value for name, value in record.items() if name not in ("efficiency", "met")}
         beside = None if given["beside"] is None else Beside(**given["beside"])
         return cls(**given | {"beside": beside, "shape": tuple(given["shape"])})
@@ -173,7 +173,7 @@ class CpuRow(Row):
 
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> CpuRow:
-        """Return the row of an entry of a JSON file."""
+        """Return the CpuRow that `record`, an entry of a JSON file, describes."""
         timed = {part: {name: Time(*us) for name, us in record[part].items()} for part in ("times", "peers")}
         return cls(**{**record, **timed, "shape": tuple(record["shape"])})
 

@@ -1,7 +1,7 @@
 """Build the program of each operation: the calls to make, and which of their results must be equal.
 
 Equal results are stated by Same statements. They must hold on every engine, so they check an engine even if it runs
-alone.
+alone. The functions of _PROGRAMS append the statements of one operation to the program ``p``.
 """
 
 from __future__ import annotations
@@ -45,8 +45,10 @@ def program(case: DrawnCase) -> list[Statement]:
 
 
 def _quantize(p: Program, case: DrawnCase) -> None:
-    """Quantize and decode x. Also quantize a contiguous copy of x, quantize into preallocated outputs, and quantize
-    single experts.
+    """Append calls that quantize and decode x.
+
+    Further calls quantize a contiguous copy of x, quantize into preallocated outputs, and quantize single experts.
+    Their results must be equal.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
@@ -61,7 +63,7 @@ def _quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any]) -> None:
-    """Quantize up to three experts of x separately, each with its own amax.
+    """Append calls that quantize up to three experts of x separately, each with its own amax.
 
     Each result must equal the expert's part of ``q``, the result for the whole x. Nothing is appended unless the case
     has an amax per expert.
@@ -79,8 +81,8 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 
 
 def _quantize_both(p: Program, case: DrawnCase) -> None:
-    """Quantize along both axes with one call of quantize_both and with two calls of quantize. The results must be
-    equal.
+    """Append calls that quantize along both axes: one call of quantize_both and two calls of quantize. The results must
+    be equal.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case)
@@ -97,7 +99,9 @@ def _quantize_both(p: Program, case: DrawnCase) -> None:
 
 
 def _decode(p: Program, case: DrawnCase) -> None:
-    """Decode random codes under random block scales. Padding in swizzled scales holds random bytes too."""
+    """Append calls that decode random codes under random block scales. Padding in swizzled scales holds random bytes
+    too.
+    """
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     moved, r = moved_shape(case, case.x), case.r
@@ -113,7 +117,9 @@ def _decode(p: Program, case: DrawnCase) -> None:
 
 
 def _fake_quantize(p: Program, case: DrawnCase) -> None:
-    """Fake-quantize x. If the recipe has no fake rule, the result must equal dequantize(quantize(x))."""
+    """Append calls that fake-quantize x. If the recipe has no fake rule, the result must equal
+    dequantize(quantize(x)).
+    """
     x, r = p.make("x", case.x), case.r
     options = {
         "axis": case.axis,
@@ -128,7 +134,7 @@ def _fake_quantize(p: Program, case: DrawnCase) -> None:
 
 
 def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
-    """Return (argument xs of a grouped function, references to its arrays).
+    """Append the arrays of a group. Return (argument xs of a grouped function, references to the arrays).
 
     The argument is one stacked array or a list of arrays.
     """
@@ -154,8 +160,8 @@ def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str
 
 
 def _grouped(p: Program, case: DrawnCase) -> None:
-    """Quantize or fake-quantize a group of arrays with one call, and each array by itself. The results must be
-    equal.
+    """Append calls that quantize or fake-quantize a group of arrays at once, and each array by itself. The results must
+    be equal.
     """
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
@@ -177,7 +183,9 @@ def _at(values: list[Any] | None, i: int) -> Any:
 
 
 def _amax_grouped(p: Program, case: DrawnCase) -> None:
-    """Compute the amaxes of a group of arrays with one call, and of each array by itself. The results must be equal."""
+    """Append calls that compute the amaxes of a group of arrays at once, and of each array by itself. The results must
+    be equal.
+    """
     xs, members = _members(p, case)
     recipe, axis = _reduced(case)
     found = p.call("found", "fp4kit.amax_grouped", xs, *recipe, axis=axis)
@@ -195,8 +203,8 @@ def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plan(p: Program, case: DrawnCase) -> None:
-    """Run a GroupedPlan twice. The results must equal those of single calls. Before the second run, the plan's arrays
-    are overwritten.
+    """Append two runs of a GroupedPlan. The results must equal those of single calls. Before the second run, the plan's
+    arrays are overwritten.
     """
     o = case.options
     xs, members = _members(p, case)
@@ -217,7 +225,7 @@ def _plan(p: Program, case: DrawnCase) -> None:
 
 
 def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
-    """Overwrite the arrays of a group in place with new random values."""
+    """Append calls that overwrite the arrays of a group in place with new random values."""
     for i, x in enumerate(members):
         stacked = case.options.stacked
         a = case.arrays[0 if stacked else i]
@@ -227,7 +235,7 @@ def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
 
 
 def _requantize(p: Program, case: DrawnCase) -> None:
-    """Quantize with one recipe, requantize to another recipe, and decode the result."""
+    """Append calls that quantize with one recipe, requantize to another recipe, and decode the result."""
     x, o = p.make("x", case.x), case.options
     target = p.make("target", o.target or case.recipe)
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -236,7 +244,9 @@ def _requantize(p: Program, case: DrawnCase) -> None:
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
-    """Compute the gradient of fake_quantize with respect to its input."""
+    """Append a call that computes the gradient of fake_quantize. With pass_through, it must equal the incoming
+    gradient.
+    """
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
     # fake_quantize_backward takes one amax, not one per expert.
@@ -248,8 +258,8 @@ def _backward(p: Program, case: DrawnCase) -> None:
 
 
 def _backward_grouped(p: Program, case: DrawnCase) -> None:
-    """Compute the gradients of a group of arrays with one call, and of each array by itself. The results must
-    be equal.
+    """Append calls that compute the gradients of a group of arrays at once, and of each array by itself. The results
+    must be equal.
     """
     xs, members = _members(p, case)
     o = case.options
@@ -267,8 +277,8 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _transpose(p: Program, case: DrawnCase) -> None:
-    """Transpose a Quantized. Transposing again must give the Quantized back, and quantizing x along the other axis must
-    give the transpose.
+    """Append calls that transpose a Quantized. Transposing again must give the Quantized back, and quantizing x along
+    the other axis must give the transpose.
 
     The latter is left out for recipes whose codes depend on the direction: those that treat even and odd lanes
     separately for NaN, and those with 4over6, whose errors are summed in an order that depends on the direction.
@@ -283,7 +293,9 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
-    """Convert the block scales to another layout, and back to the first layout. Decoded values must not change."""
+    """Append calls that convert the block scales to another layout, and back to the first layout. Decoded values must
+    not change.
+    """
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
     s = p.call("s", "fp4kit.swizzle", q, o.target_layout)
@@ -294,21 +306,21 @@ def _swizzle(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle_bytes(p: Program, case: DrawnCase) -> None:
-    """Convert a byte matrix to a swizzled layout and back, which must give the matrix again."""
+    """Append calls that convert a byte matrix to a swizzled layout and back, which must give the matrix again."""
     x, layout = p.make("x", case.x), case.options.target_layout
     s = p.call("s", "fp4kit.swizzle", x, layout)
     p.same(p.call("back", "fp4kit.unswizzle", s, layout, case.x.shape), x)
 
 
 def _pack(p: Program, case: DrawnCase) -> None:
-    """Pack codes and unpack them, which must give the codes again."""
+    """Append calls that pack codes and unpack them, which must give the codes again."""
     x = p.make("x", case.x)
     packed = p.call("packed", "fp4kit.pack", x)
     p.same(p.call("codes", "fp4kit.unpack", packed), x)
 
 
 def _amax_program(p: Program, case: DrawnCase) -> None:
-    """Compute the amax of x and of a contiguous copy of x. The results must be equal."""
+    """Append calls that compute the amax of x and of a contiguous copy of x. The results must be equal."""
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
     a = p.call("a", "fp4kit.amax", x, *recipe, axis=axis)
@@ -323,7 +335,7 @@ def _pieces(case: DrawnCase) -> list[tuple[int, int]]:
 
 
 def _partial(p: Program, case: DrawnCase) -> None:
-    """Compute amaxes and codes shard by shard, with cuts at arbitrary elements.
+    """Append calls that compute amaxes and codes shard by shard, with cuts at arbitrary elements.
 
     The maximum of the shards' amaxes must be the amax of x. In some cases one shard is left out; its codes must then
     stay unchanged.
@@ -358,7 +370,9 @@ def _scales_by_finite(case: DrawnCase) -> bool:
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
-    """Cast master weights in one process, and quantize each matrix by itself. The results must be equal."""
+    """Append calls that cast master weights in one process, and quantize each matrix by itself. The results must be
+    equal.
+    """
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []
     for i, a in enumerate(case.arrays):

@@ -15,7 +15,7 @@ SOME_CODES, SOME_POWERS, SOME_MULTIPLES = (-5, 3), (-3, 1), (0.5, 1.25, 0.25)
 
 
 def search_scales(p: Program, case: DrawnCase) -> None:
-    """Search block scales for x, and for a contiguous copy of x. The results must be equal.
+    """Append calls that search block scales for x, and for a contiguous copy of x. The results must be equal.
 
     A search with weights of 1 must give the result of a search without weights.
     """

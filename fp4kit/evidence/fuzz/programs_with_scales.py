@@ -24,7 +24,7 @@ SCALES = (0.37, 1.0, 0.0, 1e-40, 3e38, float("inf"), 2.0**-12, 1e-6)  # tensor s
 
 
 def with_scales(p: Program, case: DrawnCase) -> None:
-    """Quantize with the scales that an earlier quantize gave, and with random scales.
+    """Append calls that quantize with the scales that an earlier quantize gave, and with random scales.
 
     If gives_back is True, the scales of the earlier quantize must give its codes again.
     """

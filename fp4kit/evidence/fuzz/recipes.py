@@ -1,8 +1,9 @@
 """Draw recipes for fuzzing: recipes of the table, and variants of them that the specification defines.
 
-A *variant* is a recipe with some fields changed. The functions here know which fields fit together: what each rule
-assumes about factors, subnormals and element formats. If Recipe still rejects a variant, draw.py draws another one and
-counts the rejected one.
+A *variant* is a recipe with some fields changed. The functions in CHANGES know which fields fit together: what each
+rule assumes about factors, subnormals and element formats. Each takes a random generator and a recipe's fields, and
+returns {field: new value}, which is empty if the change does not apply. If Recipe still rejects a variant, draw.py
+draws another one and counts the rejected one.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
 
 
 def _changed(r: Any, changes: dict[str, Any]) -> Any:
-    """Return an object with the fields of a recipe, the changes applied. Unlike a Recipe, it may be invalid for the
-    moment, until further changes are made.
+    """Return an object with the fields of a recipe after the changes. Unlike a Recipe, it may be invalid until further
+    changes are made.
     """
     return SimpleNamespace(**{name: getattr(r, name) for name in FIELDS} | changes)
 
@@ -86,7 +87,7 @@ def _pick(rng: Rng, choices: Any) -> Any:
 
 
 def _block(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the block shape. Return {field: new value}, or {} if the recipe has no blocks.
+    """Return a random block shape as {field: value}, or {} if the recipe has no blocks.
 
     Blocks of several rows need one factor for all their rows: no tensor scale per row or block, and no fake rule.
     """
@@ -99,7 +100,9 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the element format. Return {} for rules that write E4M3 scales and for 4over6, which are made for E2M1."""
+    """Return a random element format as {field: value}, or {} for rules that write E4M3 scales and for 4over6, which
+    are made for E2M1.
+    """
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
     if r.scale == E4M3 or r.nan_code or r.rounding == "rnw":
@@ -108,7 +111,9 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change what one tensor scale covers: the tensor, a row or, without block scales, a block."""
+    """Return what one tensor scale covers, as {field: value}: the tensor, a row or, without block scales, a block.
+    Return {} if the recipe has no tensor rule, blocks of several rows, or 4over6.
+    """
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
         return {}
     if r.scale is None and r.block is not None:
@@ -117,7 +122,7 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change how scaled elements are rounded to codes."""
+    """Return how scaled elements are rounded to codes, as {field: value}, or {} if the recipe fixes it."""
     if r.four_over_six or r.apply == "compare":
         return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
     unfit = {"first"} if r.element.is_integer or r.nan_is_max else set()
@@ -127,25 +132,27 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change which codes get the sign bit."""
+    """Return which codes get the sign bit, as {field: value}, or {} for integer elements."""
     return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the code of a NaN element."""
+    """Return the code of a NaN element as {field: value}, or {} if the rounding fixes it."""
     return (
         {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
     )
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change how NaN enters an amax."""
+    """Return how NaN enters an amax, as {field: value}."""
     return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
 
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change Recipe.static. Return {} for recipes without block scales, recipes with 4over6 or a search, which choose
-    scales themselves, and recipes whose block rule reads the amax.
+    """Return whether block amaxes are given to the recipe (Recipe.static), as {field: value}.
+
+    Return {} for recipes without block scales, recipes with 4over6 or a search, which choose scales themselves, and
+    recipes whose block rule reads the amax.
     """
     if r.four_over_six or r.search or r.scale is None or rules.BLOCK_RULES[r.block_rule].reads_amax:
         return {}
@@ -153,7 +160,10 @@ def _static(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _search(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change Recipe.search, if the recipe has blocks of one row and nothing else chooses the block amax."""
+    """Return a random search of block scales (Recipe.search) as {field: value}.
+
+    Return {} unless the recipe has blocks of one row and nothing else chooses the block amax.
+    """
     plain = r.block and r.block[0] == 1 and not (r.four_over_six or r.static or r.fake_rule or r.block[1] % 8)
     if not plain or r.scale is None:
         return {}
@@ -161,22 +171,24 @@ def _search(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change Recipe.narrow, the range of integer codes."""
+    """Return the other range of integer codes (Recipe.narrow) as {field: value}, or {} for float elements."""
     return {"narrow": not r.narrow} if r.element.is_integer else {}
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change Recipe.scale_max, the largest block scale, from which the tensor scale is computed."""
+    """Return Recipe.scale_max, the largest block scale, from which the tensor scale is computed, as {field: value}.
+    Return {} unless block scales are E4M3.
+    """
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change whether elements are multiplied or divided. Only recipes without a block rule support both."""
+    """Return whether elements are multiplied or divided, as {field: value}, or {} if a block rule fixes it."""
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 
 def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the decode rule to another one for the recipe's scale format."""
+    """Return a random decode rule for the recipe's scale format as {field: value}."""
     if r.scale == E8M0:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:
@@ -186,9 +198,10 @@ def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the block rule, and the fields that depend on it.
+    """Return a random block rule, and the fields that depend on it, as {field: value}.
 
-    Recipes with FlashInfer's rules or 4over6 keep their rule, because their other fields depend on it.
+    Return {} for recipes without block scales, and for recipes with FlashInfer's rules or 4over6, whose other fields
+    depend on their rule.
     """
     if r.block_rule is None or r.flush or r.four_over_six:
         return {}
@@ -199,7 +212,7 @@ def _block_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the tensor rule."""
+    """Return a random tensor rule as {field: value}, or {} if the recipe has no tensor rule or 4over6."""
     if r.tensor_rule is None or r.four_over_six:
         return {}
     if r.scale is None:
@@ -208,22 +221,28 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change whether scaled elements are rounded to the input dtype before they are rounded to codes."""
+    """Return whether scaled elements are rounded to the input dtype before they are rounded to codes, as {field:
+    value}. Return {} for 4over6 and for rules that compare.
+    """
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change whether codes are recomputed from decoded values, as auto-round's packing does."""
+    """Return whether codes are recomputed from decoded values, as auto-round's packing does, as {field: value}. Return
+    {} if the recipe does not allow this.
+    """
     return {"repacked": not r.repacked} if can_be_repacked(r) else {}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change whether a NaN element becomes the largest value."""
+    """Return whether a NaN element becomes the largest value, as {field: value}, or {} if the recipe fixes it."""
     return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
-    """Change the error measure of 4over6, and how errors are added."""
+    """Return the error measure of 4over6, and how errors are added, as {field: value}, or {} for recipes without
+    4over6.
+    """
     if not r.four_over_six:
         return {}
     exact = bool(not r.flush and rng.random() < 0.5)

@@ -55,7 +55,7 @@ class Operations(NamedTuple):
 
     @classmethod
     def of(cls, engine: ComparedEngine) -> Operations:
-        """Return the functions that run on ``engine``."""
+        """Return the functions, bound so that they run on ``engine``."""
         functions = (quantize, fake_quantize, fake_quantize_backward, op_amax, dequantize, search_scales)
         return cls(*(partial(engine.call, function) for function in functions))
 
@@ -74,26 +74,28 @@ def _block_amax(case: RecordedCase) -> np.ndarray:
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Excuse codes under a NaN scale, which carry no meaning."""
+    """Return a mask that excuses codes under a NaN scale, which carry no meaning."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
 
 def _skip_nonfinite_block(case: RecordedCase) -> Mask:
-    """Excuse blocks that contain inf or NaN. The producer casts such values to uint8, which is undefined in C."""
+    """Return a mask that excuses blocks that contain inf or NaN. The producer casts such values to uint8, which
+    is undefined in C.
+    """
     return ~np.isfinite(_block_amax(case))
 
 
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
-    """Excuse blocks that compressed-tensors corrupts, because it rounds their amax up to a power of two that the input
-    dtype cannot hold.
+    """Return a mask that excuses blocks that compressed-tensors corrupts, because it rounds their amax up to a power of
+    two that the input dtype cannot hold.
     """
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)
 
 
 def _skip_uncertain(case: RecordedCase) -> Mask:
-    """Excuse codes that depend on how the GPU instruction rcp.approx rounds.
+    """Return a mask that excuses codes that depend on how the GPU instruction rcp.approx rounds.
 
     The recorded array "codes_certain" marks the blocks whose codes do not depend on it.
     """
@@ -104,7 +106,7 @@ def _skip_uncertain(case: RecordedCase) -> Mask:
 
 
 def _skip_undefined(case: RecordedCase) -> Mask:
-    """Excuse NaN elements, for which the producer reads an uninitialized variable.
+    """Return a mask that excuses NaN elements, for which the producer reads an uninitialized variable.
 
     The recorded array "valid" marks the other elements.
     """
@@ -113,7 +115,7 @@ def _skip_undefined(case: RecordedCase) -> Mask:
 
 
 def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
-    """Excuse rows of fp8-modelopt-channel whose result differs between a CPU and a GPU.
+    """Return a mask that excuses rows of fp8-modelopt-channel whose result differs between a CPU and a GPU.
 
     PyTorch on a CPU evaluates 448 / amax as (1 / amax) * 448. Rows are excused only for inputs that were recorded on a
     CPU alone.
@@ -126,7 +128,7 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """Excuse two kinds of fouroversix tensors that contain inf or NaN.
+    """Return a mask that excuses two kinds of fouroversix tensors that contain inf or NaN.
 
     In float32 tensors, the sign of a NaN scale depends on the processor. In blocks of 16x16, fouroversix's Triton
     kernels leave out rows with inf or NaN.
@@ -136,7 +138,7 @@ def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
 
 
 def _skip_nan_element(case: RecordedCase) -> Mask:
-    """Excuse elements of triton_kernels that are not finite.
+    """Return a mask that excuses elements of triton_kernels that are not finite.
 
     If such an element is NaN, or becomes NaN as inf * 0, the sign of its code is undefined.
     """
@@ -144,7 +146,8 @@ def _skip_nan_element(case: RecordedCase) -> Mask:
 
 
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
-    """Excuse elements that Quark turns into infinities, because it packs an infinity as the value 4.
+    """Return a mask that excuses elements that Quark turns into infinities, because it packs an infinity as the value
+    4.
 
     This happens in tensors with inf or NaN, and where an element divided by the scale 2^-23 overflows.
     """
@@ -156,7 +159,8 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Excuse values that Quark scaled with another scale than it stores, and blocks with inf or NaN.
+    """Return a mask that excuses values that Quark scaled by another scale than the stored one, and blocks with inf or
+    NaN.
 
     The recorded array "scale_applied" has the scales that Quark applied.
     """
@@ -282,7 +286,9 @@ def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Go
 
 
 def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a row with the results of ``ops``, and return the counts and differences."""
+    """Compare every recorded array of a GoldenRow with the results of ``ops``, and return the counts and
+    differences.
+    """
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
     return result_of(
         row.recipe, ((row.file, compared) for case in cases(row, golden, ops) for compared in arrays(case))

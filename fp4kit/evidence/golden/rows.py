@@ -59,7 +59,7 @@ class GoldenRow:
 
 
 def _te_rows() -> Iterator[GoldenRow]:
-    """Yield the rows of Transformer Engine, and FlashInfer's 4over6 rows."""
+    """Yield the GoldenRow objects for recorded outputs of Transformer Engine and of FlashInfer's 4over6."""
     pairs = (
         ("nvfp4-te-reference", "nvfp4_1d"),
         ("nvfp4-te-reference-2d", "nvfp4_2d"),
@@ -96,7 +96,7 @@ def _te_rows() -> Iterator[GoldenRow]:
 
 
 def _flashinfer_rows() -> Iterator[GoldenRow]:
-    """Yield the rows of FlashInfer."""
+    """Yield the GoldenRow objects for recorded outputs of FlashInfer."""
     for name, variant in (("nvfp4-flashinfer", "nvfp4"), ("mxfp4-flashinfer", "mxfp4"), ("mxfp8-flashinfer", "mxfp8")):
         yield GoldenRow(name, "flashinfer", f"{variant}_linear", skip="uncertain")
         yield GoldenRow(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
@@ -105,7 +105,7 @@ def _flashinfer_rows() -> Iterator[GoldenRow]:
 
 
 def _modelopt_rows() -> Iterator[GoldenRow]:
-    """Yield the rows of Model-Optimizer."""
+    """Yield the GoldenRow objects for recorded outputs of Model-Optimizer."""
     yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4")
     yield GoldenRow("nvfp4-modelopt", "modelopt", "nvfp4_amaxhalf", given_amaxes="tensor")
     yield GoldenRow("nvfp4-modelopt-static", "modelopt", "nvfp4_static", given_amaxes="static")
@@ -138,7 +138,7 @@ def _modelopt_rows() -> Iterator[GoldenRow]:
 
 
 def _torchao_rows() -> Iterator[GoldenRow]:
-    """Yield the rows of torchao."""
+    """Yield the GoldenRow objects for recorded outputs of torchao."""
     yield GoldenRow("nvfp4-torchao", "ao", "nvfp4_two_level", skip="nan_scale")
     yield GoldenRow("nvfp4-torchao-single", "ao", "nvfp4", skip="nan_scale")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -147,7 +147,7 @@ def _torchao_rows() -> Iterator[GoldenRow]:
 
 
 def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
-    """Yield the rows of one scale mode of torchao's to_mx.
+    """Yield the GoldenRow objects for recorded outputs of one scale mode of torchao's to_mx.
 
     Args:
         mode: the mode, such as "floor".
@@ -165,7 +165,7 @@ def _to_mx_rows(mode: str, file: str, release: str = "") -> Iterator[GoldenRow]:
 
 
 def _other_rows() -> Iterator[GoldenRow]:
-    """Yield the rows of compressed-tensors and microxcaling."""
+    """Yield the GoldenRow objects for recorded outputs of compressed-tensors and microxcaling."""
     yield GoldenRow("nvfp4-compressed-tensors", "compressed_tensors", "nvfp4_two_level", skip="nan_scale")
     for name, variant in (("mxfp4", "mxfp4"), ("mxfp6", "mxfp6_e2m3"), ("mxfp8", "mxfp8_e4m3")):
         yield GoldenRow(f"{name}-compressed-tensors", "compressed_tensors", variant, skip="overflowing_block")
@@ -176,14 +176,14 @@ def _other_rows() -> Iterator[GoldenRow]:
 
 
 def _gguf_rows() -> Iterator[GoldenRow]:
-    """Yield the rows of llama.cpp."""
+    """Yield the GoldenRow objects for recorded outputs of llama.cpp."""
     for name in ("mxfp4", "nvfp4"):
         yield GoldenRow(f"{name}-gguf", "gguf", name, widen=True, decoded=True, raw=f"gguf_{name}")
     yield GoldenRow("mxfp4-gguf", "gguf", "mxfp4_python", widen=True, decoded=True, skip="nonfinite_block")
 
 
 def _mlx_rows() -> Iterator[GoldenRow]:
-    """Yield the rows of MLX."""
+    """Yield the GoldenRow objects for recorded outputs of MLX."""
     for name in ("mxfp4", "mxfp8", "nvfp4"):
         yield GoldenRow(f"{name}-mlx-cpu", "mlx", name, decoded=True, raw="mlx")
     for version in ("", "-0322"):  # both versions decode these codes alike, because none of the scales is NaN

@@ -19,7 +19,7 @@ def serving_rows(row: Callable[..., Any]) -> Rows:
 
 
 def _vllm(row: Callable[..., Any]) -> Rows:
-    """Yield the rows of vLLM."""
+    """Yield the GoldenRow objects for recorded outputs of vLLM. ``row`` is the class GoldenRow."""
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
     yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")
@@ -30,7 +30,7 @@ def _vllm(row: Callable[..., Any]) -> Rows:
 
 
 def _triton_kernels(row: Callable[..., Any]) -> Rows:
-    """Yield the rows of triton_kernels."""
+    """Yield the GoldenRow objects for recorded outputs of triton_kernels. ``row`` is the class GoldenRow."""
     for name, variant in (
         ("mxfp4-triton-kernels", "mxfp4_up"),
         ("mxfp4-triton-kernels-down", "mxfp4_down"),
@@ -44,7 +44,7 @@ def _triton_kernels(row: Callable[..., Any]) -> Rows:
 
 
 def _quark(row: Callable[..., Any]) -> Rows:
-    """Yield the rows of Quark."""
+    """Yield the GoldenRow objects for recorded outputs of Quark. ``row`` is the class GoldenRow."""
     yield row("nvfp4-quark", "quark", "nvfp4", skip="infinite_quotient")
     yield row("nvfp4-quark-file2file", "quark", "nvfp4_file2file", skip="infinite_quotient")
     for mode in ("even", "floor", "ceil"):
@@ -57,7 +57,7 @@ def _quark(row: Callable[..., Any]) -> Rows:
 
 
 def _auto_round(row: Callable[..., Any]) -> Rows:
-    """Yield the rows of auto-round."""
+    """Yield the GoldenRow objects for recorded outputs of auto-round. ``row`` is the class GoldenRow."""
     yield row("nvfp4-auto-round", "auto_round", "nvfp4")
     yield row("nvfp4-auto-round-fake", "auto_round", "nvfp4", fake=True)
     yield row("nvfp4-auto-round-opt", "auto_round", "nvfp4_opt_rtn")
@@ -71,7 +71,7 @@ def _auto_round(row: Callable[..., Any]) -> Rows:
 
 
 def _fouroversix(row: Callable[..., Any]) -> Rows:
-    """Yield the rows of fouroversix."""
+    """Yield the GoldenRow objects for recorded outputs of fouroversix. ``row`` is the class GoldenRow."""
     for name, variant in (("", "mse"), ("-mae", "mae"), ("-absmax", "abs_max")):
         yield row(f"nvfp4-fouroversix{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
     yield row("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
@@ -90,7 +90,7 @@ def _fouroversix(row: Callable[..., Any]) -> Rows:
 
 
 def _others(row: Callable[..., Any]) -> Rows:
-    """Yield the rows of SGLang, DeepGEMM and qwix."""
+    """Yield the GoldenRow objects for recorded outputs of SGLang, DeepGEMM and qwix. ``row`` is the class GoldenRow."""
     yield row("mxfp4-sglang-util", "sglang", "mxfp4")
     yield row("mxfp4-sglang-kv", "sglang", "kv_mxfp4_b16")
     for name in ("mxfp4", "mxfp8"):
