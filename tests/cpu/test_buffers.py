@@ -1,4 +1,4 @@
-"""Test that a large result reuses the memory of a freed result and never that of a live one."""
+"""Test that the memory of a freed large result is reused for a later result, and that memory in use never is."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 @pytest.fixture(autouse=True)
 def no_kept_buffers(monkeypatch):
-    """Keep buffers of any size, and start with none kept."""
+    """Reuse buffers of any size, not only large ones, and begin without a kept buffer."""
     monkeypatch.setattr(buffers, "MIN_BYTES", 1)
     buffers._kept.clear()
     yield
@@ -80,7 +80,7 @@ def test_one_buffer_is_kept_and_no_large_one():
 
 
 def test_calls_of_many_threads(monkeypatch):
-    """Every thread gets its own result, even if another thread frees one meanwhile."""
+    """Each thread gets memory of its own, even if another thread frees a result meanwhile."""
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1 << 10)
     wrong = []
 

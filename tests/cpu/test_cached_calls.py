@@ -1,5 +1,6 @@
-"""Test repeated calls on NumPy arrays, each a single library call: other values, outputs and modes, and calls after
-errors.
+"""Test repeated calls on NumPy arrays, which become single calls of the compiled library.
+
+The cached call must be right for other values, outputs and arithmetic modes, and after errors.
 """
 
 from __future__ import annotations
@@ -33,9 +34,7 @@ def empty_call_cache(monkeypatch):
 
 
 def arrays(dtype):
-    """Yield arrays of one shape: ordinary, zero, tiny and large ones, with NaN, with infinities, and ordinary ones
-    again.
-    """
+    """Yield arrays of one shape and dtype but of very different values, so that every cached call meets each kind."""
     x = ordinary(1, SHAPE, dtype)
     yield x
     yield np.zeros(SHAPE, dtype)
@@ -50,8 +49,9 @@ def arrays(dtype):
 
 
 def kept(op):
-    """Return the types of an operation's cached calls: a single library call, or a function that tries the
-    engines.
+    """Return the types of the cached calls of an operation.
+
+    A type is a single library call, or a function that tries one engine after the other.
     """
     return [type(call) for key, call in call_cache._CALLS.items() if key[0] == op]
 
@@ -90,7 +90,7 @@ def check_repeated(x, name, **options):
 
 
 def are_by_library(name):
-    """Return True if every cached call is a single library call, or if the library does not have the recipe."""
+    """Return whether every cached call is a single library call. True also if the library lacks the recipe."""
     kinds = {cached_calls.QuantizeCall, cached_calls.FakeQuantizeCall, cached_calls.DequantizeCall}
     kept = {type(call) for call in call_cache._CALLS.values()}
     return kept == kinds or name not in COVERED or RECIPES[name].fake_rule is not None
@@ -132,7 +132,10 @@ def test_axes_of_three_dimensions(axis):
 
 
 def amaxes(own):
-    """Yield amaxes that a caller may have: other values, types, dtypes and strides, and amaxes without a scale."""
+    """Yield amaxes that a caller may give after `own`, the amax of x.
+
+    They have other values, types, dtypes and strides, or give no scale.
+    """
     for value in (1.0, 6.0, 448 * 6.0, 0.0, 1e-45, 1e-38, 3e38):
         yield np.full_like(own, value)
     spread = np.zeros((2 * own.size,), np.float32)
@@ -193,7 +196,9 @@ def test_an_amax_that_is_written_to_by_its_own_call():
 @pytest.mark.parametrize("value", [0.5, np.nan, np.inf])
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-rowscaled", "int8-modelopt"])
 def test_an_amax_in_the_memory_of_a_result(name, value):
-    """If the library declines a call, the call is done again from the original inputs, so out= must not change them."""
+    """The amax may lie in the memory of out=. If the library declines a call, the amax must still be unchanged for the
+    next engine.
+    """
     x = ordinary(5, SHAPE)
     q = fp4kit.quantize(x, name)
     for part in ("tensor_scale", "tensor_amax"):
@@ -252,7 +257,7 @@ def test_a_call_that_was_right_in_another_mode(changed):
 
 
 def test_scales_of_the_tensor_are_not_kept():
-    """Decoding uses the scales that a Quantized holds at the time of the call."""
+    """A repeated dequantize uses the scales that the Quantized holds now, not those of the first call."""
     q = fp4kit.quantize(ordinary(3, SHAPE), "nvfp4-te")
     for scale in (1.0, 0.5, 0.0, 1e-45, 3e38, np.inf, np.nan):
         for amax in (None, q.tensor_amax, np.float32(7).reshape(())):
@@ -291,7 +296,9 @@ def test_a_wrong_call_after_a_right_one(name):
 
 
 def test_other_kinds_of_arrays_after_a_right_call():
-    """The arrays have the cached call's shape but another dtype, byte order, stride, type or alignment."""
+    """A cached call is not used for arrays of equal shape but with another dtype, byte order, stride, type or
+    alignment.
+    """
     x = ordinary(3, SHAPE)
     expected = fp4kit.quantize(x, "mxfp4-ocp")
     fp4kit.quantize(x, "mxfp4-ocp")

@@ -1,5 +1,6 @@
-"""Test repeated calls on CPU tensors of PyTorch and JAX: the bits, the errors and nearly the time of calls on NumPy
-arrays.
+"""Test repeated calls on CPU tensors of PyTorch and JAX: they give the bits and errors of calls on NumPy arrays.
+
+They take nearly the time of those calls.
 """
 
 import sys
@@ -131,7 +132,7 @@ def test_nan_and_the_specification_go_the_full_way():
 
 
 def python_calls(call, *arguments) -> int:
-    """Return how many Python functions a later call enters."""
+    """Return the number of Python functions that a repeated call enters."""
     call(*arguments), call(*arguments)
     entered: list[str] = []
     sys.setprofile(lambda frame, event, _: entered.append(frame.f_code.co_name) if event == "call" else None)
@@ -143,7 +144,10 @@ def python_calls(call, *arguments) -> int:
 
 
 def test_a_later_call_on_a_tensor_enters_few_functions_more_than_on_an_array():
-    """Each costs about a microsecond; the time itself, 1 to 2 us more, is in the changelog."""
+    """A repeated call on a tensor enters few Python functions, each of which costs about a microsecond.
+
+    Times vary too much for a test; measured, a call on a tensor takes 1 to 2 us more.
+    """
     x = np.ones((4, 64), np.float32)
     t = torch_of(x)
     q, of_tensor = fp4kit.quantize(x, "nvfp4-te"), fp4kit.quantize(t, "nvfp4-te")

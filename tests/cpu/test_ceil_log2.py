@@ -1,4 +1,4 @@
-"""Compare `ceil_float32_log2`, which computes no logarithm, with the rounded float64 logarithm that it replaces."""
+"""Test `ceil_float32_log2`, which needs no logarithm, against the rounded float64 logarithm that it replaces."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ int main(int, char** arguments) {
 
 @pytest.mark.parametrize("step", [61 * 64, *exhaustive([31])])
 def test_ceil_log2_equals_the_rounded_logarithm(step: int, tmp_path: Path) -> None:
-    """Compare positive finite float32 values: every `step`-th, and those beside powers of two."""
+    """Results are equal for every `step`-th positive finite float32 value, and for those next to powers of two."""
     flags = ("-std=c++17", "-O2", "-ffp-contract=off", "-w")
     compiler = Compiler((require_compiler(tmp_path).command[0], *flags))
     compiler.build(PROGRAM, tmp_path / "ceil_log2", SOURCE, RULES)

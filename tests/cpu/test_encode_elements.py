@@ -1,6 +1,6 @@
-"""Test elements at and beside the midpoints of E2M1 for a block's divisor.
+"""Test the codes of elements at and next to midpoints of E2M1, times the divisor of their block.
 
-The engine encodes by multipliers, by reciprocals, or by division for the elements these leave.
+The engine multiplies by a constant or by a reciprocal where that gives the code of a division, and divides otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fp4kit.recipes import RECIPES
 pytestmark = NEEDS_ENGINE
 DIVIDING = ("nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-quark")
 FULL = float(E2M1.max * E4M3.max)
-AWAY = (-2, -1, 0, 1, 2)  # in steps of the dtype
+AWAY = (-2, -1, 0, 1, 2)  # distances from a midpoint, in steps of the dtype
 MOST_ELEMENTS = 1 << 14  # from this number of elements on, the engine uses multipliers
 # With this amax the divisor is 0x1.996664p-12. Three float16 numbers next to 5/4, 5/2 and 5 times it are more than 1
 # ulp of float32 from these midpoints. Still, their product with the rounded reciprocal has another code than the
@@ -35,10 +35,10 @@ def last_significands(amaxes: np.ndarray) -> np.ndarray:
 
 
 def amaxes() -> list[float]:
-    """Return amaxes of 8 bits and more, and special ones.
+    """Return amaxes at which divisors are easy to get wrong, NARROW included, and random ones.
 
-    Some make scales powers of two, or make a divisor 3, 5 or 7 times a power of two or have the largest significand.
-    The last is NARROW.
+    Some have few significant bits. Some make scales powers of two, or make a divisor 3, 5 or 7 times a power of two.
+    Some make a divisor with the largest significand.
     """
     drawn = np.random.default_rng(5)
     many = np.arange(1 << 21, dtype=np.uint32) + np.float32(1.5).view(np.uint32)
@@ -91,8 +91,8 @@ def test_elements_beside_midpoints(dtype):
 
 
 def test_the_narrow_divisor_is_narrow():
-    """For three float16 numbers, the reciprocal of the divisor gives another code than division, so the multiplier must
-    differ from it.
+    """NARROW is as stated above: for three float16 numbers, the reciprocal of its divisor gives another code than
+    division.
     """
     divisor = np.float32(NARROW) / np.float32(FULL)
     assert divisor == np.float32(float.fromhex("0x1.996664p-12"))
@@ -102,5 +102,8 @@ def test_the_narrow_divisor_is_narrow():
 
 
 def test_the_largest_significand_is_tried():
-    """With such a divisor, a product with the reciprocal is on a midpoint although the quotient is not."""
+    """The amaxes include some with a divisor of the largest significand.
+
+    For these, a product with the reciprocal can be on a midpoint although the quotient is not.
+    """
     assert last_significands(np.array(amaxes())).sum() == 2

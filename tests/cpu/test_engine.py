@@ -1,4 +1,4 @@
-"""Test the compiled engine against the specification: every recipe, dtype and view, every operation, option
+"""Test the compiled engine against the specification: every recipe, dtype, memory layout, operation, option
 and output.
 """
 
@@ -29,13 +29,13 @@ PAIRS += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(NAMES))
 
 
 def axes_of(x, r):
-    """Return the axes along which blocks fit."""
+    """Return the axes of x along which whole blocks of the recipe fit."""
     return [axis for axis in range(-1, x.ndim - 1) if x.shape[axis] % r.length_multiple == 0]
 
 
 @pytest.fixture(autouse=True)
 def small_arrays_like_large_ones(monkeypatch):
-    """Use for small arrays the tables that the engine uses for large ones."""
+    """Make the engine use its tables for small arrays, too, which it otherwise does for large ones only."""
     as_large_ones(monkeypatch)
 
 
@@ -52,7 +52,7 @@ def test_every_recipe_is_covered():
     "name", [name for name in COVERED if "mxfp4-fouroversix" not in name]
 )  # their blocks of zeros are NaN
 def test_finite_elements_are_done_by_the_engine(name, monkeypatch):
-    """The engine computes these itself. If it fell back to the specification, comparing the two would prove nothing."""
+    """The engine computes finite elements itself. Otherwise the tests would compare the specification with itself."""
     for dtype, x in X.items():
         x = x[:64, :128]
         with counted(monkeypatch) as shapes:
@@ -133,7 +133,7 @@ def test_every_operation(pair):
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "mxfp4-mlx-cpu"])
 def test_codes_and_scales_with_other_strides(name):
-    """The library reads the bytes of a row from contiguous memory, so other strides must be handled before."""
+    """dequantize accepts codes and scales of any strides, although the library reads only contiguous rows."""
     q = fp4kit.quantize(ordinary(5, (64, 128)), name)
 
     def lies(a):
@@ -168,9 +168,8 @@ def test_hadamard(name, hadamard):
 
 @pytest.mark.parametrize("name", half(NAMES))
 def test_given_amaxes(name):
-    """Amaxes are given for the tensor, for each expert, row or block.
-
-    Zero, subnormal and infinite amaxes stand beside ordinary ones.
+    """Amaxes per tensor, expert, row or block give the specification's bits, zero, subnormal and infinite ones
+    included.
     """
     r, x = RECIPES[name], X[F32][:, :128].reshape(4, 32, 128)
     amaxes = np.array([3.0, 0.0, 1e-45, 3e38], np.float32)
@@ -194,7 +193,7 @@ def test_given_amaxes(name):
 
 @pytest.mark.parametrize("name", half(NAMES))
 def test_outputs_that_are_given(name):
-    """Values go to arrays of any strides, codes and scales to a Quantized. The memory around them is unchanged."""
+    """out= may be an array of any strides, or a Quantized. The memory around it stays unchanged."""
     for x in X.values():
         q = agree(fp4kit.quantize, x, name)
         out = fp4kit.quantize(np.zeros_like(x), name)
@@ -223,7 +222,7 @@ def test_swizzled_scales(name, layout):
 
 SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
 SHARDED = [name for name in SHARDED if not (RECIPES[name].search or RECIPES[name].four_over_six)]
-# First elements and lengths of shards of a matrix (70, 128): inside a row, whole rows, across many rows, the last rows.
+# (first element, length) of shards of a matrix (70, 128): inside a row, whole rows, across many rows, the last rows.
 SHARDS = [
     (0, 8960),
     (0, 5),
@@ -242,7 +241,9 @@ SHARDS = [
 @pytest.mark.parametrize("name", half(SHARDED))
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
 def test_shards(name, dtype):
-    """Shards give block amaxes and codes of their elements. The rest of out is unchanged for any strides."""
+    """A shard gives the block amaxes and codes of its elements, and leaves the rest of out unchanged, for any
+    strides.
+    """
     r, shape = RECIPES[name], (70, 128)
     x = ordinary(5, shape, dtype).reshape(-1)
     amax = SPECIFICATION.apply(fp4kit.partial_amax, x, shape, 0, name)

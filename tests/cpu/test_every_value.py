@@ -1,5 +1,5 @@
-"""Test all finite sets of inputs: every 16-bit element beside every scale byte, and every code with every
-scale byte.
+"""Test all inputs where they are finitely many: every 16-bit element with every scale byte, every code with every scale
+byte.
 """
 
 from __future__ import annotations
@@ -41,13 +41,17 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
 
 
 def anchors(r, dtype):
-    """Return the largest elements of blocks, one for each scale byte that the dtype reaches."""
+    """Return largest elements of blocks that together give each scale byte that the dtype can reach."""
     found = tasks._anchors(r)
     return found[found <= float(ml_dtypes.finfo(dtype).max)]
 
 
 def check_every_value(name, dtype, few):
-    """Compare all 65536 bit patterns, NaN included, in blocks beside each anchor or each `few`-th anchor."""
+    """Assert that the engine agrees with the specification for all 65536 bit patterns of a 16-bit dtype.
+
+    few: 1 to try them, NaN included, in blocks with each anchor as largest element; n to try finite ones with each n-th
+        anchor.
+    """
     r = RECIPES[name]
     held = r.block_size - 1
     rows = -(-(1 << 16) // held // r.block_rows) * r.block_rows
@@ -92,7 +96,10 @@ def test_every_value_of_16_bits_without_blocks(name, dtype):
     "name", by_default(("nvfp4-te", "mxfp8-te-e5m2", "int4-qat", "fp8-modelopt-channel"), WITH_CODES)
 )
 def test_every_code_under_every_scale_and_attacking_tensor_scales(name, tables_from, monkeypatch):
-    """NaN patterns are included. An amax of -1 stands for a tensor scale that no amax gives."""
+    """Every code decodes correctly under every scale byte, NaN included, and under unusual tensor scales.
+
+    An amax of -1 stands for a tensor scale that no amax gives.
+    """
     monkeypatch.setattr(dequantize, "TABLES_FROM", tables_from)
     r = RECIPES[name]
     stored, scales, length = every_code(r)
@@ -112,7 +119,10 @@ OF_A_BYTE = [name for name in WITH_CODES if RECIPES[name].element.bits > 4 and R
 
 @pytest.mark.parametrize("name", by_default(("mxfp8-te", "mxfp8-te-e5m2", "mxfp6-torchao-floor-e2m3"), OF_A_BYTE))
 def test_every_finite_code_under_every_scale(name):
-    """Use one matrix per code, because a NaN would make the whole matrix fall back to the specification."""
+    """Every finite code decodes correctly under every scale.
+
+    Each code has a matrix of its own, because a NaN makes a whole matrix fall back to the specification.
+    """
     r = RECIPES[name]
     stored, scales, length = every_code(r)
     finite = np.where(np.isfinite(value_of(stored, r.element)), stored, 0).astype(np.uint8)
@@ -129,8 +139,9 @@ ATTACKS = (1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-38, 1e-45, 3e38, 0.3, -1, 7e-
 
 
 def every_code(r):
-    """Return packed codes and scale codes of a matrix with all codes per row and one scale code per row; and its
-    columns.
+    """Return (packed codes, scale codes, number of columns) of a matrix with all codes in each row.
+
+    Each row has one scale code.
     """
     count = 1 << r.element.packing.stored_bits
     length = -(-count // r.block_size) * r.block_size if r.block else count

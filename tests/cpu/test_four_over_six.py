@@ -1,5 +1,5 @@
-"""Test 4over6 in the compiled engine against the specification: blocks at every edge of the choice between
-two scales.
+"""Test 4over6 in the compiled engine against the specification, on blocks at every edge of the choice between two
+scales.
 """
 
 from __future__ import annotations
@@ -36,13 +36,14 @@ def small_arrays(monkeypatch):
 
 
 def few_values():
-    """Return multiples of a quarter: the two errors of a block are often equal or differ only by the order of sums."""
+    """Return blocks of multiples of 1/4, whose two errors are often equal or differ only by the order of sums."""
     return np.round(np.random.default_rng(0).standard_normal((48, 512)) * 4) / 4
 
 
 def amaxes_at_limits(scale_max):
-    """Return blocks whose scale, at 6 or at 4, is at or beside an E4M3 number, midpoint or limit if the tensor scale is
-    1.
+    """Return blocks whose scale is at or next to an E4M3 number, a midpoint or a limit, for a tensor scale of 1.
+
+    The scale is that of the largest element becoming 6, or becoming 4.
     """
     rng, blocks = np.random.default_rng(1), (24, 32)
     sixths = np.concatenate([E4M3.magnitudes, E4M3.midpoints, [scale_max, 480.0, 2.0**-10, 2.0**-11]]).astype(
@@ -76,7 +77,10 @@ def blocks_of(name):
 
 
 def test_errors_and_products_that_are_subnormal():
-    """Errors and products are flushed or not, as the recipe says. Some factors are near or above the largest number."""
+    """Subnormal errors and products are flushed or not, as the recipe says.
+
+    Some factors are near or above the largest float32.
+    """
     rng = np.random.default_rng(6)
     for least, most, amax in ((-126, -114, -114), (-124, -116, -114), (-149, -120, -122), (-149, -124, -126)):
         x = rng.standard_normal((32, 16, 16)) * np.exp2(rng.integers(least, most, (32, 16, 1)))
@@ -86,7 +90,10 @@ def test_errors_and_products_that_are_subnormal():
 
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_every_kind_of_block(pair):
-    """Use the tensor's own amax, an amax with a scale of 1, and amaxes whose factors are zero or infinite."""
+    """Engine and specification agree on every kind of block, under several tensor amaxes.
+
+    These are the tensor's own amax, one with a scale of 1, and ones whose factors are zero or infinite.
+    """
     name, dtype = pair
     with np.errstate(all="ignore"):
         top = float(ml_dtypes.finfo(dtype).max)
@@ -102,7 +109,7 @@ def test_every_kind_of_block(pair):
 
 
 def test_the_engine_does_not_fall_back(monkeypatch):
-    """The engine falls back to the specification neither for ordinary blocks, nor for zeros, nor for given codes."""
+    """The engine quantizes ordinary blocks and zeros without the specification, also under given scales."""
     for name in NAMES:
         with counted(monkeypatch) as shapes:
             for x in (few_values(), amaxes_at_limits(448), signed_zeros()):
@@ -112,7 +119,7 @@ def test_the_engine_does_not_fall_back(monkeypatch):
 
 
 def test_the_first_scale_wins_for_equal_errors():
-    """12 is 6 * 2 and 4 * 3, so both scales are exact."""
+    """If both scales are exact, the first is chosen: 12 is 6 * 2 and 4 * 3."""
     x = np.random.default_rng(4).choice(np.float32([-12, 0, 12]), (16, 512))
     x[:, ::16] = 12
     for name in NAMES:
@@ -121,7 +128,7 @@ def test_the_first_scale_wins_for_equal_errors():
 
 
 def turning_points(r):
-    """Return blocks at and beside the point where the choice turns from the first scale to the second."""
+    """Return blocks at and next to the point where the choice changes from the first scale to the second."""
     rng, high = np.random.default_rng(5), r.block_rows
 
     def fours(blocks):
@@ -146,8 +153,8 @@ def turning_points(r):
     )
 
 
-# Every run takes these recipes. They cover all orders of sums: one row and 16 rows, in order and in lanes, and a
-# tree of few rows.
+# The recipes of every run. They include all orders in which errors are summed: one row and 16 rows, in order and in
+# SIMD lanes, and a tree of few rows.
 TURNS = ["nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix-mae"]
 TALL = [("nvfp4-fouroversix", 16), ("nvfp4-fouroversix-mae", 4), ("nvfp4-flashinfer-4over6-mae-448", 2)]
 
@@ -175,7 +182,7 @@ def test_the_order_of_other_sums(name):
 @pytest.mark.parametrize("name", half(ONE_ROW))
 @pytest.mark.parametrize("rows", [2, 4, 8, 16])
 def test_blocks_of_several_rows(name, rows):
-    """Errors of rows are combined as the recipe says. The last row of blocks has fewer rows."""
+    """Errors of several rows are summed as the recipe says, also in the last row of blocks, which has fewer rows."""
     r = replace(RECIPES[name], block=(rows, 16))
     assert covered(r)
     for height in (1, rows - 1, rows, 3 * rows + 1, 48):

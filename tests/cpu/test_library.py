@@ -1,5 +1,6 @@
-"""Test the compiled library: every processor level gives the same bytes, and a missing or stale library is
-not fatal.
+"""Test the compiled library: all processor levels give equal bytes.
+
+If the library is missing or stale, the specification is used instead.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-
 
 @contextmanager
 def using(monkeypatch, library):
-    """Use another library in place of this processor's, with an empty call cache."""
+    """Use `library` in place of the library of this processor, with an empty call cache."""
     with monkeypatch.context() as patch:
         for module in HOLDERS:
             if hasattr(module, "library"):
@@ -58,7 +59,7 @@ def using(monkeypatch, library):
 
 
 def library_of(level):
-    """Return the library of a level; skip if there is none or this processor does not have the level."""
+    """Return the library of a processor level. Skip the test if there is none or this processor lacks the level."""
     best = native.library()
     if best.functions is None or LEVELS.index(level) > LEVELS.index(best.level):
         pytest.skip(f"this processor is not one of {level}")
@@ -101,7 +102,7 @@ def test_levels_give_the_same_bytes(name, level, monkeypatch):
 
 @NEEDS_ENGINE
 def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
-    """Otherwise the comparison of levels would prove nothing, because another library might do the work."""
+    """A call uses the chosen library. Otherwise the comparison of levels would compare one library with itself."""
     seen, right = [], native.library().functions
 
     class Spy:
@@ -120,7 +121,7 @@ def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
 
 
 def works_without(monkeypatch, reason, warns=False):
-    """Assert that library() finds none for this reason, and that the specification does every kind of call."""
+    """Assert that no library is found for the given reason, and that the specification makes every kind of call."""
     native.library.cache_clear()
     monkeypatch.setattr(native, "_warned", [])
     try:
@@ -160,7 +161,7 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
 
 @contextmanager
 def installed_levels(monkeypatch, folder, levels, stale=()):
-    """Imitate an installation with the libraries of these levels only, some of them stale."""
+    """Simulate an installation that has the libraries of the given levels only; those in `stale` are out of date."""
     for level in levels:
         (path,) = (path for path in native_folder().glob(f"_{level}.*") if path.suffix in (".so", ".dylib"))
         shutil.copy(path, folder / path.name)

@@ -1,6 +1,4 @@
-"""Test processes, interrupts and memory: forks have their own threads, Ctrl-C is noticed between two calls, temporaries
-are small.
-"""
+"""Test the engine's threads over forks, Ctrl-C during long calls, and the memory that calls take temporarily."""
 
 from __future__ import annotations
 
@@ -28,7 +26,7 @@ pytestmark = NEEDS_ENGINE
 
 
 def large(seed=0):
-    """Return enough elements for several threads."""
+    """Return an array with enough elements for several threads."""
     return ordinary(seed, (256, 4096))
 
 
@@ -68,7 +66,9 @@ for _ in range(3):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_has_threads_of_its_own():
-    """The pool was used before the fork; child, grandchild and parent all continue."""
+    """After a fork, child, grandchild and parent all compute on several threads, although the parent's threads are not
+    copied.
+    """
     found = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["0"] * 3, found.stderr
 
@@ -136,7 +136,9 @@ print(*(one.exitcode for one in children))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_process_that_is_forked_while_threads_compute():
-    """If a lock were held over a fork, the child would wait for it forever."""
+    """A process that is forked during a call can compute. If a lock were held over the fork, the child would wait
+    forever.
+    """
     found = subprocess.run([sys.executable, "-c", UNDER_LOAD], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["0"] * 20, found.stderr
 
@@ -159,8 +161,9 @@ print(*set(sys.modules) - before)
 
 
 def test_calls_import_nothing():
-    """If a process is forked while another thread imports a module, importing that module in the child waits
-    forever.
+    """Calls import no module.
+
+    A process that is forked while another thread imports a module would wait forever in its own import of that module.
     """
     found = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=120)
     assert (found.stdout.split(), found.stderr) == ([], "")
@@ -179,9 +182,7 @@ def test_processes_of_multiprocessing(method):
 
 @pytest.fixture
 def interruptible():
-    """Let Ctrl-C raise KeyboardInterrupt even if a shell started the tests in the background with the signal
-    ignored.
-    """
+    """Make Ctrl-C raise KeyboardInterrupt, which a shell may have disabled for tests in the background."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -189,7 +190,7 @@ def interruptible():
 
 @pytest.mark.parametrize("function", ["quantize", "dequantize", "amax", "fake_quantize", "search_scales"])
 def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
-    """The call ends between two calls of the library; the next call of fp4kit works as usual."""
+    """Ctrl-C ends a long call between two calls of the library, and the next call of fp4kit works."""
     x = large()
     q = fp4kit.quantize(x, "nvfp4-te", tensor_amax=4.0)
     call = {
@@ -213,7 +214,7 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
 
 
 def interrupted_at(patch, number):
-    """Send SIGINT during the library's `number`-th call; yield the list of its calls so far."""
+    """Send SIGINT during the library's call with number `number`; yield the list of its calls so far."""
     functions, level, _ = native.library()
     calls = []
 
@@ -246,7 +247,7 @@ while True:
 
 
 def test_an_interrupt_from_outside():
-    """A process that computes forever notices Ctrl-C."""
+    """A process that calls fp4kit in an endless loop ends at Ctrl-C from outside."""
     process = subprocess.Popen(
         [sys.executable, "-c", ENDLESS], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
@@ -267,7 +268,7 @@ SIZE = 256 << 20  # bytes of the input
 )
 @pytest.mark.parametrize("kind", ["whole", *exhaustive(["transposed"])])
 def test_temporaries_are_small(name, kind):
-    """Temporaries take at most 64 MiB beside the result, whatever the size of x."""
+    """A call allocates at most 64 MiB beside its result, whatever the size of x."""
     x = np.broadcast_to(ordinary(0, (1, 4096)), (SIZE // 4 // 4096, 4096)).copy()
     x = x.T if kind == "transposed" else x
     q = fp4kit.quantize(x, name)
@@ -281,7 +282,7 @@ def test_temporaries_are_small(name, kind):
 
 
 def temporaries(call):
-    """Return the peak of bytes that a call allocates beside its result."""
+    """Return the peak number of bytes that a call allocates beside its result."""
     tracemalloc.start()
     try:
         result = call()

@@ -1,4 +1,6 @@
-"""Run the compiled engine under sanitizers for addresses, undefined behavior, and data races between its threads."""
+"""Run the compiled engine under sanitizers that find wrong addresses, undefined behavior, and data races between
+threads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from fp4kit.cpu import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = str(ROOT / "tests" / "support")
-# The flags of setup.py that change results. Optimization is low, so that the sanitizer checks the code as written.
+# The flags of setup.py that affect results. Optimization is low, so that the sanitizer checks the code as it is
+# written.
 FLAGS = (
     "-std=c++17",
     "-O1",
@@ -33,7 +36,7 @@ OPTIONS = {
     "UBSAN_OPTIONS": "print_stacktrace=1",
     "TSAN_OPTIONS": "halt_on_error=1:report_signal_unsafe=0",
 }
-# Drawn calls and all operations, with usual and small tiles, on several threads.
+# A program that makes random calls and calls of all operations, with usual and small tiles, on several threads.
 WORK = """
 import sys
 sys.path.insert(0, {tests!r})

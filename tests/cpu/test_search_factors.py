@@ -1,4 +1,4 @@
-"""Test the compiled engine's search of multiples of a block's amax against the specification, which tries every
+"""Test the compiled engine's search for a multiple of the block amax against the specification, which tries every
 candidate.
 """
 
@@ -24,7 +24,7 @@ NAMES = [NVFP4, MXFP4]
 
 
 def agree(x: np.ndarray, recipe, **options) -> None:
-    """Assert that quantize gives the same result by the library and by the specification."""
+    """Assert that quantize gives equal results by the compiled engine and by the specification."""
     with fp4kit.specification():
         expected = fp4kit.quantize(x, recipe, **options)
     assert_equal(fp4kit.quantize(x, recipe, **options), expected)
@@ -50,7 +50,9 @@ def test_the_order_of_a_sum_decides() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes(name) -> None:
-    """Try arrays wider than a tile, rows of one block, views, stacks with an amax per matrix, and empty arrays."""
+    """Results agree for arrays wider than a tile, rows of one block, views, stacks with an amax per matrix, and empty
+    arrays.
+    """
     for shape in ((3, 4160), (70, 32), (1, 64), (2, 3, 8, 64), (0, 64)):
         agree(ordinary(2, shape), name)
     agree(ordinary(3, (64, 256))[::2, 64:192], name)
@@ -60,7 +62,9 @@ def test_shapes(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_variants(name) -> None:
-    """Vary tensor scales per row, elements and scale rules, and use blocks that the library does not search."""
+    """Results agree for tensor scales per row, other elements and scale rules, and blocks that the library does not
+    search.
+    """
     r = RECIPES[name]
     variants = [{"block": (1, 64)}, {"sign": "signbit"}, {"amax_nan": "ignore"}, {"rounding": "rnz"}]
     variants += (
@@ -73,7 +77,7 @@ def test_variants(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_nonfinite_units_fall_back(name, monkeypatch) -> None:
-    """Only units with NaN or infinity fall back to the specification."""
+    """The engine leaves only units of work with NaN or infinity to the specification."""
     left, own = [], specification.search_matrix
     monkeypatch.setattr(
         specification, "search_matrix", lambda x, *rest, **given: (left.append(len(x)), own(x, *rest, **given))

@@ -1,5 +1,6 @@
-"""Test the compiled engine's search of block scales against the specification, and the search by bounds against all
-candidates.
+"""Test the compiled engine's search for block scales against the specification.
+
+The search by bounds must equal the search that tries all candidates.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def test_candidates(recipe, candidates):
 
 @pytest.mark.parametrize("weight", [1e-45, 1e-40, 1e-38, 2.0**-60, 2.0**60, 1e38])
 def test_weights_far_from_1(weight):
-    """Squares of the losses underflow or overflow."""
+    """Results agree for weights with which squares of the losses underflow or overflow."""
     x = finite(np.float32, 4)
     for amax in (1e-6, 4.0, 1e9):
         scaled = (x * np.float32(amax)).astype(np.float32)
@@ -109,7 +110,9 @@ OBJECTIVES = ("p2.4", "mae", "max", "p3", "p16", "p1.0001")
 @pytest.mark.parametrize("objective", half(OBJECTIVES))
 @pytest.mark.parametrize("side", ["", "weights with zeros"])
 def test_objectives(objective, side, monkeypatch):
-    """The library does the search. Some losses are zero, infinite or NaN, and some blocks have several rows."""
+    """The library searches for every objective. Some losses are zero, infinite or NaN, and some blocks have several
+    rows.
+    """
     given = SIDES[side] | {"objective": objective}
     for dtype, amax in ((np.float32, 4.0), (BF16, 1e-12), (np.float16, 0.03)):
         agree(fp4kit.search_scales, searched_blocks(dtype)[:64], STATIC, tensor_amax=amax, **given)
@@ -150,7 +153,7 @@ def test_views(view):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 15, 16, 17, 33])
 def test_every_number_of_rows_and_columns(rows):
-    """Groups of sixteen blocks may end in the middle of a row, and a group may be empty."""
+    """Results agree for every shape: a group of sixteen blocks may end in the middle of a row, or be empty."""
     for columns in (16, 48, 272):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
 
@@ -159,7 +162,7 @@ def test_every_number_of_rows_and_columns(rows):
 
 
 def test_the_engine_does_it(monkeypatch):
-    """The specification is not used. If it were, comparing the two would prove nothing."""
+    """The engine searches without the specification. Otherwise the tests would compare it with itself."""
     monkeypatch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))
     for side in SIDES.values():
         fp4kit.search_scales(searched_blocks(BF16), STATIC, tensor_amax=4.0, candidates="near", **side)
@@ -174,7 +177,7 @@ def test_near_codes_that_the_library_has_not():
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_in_small_tiles(view, small_tiles):
-    """Weights and Hessians are matched to their columns."""
+    """Each column gets its own weight and Hessian, whatever the tiles and the memory layout."""
     x = cut(VIEWS[view](ordinary(6, (128, 256))))
     for axis in range(-1, x.ndim - 1):
         K = x.shape[axis]
@@ -200,8 +203,9 @@ def test_any_number_of_threads():
 
 
 def by_bounds_and_all(x, amax, **options) -> float:
-    """Assert that the search by bounds gives the bits of the full search; return the share of blocks that the bounds
-    left open.
+    """Assert that the search by bounds gives the bits of the full search.
+
+    Return the share of blocks that the bounds did not decide.
     """
     search = search_call("search_scales", x, STATIC, -1, amax, SearchRequest(**options))
     found, unproven = [], np.zeros((2, 1), np.uint64)
@@ -224,9 +228,10 @@ def test_bounds_against_all_candidates(blocks):
 
 
 def test_blocks_near_ties_are_not_proven():
-    """Elements of 1/4 of a scale are ties; all others also fit twice the scale.
+    """Bounds must not decide blocks near ties.
 
-    Both scales lose the same if ties are computed right.
+    Elements of 1/4 of a scale are ties, and all others also fit twice the scale. Both scales lose equally if ties are
+    computed right.
     """
     rng = np.random.default_rng(3)
     scales = decode(rng.integers(16, 100, (2000, 1, 1), np.uint8), E4M3)
@@ -273,7 +278,10 @@ def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_quantize_searches(dtype, monkeypatch):
-    """The library searches for values, columns and experts. If x is transformed first, the specification does."""
+    """For recipes with a search, the library searches values, columns and experts.
+
+    If x is transformed first, the specification does.
+    """
     x, others = finite(dtype), searched_blocks(dtype)
     with monkeypatch.context() as patch:
         patch.setattr(searching.specification, "losses", lambda *arguments: pytest.fail("by the specification"))

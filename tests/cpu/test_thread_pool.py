@@ -1,5 +1,6 @@
-"""Test threads of the compiled engine: any number gives the same bytes, from many Python threads and in any arithmetic
-mode.
+"""Test the threads of the compiled engine: any number of them gives equal bytes.
+
+This holds for calls from many Python threads and in any arithmetic mode.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ FEW = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 
 @pytest.fixture
 def default_threads(monkeypatch):
-    """Let a test set the number of threads of the process."""
+    """Set the process's default to 3 threads. A test may change it; the default of before comes back afterwards."""
     monkeypatch.setattr(library, "_default", [3])
 
 
@@ -72,7 +73,7 @@ def test_numbers_of_threads(default_threads):
 
 
 def seen_threads(monkeypatch):
-    """Record the number of threads of every later call of the library."""
+    """Return a list that collects the number of threads of every library call from now on."""
     seen, right = [], library.threads_for
     for module in (encode, dequantize, cached_calls):
         monkeypatch.setattr(
@@ -82,7 +83,7 @@ def seen_threads(monkeypatch):
 
 
 def test_threads_of_one_call(default_threads, monkeypatch):
-    """`threads=` applies to one call, first or repeated; before and after it the default applies."""
+    """`threads=` applies to one call, first or repeated. Before and after that call, the default applies."""
     monkeypatch.setattr(library, "QUICK_FACTOR", 1)
     x, seen = large(), seen_threads(monkeypatch)
     q = fp4kit.quantize(x, "mxfp4-ocp")
@@ -173,7 +174,7 @@ def test_many_python_threads_at_once():
 @NEEDS_ENVIRONMENT
 @pytest.mark.parametrize("changed", BITS)
 def test_modes_of_the_calling_thread(changed):
-    """The mode of the calling thread changes nothing.
+    """Results do not depend on the arithmetic mode of the calling thread.
 
     The pool's threads may have been started before or in this mode.
     """

@@ -1,4 +1,4 @@
-"""Test how the CPU engine cuts matrices into slabs, tiles, panels and threads, and tiles that need the fallback."""
+"""Test how the CPU engine divides matrices into slabs, tiles, panels and threads, and that special tiles fall back."""
 
 from __future__ import annotations
 
@@ -41,7 +41,10 @@ def small_tiles(monkeypatch):
 )
 @pytest.mark.parametrize("blocks", [(1, 1), (3, 5), (70, 1), (5, 300)])
 def test_tiles_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypatch):
-    """Tiles consist of whole blocks except in the last rows, and are limited in size to a tile or one row of panels."""
+    """Tiles cover a matrix exactly once.
+
+    They consist of whole blocks except in the last rows, and are at most a tile or one row of panels.
+    """
     monkeypatch.setattr(encode, "ELEMENTS_PER_CALL", 1 << 14)
     M, K = blocks[0] * block_rows - (block_rows > 1), blocks[1] * block
     tiles = Tiles.of(np.broadcast_to(np.float32(0), (M, K)), block, block_rows, gathered)
@@ -60,7 +63,10 @@ def test_tiles_cover_a_matrix_once(block, block_rows, blocks, gathered, monkeypa
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", by_default(PANELS, dict.fromkeys((*PANELS, *COVERED[::3]))))
 def test_rows_of_several_panels(name, dtype):
-    """A panel has at most 2048 columns, and the last one fewer. One array has an infinity in the second panel."""
+    """Rows that are divided into panels of 2048 columns, with a shorter last one, give the specification's bits.
+
+    One array has an infinity in the second panel.
+    """
     x = ordinary(8, (20, 2 * 2048 + 128), dtype)
     for special in (False, True):
         if special:
@@ -75,7 +81,7 @@ def test_rows_of_several_panels(name, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", by_default(PANELS, dict.fromkeys((*PANELS, *COVERED[1::3]))))
 def test_rows_that_follow_each_other_are_one(name, dtype):
-    """If short rows are contiguous, tiles are panels across several rows.
+    """Short contiguous rows are processed together, as panels across several rows, with the specification's bits.
 
     One tile holds an infinity; some rows are not contiguous.
     """
@@ -126,7 +132,10 @@ def test_every_operation_in_small_tiles(name, small_tiles):
     "name", by_default(("nvfp4-te", "mxfp8-te-2d"), [name for name in STOCHASTIC if name in COVERED])
 )
 def test_random_bytes_follow_their_elements(name, small_tiles):
-    """Each tile takes the random bytes of its own place, from a stream or an array, for stacks and along both axes."""
+    """Stochastic rounding uses the random byte of each element's place, whatever the tiles.
+
+    Bytes come from a stream or an array, for stacks and along both axes.
+    """
     x = ordinary(7, (2, 64, 256))
     random = np.random.default_rng(3).integers(0, 256, x.shape, np.uint8)
     for axis, seed in ((-1, 2**63 + 5), (-1, random), (-2, 0), (-2, random)):
@@ -168,7 +177,7 @@ SPECIAL = {
 
 @pytest.mark.parametrize("name", EIGHTH)
 def test_a_special_element_in_one_tile(name, small_tiles, monkeypatch):
-    """Only the tile with the special element falls back to the specification if needed; every byte is right."""
+    """Only the tile with a special element falls back to the specification, if at all; every byte is right."""
     r = RECIPES[name]
     for special, value in SPECIAL.items():
         x = ordinary(2, (64, 256))
@@ -187,7 +196,9 @@ def test_a_special_element_in_one_tile(name, small_tiles, monkeypatch):
 @pytest.mark.parametrize("name", EIGHTH)
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
 def test_factors_of_no_use_in_some_tiles(name, dtype, small_tiles):
-    """Blocks of zeros, subnormals and largest values stand alone or beside ordinary ones, with many tensor amaxes."""
+    """Blocks of zeros, subnormals and largest values are right, alone or beside ordinary ones, for many
+    tensor amaxes.
+    """
     r = RECIPES[name]
     top = float(np.finfo(np.float32).max) if dtype == np.float32 else 3.38e38
     rng = np.random.default_rng(0)
