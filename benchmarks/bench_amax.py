@@ -14,7 +14,7 @@ from fp4kit.evidence.testing import assert_same_bits
 
 
 def run(bench: Bench) -> None:
-    """Time amax and add one row per kind of amax and dtype. The minimum traffic is one read of x."""
+    """Time amax and add one row to `bench` per kind of amax and dtype. The minimum traffic is one read of x."""
     for dtype in (F32, F16, BF16):
         x = bench.normal(dtype)
         bits = f"i{dtype.itemsize}"

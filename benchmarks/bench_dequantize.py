@@ -34,7 +34,7 @@ def _rows_of(q: fp4kit.Quantized, part: slice, dtype: object) -> object:
 
 
 def run(bench: Bench) -> None:
-    """Time dequantize and add one row per recipe and output dtype."""
+    """Time dequantize and add one row to `bench` per recipe and output dtype."""
     for recipe in RECIPES:
         q = fp4kit.quantize(bench.normal(BF16), recipe)
         for dtype in (BF16, F32):

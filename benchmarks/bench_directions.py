@@ -16,8 +16,8 @@ IN_BOTH = {"nvfp4-te-2d": COLUMNWISE, "nvfp4-te": BOTH, "mxfp4-ocp": BOTH, "mxfp
 
 
 def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = False) -> None:
-    """Time quantize_both with the tensor amax given, and add its row. The call reads x once. If `hadamard` is true,
-    columns are transformed before they are quantized.
+    """Time quantize_both with the tensor amax given, and add its row to `bench`. The call reads x once. If `hadamard`
+    is true, columns are transformed before they are quantized.
     """
     amax = {"tensor_amax": fp4kit.amax(x)} if fp4kit.recipe(recipe).tensor_scaling == "tensor" else {}
     for q, options in zip(
@@ -30,7 +30,7 @@ def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = Fals
 
 
 def run(bench: Bench) -> None:
-    """Time the calls and add their rows. Every input is bfloat16, and the tensor amax is given."""
+    """Time the calls and add their rows to `bench`. Every input is bfloat16, and the tensor amax is given."""
     x = bench.normal(BF16)
     _, call = prepared(x, "nvfp4-te-2d")
     bench.row("quantize 16x16, amax given", "nvfp4-te-2d", x, traffic("nvfp4-te-2d", x), call, target=COLUMNWISE)

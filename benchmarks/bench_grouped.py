@@ -90,8 +90,8 @@ def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> Non
 
 
 def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop) -> None:
-    """Time a GroupedPlan with given amaxes and add its row: fake_quantize if `fake` is true, else quantize. For recipes
-    of WITH_AMAX, also add a row with computed amaxes.
+    """Time a GroupedPlan with given amaxes and add its row to `bench`: fake_quantize if `fake` is true, else quantize.
+    For recipes of WITH_AMAX, also add a row with computed amaxes.
     """
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
@@ -114,8 +114,8 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
 
 
 def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call, traffic: Traffic) -> None:
-    """Time a grouped call that computes the amaxes, and add its row. It is compared with a single call on the
-    concatenated tensors. Each takes two launches.
+    """Time a grouped call that computes the amaxes, and add its row to `bench`. It is compared with a single call on
+    the concatenated tensors. Each takes two launches.
     """
     single = fp4kit.fake_quantize if name.startswith("fake") else fp4kit.quantize
     one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).median, AT_MOST)
@@ -124,7 +124,7 @@ def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Ca
 
 
 def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
-    """Time grouped amaxes and add their row, compared with one amax of the concatenated tensors."""
+    """Time grouped amaxes and add their row to `bench`, compared with one amax of the concatenated tensors."""
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt")
     for i, amax in enumerate(plan.amax()):
         assert_same_bits(amax.get(), fp4kit.amax(tensors.xs[i]).get(), f"amax of {i}")
@@ -133,7 +133,9 @@ def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
 
 
 def clipped(bench: Bench, tensors: Tensors) -> None:
-    """Time the grouped backward pass with a clip mask, and add its row. The gradient is zero where x is clipped."""
+    """Time the grouped backward pass with a clip mask, and add its row to `bench`. The gradient is zero where x is
+    clipped.
+    """
     whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole) / 2
     grads = tensors.parts(grad)
     plan = fp4kit.GroupedPlan(tensors.xs, "fp8-modelopt", tensor_amax=[amax] * len(tensors.xs))
@@ -151,8 +153,8 @@ def clipped(bench: Bench, tensors: Tensors) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Time grouped calls on the host and add their rows. The time does not depend on the sizes of the tensors. A call
-    that computes amaxes makes two launches.
+    """Time grouped calls on the host and add their rows to `bench`. The time does not depend on the sizes of the
+    tensors. A call that computes amaxes makes two launches.
     """
     tensors = Tensors(bench, STEP, False, (16, EXPERT[1]))
     for recipe in (*FAKE, CODES[0]):
@@ -163,8 +165,8 @@ def host(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Time all grouped calls and add their rows. Experts of equal sizes come last, because by then Model-Optimizer's
-    extensions have been compiled in the background.
+    """Time all grouped calls and add their rows to `bench`. Experts of equal sizes come last, because by then
+    Model-Optimizer's extensions have been compiled in the background.
     """
     loop = Loop(bench)
     host(bench)

@@ -14,7 +14,9 @@ TARGET = 0.93
 
 
 def run(bench: Bench) -> None:
-    """Time the calls and add a row for each, for codes of shape (size, size) and block scales of the same shape."""
+    """Time the calls and add a row to `bench` for each, for codes of shape (size, size) and block scales of the same
+    shape.
+    """
     codes = (bench.normal(np.int8) & np.int8(15)).view(np.uint8)
     packed = fp4kit.pack(codes)
     check_rows(packed, lambda rows: layouts.pack(codes[rows].get()), "packed codes")

@@ -63,7 +63,7 @@ def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Cal
 
 
 def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> BenchmarkRow:
-    """Time quantize with the tensor amax given, add its row, and return the row."""
+    """Time quantize with the tensor amax given, add its row to `bench`, and return the row."""
     q, call = prepared(x, recipe)
     others = peers.quantize_mx(bench, x, recipe)
     if recipe == "nvfp4-torchao":
@@ -80,7 +80,9 @@ def traffic(recipe: str, x: Any) -> Any:
 
 
 def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
-    """Time quantize without a given amax, and add its row. The call reads x twice: for the amax, then for the codes."""
+    """Time quantize without a given amax, and add its row to `bench`. The call reads x twice: for the amax, then for
+    the codes.
+    """
     q = fp4kit.quantize(x, recipe)
     others = {}
     if recipe == "nvfp4-torchao":
@@ -94,8 +96,8 @@ def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Time the calls of all recipes and add their rows. Calls are grouped by dtype so that only one large input is in
-    memory at a time.
+    """Time the calls of all recipes and add their rows to `bench`. Calls are grouped by dtype so that only one large
+    input is in memory at a time.
     """
     for dtype in (F32, F16):
         for recipe, target in EVERY_DTYPE.items():

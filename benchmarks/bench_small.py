@@ -68,7 +68,7 @@ def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]
 
 
 def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
-    """Time all calls on x, an array of `library`, on the host, and add their rows with the target `target_us`.
+    """Time all calls on x, an array of `library`, on the host. Add their rows, with the target `target_us`, to `bench`.
 
     If the library is torch, x * 2 is timed too, so that the record shows how fast the host was.
     """
@@ -84,7 +84,7 @@ def host_times(bench: Bench, x: Any, library: str, target_us: float) -> None:
 
 
 def from_child(bench: Bench) -> None:
-    """Run print_in_torch in a new process, and add the rows that it prints."""
+    """Run print_in_torch in a new process, and add the rows that it prints to `bench`."""
     code = CHILD.format(folder=str(Path(__file__).parent), repeat=bench.repeat)
     printed = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, check=True).stdout
     for record in json.loads(printed.splitlines()[-1]):
@@ -100,7 +100,9 @@ def print_in_torch(repeat: int) -> None:
 
 
 def in_torch(bench: Bench) -> None:
-    """Time calls on a torch tensor on the host and add their rows. Does nothing if torch is not installed."""
+    """Time calls on a torch tensor on the host and add their rows to `bench`. Does nothing if torch is not
+    installed.
+    """
     try:
         import torch
     except ImportError:

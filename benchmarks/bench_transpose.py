@@ -61,8 +61,8 @@ def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
 
 
 def run(bench: Bench) -> None:
-    """Time transpose and add the rows: NVFP4 and MXFP8 with square blocks in each scale layout, and a stack of
-    experts.
+    """Time transpose and add the rows to `bench`: NVFP4 and MXFP8 with square blocks in each scale layout, and a stack
+    of experts.
     """
     x = bench.normal(BF16)
     for recipe in ("nvfp4-te-2d", "mxfp8-te-2d"):

@@ -54,13 +54,13 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
         _rate_bar("quantize bf16", quantize, 2, loops.get("two passes")),
         _rate_bar("quantize bf16, the goal", quantize, 5, loops.get("two passes")),
         _rate_bar("dequantize to bf16", dequantize, 5, loops.get("expand")),
-        _least(
+        _at_least(
             "times faster than the specification, every row, noise 5%",
             0.95,
             [(row, row.ratio("specification", "all")) for row in rows],
         ),
         _sweep_bar(sweep),
-        _least(
+        _at_least(
             "times faster than the fastest other library",
             5,
             [(row, (row.fastest_peer or (0, None))[1]) for row in seven],
@@ -68,12 +68,12 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
         *(_ggml_bar(of["ggml"], name, least) for name, least in (("quantize", 2), ("dequantize", 1))),
         _rate_bar("one thread, quantize bf16, 55% of the bar for all threads", quantize, 0.55 * 2, None, "one"),
         _rate_bar("one thread, dequantize to bf16, 55% of the bar for all threads", dequantize, 0.55 * 5, None, "one"),
-        _least(
+        _at_least(
             "rate of one thread over all, quantize and dequantize",
             0.55,
             [(row, row.ratio("all", "one")) for row in seven],
         ),
-        _most("small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
+        _at_most("small call, us", 60, [(row, max(us.median for us in _ours(row))) for row in of["small"]]),
         _linear_bar(of["sizes"], "all", "loop", 1 << 30, ""),
         _linear_bar(of["sizes"], "all into", "loop into", 1 << 25, " into preallocated memory"),
     ]
@@ -94,15 +94,17 @@ def _rate_bar(text: str, rows: list[CpuRow], least: float, loop: float | None, t
 
     Args:
         text: the first words of the bar's text
+        rows: the rows whose rates are compared
+        least: the target in GB/s
         loop: GB/s of the matching streaming loop, or None to use `least` alone
         threads: "all" or "one", the time of the row to use
     """
     wanted = least if loop is None else min(least, 0.6 * loop)
     given = "" if wanted == least else f", 60% of {loop:.1f}"
-    return _least(f"{text}: GB/s", wanted, [(row, row.rate(threads)) for row in rows], given)
+    return _at_least(f"{text}: GB/s", wanted, [(row, row.rate(threads)) for row in rows], given)
 
 
-def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], given: str = "") -> Bar:
+def _at_least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], given: str = "") -> Bar:
     """Return a bar that holds if the smallest figure is at least `wanted`.
 
     Args:
@@ -117,7 +119,7 @@ def _least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]], g
     return Bar(text, f"{value:.2f}", where, value >= wanted)
 
 
-def _most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
+def _at_most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
     """Return a bar that holds if the largest figure of the (row, figure) pairs is at most `wanted`."""
     text = f"{text}: at most {wanted:g}"
     if not found:
@@ -134,7 +136,7 @@ def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
         (row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation
     ]
     kind = {"quantize": "encoders", "dequantize": "decoders"}[operation]
-    return _least(f"times faster than ggml's {kind}, one thread each", least, list(found))
+    return _at_least(f"times faster than ggml's {kind}, one thread each", least, list(found))
 
 
 def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:

@@ -135,7 +135,9 @@ def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of partial_cast. Its flat shard is the whole matrix except the first element."""
+    """Return the case of partial_cast. Its flat shard is the whole matrix except the first element, so that it begins
+    inside a byte and a block.
+    """
     shard = x.reshape(-1)[1:]
     amax = fp4kit.partial_amax(shard, x.shape, 1, recipe)
     out = np.empty_like(fp4kit.quantize(x, recipe).packed)

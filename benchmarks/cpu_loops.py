@@ -41,7 +41,7 @@ for call in ("first", "second"):
 print(json.dumps(found))
 """
 
-BEYOND = """
+EXCESS_MEMORY = """
 import sys, ml_dtypes, numpy as np, fp4kit
 from pathlib import Path
 recipe, operation, rows, columns = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
@@ -120,7 +120,15 @@ def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float
     found = {}
     for operation in ("quantize", "dequantize"):
         for recipe in recipes:
-            command = [sys.executable, "-c", BEYOND, recipe, operation, str(nbytes // 2 // columns), str(columns)]
+            command = [
+                sys.executable,
+                "-c",
+                EXCESS_MEMORY,
+                recipe,
+                operation,
+                str(nbytes // 2 // columns),
+                str(columns),
+            ]
             run = subprocess.run(command, capture_output=True, text=True)
             if run.returncode == 0:
                 found[f"{operation} {recipe}, {nbytes >> 20} MiB of bfloat16"] = round(float(run.stdout), 1)

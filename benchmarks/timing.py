@@ -60,7 +60,7 @@ def watch(
 
     Args:
         call: the call to time
-        context: returns the context manager to enter, such as fp4kit.specification
+        context: returns the context manager in which the call is made
         lasting: seconds per batch
         warm_below: if the first call took fewer seconds, an untimed call precedes each batch, so that the batch does
             not pay for cache lines that another call evicted

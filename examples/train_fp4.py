@@ -1,7 +1,7 @@
 """Train a small network on NVFP4 weights in several ways, and check that their losses are bit-identical.
 
     python examples/train_fp4.py                          # whole matrices; flat shards on 1, 2 and 4 ranks (threads)
-    python examples/train_fp4.py --gpu                    # also with CuPy: the quantizer alone, and everything
+    python examples/train_fp4.py --gpu                    # also with CuPy: the quantizer alone, and all of it
     mpiexec -n 4 python examples/train_fp4.py --mpi       # flat shards on MPI processes
 
 The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer, which is cut into one shard per

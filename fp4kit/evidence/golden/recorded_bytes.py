@@ -22,7 +22,7 @@ _TYPES = {"dequant": np.float32, "dequant_bf16": ml_dtypes.bfloat16, "dequant_f1
 
 
 class Bytes(NamedTuple):
-    """State which arrays of this kind are recorded for a recipe.
+    """State which arrays of a recipe were recorded from codes and scales alone, without input values.
 
     Attributes:
         recipe: id of the recipe.
@@ -45,7 +45,10 @@ BYTES = (
 
 
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
-    """Yield (file, Compared tuple) for each array of this kind that is recorded for the recipe ``name``."""
+    """Yield (file, Compared tuple) for each array of the recipe ``name`` that was recorded from codes and scales alone.
+
+    ``dequantize`` is the function whose decoded values are compared.
+    """
     for each in BYTES:
         if each.recipe == name:
             for key, ours, recorded in (*_values(each, golden, dequantize), *_blocks(each, golden)):

@@ -23,7 +23,8 @@ def _vllm(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", min_amax=1e-8)
     yield row("nvfp4-vllm-emulation", "vllm", "nvfp4", fake=True)
     yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu", fake=True, skip="nonfinite_block")
-    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")  # its global_scale
+    # Compare the recorded tensor scale too, which a row with fake=True does not compare.
+    yield row("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")
     yield row("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
     yield row("mxfp4-vllm-cpu", "vllm", "mxfp4")
     yield row("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # also named mxfp8-vllm

@@ -37,7 +37,7 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
         yield case.key("raw"), RAW[case.row.raw](case.q), raw, np.False_
     if case.row.decoded and values is not None:
         yield case.key("dequant"), case.ops.dequantize(case.q, values.dtype), values, skip
-    yield from _beside_codes(case)
+    yield from _unstored_arrays(case)
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -56,7 +56,7 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     )
 
 
-def _beside_codes(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield a Compared tuple for scales that the producer applied but did not store, and for element values that were
     recorded instead of codes.
     """

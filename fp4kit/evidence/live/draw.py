@@ -102,7 +102,7 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
     """Return the bit patterns of subnormal values. Their largest magnitude varies from block to block."""
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
-    magnitudes = rng.integers(0, _spread(largest, shape, r) + 1).astype(bits)
+    magnitudes = rng.integers(0, _per_element(largest, shape, r) + 1).astype(bits)
     return np.where(rng.random(shape) < 0.5, 1, 0).astype(bits) * bits.type(1 << (8 * dtype.itemsize - 1)) | magnitudes
 
 
@@ -112,7 +112,7 @@ def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
     """
     info = ml_dtypes.finfo(dtype)
     top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
-    exponents = _spread(top, shape, r) - rng.integers(0, 12, shape)
+    exponents = _per_element(top, shape, r) - rng.integers(0, 12, shape)
     return _finite(rng.choice([-1.0, 1.0], shape) * np.exp2(exponents), dtype)
 
 
@@ -120,13 +120,13 @@ def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Rec
     """Return normally distributed values whose magnitude varies from block to block over the dtype's whole range."""
     info = ml_dtypes.finfo(dtype)
     exponents = rng.uniform(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
-    return _finite(rng.standard_normal(shape) * np.exp2(_spread(exponents, shape, r)), dtype)
+    return _finite(rng.standard_normal(shape) * np.exp2(_per_element(exponents, shape, r)), dtype)
 
 
 def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
     """Return values within a factor of 64 of the dtype's largest value."""
     exponents = rng.uniform(-6, 0, _blocks(shape, r)) + np.log2(float(ml_dtypes.finfo(dtype).max))
-    return _finite(rng.uniform(-1, 1, shape) * np.exp2(_spread(exponents, shape, r)), dtype)
+    return _finite(rng.uniform(-1, 1, shape) * np.exp2(_per_element(exponents, shape, r)), dtype)
 
 
 def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
@@ -146,7 +146,7 @@ def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
     mantissas = (1.0, 1.0, float(np.frexp(float(r.element.max))[0]) * 2, 1.75, 1.5)
     exponents = rng.integers(info.minexp - 2, info.maxexp, _blocks(shape, r)).astype(np.float64)
     amaxes = _finite(rng.choice(mantissas, exponents.shape) * np.exp2(exponents), dtype)
-    return _under(rng, _beside(rng, amaxes), shape, r)
+    return _blocks_with_amaxes(rng, _near(rng, amaxes), shape, r)
 
 
 def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
@@ -158,7 +158,7 @@ def _near_thresholds(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r:
         return _near_powers(rng, shape, dtype, r)
     rows, columns = _blocks(shape, r)
     tensor = _finite(np.exp2(rng.uniform(-12, 12)), dtype) if r.tensor_scaling == "tensor" else None
-    return _under(rng, _beside(rng, _thresholds(rng, (rows, columns), dtype, r, tensor)), shape, r, tensor)
+    return _blocks_with_amaxes(rng, _near(rng, _thresholds(rng, (rows, columns), dtype, r, tensor)), shape, r, tensor)
 
 
 KINDS: dict[str, Kind] = {
@@ -191,20 +191,20 @@ def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
 
-def _spread(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
+def _per_element(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.ndarray:
     """Return an array of the given shape in which each element has the value of its block in ``per_block``."""
     rows, columns = (shape[i] // per_block.shape[i] for i in (0, 1))
     return np.repeat(np.repeat(per_block, rows, axis=0), columns, axis=1)
 
 
-def _beside(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
+def _near(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
     """Return floats at most ULPS bit patterns away from the given ones, nonnegative and finite."""
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
     return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
 
 
-def _under(
+def _blocks_with_amaxes(
     rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
 ) -> np.ndarray:
     """Return random values in blocks with the given amaxes. In each block, an element at a random position has the
@@ -212,7 +212,7 @@ def _under(
 
     If ``tensor`` is given, the first element is set to it, so that the tensor amax is ``tensor``.
     """
-    x = (rng.uniform(-1, 1, shape) * _spread(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
+    x = (rng.uniform(-1, 1, shape) * _per_element(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
     rows, columns = amaxes.shape
     height, width = shape[0] // rows, shape[1] // columns
     i, j = np.ogrid[:rows, :columns]
@@ -232,7 +232,7 @@ def _thresholds(
     """
     bits = unsigned(dtype)
     span = 1 << ml_dtypes.finfo(dtype).nmant
-    bottom, top = _range(rng, dtype, r, tensor)
+    bottom, top = _amax_range(rng, dtype, r, tensor)
     low = rng.integers(bottom, max(top - span, bottom + 1), blocks)
     high = np.minimum(low + span, top)
     start = _scale_codes(low, dtype, r, tensor)
@@ -243,7 +243,9 @@ def _thresholds(
     return high.astype(bits).view(dtype)
 
 
-def _range(rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None) -> tuple[int, int]:
+def _amax_range(
+    rng: np.random.Generator, dtype: np.dtype, r: fp4kit.Recipe, tensor: np.ndarray | None
+) -> tuple[int, int]:
     """Return (lowest, highest) bit pattern of the block amaxes that _thresholds considers.
 
     The range covers 20 powers of two below the highest amax. For scales other than E4M3 it begins at 0 in half of the

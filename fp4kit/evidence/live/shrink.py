@@ -33,21 +33,21 @@ def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
     Blocks have ``rows`` x ``columns`` elements.
     """
     for axis, unit in ((0, rows), (1, columns)):
-        for blocks in _parts(x.shape[axis] // unit):
+        for blocks in _block_subsets(x.shape[axis] // unit):
             index = (blocks[:, None] * unit + np.arange(unit)).reshape(-1)
             yield np.ascontiguousarray(np.take(x, index, axis))
     (nonzero,) = np.nonzero(bit_patterns(x).reshape(-1))
     size = len(nonzero)
     while size:
         for start in range(0, len(nonzero), size):
-            yield _with(x, nonzero[start : start + size], np.zeros((), x.dtype))
+            yield _with_value(x, nonzero[start : start + size], np.zeros((), x.dtype))
         size //= 2
     if len(nonzero) <= MAX_ONE_BY_ONE:
-        yield from _plainer(x, nonzero)
+        yield from _simpler_elements(x, nonzero)
 
 
-def _parts(blocks: int) -> Iterator[np.ndarray]:
-    """Yield index arrays of blocks to keep, out of ``blocks``: each half of them, then all but one."""
+def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
+    """Yield index arrays of the blocks to keep: each half of ``blocks`` blocks, then all but one."""
     every = np.arange(blocks)
     if blocks > 1:
         yield every[: blocks // 2]
@@ -56,7 +56,7 @@ def _parts(blocks: int) -> Iterator[np.ndarray]:
             yield np.delete(every, i)
 
 
-def _plainer(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
+def _simpler_elements(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
     """Yield arrays in which one element is made positive, or the lower half of its bits is cleared.
 
     ``nonzero`` are flat indices of the elements to try.
@@ -68,10 +68,10 @@ def _plainer(x: np.ndarray, nonzero: np.ndarray) -> Iterator[np.ndarray]:
         for plain in (bits & ~(1 << (width - 1)), bits >> (width // 2) << (width // 2)):
             if plain not in (bits, 0):
                 number = np.array([plain], bit_patterns(x).dtype).view(x.dtype)[0]
-                yield _with(x, np.array([i]), number)
+                yield _with_value(x, np.array([i]), number)
 
 
-def _with(x: np.ndarray, at: np.ndarray, value: np.generic | np.ndarray) -> np.ndarray:
+def _with_value(x: np.ndarray, at: np.ndarray, value: np.generic | np.ndarray) -> np.ndarray:
     """Return a copy of x with ``value`` at the flat indices ``at``."""
     changed = x.copy()
     changed.reshape(-1)[at] = value
