@@ -1,4 +1,4 @@
-"""Test cached calls on the GPU path with arrays that only look like CuPy's: what makes a key, and what a cached call
+"""Test cached calls on the GPU path, with arrays that only look like CuPy's: what makes a key, and what a call
 launches.
 """
 
@@ -122,7 +122,7 @@ def gpu(monkeypatch):
 
 
 def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **parts):
-    """Return a Quantized to write to."""
+    """Return a Quantized to write to, with some of its parts replaced."""
     r = fp4kit.recipe(recipe)
     scales = fp4kit.layouts.padded_shape(scale_shape(shape, r), layout)
     arrays = {"packed": Array(packed_shape(shape, r), np.uint8), "block_scale": Array(scales, np.uint8)}
@@ -134,14 +134,14 @@ def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **part
 
 
 def logged(gpu, call):
-    """Return what a call launches and what it returns."""
+    """Return (launches, result) of a call."""
     gpu.log.clear()
     value = call()
     return list(gpu.log), value
 
 
 def by_driver(gpu, monkeypatch, call):
-    """Return what `logged` returns for a call that the engine's driver does, as if it had no key."""
+    """Return (launches, result) of a call that is made without a cached call, as if it had no key."""
 
     def no_facts(array):
         raise TypeError
@@ -152,7 +152,7 @@ def by_driver(gpu, monkeypatch, call):
 
 
 def forbid(monkeypatch):
-    """Fail the test if the engine's driver does a call."""
+    """Make the test fail if a call is made without a cached call."""
     for name in ("quantize", "dequantize", "fake_quantize"):
         monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the driver did the call"))
 
@@ -172,12 +172,12 @@ def test_a_cached_quantize_launches_what_the_driver_launches(gpu, monkeypatch, r
 
 
 def argument(line, name):
-    """Return an argument of a launch of quantize: an address, or 0 for none."""
+    """Return one argument of a logged launch of quantize: an address, or 0 if the array is absent."""
     return int(np.frombuffer(line[4], ROWS.struct)[name][0])
 
 
 def with_arguments(line, **addresses):
-    """Return a launch of quantize with other addresses."""
+    """Return a logged launch of quantize with some of its addresses replaced."""
     arguments = np.frombuffer(line[4], ROWS.struct).copy()
     for name, address in addresses.items():
         arguments[name] = address
@@ -185,7 +185,7 @@ def with_arguments(line, **addresses):
 
 
 def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
-    """The array is not small, so a separate launch finds the amax."""
+    """For an array that is not small, a separate launch writes the amax of x directly to out."""
     x, out = Array((2048, 512), BF16), result("nvfp4-te", (2048, 512))
     first, _ = by_driver(gpu, monkeypatch, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
@@ -381,7 +381,9 @@ def test_the_driver_does_what_a_cached_call_does_not(gpu, call):
 
 
 def test_calls_that_cannot_be_cached_are_not_tried_again(monkeypatch):
-    """The call is done without a cached call, and none is stored."""
+    """If the cache records that a signature has no cached call, find returns no key, so that nothing is stored for it
+    again.
+    """
     x = np.ones((2, 3, 32), np.float32)
     key, _ = call_cache.find("quantize", (x,), "mxfp4-ocp")
     assert key is not None
@@ -419,7 +421,7 @@ def test_errors_are_not_cached(gpu):
 
 
 def test_threads_that_launch_do_not_mix_up_their_arguments():
-    """If other threads run during a launch, the kernel still finds the arguments it was given."""
+    """A kernel gets the arguments of its own call, even if other threads launch at the same time."""
     wrong, fields = [], np.dtype([("a", "u8"), ("b", "u8"), ("size", "i8")])
 
     def function(grid, threads, arguments):

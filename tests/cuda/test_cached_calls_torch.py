@@ -1,4 +1,4 @@
-"""Test cached calls on PyTorch tensors, in host memory: addresses, new tensors and streams of the launches.
+"""Test cached calls on PyTorch tensors, in host memory: the addresses, new tensors and streams of launches.
 
 On a GPU, tests/cuda/test_gpu_torch.py compares the results of the kernels.
 """
@@ -25,7 +25,7 @@ STREAM = 4321
 
 @pytest.fixture(autouse=True)
 def gpu(monkeypatch):
-    """Let tensors say that they are on CUDA, set a current stream, and record what is cleared."""
+    """Make tensors report that they are on CUDA, set a current stream, and record which memory is cleared."""
     cleared = []
     runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: cleared.append(arguments))
     monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
@@ -47,7 +47,7 @@ def call_of(recipe, axis=1, amax=None, op="quantize"):
 
 
 class Launched:
-    """Record the arguments of a launch by the names of the kernel's arguments."""
+    """Hold the arguments of one launch by the names that the kernel gives them."""
 
     def __init__(self, names):
         self.names, self.seen = names, []
@@ -104,7 +104,7 @@ def test_rows(recipe, amax):
 
 @pytest.mark.parametrize(("row", "column"), [(True, False), (False, True), (True, True)])
 def test_a_given_amax_is_copied_by_the_kernel(row, column):
-    """The amax is copied to new arrays and to out; the caller's array is not shared."""
+    """A given amax is copied to the result, new or out=, so that the result does not share the caller's array."""
     x, amax = tensor(), torch.tensor(3.0)
     call = quantize_call("nvfp4-te", ROWS if not column else PATCHES, row, column, None)
     found = call(x, amax, None)

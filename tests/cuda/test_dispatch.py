@@ -1,7 +1,7 @@
-"""Test which kernel does which work, with how many thread blocks: every row of the table and its limits.
+"""Test which kernel is chosen for which work, and with how many thread blocks: every row of the table and its limits.
 
-A kernel is right with any grid, and several kernels are right for one work. So comparing bytes would not find a wrong
-row or grid.
+Comparing bytes would not find a wrong choice: a kernel is right with any grid, and several kernels are right for one
+    work.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def work(name, shape=LARGE, dtype=BF16, **options):
     return LaunchRequest(recipe, dtype, shape, **options)
 
 
-# a work, its kernel, and its grid on 132 multiprocessors
+# (work, its kernel, its number of thread blocks) on a device with 132 multiprocessors
 CHOSEN = [
     # fake: the producer's own arithmetic, for values only. 8 elements in 16 bytes, 2 runs per thread, or 4 if each
     # thread block makes a table.

@@ -1,4 +1,6 @@
-"""Test geometry.Launch: where a kernel is launched, by CuPy or by the driver, and with which arguments."""
+"""Test geometry.Launch: it launches a kernel by CuPy or by the driver, on the right device and stream, with the right
+arguments.
+"""
 
 import ctypes
 from types import SimpleNamespace
@@ -19,7 +21,10 @@ class DriverError(Exception):
 
 @pytest.fixture
 def log(monkeypatch):
-    """Record each launch: by whom, where, and its arguments. If the log holds "broken", the driver raises an error."""
+    """Return a list that records each launch: by whom, where, and its arguments.
+
+    If the list contains "broken", the driver raises an error.
+    """
     calls = []
 
     def by_driver(function, *sizes_and_stream):
@@ -35,7 +40,7 @@ def log(monkeypatch):
 
 
 class Function:
-    """Stand in for a CuPy kernel, which is launched by a call or by the driver through its pointer."""
+    """Stand in for a CuPy kernel, which can be launched by calling it or, through its pointer, by the driver."""
 
     def __init__(self, log, pointer=None):
         self._log = log

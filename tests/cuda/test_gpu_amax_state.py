@@ -1,5 +1,6 @@
-"""Test amax states on a GPU: amaxes are collected and frozen without waiting, and reach the host when saved or
-gathered.
+"""Test AmaxState on a GPU: amaxes are collected and frozen without waiting for the device.
+
+They are copied to the host only when they are saved or gathered.
 """
 
 import ml_dtypes
@@ -18,7 +19,9 @@ BASE = "m.experts.fc1.weight_quantizer"
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
 def test_every_magnitude_comes_in_exactly(dtype):
-    """Try all 16-bit numbers, in their dtype or as the high bits of float32, with subnormals, infinity and NaN."""
+    """Every 16-bit number, in its dtype or as the high bits of float32, is collected exactly, NaN and subnormals
+    included.
+    """
     bits = np.arange(2**16, dtype=np.uint16)
     values = (bits.astype(np.uint32) << 16).view(np.float32) if dtype == np.float32 else bits.view(dtype)
     values = values[: 2**15]
@@ -42,7 +45,7 @@ def test_subnormals_are_told_apart():
 
 
 def test_collect_and_freeze_do_not_wait():
-    """Both run in a stream capture, where any wait is an error."""
+    """collect and freeze do not wait for the device: they work in a stream capture, where waiting is an error."""
     values = cupy.asarray(np.random.default_rng(1).random((8, 4, 1), np.float32))
     single = values[0].copy()
     warm = AmaxCollector()

@@ -1,5 +1,5 @@
-"""Test amaxes of -0 on a device, where values are not read: the result has the bits that NumPy gives for an
-amax of 0.
+"""Test amaxes of -0 on a GPU, where the values of amaxes are not read: results have the bits of NumPy for an amax of
++0.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def no_cached_calls():
 
 
 def zeros(shape):
-    """Return amaxes of 0 on the host and of -0 on the device."""
+    """Return amaxes of +0 on the host, and of -0 on the device."""
     return np.zeros(shape, np.float32), cupy.asarray(np.full(shape, -0.0, np.float32))
 
 
 @pytest.mark.parametrize("name", all_or_few(SCALED, FEW))
 def test_minus_zero_amax_of_a_tensor(name):
-    """Run without a cached call, then by the cached call."""
+    """Results are right without a cached call, and by the cached call."""
     r, x = RECIPES[name], cupy.asarray(X)
     zero, negative = zeros(tensor_amax_shape(X.shape, r))
     for _ in range(2):
@@ -98,7 +98,7 @@ def test_minus_zero_amaxes_of_groups(name):
 
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp"])
 def test_minus_zero_amax_of_shards(name):
-    """The elements have any size although the block amaxes are -0."""
+    """Shards whose block amaxes are given as -0 are right, whatever the size of their elements."""
     x = np.abs(X) + 1
     amax = np.zeros(fp4kit.partial_amax(x.ravel(), x.shape, 0, name).shape, np.float32)
     out, gpu = np.zeros((32, 256), np.uint8), cupy.asarray(np.zeros((32, 256), np.uint8))

@@ -1,4 +1,6 @@
-"""Test repeated calls on a GPU: errors as in a first call, right results for threads and graphs, and no memory held."""
+"""Test repeated calls on a GPU: they raise the errors of first calls, are right in threads and graphs, and hold no
+memory.
+"""
 
 import threading
 from dataclasses import replace
@@ -23,13 +25,13 @@ def no_cached_calls():
 
 
 def forbid(monkeypatch):
-    """Fail if a call is done without its cached call."""
+    """Make the test fail if a call is made without its cached call."""
     for name in ("quantize", "dequantize", "fake_quantize"):
         monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call was done without its cached call"))
 
 
 def misaligned(shape, dtype):
-    """Return an array that begins 2 bytes after a multiple of 16."""
+    """Return an array on the device that begins 2 bytes after a multiple of 16."""
     count = int(np.prod(shape)) * np.dtype(dtype).itemsize
     return cupy.zeros(count + 16, np.uint8)[2 : 2 + count].view(dtype).reshape(shape)
 
@@ -47,7 +49,7 @@ def misaligned(shape, dtype):
     ],
 )
 def test_cached_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
-    """The second call gets other arrays than the first."""
+    """A cached call gives the right bits for other arrays than those of the first call."""
     first, second = blocks(dtype), np.ascontiguousarray(blocks(dtype)[::-1, ::-1])
     expected = fp4kit.quantize(second, recipe, scale_layout=layout)
     out, y = check(first, recipe, scale_layout=layout), cupy.empty(SHAPE, dtype)
@@ -158,14 +160,14 @@ OUT_PARTS = {
 
 
 def raised(call):
-    """Return the type and text of a call's error, without addresses."""
+    """Return the type and the text of the error that a call raises, with addresses removed."""
     with pytest.raises((TypeError, ValueError)) as caught:
         call()
     return caught.type, caught.value.args[0].partition(" at address")[0]
 
 
 def assert_same_error(right, wrong, kind, text):
-    """Assert that a wrong call raises the same error without a cached call and after a right call that was cached."""
+    """Assert that a wrong call raises an equal error without a cached call and after a right, cached call."""
     first, before = raised(wrong), len(call_cache._CALLS)
     right()
     assert len(call_cache._CALLS) == before + 1
@@ -272,7 +274,9 @@ def test_strided_amaxes_of_rows():
     "recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-modelopt", "int8-modelopt", "int4-modelopt"]
 )
 def test_unknown_and_wrong_amaxes(recipe):
-    """The amax that decoding needs is computed on the device, with and without a cached call."""
+    """If the amax is missing or wrong, dequantize finds the one it needs on the device, with and without a
+    cached call.
+    """
     x = blocks(BF16)
     q = fp4kit.quantize(x, recipe)
     on_device = fp4kit.quantize(cupy.asarray(x), recipe)
@@ -295,7 +299,7 @@ def test_amaxes_of_experts_that_are_unknown():
 
 @gpu_only
 def test_threads_with_arrays_of_their_own():
-    """Launches of a cached call from many threads do not mix up their arguments."""
+    """Threads that use one cached call with different arrays get their own results."""
     xs = [np.random.default_rng(i).standard_normal(SHAPE, np.float32) for i in range(8)]
     outs = [fp4kit.quantize(cupy.zeros(SHAPE, np.float32), "nvfp4-te") for _ in xs]
     amaxes = [cupy.asarray(np.abs(x).max()) for x in xs]

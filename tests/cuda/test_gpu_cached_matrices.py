@@ -1,5 +1,6 @@
-"""Cached calls give the bits of other calls: along columns, along rows and columns, with square blocks, and for
-transpose and swizzle.
+"""Test cached calls along columns, in both directions, with square blocks, and of transpose and swizzle.
+
+They give the bits of first calls.
 """
 
 from operator import attrgetter
@@ -25,13 +26,13 @@ def no_cached_calls():
 
 
 def forbid(monkeypatch, *names):
-    """Fail if a call is done without its cached call."""
+    """Make the test fail if one of these operations is made without its cached call."""
     for name in names:
         monkeypatch.setattr(engine, name, lambda *a, **k: pytest.fail("the call was done without its cached call"))
 
 
 def two(dtype):
-    """Return two arrays of one shape."""
+    """Return two different arrays of one shape and dtype."""
     first = blocks(dtype)
     return first, np.ascontiguousarray(first[::-1, ::-1])
 
@@ -71,7 +72,7 @@ def test_columns_into_out(monkeypatch, recipe):
 
 
 def test_columns_into_out_with_an_amax(monkeypatch):
-    """The first amax belongs to the caller, so it must keep its value."""
+    """The caller's amax keeps its value when a later call writes to the result."""
     first, second = two(np.float32)
     amaxes = [cupy.asarray(np.float32(a)) for a in (3, 4)]
     out = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0, tensor_amax=amaxes[0])
@@ -85,7 +86,9 @@ def test_columns_into_out_with_an_amax(monkeypatch):
 
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_results_do_not_share_the_callers_amax(axis):
-    """Write to a result again: the amax that the caller gave for it stays unchanged, with and without a cached call."""
+    """Writing to a result again does not change the amax that the caller gave for it, with and without a
+    cached call.
+    """
     first, second = two(BF16)
     amax = cupy.asarray(np.float32(3))
     for _ in range(3):
@@ -120,7 +123,7 @@ def test_both_directions(monkeypatch, recipe, layout, given):
 
 
 def test_different_options_have_different_keys():
-    """Options that lead to other launches have other keys."""
+    """Options that need other launches must not share a cached call."""
     x, _ = two(BF16)
     for options in ({}, {"axis": 0}, {"axis": 0, "scale_layout": "swizzled_8x4"}, {"scale_layout": "swizzled_8x4"}):
         for _ in range(2):
@@ -174,7 +177,7 @@ def test_a_quantized_moves_to_the_gpu_and_back():
 
 @pytest.mark.parametrize(("shape", "dtype"), [((64, 32), np.uint8), ((), np.float32), ((3, 1, 5), np.float32)])
 def test_new_arrays_equal_those_of_cupy(shape, dtype):
-    """The fast constructor gives arrays that keep their memory alive and equal those of cupy.ndarray."""
+    """The fast constructor makes arrays that equal those of cupy.ndarray and keep their memory alive."""
     memory, dtype = cupy.cuda.alloc(4096), np.dtype(dtype)
     array, expected = _array_at(cupy)(shape, dtype, memory + 512), cupy.ndarray(shape, dtype, memory + 512)
     for name in ("shape", "dtype", "strides", "size", "nbytes", "ndim", "data.ptr", "flags.c_contiguous"):
@@ -187,7 +190,7 @@ def test_new_arrays_equal_those_of_cupy(shape, dtype):
 
 @pytest.mark.parametrize("change", ["none", "fails", "another shape"])
 def test_other_versions_of_cupy_make_arrays_themselves(change):
-    """Fall back to cupy.ndarray if CuPy lacks the fast constructor, or if the fast one gives another array."""
+    """cupy.ndarray is used if CuPy lacks the fast constructor, or if that gives another array."""
 
     class Base:
         pass

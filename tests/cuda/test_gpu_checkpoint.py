@@ -1,4 +1,4 @@
-"""Test conversions whose weights a GPU quantizes: the bytes are those of the CPU."""
+"""Test conversions whose weights are quantized on a GPU: they write the bytes that the CPU writes."""
 
 from __future__ import annotations
 
@@ -26,9 +26,11 @@ PLACES = (0, 1) if DEVICES > 1 else (0,)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-modelopt", "mxfp8-te"])
-@pytest.mark.parametrize("threads", [0, 2] if DEVICES else [0])  # the played GPU has one thread
+@pytest.mark.parametrize("threads", [0, 2] if DEVICES else [0])  # the simulated GPU works in one thread only
 def test_bytes_are_those_of_the_cpu(tmp_path: Path, recipe: str, threads: int) -> None:
-    """moe has experts of zeros, dense an odd number of rows in the last slab."""
+    """The bytes equal those of the CPU, for experts of zeros (moe) and for an odd number of rows in the last slab
+    (dense).
+    """
     for model in ("moe", "dense"):
         source = tmp_path / model
         getattr(synthetic, model)(source)
@@ -42,7 +44,7 @@ def test_bytes_are_those_of_the_cpu(tmp_path: Path, recipe: str, threads: int) -
 
 
 def test_verified_by_the_gpu(tmp_path: Path) -> None:
-    """Verification on the GPU recomputes the CPU's bytes, and finds a single different byte."""
+    """verify on the GPU accepts bytes that the CPU wrote, and finds a single wrong byte."""
     for model in ("moe", "dense"):
         getattr(synthetic, model)(tmp_path / model)
         out = convert(tmp_path / model, tmp_path / f"{model} out").destination

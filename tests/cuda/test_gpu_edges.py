@@ -1,4 +1,4 @@
-"""Test values at the edges of the kernels' fast paths: CuPy arrays give the bytes of the CPU."""
+"""Test values at which the kernels' fast paths stop being exact: CuPy arrays give the bytes of the CPU."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield matrices (32, 160) and one with NaN.
+    """Yield matrices (32, 160) with finite values, and one with NaN.
 
     Their blocks have wide exponents, one magnitude, few values, zeros, large values and tiny values.
     """
@@ -58,7 +58,9 @@ AMAXES = (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf)
 )
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive([F32, F16])], ids=str)
 def test_both_sides_of_every_guard(recipe, options, dtype) -> None:
-    """Try the fast paths of 4over6 and of stochastic rounding, with many tensor amaxes."""
+    """4over6 and stochastic rounding are right on both sides of the conditions for their fast paths, under
+    many amaxes.
+    """
     for x in guarded(dtype):
         for amax in (None, *(AMAXES if recipe.tensor_scaling == "tensor" else ())):
             with np.errstate(all="ignore"):
@@ -67,7 +69,10 @@ def test_both_sides_of_every_guard(recipe, options, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_random_bytes_about_which_codes_change(dtype) -> None:
-    """Every element below 8 in a block of scale 1 meets the random bytes at which its E2M1 code changes."""
+    """Stochastic rounding is right for random bytes at and next to the byte from which an element rounds up.
+
+    The elements are all those below 8, in blocks with the scale 1.
+    """
     bits = np.arange(np.array(8, dtype).view(np.uint16), dtype=np.uint16)
     signs = np.random.default_rng(0).integers(0, 2, bits.size * 4, np.uint16) << 15
     x = np.resize(np.repeat(bits, 4) | signs, (-(-bits.size * 4 // 124), 124)).view(dtype)
@@ -85,7 +90,9 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only and not r.s
 
 
 def tensor_scales(name: str, shape: tuple[int, int]) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
-    """Yield tensor scales with possible, unknown, wrong and impossible amaxes."""
+    """Yield pairs of tensor scale and amax: matching, without an amax, with a wrong amax, and for scales that no amax
+    gives.
+    """
     r = RECIPES[name]
     if r.tensor_scaling == "none":
         yield None, None
@@ -113,7 +120,7 @@ def tensor_scales(name: str, shape: tuple[int, int]) -> Iterator[tuple[np.ndarra
 
 @pytest.mark.parametrize("name", all_or_few(WITH_CODES))
 def test_values_of_any_codes_under_any_scales(name) -> None:
-    """Try random codes, every scale byte, and tensor scales of known, unknown, wrong and impossible amaxes."""
+    """Random codes decode to the CPU's bits under every scale byte and every kind of tensor scale."""
     r, rng = RECIPES[name], np.random.default_rng(3)
     for shape in ((64, 256), (3, 3 * r.block_size) if r.block else (5, 38)):
         packed = rng.integers(0, 2 ** (8 if r.is_packed else r.element.bits), packed_shape(shape, r), np.uint8)

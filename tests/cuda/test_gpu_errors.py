@@ -1,5 +1,5 @@
-"""Test the errors of grouped functions: they name the function and the number of the tensor, with one text on both
-engines.
+"""Test the errors of grouped functions: they name the function and the index of the tensor, and are equal on CPU and
+GPU.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def moved(a, put):
 
 
 def grouped(function, recipe="nvfp4-te", second=A, **options):
-    """Return a call of a grouped function or a plan whose second tensor or options are wrong.
+    """Return a call of a grouped function or plan whose second tensor or options are wrong.
 
-    The returned call takes `put`, which moves an array to the device.
+    The returned function takes `put`, which moves an array to the device.
     """
     given = options.pop("grads", None)
 

@@ -1,5 +1,6 @@
-"""Test fake_quantize with a rule of its own, its gradient, and requantize, on CuPy arrays: the bytes of the CPU
-specification.
+"""Test fake_quantize for recipes with a rule of their own, its gradient, and requantize, on CuPy arrays.
+
+Results have the bytes of the CPU specification.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ recipes = pytest.mark.parametrize("name", all_or_few(WITH_RULE))
 
 
 def same(x: np.ndarray, name, **options) -> None:
-    """Assert that fake_quantize gives equal bytes on both sides; arrays among the options are moved beside x."""
+    """Assert that fake_quantize gives equal bytes on CPU and GPU. Arrays among the options are moved to the device of
+    x.
+    """
     on_device = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
     y = fp4kit.fake_quantize(cupy.asarray(x), name, **on_device)
     assert differing(y, fp4kit.fake_quantize(x, name, **options)) == 0
@@ -115,7 +118,7 @@ def test_missing_kernels_are_reported() -> None:
 
 @pytest.mark.parametrize("name", all_or_few(MICROXCALING))
 def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
-    """Test the log2 of elements and of amaxes: all finite values, beside anchors that set the block's scale."""
+    """The kernels' log2 is right for all finite 16-bit values, in blocks whose scale another element fixes."""
     for dtype in DTYPES[1:]:
         bits = np.arange(1 << 16, dtype=np.uint16).view(dtype)
         finite = np.resize(bits[np.isfinite(bits.astype(np.float32))], (4096, 16))
@@ -283,7 +286,7 @@ def test_compare_and_identify_take_what_is_on_a_gpu() -> None:
 
 
 def where_it_is(seen, *arguments):
-    """Record the x that best_match gets, and call it."""
+    """Call best_match and record the x that it gets in `seen`, to see on which device it is."""
     seen.append(arguments[1])
     return best_match(*arguments)
 
@@ -311,7 +314,9 @@ def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypa
 @pytest.mark.parametrize("name", ["nvfp4-modelopt-fake", "int8-modelopt", "int4-qat"])
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_an_array_too_large_for_the_kernel_to_find_its_amax(name: str, axis: int) -> None:
-    """Above MAX_KERNEL_AMAX_ELEMENTS a launch of its own computes the tensor amax; int4-qat has none."""
+    """Above MAX_KERNEL_AMAX_ELEMENTS, a separate launch computes the tensor amax, except for int4-qat, which
+    has none.
+    """
     x = ordinary(0, (1152, 512))
     assert x.size > MAX_KERNEL_AMAX_ELEMENTS
     same(x, name, axis=axis)

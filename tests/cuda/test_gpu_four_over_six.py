@@ -1,4 +1,6 @@
-"""Test 4over6 on matrices large enough for tables: a GPU gives the bytes of the CPU specification."""
+"""Test 4over6 on matrices that are large enough for the kernel with tables: it gives the bytes of the CPU
+specification.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SHAPE = (2056, -(-MIN_TABLE_ELEMENTS // 2048) + 48)  # rows and blocks do not fi
 
 
 def matrix(seed: int) -> np.ndarray:
-    """Return normal values, and rows of zeros, few values, one magnitude, large values, tiny values and NaN or
+    """Return normal values, with rows of zeros, few values, one magnitude, large or tiny values, and NaN or
     infinity.
     """
     rng = np.random.default_rng(seed)
@@ -46,9 +48,9 @@ def test_layouts_and_a_given_amax(name, layout) -> None:
 
 
 def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
-    """Return blocks whose last element decides between the two scales, at and near the turning point.
+    """Return blocks at and near the point where the choice changes from one scale to the other.
 
-    Fourteen elements are equal, so that their rounding errors add up.
+    Their last element decides. Fourteen elements are equal, so that their rounding errors add up.
     """
     rng = np.random.default_rng(5)
     x = np.repeat(rng.uniform(0.01, 1, (8192, 1)).astype(np.float32), 16, axis=1)
@@ -76,7 +78,10 @@ def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ["nvfp4-te-4over6-mae-448", "nvfp4-te-4over6-mse-448"])
 def test_errors_that_are_nearly_equal(name) -> None:
-    """With less slack than are_apart leaves, another scale would be chosen."""
+    """The kernel's fast comparison of errors leaves enough room for rounding (`are_apart`).
+
+    With less room, it would choose the other scale for these blocks.
+    """
     for tensor_amax in (1.3, 3.3):
         x = nearly_equal_errors(name, tensor_amax)
         assert len(x) > 1000

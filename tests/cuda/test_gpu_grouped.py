@@ -1,4 +1,4 @@
-"""Test grouped operations on CuPy arrays: they equal the CPU, tensor by tensor.
+"""Test grouped operations on CuPy arrays: each tensor gets the bytes of the CPU.
 
 Without a GPU, the kernels run on the CPU.
 """
@@ -25,7 +25,7 @@ pytestmark = ON_GPU
 NAMES = [name for name, r in RECIPES.items() if not r.search]
 DTYPES = dict(zip(NAMES, cycle((BF16, np.float32, np.float16)), strict=False))
 FEW = ("nvfp4-te", "nvfp4-te-2d", "mxfp4-flashinfer", "fp8-modelopt", "int8-modelopt-channel", "int4-modelopt")
-DRAWN = (BF16, np.dtype(np.float32))  # dtypes of drawn examples; each combination is compiled
+DRAWN = (BF16, np.dtype(np.float32))  # few dtypes, because each combination of dtypes is compiled
 
 
 def on_gpu(arrays):
@@ -33,7 +33,7 @@ def on_gpu(arrays):
 
 
 def check(xs, name, **options) -> None:
-    """Assert that codes, values and amaxes of a group are equal on both sides."""
+    """Assert that codes, values and amaxes of a group are equal on CPU and GPU."""
     d, r = on_gpu(xs), fp4kit.recipe(name)
     given = options.get("tensor_amax")
     on_device = options | (

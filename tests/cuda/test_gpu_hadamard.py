@@ -1,4 +1,6 @@
-"""The Hadamard transform on a GPU gives the CPU's codes and amaxes, for every kind of run and direction of rounding."""
+"""Test the Hadamard transform on a GPU: it gives the CPU's codes and amaxes, for every kind of run and
+rounding mode.
+"""
 
 from importlib import import_module
 from unittest.mock import patch
@@ -41,7 +43,7 @@ def test_amax_of_a_transform():
     "name", ["nvfp4-te", "nvfp4-te-4over6-mae-256", "mxfp8-te", "fp8-modelopt-channel", "int4-modelopt"]
 )
 def test_rows_of_a_stack(name):
-    """Runs of 16 elements lie inside rows, so the rows of a stack are joined to one launch."""
+    """All rows of a stack are transformed in one launch, because runs of 16 elements never cross rows."""
     x = np.random.default_rng(1).standard_normal((2, 3, 5, 128)).astype(BF16)
     engine = import_module("fp4kit.cuda.engine.quantize")
     with patch.object(engine, "quantize_matrix", wraps=engine.quantize_matrix) as launched:

@@ -25,12 +25,15 @@ SQUARE = ("nvfp4-te-2d", "mxfp8-te-2d")
 
 
 def random_bytes(shape: tuple[int, ...]) -> np.ndarray:
-    """Return bytes without zeros, so that padding is visible."""
+    """Return random bytes without zeros, so that they differ from padding."""
     return np.random.default_rng(prod(shape)).integers(1, 256, shape, np.uint8)
 
 
 def square_blocks(r: Recipe, layout: str, shape: tuple[int, ...]) -> fp4kit.Quantized:
-    """Return random codes, and scales that are equal in all rows of a block, with padding that is not zero."""
+    """Return a Quantized with random codes and with scales that are equal in all rows of a block.
+
+    The padding of its scales is not zero.
+    """
     linear = scale_shape(shape, r)
     scales = np.repeat(random_bytes((*linear[:-2], linear[-2] // r.block_size, linear[-1])), r.block_size, axis=-2)
     padding = swizzle_scales(np.ones_like(scales), layout) == 0
@@ -99,7 +102,7 @@ def test_transpose_of_empty_arrays() -> None:
 
 @gpu_only
 def test_transpose_of_a_large_array() -> None:
-    """More than 2^31 codes need 64-bit offsets."""
+    """An array of more than 2^31 codes is right, which needs 64-bit offsets."""
     M, K = shape = (2**16, 2**15 + 32)
     q = fp4kit.quantize(cupy.zeros((32, 32), np.float32), "nvfp4-te-2d")
     rows, columns = cupy.arange(M, dtype=np.uint32), cupy.arange(K // 2, dtype=np.uint32)
@@ -179,7 +182,7 @@ def test_errors_come_before_work() -> None:
 
 
 def test_in_a_cuda_graph() -> None:
-    """No operation waits for the device or reads from it, because that is an error in a graph."""
+    """All layout operations can be captured in a CUDA graph, so they neither wait for the device nor read from it."""
     q = square_blocks(RECIPES["nvfp4-te-2d"], "swizzled_128x4", (512, 512))
     gpu, results = moved(q), []
 

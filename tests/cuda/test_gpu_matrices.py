@@ -1,4 +1,7 @@
-"""Columnwise quantization on a GPU gives the bytes of the CPU specification, also with rowwise codes from one read."""
+"""Test columnwise quantization on a GPU, alone and together with rowwise codes from one read of x.
+
+It gives the bytes of the CPU specification.
+"""
 
 from __future__ import annotations
 

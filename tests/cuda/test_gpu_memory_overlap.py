@@ -1,6 +1,4 @@
-"""Test that a call whose outputs overlap its inputs is rejected before any work, the first time and in
-repeated calls.
-"""
+"""Test that a call whose outputs overlap its inputs is rejected before any work, in first and in repeated calls."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ RECIPES = ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"]
 
 @pytest.fixture(params=["numpy", "cupy"])
 def xp(request):
-    """Return NumPy, or CuPy on the GPU that the host plays."""
+    """Return NumPy, or CuPy on the GPU, which may be simulated."""
     if request.param == "numpy":
         return np
     request.getfixturevalue("played_gpu")
@@ -101,7 +99,7 @@ HARD = [((96, 1024, 28), (84, 1527, 16), 1213), ((552, 956, 152), (803, 348, 57)
 
 @pytest.mark.parametrize(("of_x", "of_out", "start"), HARD)
 def test_arrays_whose_bytes_are_too_many_to_compare(of_x, of_out, start):
-    """Arrays that take too much work to compare count as overlapping."""
+    """Arrays count as overlapping if finding out would take too much work."""
     buffer, form = np.zeros(1 << 14, np.uint8), fp4kit.quantize(ordinary(3, (4, 3, 16)), "nvfp4-te")
     x = as_strided(buffer.view(np.float32), (4, 3, 16), of_x)
     x[...] = before = ordinary(3, (4, 3, 16))
@@ -123,7 +121,9 @@ def test_partial_cast_into_the_shard():
 
 
 def test_interleaved_arrays_do_not_overlap():
-    """x has every second row, and out the rows between. The address ranges overlap, but no byte belongs to both."""
+    """x may have every second row of a memory, and out the rows between: their address ranges overlap, but no byte
+    does.
+    """
     x, q = ordinary(6, SHAPE), fp4kit.quantize(ordinary(6, SHAPE), "mxfp8-te")
     whole = np.zeros((128, 256, 4), np.uint8)
     inside = whole[::2].view(np.float32)[..., 0]
@@ -168,7 +168,7 @@ def bytes_of(shape, strides, itemsize):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_overlaps_are_found_exactly(seed):
-    """Compare with a count of bytes, for drawn shapes and strides."""
+    """For random shapes and strides, the check agrees with a count of bytes."""
     rng = np.random.default_rng(seed)
     found = []
     for _ in range(1500):
@@ -207,7 +207,7 @@ def test_overlaps_of_known_strides(shape, strides, itemsize, overlaps):
 
 
 def strided(a, shape, strides):
-    """Return a view of a flat array with other strides."""
+    """Return a view of a flat array with the given shape and strides."""
     if isinstance(a, np.ndarray):
         return np.lib.stride_tricks.as_strided(a, shape, strides)
     view = a[...]
@@ -220,7 +220,7 @@ TEXT = r" has elements that share memory, shape \(.*\), strides \(.*\); needs on
 
 @pytest.mark.parametrize("part", ["packed", "block_scale", "tensor_scale", "tensor_amax"])
 def test_quantize_into_elements_that_overlap(xp, part):
-    """If rows begin inside other rows, codes of the first rows would be lost, so the call is rejected."""
+    """Outputs whose own rows overlap are rejected, because later rows would overwrite codes of earlier ones."""
     recipe = "nvfp4-te-rowscaled" if "tensor" in part else "nvfp4-te"
     x = xp.asarray(ordinary(0, (128, 64)))
     q = fp4kit.quantize(x, recipe)
@@ -252,7 +252,7 @@ def test_cast_into_elements_that_overlap(xp):
 
 
 def test_interleaved_rows_are_accepted():
-    """Strides that interleave without overlap are accepted."""
+    """Outputs whose rows interleave without overlap are accepted."""
     x = ordinary(0, (2, 64))
     q = fp4kit.quantize(x, "mxfp4-ocp")
     out = replace(q, packed=np.lib.stride_tricks.as_strided(np.zeros(96, np.uint8), (2, 32), (33, 2)))

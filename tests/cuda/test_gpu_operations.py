@@ -106,7 +106,7 @@ def test_given_amaxes() -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt"])
 def test_several_matrices_of_each_expert(name) -> None:
-    """Experts come first: of six matrices, 0 and 1 belong to the first of three experts."""
+    """Amaxes per expert follow the first axis: of six matrices, 0 and 1 belong to the first of three experts."""
     x = blocks(np.float32, 6 * 32, 64).reshape(3, 2, 32, 64)
     amaxes = {"tensor_amax": cupy.asarray(np.float32([3, 500, 7e4]))}
     check(x, name, **amaxes)
@@ -118,14 +118,14 @@ def test_several_matrices_of_each_expert(name) -> None:
 
 
 def same_fake(x: np.ndarray, name: str, tensor_amax) -> None:
-    """Assert that fake_quantize gives equal bytes on both sides."""
+    """Assert that fake_quantize gives equal bytes on CPU and GPU."""
     values = fp4kit.fake_quantize(cupy.asarray(x), name, tensor_amax=tensor_amax)
     assert differing(values, fp4kit.fake_quantize(x, name, tensor_amax=tensor_amax.get())) == 0
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-te-reference-2d", "mxfp8-te-2d"])
 def test_square_blocks_that_end_below_the_matrix(name) -> None:
-    """The memory after the last row, which holds larger values than x, is not read."""
+    """Square blocks that extend beyond the last row do not read the memory there, which has larger values."""
     for rows in (1, 15, 17, 33, 47, 129):
         for dtype in DTYPES:
             whole = cupy.asarray(np.full((rows + 16, 64), 6e4, dtype))
@@ -137,7 +137,7 @@ def test_square_blocks_that_end_below_the_matrix(name) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
 def test_the_order_of_te_s_products(name) -> None:
-    """rounding_cases.py explains why these amaxes show the order."""
+    """TE's products are computed in its order, for amaxes at which the order shows (support/rounding_cases.py)."""
     for amax, code in TE_SCALES.items():
         x = np.zeros((16, 16), np.float32)
         x[3, 5] = -amax
@@ -202,7 +202,7 @@ def test_amax() -> None:
     "name", ["nvfp4-flashinfer", "mxfp4-flashinfer", "nvfp4-te-2d", "nvfp4-te", "mxfp8-flashinfer"]
 )
 def test_amax_of_blocks_with_nan(name) -> None:
-    """In FlashInfer's rule, a NaN counts only if all even or all odd elements of a block are NaN."""
+    """By FlashInfer's rule, a NaN counts only if all even or all odd elements of a block are NaN."""
     x = np.random.default_rng(7).standard_normal((33, 96)).astype(np.float32)
     x[3, ::2], x[4, 1::2], x[5, 32:64], x[6, 7], x[7, 1:64:4] = np.nan, np.nan, np.nan, np.nan, np.inf
     d = cupy.asarray(x)
@@ -255,9 +255,9 @@ def test_graph_capture_and_streams() -> None:
 @gpu_only
 @pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp8-te"])
 def test_every_float32(name) -> None:
-    """Compare all 2^32 bit patterns with the specification's thresholds.
+    """All 2^32 bit patterns get the codes that the specification's thresholds give.
 
-    Each pattern stands beside an anchor that fixes its block's scale at 1.
+    Each pattern is in a block with an anchor that fixes the scale at 1.
     """
     r = replace(RECIPES[name], block=(1, 16), block_rule="e8m0_floor", amax_nan="ignore", tensor_rule=None)
     anchor = np.float32(4.0 if r.element.bits == 4 else 256.0)
@@ -277,7 +277,7 @@ def test_every_float32(name) -> None:
 
 
 def _expected_codes(x, fmt):
-    """Return codes by comparison with the midpoints; the upper neighbor wins a tie if its code is even."""
+    """Return codes by comparison with the midpoints; a tie goes to the even code."""
     magnitude = cupy.abs(x).astype(np.float64)
     midpoints = fmt.midpoints
     below = np.where(
@@ -335,7 +335,9 @@ def test_blocks_that_are_no_whole_runs() -> None:
 @gpu_only
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"])
 def test_more_than_2_31_elements(name) -> None:
-    """Rows repeat, so the last rows have the bytes of the first."""
+    """An array of more than 2^31 elements is right. Its rows repeat, so the last rows must have the bytes of
+    the first.
+    """
     rows, columns, period = 131200, 16384, 64
     if cupy.cuda.runtime.memGetInfo()[0] < 16 << 30:
         pytest.skip("needs 16 GiB of free device memory")

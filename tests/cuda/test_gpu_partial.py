@@ -1,5 +1,5 @@
-"""Test shards on a GPU: partial_amax, partial_cast and cast_master_weights give the bytes of the CPU for any
-partition.
+"""Test partial_amax, partial_cast and cast_master_weights on a GPU: they give the bytes of the CPU, however matrices
+are divided.
 """
 
 from __future__ import annotations
@@ -32,7 +32,10 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
-    """Assert that both sides give equal amaxes of each shard and equal codes of all shards in one output."""
+    """Assert that CPU and GPU give equal amaxes of every shard, and equal codes in one output.
+
+    edges: the elements at which the flat matrix is divided.
+    """
     flat, on_gpu = x.reshape(-1), cupy.asarray(x.reshape(-1))
     amax = np.zeros((1, 1), np.float32)
     for a, b in pairwise(edges):
@@ -113,7 +116,7 @@ def test_amax_of_tall_blocks(name) -> None:
     seed=st.integers(0, 99),
 )
 def test_any_partition(name, dtypes, size, shapes, cuts, seed) -> None:
-    """Ranks are threads that share the GPU."""
+    """Any division among ranks gives the CPU's bytes. Ranks are threads that share the GPU."""
     rng, block = np.random.default_rng(seed), RECIPES[name].block_size
     xs = [
         rng.standard_normal((rows, wide * block)).astype(dtype)
@@ -168,7 +171,7 @@ def test_plan_columnwise_refresh_and_graph() -> None:
 
 @gpu_only
 def test_nothing_waits() -> None:
-    """A step returns while earlier work in the queue still runs."""
+    """A step returns while earlier work in the queue is still running."""
     x = cupy.zeros(1 << 28, np.uint8)
     values = cupy.ones(256 * 256, np.float32)
     plan = MasterWeightsPlan([Shard(values, (256, 256))], SingleProcess(), columnwise=True)

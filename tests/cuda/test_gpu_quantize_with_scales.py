@@ -1,4 +1,6 @@
-"""Test codes with given scales on a GPU: the bytes of the CPU, for every recipe, layout, stack and source of scales."""
+"""Test quantize with given scales on a GPU: the bytes of the CPU, for every recipe, layout, stack and source
+of scales.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ BF16 = ml_dtypes.bfloat16
 
 
 def both(x, name, q, **options):
-    """Quantize x with the scales of q on both sides, assert equality, and return the GPU's result."""
+    """Quantize x with the scales of q on CPU and GPU, assert that the results are equal, and return the GPU's."""
     given = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}
     with np.errstate(all="ignore"):
         cpu = fp4kit.quantize(x, name, **given, **options)

@@ -15,7 +15,7 @@ NAMES = ["nvfp4-te", "mxfp4-ocp", "nvfp4-te-rowscaled", "int8-modelopt"]
 
 
 def both(name, **options):
-    """Return the result of quantize on the CPU and on the GPU."""
+    """Quantize one array on the CPU and on the GPU; return both results."""
     return fp4kit.quantize(ORDINARY, name, **options), fp4kit.quantize(cupy.asarray(ORDINARY), name, **options)
 
 

@@ -1,4 +1,4 @@
-"""Test the search of block scales on the GPU, or on its stand-in, against the specification, which tries every
+"""Test the search for block scales on a GPU, or on the simulated one, against the specification, which tries every
 candidate.
 """
 
@@ -166,14 +166,14 @@ def check_values(gpu: Any, cpu: np.ndarray) -> None:
 
 
 def some_of(members: int) -> list[np.ndarray]:
-    """Return tensors of several dtypes and sizes, one of them empty."""
+    """Return a list of tensors with several dtypes and sizes, one of them empty."""
     x = finite(np.float32)
     xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)]
     return [*xs, x[:0]]
 
 
 def test_groups_that_search() -> None:
-    """Groups may be stacks, of experts too."""
+    """Grouped calls search like single calls, for lists and for stacks, also of experts."""
     xs, amaxes = some_of(3), [3.0 + i for i in range(4)]
     there = [cupy.asarray(a) for a in xs]
     for function in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped):
@@ -192,7 +192,7 @@ def test_groups_that_are_no_arguments_of_a_kernel() -> None:
 
 
 def test_plan_that_searches() -> None:
-    """Values written to the tensors later count, and amaxes are kept if the plan is told to."""
+    """A plan searches the values that its tensors hold at each call, and keeps its amaxes if told to."""
     xs = [finite(BF16), finite(BF16, 1)[:40]]
     there = [cupy.asarray(a) for a in xs]
     plan = fp4kit.GroupedPlan(there, MSE)
@@ -221,7 +221,10 @@ SIDES = {"plain": {}, "weights": {"weights": WEIGHTS}, "hessian": {"hessian": he
 @pytest.mark.parametrize(("side", "dtype"), [("plain", np.float32), ("weights", BF16), ("hessian", np.float16)])
 @pytest.mark.parametrize("rows", by_default([16], TALL))
 def test_blocks_of_several_rows(rows, side, dtype) -> None:
-    """Blocks may be short at the end, or end inside a matrix of a stack. Experts and both axes are tried."""
+    """Results are right for blocks of several rows, which may be incomplete at the end of a matrix.
+
+    Stacks, experts and both axes are tried.
+    """
     x, given = searched_blocks(dtype), SIDES[side]
     check(x[:83], TALL[rows], tensor_amax=4.0, **given)
     check(x[:40], TALL[rows], tensor_amax=4.0, candidates="near", **given)
@@ -243,7 +246,10 @@ OBJECTIVES = [
 
 @pytest.mark.parametrize(("objective", "dtype", "side"), OBJECTIVES)
 def test_objectives(objective, dtype, side) -> None:
-    """Some blocks are not finite, some tensor scales underflow, and some searches stay near the block's own amax."""
+    """Every objective gives the specification's choice, also for blocks that are not finite and scales that underflow.
+
+    Some searches try only scales near the block's own amax.
+    """
     x, given = searched_blocks(dtype), SIDES[side] | {"objective": objective}
     for options in ({"tensor_amax": 4.0}, {"tensor_amax": 1e-38}, {"tensor_amax": 0.03, "candidates": "near"}):
         check(x, **options, **given)
@@ -257,7 +263,7 @@ def test_objective_of_two_names() -> None:
 
 @pytest.mark.parametrize("objective", ["p1.0001", "p16"])
 def test_powers_that_leave_the_range(objective) -> None:
-    """Some losses underflow to zero, others are infinite."""
+    """The choice is right if some losses underflow to zero and others are infinite."""
     for size in (1e-12, 1e-3, 1, 1e6, 1e30):
         check((finite(np.float32) * np.float32(size)).astype(np.float32), objective=objective, candidates="near")
 
@@ -269,7 +275,7 @@ def test_powers_that_are_nearly_equal(p) -> None:
 
 
 def test_bits_of_powers() -> None:
-    """Compare the powers themselves, not only the scales that they choose."""
+    """The powers themselves are bit-identical to the specification's, not only the scales that they choose."""
     d = errors()
     for p in POWERS_OF_ERRORS:
         out = cupy.zeros(d.shape, np.float64)
@@ -280,14 +286,14 @@ def test_bits_of_powers() -> None:
 
 @pytest.mark.parametrize("amax_nan", ["ignore", "lanes"])
 def test_amaxes_of_blocks_with_nan(amax_nan) -> None:
-    """The search stays near the code of the amax of the elements that are not NaN."""
+    """In a block with NaN, the search tries scales near the amax of the other elements."""
     r = replace(RECIPES[STATIC], id=amax_nan, amax_nan=amax_nan)
     check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near")
     check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near", hessian=hessians(64))
 
 
 def test_arrays_at_any_address() -> None:
-    """x, weights and Hessians may be misaligned."""
+    """x, weights and Hessians may be at misaligned addresses."""
 
     def moved(a: np.ndarray) -> Any:
         return cupy.asarray(np.concatenate([np.zeros(1, a.dtype), a.reshape(-1)]))[1:].reshape(a.shape)
@@ -307,8 +313,9 @@ POWERS = [name for name, r in RECIPES.items() if takes_e8m0_amaxes(r)]
 
 @pytest.mark.parametrize("recipe", by_default(MX, POWERS))
 def test_powers_of_two(recipe) -> None:
-    """The power with the smallest loss is chosen among three exponents or those asked for, for amaxes of all
-    magnitudes.
+    """The power of two with the smallest loss is chosen, among three exponents or the requested ones.
+
+    Amaxes have all magnitudes.
     """
     r, x = RECIPES[recipe], finite(BF16)
     for options in ({}, {"candidates": (-3, 2)}, {"candidates": (0, 0)}):
@@ -336,10 +343,10 @@ def test_powers_of_other_blocks(columns) -> None:
 
 
 def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row of blocks of two values in random order, and weights.
+    """Return a row of blocks, and weights, for which rounding decides between two scales.
 
-    The weights of the second value are those of the first times a ratio. One scale has losses for the first value only,
-    another for the second only, and both sums are equal up to rounding. So rounding decides which is larger.
+    Blocks have two values in random order. One scale has losses for the first value only, another for the second only.
+    The weights of the second value are `ratio` times those of the first, so that both sums are equal up to rounding.
     """
     rng = np.random.default_rng(columns)
     first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))
@@ -352,7 +359,10 @@ def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread:
 @pytest.mark.parametrize("columns", [48, *exhaustive([16, 32])])
 @pytest.mark.parametrize(("objective", "ratio"), [("mse", 1 / 16), ("mae", 1 / 4)])
 def test_order_of_sums(objective, ratio, columns) -> None:
-    """With a scale of 2, the element 0.5 has an error of 0.5; with a scale of 1, the element 8 has an error of 2."""
+    """Sums are made in the specification's order, which decides between two scales.
+
+    With a scale of 2, the element 0.5 has an error of 0.5; with a scale of 1, the element 8 has an error of 2.
+    """
     r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
     x, weights = balanced(200, columns, [0.5, 8], ratio, 3)
     check(x, r, objective=objective, weights=weights)
@@ -360,7 +370,7 @@ def test_order_of_sums(objective, ratio, columns) -> None:
 
 
 def test_exponents_of_small_amaxes() -> None:
-    """If the largest element is below 1, subnormal candidates are also scales. Their squares are zero."""
+    """If the largest element is below 1, candidates may be subnormal scales, whose squares are zero."""
     r = replace(RECIPES["mxfp4-ocp"], id="small", element=replace(E2M1, name="small", bias=6))
     rng = np.random.default_rng(0)
     check(
@@ -397,7 +407,7 @@ PARTS = ("packed", "block_scale", "tensor_scale", "tensor_amax")
 
 
 def same_results(x: np.ndarray, recipe, **options) -> None:
-    """Assert that quantize and fake_quantize agree on both engines."""
+    """Assert that quantize and fake_quantize give equal results on CPU and GPU."""
     there = {name: cupy.asarray(value) if isinstance(value, np.ndarray) else value for name, value in options.items()}
     found, expected = fp4kit.quantize(cupy.asarray(x), recipe, **there), fp4kit.quantize(x, recipe, **options)
     assert found.recipe == expected.recipe
@@ -416,8 +426,9 @@ BY_DTYPE = [(name, dtype) for name in FACTORED for dtype in (np.float32, np.floa
 
 @pytest.mark.parametrize("case", all_or_few(BY_DTYPE, list(zip(FACTORED, (BF16, np.float32), strict=True))), ids=str)
 def test_multiples_of_the_amax(case) -> None:
-    """Blocks are of every kind and magnitude, not finite, misaligned, along columns, or in stacks with an amax per
-    matrix.
+    """Recipes that search multiples of the amax are right for blocks of every kind and memory layout.
+
+    Blocks are of every magnitude, not finite, misaligned, along columns, or in stacks with an amax per matrix.
     """
     recipe, dtype = case
     with np.errstate(all="ignore"):
@@ -450,7 +461,7 @@ DRAWN = [
 
 @pytest.mark.parametrize("case", all_or_few(DRAWN, [(FACTORED[0], "64"), (FACTORED[1], "E2M3")]), ids="-".join)
 def test_multiples_of_the_amax_of_variants(case) -> None:
-    """Vary blocks, signs, amaxes, and tensor scales or elements."""
+    """Variants of these recipes are right: other blocks, signs, amaxes, tensor scales and elements."""
     recipe, variant = case
     same_results(ordinary(2, (12, 256)), replace(fp4kit.recipe(recipe), id="variant", **VARIANTS[variant]))
 
@@ -483,14 +494,14 @@ def test_multiples_of_the_amax_with_options(recipe) -> None:
 
 @pytest.mark.parametrize("recipe", FACTORED)
 def test_recorded_arrays_of_what_searches(recipe, golden) -> None:
-    """Compare with the arrays that auto-round recorded."""
+    """Results equal the arrays that auto-round recorded."""
     found = recorded(ComparedEngine(cupy), golden, recipe)
     assert found.values > 100_000 and not found.differing, found.first
 
 
 @pytest.mark.parametrize("recipe", ["mxfp4-auto-round", "mxfp8-qwix", "mxfp4-quark-even"])
 def test_block_amaxes_of_rules_that_ask_for_them(recipe) -> None:
-    """These rules have factors that also depend on the amax."""
+    """Given block amaxes are used by rules whose factors depend on the amax and not only on the scale."""
     x = ordinary(4, (16, 64))
     amax = np.abs(x).reshape(16, 2, 32).max(axis=-1) * np.float32([0.5, 2])
     same_results(x, recipe, block_amax=amax)
@@ -504,7 +515,10 @@ USUAL_GRIDS = ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-na
 
 @pytest.mark.parametrize("recipe", by_default(USUAL_GRIDS, GRIDS))
 def test_amaxes(recipe) -> None:
-    """Try tensors, experts and rows, grids of every size, elements that are not finite, and empty arrays."""
+    """The search for tensor amaxes is right for tensors, experts and rows, grids of every size, and empty arrays.
+
+    Some elements are not finite.
+    """
     x = finite(BF16)[:40]
     check(x, recipe)
     check(x, recipe, weights=WEIGHTS, candidates=(0.5, 1.5, 0.01))
@@ -525,7 +539,10 @@ def test_objectives_of_amaxes(objective, dtype) -> None:
 
 
 def test_order_of_sums_of_amaxes() -> None:
-    """With a step of 2 the element 1 is lost; with a step of 1, the element 128 is beyond the limit of 127."""
+    """Sums are made in the specification's order, which decides between two steps.
+
+    With a step of 2, the element 1 is lost; with a step of 1, the element 128 is beyond the limit of 127.
+    """
     found = []
     for columns in range(100, 140, 2):
         x, weights = balanced(1, columns, [1, 128], 1, 40)
@@ -537,7 +554,7 @@ def test_order_of_sums_of_amaxes() -> None:
 
 @pytest.mark.parametrize("p", [2.4, *exhaustive([1.5, 3])])
 def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
-    """Two steps have nearly equal losses.
+    """The choice between two steps with nearly equal losses is that of the specification.
 
     With a step of 1, 0.75 loses 0.25, and 127 + u loses u because it is beyond 127. With a step of 2, they lose 0.75
     and 1 - u.
@@ -554,9 +571,9 @@ def test_powers_of_amaxes_that_are_nearly_equal(p) -> None:
 
 
 def test_many_multiples_in_parts(monkeypatch) -> None:
-    """Memory holds the losses of only a few multiples at a time.
+    """If memory holds the losses of only a few multiples at a time, the first of equal losses still wins.
 
-    The first of equal losses wins, also if no loss is finite.
+    This holds also if no loss is finite.
     """
     monkeypatch.setattr(search_amaxes, "MAX_LOSSES", 200)
     for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):

@@ -1,4 +1,4 @@
-"""Test that the self-test finds no difference on a GPU, and is quick enough."""
+"""Test that the self-test of the kernels finds no difference on a GPU and takes little time."""
 
 from __future__ import annotations
 

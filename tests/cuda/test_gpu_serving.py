@@ -1,5 +1,6 @@
-"""Test the recipes of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix and torchao 0.18 on
-a GPU or its stand-in.
+"""Test recipes of serving libraries on a GPU, or on the simulated one.
+
+These are vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix and torchao 0.18.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def edges(dtype) -> np.ndarray:
-    """Return blocks of every exponent with amaxes at and beside powers of two and their multiples; also zeros, NaN and
-    infinities.
+    """Return blocks with amaxes at and next to powers of two and their multiples, for every exponent, and special
+    values.
+
+    Special values are zeros, NaN and infinities.
     """
     info = ml_dtypes.finfo(dtype)
     eps, exponents = float(info.eps), np.arange(info.minexp - info.nmant, info.maxexp)
@@ -70,9 +73,7 @@ def test_columns_and_both(name) -> None:
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name and not name.endswith("2d")])
 def test_factors_beyond_float32(name, dtype) -> None:
-    """The encode scale is infinite, or finite with infinite factors for tiny block scales: codes saturate or are those
-    of NaN.
-    """
+    """If the encode scale or the factor of a block is infinite, codes saturate or are those of NaN, like on the CPU."""
     x = np.random.default_rng(3).standard_normal((16, 64)).clip(-3, 3)
     x[3, :20], x[5, 32:48] = 0, -0.0
     for small in (x * 2.0**-128, x * np.exp2(-113 - np.arange(16))[:, None]):
@@ -107,7 +108,10 @@ def test_groups_of_recipes_that_search(name) -> None:
 @pytest.mark.parametrize("dtype", (np.float32, ml_dtypes.bfloat16))
 @pytest.mark.parametrize("name", [name for name in NAMES if "nvfp4-fouroversix" in name])
 def test_codes_that_wrap_around(name, dtype) -> None:
-    """Blocks have subnormal scales and elements of up to 9 scales, and some tensor amaxes are too small for them."""
+    """fouroversix's codes wrap around like on the CPU.
+
+    Blocks have subnormal scales and elements of up to 9 scales, and some tensor amaxes are too small for them.
+    """
     x = tiny_scales(dtype, RECIPES[name].scale_max)
     for tensor_amax in (None, np.float32(x.max() / 3), np.float32(x.max() / 100), np.float32(1e-30)):
         check(x, name, tensor_amax=tensor_amax)

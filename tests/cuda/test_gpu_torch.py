@@ -1,5 +1,6 @@
-"""Test PyTorch tensors on CUDA: results are tensors in PyTorch's memory, on its current stream, with the bits of NumPy
-results.
+"""Test PyTorch tensors on CUDA: results are tensors with the bits of NumPy results.
+
+They are in PyTorch's memory and are computed on its current stream.
 """
 
 import gc
@@ -29,7 +30,7 @@ def cuda():
 
 
 def host(found):
-    """Return the results as NumPy arrays; assert that every array was a tensor on CUDA."""
+    """Return results as NumPy arrays, and assert that each was a tensor on CUDA."""
     if isinstance(found, fp4kit.Quantized):
         return [host(part) for part in found.parts().values() if part is not None]
     if isinstance(found, (list, tuple)):
@@ -41,14 +42,14 @@ def host(found):
 
 
 def plain(expected):
-    """Return results on the host in the structure that host(...) gives."""
+    """Return results of NumPy calls in the structure that `host` returns."""
     if isinstance(expected, fp4kit.Quantized):
         return [part for part in expected.parts().values() if part is not None]
     return [plain(part) for part in expected] if isinstance(expected, (list, tuple)) else expected
 
 
 def assert_equal(found, expected):
-    """Assert equal bits for any nesting of lists."""
+    """Assert that nested lists of arrays have equal bits."""
     if isinstance(expected, list):
         assert len(found) == len(expected)
         for a, b in zip(found, expected, strict=True):
@@ -61,7 +62,7 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_of_tensors_are_tensors(name, dtype):
-    """Run three times: first without a cached call, then by the cached call."""
+    """Results are right in three calls: the first is made without a cached call, the others by the cached call."""
     expected = plain(CALLS[name](X[dtype]))
     for _ in range(3):
         assert_equal(host(CALLS[name](tensor(X[dtype]).cuda())), expected)
@@ -70,7 +71,7 @@ def test_results_of_tensors_are_tensors(name, dtype):
 @gpu_only
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_random_calls_on_side_streams(recipe):
-    """Inputs are made and results are read on a side stream, without any explicit synchronization."""
+    """On a side stream, results are right without explicit synchronization."""
     rng = np.random.default_rng(5)
     streams = [torch.cuda.Stream() for _ in range(3)]
     for i in range(40):
@@ -119,7 +120,7 @@ def test_memory_is_pytorch_s_and_comes_back():
 
 @gpu_only
 def test_results_know_other_streams():
-    """After record_stream, the allocator does not reuse a result's memory before that stream is done with it."""
+    """After record_stream, a result's memory is not reused before the other stream is done with it."""
     side, x = torch.cuda.Stream(), torch.ones(1024, 1024, device="cuda")
     for call in (lambda: fp4kit.fake_quantize(x, "nvfp4-te"), lambda: fp4kit.fake_quantize(x, "nvfp4-te", axis=0)):
         for _ in range(3):

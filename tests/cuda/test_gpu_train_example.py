@@ -1,4 +1,6 @@
-"""Test on a GPU that examples/train_fp4.py gives bit-identical losses to the CPU, and fp4kit.torch on CUDA tensors."""
+"""Test on a GPU that examples/train_fp4.py gives the losses of the CPU, bit for bit, also with fp4kit.torch on CUDA
+tensors.
+"""
 
 import importlib
 

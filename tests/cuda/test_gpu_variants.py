@@ -1,7 +1,6 @@
-"""Test variants that are not in the table of recipes, through the public functions: CuPy arrays give the bytes of the
-CPU.
+"""Test variants of recipes that are not in the table: CuPy arrays give the bytes of the CPU, in every kernel.
 
-They cover for all kernels what was once wrong in one of them: zeros, NaN, ties, elements other than E2M1.
+Inputs have zeros, NaN and ties, which kernels may treat differently, and elements other than E2M1.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ OTHERS += [replace(RECIPES["fp8-modelopt-channel"], element=e) for e in (E1M2, E
 
 
 def everything(x: np.ndarray, r: Recipe, **options) -> None:
-    """Check quantize and dequantize of x, of a group, and of x along rows and columns, against the CPU."""
+    """Assert that quantize and dequantize equal the CPU's, for x, for a group, and along rows and columns."""
     check(x, r, **options)
     xs = [x, x[:17], x[:0]]
     group = zip(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], r, **options), xs, strict=True)
@@ -51,7 +50,7 @@ def everything(x: np.ndarray, r: Recipe, **options) -> None:
     "options", [{}, *exhaustive([{"rounding": "stochastic", "seed": 3}, {"hadamard": True}])], ids=str
 )
 def test_blocks_of_zeros_under_flashinfers_scale(dtype, options) -> None:
-    """The rule gives a factor of zero for a block of zeros, in every kernel."""
+    """Blocks of zeros are right in every kernel under a rule that gives them a factor of zero."""
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)
     x[16:32, 16:32] = 0
     x[32:48, :16] = -0.0
@@ -107,7 +106,10 @@ def test_elements_that_are_not_e2m1(r) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", RNZ)
 def test_ties_toward_zero(name, dtype) -> None:
-    """Try every tie of the elements and its neighbors; products are exact or rounded to the dtype once more."""
+    """Every tie of the elements, and its neighbors, round as on the CPU.
+
+    Products are exact, or rounded to the dtype once more.
+    """
     r = replace(RECIPES[name], rounding="rnz")
     ties = np.repeat(r.element.midpoints, 3).astype(dtype)
     bits = ties.view(f"u{ties.itemsize}")
@@ -126,7 +128,7 @@ def test_ties_toward_zero(name, dtype) -> None:
 @pytest.mark.parametrize("sign", rules.SIGNS)
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-compressed-tensors"])
 def test_zeros_keep_their_signs_in_quotients(name, sign, dtype) -> None:
-    """Try zeros of both signs, and elements whose codes are zeros, with a factor that divides."""
+    """Zeros of both signs, and elements that become zero, get the sign of the CPU if the rule divides."""
     r = replace(RECIPES[name], sign=sign)
     x = zeros_of_all_kinds(dtype)
     everything(x, r)
@@ -146,7 +148,7 @@ UNSIGNED = (
 @pytest.mark.parametrize("name", UNSIGNED)
 @pytest.mark.parametrize("dtype", [DTYPES[2], *exhaustive(DTYPES[:2])])
 def test_zeros_without_signs(name, dtype) -> None:
-    """A negative element that rounds to zero has code 0 in every kernel; with a random byte it keeps its sign."""
+    """A negative element that rounds to zero has code 0 in every kernel. With random bytes it keeps its sign."""
     r = replace(RECIPES[name], sign="unsigned_zero")
     x = zeros_of_all_kinds(dtype)
     everything(x, r)
@@ -156,7 +158,7 @@ def test_zeros_without_signs(name, dtype) -> None:
 
 
 def zeros_of_all_kinds(dtype) -> np.ndarray:
-    """Return random numbers, zeros of both signs, and small numbers whose codes are zeros."""
+    """Return random numbers, zeros of both signs, and small numbers that become zero."""
     x = np.random.default_rng(4).standard_normal((32, 64)).astype(dtype)
     x[:, ::5], x[:, 1::5], x[:, 2::5] = 0.0, -0.0, np.copysign(2.0**-20, x[:, 2::5])
     return x
@@ -166,7 +168,10 @@ def zeros_of_all_kinds(dtype) -> np.ndarray:
 @pytest.mark.parametrize("block", [(1, 16), (2, 16), (16, 16)], ids=str)
 @pytest.mark.parametrize("rows", [1, 2, 17, 33])
 def test_nan_in_every_other_element(rows, block, dtype) -> None:
-    """A row's NaN is its block's NaN only if the block has no other row, inside the matrix or outside it."""
+    """A row of NaN in every other element makes its block NaN only if the block has no other row.
+
+    The other rows may be inside the matrix or below it.
+    """
     r = replace(RECIPES["nvfp4-flashinfer"], block=block)
     x = np.random.default_rng(6).standard_normal((rows, 64)).astype(dtype)
     x[0, 1:32:2], x[-1, 32::2], x[0, 48:] = np.nan, np.nan, 0
@@ -186,9 +191,9 @@ def test_blocks_of_zeros_of_4over6_that_make_zeros_negative(name) -> None:
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16])
 def test_products_that_round_to_seven(dtype) -> None:
-    """With a given amax, products exceed 6.
+    """Elements that exceed 6 under a given amax saturate.
 
-    A product just below 7 that rounds to 7 in the dtype would get the next code.
+    A product just below 7 that were rounded to 7 in the dtype would get the next code.
     """
     r = replace(RECIPES["nvfp4-modelopt-static"], round_scaled=True)
     x = np.zeros((256, 16), dtype)

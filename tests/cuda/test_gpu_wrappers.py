@@ -1,4 +1,4 @@
-"""Test on a GPU fp4kit.torch, compiled and captured, and fp4kit.jax in XLA programs: the bits are those of the CPU."""
+"""Test on a GPU fp4kit.torch, compiled and captured, and fp4kit.jax in XLA programs: they give the bits of the CPU."""
 
 import importlib
 

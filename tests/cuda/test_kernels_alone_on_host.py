@@ -1,5 +1,5 @@
-"""Test single headers of the kernels on the host: the Hadamard transform, the amax of its columns, powers,
-and bounds.
+"""Test functions of single kernel headers on the CPU: the Hadamard transform, the amax of its columns, powers, and
+bounds.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ELEMENTS = st.lists(st.integers(0, 0xFFFF), min_size=16, max_size=16)
 
 @given(ELEMENTS, st.integers(0, 16))
 def test_hadamard_transform_of_any_bits(bits, shift):
-    """Elements have any bits, or exponents moved toward each other."""
+    """The transform is right for elements of any bits, and for elements with similar exponents."""
     for dtype in (BF16, F16):
         x = np.array(bits, np.uint16)
         x = np.stack([x, x & 0x83FF | 0x3C00, (x & 0x8FFF) + (shift << 7), x[::-1]]).astype(np.uint16).view(dtype)
@@ -69,7 +69,9 @@ STRIPS = [(BF16, "no_nan"), (F16, "no_nan"), (F32, "no_nan"), (BF16, "all"), (F1
 @pytest.mark.parametrize("strip", every(3, STRIPS), ids=str)
 @pytest.mark.parametrize("shape", [(16, 1), (32, 530), (112, 37), (48, 1026)])
 def test_amax_of_transformed_columns(strip, shape):
-    """Columns are read by words or by elements, also at an address that is not a multiple of 16 bytes."""
+    """The amax of columns is right if they are read by words or by elements, also at addresses that are not multiples
+    of 16.
+    """
     dtype, counted = strip
     x = np.resize(spread(Runs(dtype), np.random.default_rng(3))[::-1], shape).astype(dtype)
     for value, offset in ((0, 0), (np.inf, 1), (np.nan, 0)):
@@ -93,7 +95,7 @@ def test_powers(p):
 
 
 def test_bounds_of_losses():
-    """For blocks below 7 scales of a normal code, a bound never exceeds the loss and is seldom far below it."""
+    """For blocks below 7 scales of a normal code, a bound never exceeds the loss, and is seldom far below it."""
     rng, units, blocks = np.random.default_rng(0), 85, 8192
     first = rng.integers(8, 119, blocks).astype(np.uint32)
     codes = (first[:, None] + np.arange(8)).astype(np.uint8)

@@ -39,7 +39,7 @@ ALL += [of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for
 
 @pytest.fixture(scope="module", autouse=True)
 def compiler():
-    """Load NVRTC; without it these tests are skipped, but fail under CI=true."""
+    """Load NVRTC. Without it, the tests of this module are skipped, but fail under CI=true."""
     try:
         nvrtc.library()
     except RuntimeError as error:
@@ -47,7 +47,7 @@ def compiler():
 
 
 def sources_of(case: KernelCall) -> list[Instantiation]:
-    """Return the source and kernel of each launch of a call."""
+    """Return the kernel instantiations that a call launches."""
     found = recorded([lambda: case.run(cupy.asarray)])
     assert found
     return found
@@ -60,7 +60,7 @@ def check_compiles(case: KernelCall, arch: str) -> None:
 
 
 def make_cubin(source: str, arch: str, path: Path) -> None:
-    """Compile to a file; assert that there is no warning."""
+    """Compile a kernel to the file `path`; assert that the compiler gives no warning."""
     cubin, log = loader.compile_source(source, arch)
     assert log == ""
     path.write_bytes(cubin)

@@ -1,4 +1,6 @@
-"""Test the folder of the kernels: which header includes which, and that the README shows it."""
+"""Test the folder of the kernels: headers include only those of their own or a lower layer, and the README shows each
+header.
+"""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""Test the loader of kernels: what a cubin depends on, how the cache is written and repaired, and errors for missing
-parts.
+"""Test the loader of kernels: what the key of a cubin depends on, how the cache is written and repaired, and its
+errors.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def test_headers_are_included_once():
 
 @pytest.fixture
 def cache(monkeypatch, tmp_path):
-    """Set up an empty cache, a compiler that counts its calls, and a copy of the sources that may be changed."""
+    """Set up an empty cache, a compiler that counts its calls, and a copy of the sources that a test may change."""
     sources, folder, compiled = tmp_path / "sources", tmp_path / "cache", []
     shutil.copytree(loader.SOURCES, sources)
     folder.mkdir()
@@ -115,7 +115,9 @@ def test_a_cubin_does_not_depend_on_other_kernels(cache):
 
 
 def test_a_cubin_is_written_beside_and_renamed(cache, monkeypatch):
-    """A concurrent reader finds a whole file or none."""
+    """A cubin appears whole in the cache, so that another process that reads at the same time never finds part of a
+    file.
+    """
     renamed = []
 
     def replace(source, target):

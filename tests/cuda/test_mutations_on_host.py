@@ -1,4 +1,7 @@
-"""Plant faults in the kernels: the comparison with the specification, or the played device, finds each of them."""
+"""Plant faults in the kernels and run them on the CPU: the tests must find each fault.
+
+Either results differ from the specification, or the simulated device stops the kernel.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,10 @@ SEEN = f"{DIFFERS}|{ORDER}|{OUTSIDE}"
 
 
 def transformed(dtype: np.dtype, kind: str, part: int = 0) -> Callable[[], None]:
-    """Return a comparison of the transforms of runs; part 1 transforms along columns."""
+    """Return a function that compares the transforms of runs with the specification's.
+
+    part: 0 along rows, 1 along columns.
+    """
 
     def check() -> None:
         x = Runs(dtype).of_kind(kind)
@@ -66,7 +72,7 @@ def scales_at_ties() -> None:
 
 
 def unknown_amaxes() -> None:
-    """Compare values with tensor scales of many amaxes, none of which is given."""
+    """Compare decoded values for tensor scales whose amaxes are not given."""
     q = fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te")
     for amax in np.random.default_rng(7).uniform(1e-3, 2e-3, 16).astype(F32):
         scale = np.asarray(fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te", tensor_amax=amax).tensor_scale)
@@ -77,7 +83,7 @@ def unknown_amaxes() -> None:
 
 
 def negative_scales() -> None:
-    """Compare codes with tensor scales of either sign."""
+    """Compare codes for given tensor scales of either sign."""
     x = ordinary(1, (16, 64), BF16)
     q = fp4kit.quantize(x, "nvfp4-te")
     signs = q.block_scale ^ np.resize(np.array([0, 0x80], np.uint8), q.block_scale.shape)
@@ -119,7 +125,7 @@ SHARD = of(partial, "nvfp4-te-2d", F32)
 GROUP_AMAX = of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
 MULTIPLES = of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
 NEAR = of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
-# maps a fault to file, text, replacement, call, and expected error
+# Name of a fault -> (file, text in it, replacement, call that finds the fault, part of the expected error).
 MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     # Byte order and arithmetic.
     "scales in wrong places": ("scale_layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", SWIZZLED, DIFFERS),
@@ -253,7 +259,7 @@ SOON = ("no barriers", "a row too far", "misaligned runs", "a neighbour's nibble
 
 
 def compare(call: Any) -> None:
-    """Make a call on the played device and on NumPy arrays; assert equality."""
+    """Make a call on the simulated GPU and on NumPy arrays; assert that the results are equal."""
     if not hasattr(call, "run"):
         call()
         return
@@ -262,7 +268,7 @@ def compare(call: Any) -> None:
 
 
 def mutated(folder: Path, file: str, text: str, changed: str) -> Path:
-    """Return a copy of the sources in which `text` of one file is `changed`."""
+    """Return a copy of the kernel sources in which `text`, in the file `file`, is replaced by `changed`."""
     sources = folder / "cuda"
     shutil.copytree(loader.SOURCES, sources)
     path = loader.files(sources)[file]

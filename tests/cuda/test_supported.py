@@ -1,5 +1,5 @@
-"""Test that work which no CUDA kernel has is rejected before a launch, in one place, and that every recipe of the table
-is covered.
+"""Test that work which no CUDA kernel does is rejected before any launch, and that the kernels do every recipe of the
+table.
 """
 
 from dataclasses import replace
