@@ -143,7 +143,7 @@ class BuildEngine(build_ext):
         return newer_group([*one.sources, *one.depends], self.get_ext_fullpath(one.name), "newer")
 
     def optimization(self) -> list[str]:
-        """Return OPTIMIZATION, or -O3 if the compiler (such as clang) does not support these flags."""
+        """Return the flags in OPTIMIZATION, or -O3 if the compiler (such as clang) does not support these flags."""
         compiler = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)
         with tempfile.TemporaryDirectory() as folder:
             command = [

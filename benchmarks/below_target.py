@@ -31,7 +31,7 @@ class Reason(NamedTuple):
     tried: tuple[str, ...]
 
     def covers(self, row: BenchmarkRow) -> bool:
-        """Return True if the reason applies to this row."""
+        """Return True if the reason applies to a row: operation, recipe and dtype match."""
         return (
             fnmatchcase(row.operation, self.operation)
             and any(fnmatchcase(row.recipe, pattern) for pattern in self.recipes)

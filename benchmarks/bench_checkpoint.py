@@ -80,14 +80,14 @@ class ProcessCost(NamedTuple):
 
 
 class Spec:
-    """Describe a tensor to write: name, shape and dtype."""
+    """Describe a bfloat16 tensor for SafetensorsWriter: its name, shape and dtype."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self.name, self.dtype, self.shape = name, "BF16", shape
 
 
 def generate(root: Path, nbytes: int) -> None:
-    """Write a model of about nbytes bytes into root."""
+    """Write a Llama-like model of about nbytes bytes, with config.json, into the new folder root."""
     per_layer = sum(2 * rows * columns for rows, columns in LAYER.values())
     layers = max(round((nbytes - 2 * VOCABULARY * HIDDEN) / per_layer), 1)
     files: dict[int, list[Spec]] = {0: [Spec("model.embed_tokens.weight", (VOCABULARY, HIDDEN))]}

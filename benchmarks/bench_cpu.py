@@ -122,7 +122,7 @@ class Peers:
         return found, failed
 
     def close(self) -> None:
-        """End the process."""
+        """End the process of the other libraries."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()

@@ -123,7 +123,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def main(folder: Path) -> None:
-    """Measure, then write record, table and plot."""
+    """Measure the model in the folder, then write record, page and plot to benchmarks/results."""
     about = head(python=platform.python_version(), numpy=np.__version__) | {"engine": fp4kit.engine()}
     report.write(about | measured(folder), RESULTS)
 

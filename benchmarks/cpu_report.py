@@ -283,7 +283,7 @@ def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -
 
 
 def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
-    """Plot the times of other libraries divided by those of fp4kit."""
+    """Plot the times of other libraries divided by those of fp4kit, one line of the plot per row."""
     lines = [f"{row.operation}   {row.recipe}" for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row.peers))
     colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}

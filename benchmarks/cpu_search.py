@@ -1,5 +1,5 @@
-"""Define the searches of block scales that bench_cpu.py times, and a NumPy loop over the candidates to compare them
-with.
+"""Define the searches of block scales that bench_cpu.py times, and a baseline for them: a NumPy loop over the
+candidates.
 """
 
 from __future__ import annotations

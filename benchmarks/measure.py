@@ -300,7 +300,9 @@ def describe() -> dict[str, Any]:
 
 
 def main(run: Callable[[Bench], None]) -> None:
-    """Run one benchmark by itself and print its rows."""
+    """Run the benchmark of one script by itself, with the options of its command line, and print its rows. `run` is the
+    script's function.
+    """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--size", type=int, default=SIZE)
     parser.add_argument("--repeat", type=int, default=REPEAT)

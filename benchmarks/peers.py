@@ -78,7 +78,7 @@ def copy(bench: Bench, x: Any, y: Any) -> dict[str, Call]:
 
 @cache
 def _to_mx(element: str, mode: str) -> Callable[[Any], Any]:
-    """Return a function that calls torchao's to_mx."""
+    """Return a function that quantizes a tensor with torchao's to_mx, for an element dtype and a scale mode."""
     mx = module("torchao.prototype.mx_formats.mx_tensor")
     to_mx, dtype, scaling = mx.to_mx, getattr(torch(), element), getattr(mx.ScaleCalculationMode, mode)
     return lambda x: to_mx(x, dtype, 32, scaling)
@@ -86,7 +86,7 @@ def _to_mx(element: str, mode: str) -> Callable[[Any], Any]:
 
 @cache
 def _from_mx(element: str, dtype: Any) -> Callable[[Any, Any], Any]:
-    """Return a function that calls torchao's to_dtype."""
+    """Return a function that decodes codes and scales with torchao's to_dtype, from an element dtype to `dtype`."""
     to_dtype, element_dtype = module("torchao.prototype.mx_formats.mx_tensor").to_dtype, getattr(torch(), element)
     return lambda data, scale: to_dtype(data, scale, element_dtype, 32, dtype)
 

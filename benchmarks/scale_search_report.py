@@ -62,7 +62,7 @@ def summary(record: Record) -> str:
 
 
 def markdown(record: Record) -> str:
-    """Return the record as a Markdown page."""
+    """Return the Markdown page of a record."""
     rows = []
     for layer in record["layers"]:
         name = layer["name"].removeprefix("encoder.").removesuffix(".weight")
@@ -91,7 +91,7 @@ def losses(values: Any, scales: Any) -> np.ndarray:
 
 
 def plot(record: Record, path: Path) -> None:
-    """Plot the error of one block over its scale, and the SQNR of every layer's weights and outputs."""
+    """Plot the error of one block as a function of its scale, and the SQNR of every layer's weights and outputs."""
     plt = records.pyplot(path)
     figure, (left, *others) = plt.subplots(1, 3, figsize=(12, 5.6), width_ratios=(5, 3, 3), layout="constrained")
     plot_block(left, record["block"])

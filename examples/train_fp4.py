@@ -218,7 +218,7 @@ class Thread:
         self.rank, self.size, self._barrier, self._slots = rank, barrier.parties, barrier, slots
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the group."""
+        """Return the elementwise maximum of the arrays of all ranks."""
         return functools.reduce(np.maximum, self._share(array)).reshape(array.shape)
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:

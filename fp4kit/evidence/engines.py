@@ -122,7 +122,9 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
-    """Compare two Quantized objects: first their fields, such as shape and layout, then their arrays."""
+    """Compare two Quantized objects, first their fields such as shape and layout, then their arrays. Return the
+    Outcome.
+    """
     if not isinstance(found, Quantized):
         return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
     total = Outcome()
@@ -135,7 +137,7 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 
 
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
-    """Compare two arrays in shape, dtype and bits. Any NaN equals any other NaN."""
+    """Compare two arrays in shape, dtype and bits, and return the Outcome. Any NaN equals any other NaN."""
     if found.shape != expected.shape or found.dtype != expected.dtype:
         got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
         return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")

@@ -129,7 +129,9 @@ class EngineRun:
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """Return value(argument) with all arrays copied to NumPy arrays."""
+        """Return value(argument) with all arrays copied to NumPy arrays, so that the engines' results can be
+        compared.
+        """
         return self.place.engine.get(self.value(argument))
 
 
@@ -152,7 +154,7 @@ def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
 
 
 def written_names(statements: list[Statement]) -> set[str]:
-    """Return the names of arrays that some call may write to."""
+    """Return the names of the arrays that some call of a program may write to."""
     return {name for statement in statements if isinstance(statement, ProgramCall) for name in statement.writes}
 
 
@@ -170,7 +172,7 @@ class RunsInStep:
         self.total = Outcome()
 
     def verdict(self, kind: str, text: str, function: str) -> Verdict:
-        """Return a verdict of this kind, with the counts so far."""
+        """Return a Verdict with this kind, text and function, and with the counts so far."""
         return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
 
     def step(self, statement: Statement) -> Verdict | None:

@@ -225,7 +225,7 @@ class Draw:
         return self.pick(variants)
 
     def options(self, operation: str, r: Recipe) -> DrawnOptions:
-        """Return options that the operation and the recipe support."""
+        """Return random options that the operation and the recipe support."""
         scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
         coded, fake = (
             operation in _CODES,

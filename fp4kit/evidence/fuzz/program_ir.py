@@ -110,5 +110,5 @@ class Program:
         self.statements[-1] = self.statements[-1]._replace(**fields)
 
     def same(self, a: Any, b: Any) -> None:
-        """Append the statement that a and b must agree bit for bit."""
+        """Append a Same statement: a and b must agree bit for bit."""
         self.statements.append(Same(a, b))

@@ -1,4 +1,4 @@
-"""Build the programs of scale searches (search_scales)."""
+"""Build the program that searches block scales (operation "search_scales")."""
 
 from __future__ import annotations
 

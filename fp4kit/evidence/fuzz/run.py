@@ -89,7 +89,7 @@ class Report:
             self.reasons[f"{verdict.kind}: {verdict.reason}"] += 1
 
     def add(self, other: Report) -> None:
-        """Add the report of another process."""
+        """Add the counts and failures in the report of another process to this report."""
         for operation, counts in other.operations.items():
             self.operations.setdefault(operation, Counter()).update(counts)
         self.reasons.update(other.reasons)

@@ -137,7 +137,10 @@ def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> 
 
 
 def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
-    """Return a mask of the elements in which two arrays of one shape differ. A NaN equals any other NaN."""
+    """Return a mask of the elements in which two arrays of equal shape differ. Any NaN equals any other NaN.
+
+    ``part`` says whether the elements are codes, block scales or values.
+    """
     fmt = {"codes": r.element, "block_scale": r.scale}.get(part)
     a, b = np.asarray(theirs), np.asarray(ours)
     differ = np.asarray(bit_patterns(a) != bit_patterns(b))

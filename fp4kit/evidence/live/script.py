@@ -120,7 +120,7 @@ def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str
 
 
 def _defines(statement: ast.stmt) -> set[str]:
-    """Return the names that a module-level statement defines."""
+    """Return the names that a module-level statement of an adapter defines."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):

@@ -1,4 +1,4 @@
-"""Shrink an array on which a producer and fp4kit differ: to one block with few nonzero elements."""
+"""Shrink an array on which a producer and fp4kit differ, down to one block with few nonzero elements if possible."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """List what `fp4kit selftest` runs: comparisons of the operations on a device with the specification, bit for bit.
 
-A task compares the results of an engine (the GPU, or the host's compiled engine) with those of the specification for
-the same input, or with recorded outputs of a producer. A NaN equals a NaN; every other value must agree in all bits.
+A *task* compares the results of an engine (the GPU, or the host's compiled engine) with those of the specification for
+an input, or with recorded outputs of a producer. Any NaN equals any other NaN; every other value must agree in all
+bits.
 """
 
 from __future__ import annotations
@@ -88,13 +89,13 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
-    """Return uniformly distributed bit patterns. If ``finite``, infinities and NaN are replaced by zeros."""
+    """Return uniformly distributed bit patterns. If ``finite`` is True, infinities and NaN are replaced by zeros."""
     x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
 
 
 def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) of the inputs that every recipe is tested on. Each array has 512 columns."""
+    """Yield (name, array) of the inputs that every recipe is tested on, as ``dtype``. Each array has 512 columns."""
     yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
     yield "normal values", ordinary(dtype, (64, 512), 1)
     yield "random bits", random_bits(dtype, (64, 512), 2, finite=True)
