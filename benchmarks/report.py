@@ -199,7 +199,7 @@ SUMMARY_COLUMNS = ("operation", "recipe", "from", "time", "efficiency", "fastest
 
 def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
     """Return the README's rows: one per wanted (operation, recipe) pair, from rows of kind "kernel". If a pair was
-    timed with float32 and another dtype, the other dtype's row is used.
+    timed from several dtypes, the last row that is not float32 is used, which is bfloat16 in a whole run.
 
     Raises:
         ValueError: the record lacks a wanted pair.

@@ -20,8 +20,13 @@ Traffic = Mapping[str, Fraction]
 
 
 class Beside(NamedTuple):
-    """State another time of the same run that a row is compared with. The row meets its target if its time is at most
+    """State another time of the run that a row is compared with. The row meets its target if its time is at most
     `at_most` times `us`.
+
+    Attributes:
+        name: what took the other time, such as "one launch"
+        us: the other time in microseconds
+        at_most: largest ratio of the row's time to the other time
     """
 
     name: str

@@ -277,11 +277,11 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _transpose(p: Program, case: DrawnCase) -> None:
-    """Append calls that transpose a Quantized. Transposing again must give the Quantized back, and quantizing x along
-    the other axis must give the transpose.
+    """Append calls that transpose a Quantized. Transposing again must give the Quantized back. Quantizing x along the
+    other axis must give the transpose.
 
-    The latter is left out for recipes whose codes depend on the direction: those that treat even and odd lanes
-    separately for NaN, and those with 4over6, whose errors are summed in an order that depends on the direction.
+    The second comparison is left out for recipes whose codes depend on the direction: those that treat even and odd
+    lanes separately for NaN, and those with 4over6, whose errors are summed in an order that depends on the direction.
     """
     x, o = p.make("x", case.x), case.options
     options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": tensor_amax(p, case)}

@@ -250,7 +250,9 @@ def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerR
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
-    """Return the input with this number. If the call has a decoder, every fourth input is a Quantized for it."""
+    """Return the input with this number as a LiveCase. If the producer has a decoder, every fourth input is a Quantized
+    to decode; the others are arrays to quantize.
+    """
     r = fp4kit.recipe(id)
     if call.decode is not None and number % 4 == 3:
         q = decoders.draw_stored(r, call, seed, number)

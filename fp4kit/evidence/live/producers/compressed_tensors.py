@@ -29,7 +29,7 @@ def _scheme(bits: int) -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Compress and decompress x in NVFP4. Return the arrays to compare."""
+    """Compress and decompress x in NVFP4. Return the producer's arrays as Parts, to compare them with fp4kit's."""
     import torch
     from compressed_tensors.compressors import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -64,7 +64,7 @@ def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Compress x in MXFP4. Return the arrays to compare."""
+    """Compress x in MXFP4. Return the producer's arrays as Parts, to compare them with fp4kit's."""
     from compressed_tensors.compressors import MXFP4PackedCompressor
 
     stored, values = _stored(x, 4, MXFP4PackedCompressor)
@@ -73,7 +73,10 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp6(x: np.ndarray) -> Parts:
-    """Compress x in MXFP6 E2M3. Return the arrays to compare, with one code per byte instead of 4 codes in 3 bytes."""
+    """Compress x in MXFP6 E2M3. Return the producer's arrays as Parts, to compare them with fp4kit's.
+
+    Its packed codes, 4 codes in 3 bytes, are unpacked to one code per byte.
+    """
     from compressed_tensors.compressors import MXFP6PackedCompressor
 
     stored, values = _stored(x, 6, MXFP6PackedCompressor)
@@ -84,7 +87,7 @@ def _mxfp6(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Compress x in MXFP8. Return the arrays to compare."""
+    """Compress x in MXFP8. Return the producer's arrays as Parts, to compare them with fp4kit's."""
     from compressed_tensors.compressors import MXFP8QuantizationCompressor
 
     stored, values = _stored(x, 8, MXFP8QuantizationCompressor)

@@ -36,7 +36,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = False) -> Parts:
-    """Quantize x with fouroversix. Return the arrays to compare.
+    """Quantize x with fouroversix. Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     Args:
         x: the input.

@@ -18,7 +18,7 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
-    """Fake-quantize x with quantize_mx_op. Return the decoded values to compare.
+    """Fake-quantize x with quantize_mx_op. Return the decoded values as Parts, to compare them with fp4kit's.
 
     Args:
         x: the input.

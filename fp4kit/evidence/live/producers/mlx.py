@@ -31,7 +31,8 @@ def _numpy(a: Any) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
-    """Quantize and dequantize x in a mode of MLX, such as "nvfp4". Return the arrays to compare.
+    """Quantize and dequantize x in a mode of MLX, such as "nvfp4". Return the producer's arrays as Parts, to compare
+    them with fp4kit's.
 
     If ``with_global`` is True, pass the tensor amax as global_scale.
     """

@@ -29,7 +29,7 @@ def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize x with NVFP4QTensor. Return the arrays to compare."""
+    """Quantize x with NVFP4QTensor. Return the producer's arrays as Parts, to compare them with fp4kit's."""
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     t, scale, double_scale = NVFP4QTensor.quantize(to_torch(x), 16)
@@ -42,7 +42,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP4QTensor. Return the arrays to compare."""
+    """Quantize x with MXFP4QTensor. Return the producer's arrays as Parts, to compare them with fp4kit's."""
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     t, scale = MXFP4QTensor.quantize(to_torch(x), 32)
@@ -54,7 +54,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP8QTensor. Return the arrays to compare."""
+    """Quantize x with MXFP8QTensor. Return the producer's arrays as Parts, to compare them with fp4kit's."""
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
     t, scale = MXFP8QTensor.quantize(to_torch(x))

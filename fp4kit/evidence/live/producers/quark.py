@@ -45,7 +45,8 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
-    """Quantize x with a Quark MX spec and a scale mode. Return the arrays to compare.
+    """Quantize x with a Quark MX spec and a scale mode. Return the producer's arrays as Parts, to compare them with
+    fp4kit's.
 
     ``spec`` is a class name in Quark's configuration, and ``mode`` is how the amax is rounded to a power of two.
     """
@@ -72,7 +73,7 @@ def _six_bits(packed: np.ndarray) -> np.ndarray:
 
 
 def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
-    """Quantize x to NVFP4 with Quark. Return the arrays to compare.
+    """Quantize x to NVFP4 with Quark. Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     If ``realigned`` is True, follow Quark's flow for models, which realigns quantizers after calibration. Otherwise
     follow its file-to-file flow.
@@ -94,7 +95,7 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    """Return the ProducerCall for an MX spec and a scale mode."""
+    """Return the ProducerCall for an MX format, such as "FP4", and a scale mode."""
     return ProducerCall(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_SMALLEST_SCALE,))
 
 

@@ -41,7 +41,9 @@ def _stored() -> Any:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x with MXFP4QuantizeUtil. Return the arrays to compare."""
+    """Quantize and dequantize x with MXFP4QuantizeUtil. Return the producer's arrays as Parts, to compare them with
+    fp4kit's.
+    """
     import torch
 
     t, scale = _stored().quantize(to_torch(x), 32)
@@ -54,7 +56,9 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _kv(x: np.ndarray) -> Parts:
-    """Quantize x with SGLang's utility for key-value caches, without torch.compile. Return the arrays to compare."""
+    """Quantize x with SGLang's utility for key-value caches, without torch.compile. Return the producer's arrays as
+    Parts, to compare them with fp4kit's.
+    """
     quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)
     codes, scale = quantize(to_torch(x)[None])
     return {"codes": fp4kit.unpack(to_numpy(codes[0])), "block_scale": to_numpy(scale).reshape(len(x), -1)}

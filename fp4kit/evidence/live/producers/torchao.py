@@ -16,7 +16,7 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
     """Quantize and dequantize x with MXTensor. ``element`` and ``mode`` name its element dtype and scale mode. Return
-    the arrays to compare.
+    the producer's arrays as Parts, to compare them with fp4kit's.
     """
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
@@ -33,7 +33,7 @@ def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, single: bool) -> Parts:
-    """Quantize and dequantize x with NVFP4Tensor. Return the arrays to compare.
+    """Quantize and dequantize x with NVFP4Tensor. Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     If ``single`` is True, the block scales are the only level of scales. Otherwise the tensor has a scale too.
     """

@@ -30,7 +30,7 @@ def _mxfp() -> Any:
 
 
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize x with downcast_to_mxfp_torch. Return the arrays to compare.
+    """Quantize x with downcast_to_mxfp_torch. Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     ``element`` names the torch dtype of the codes ("uint8" for packed E2M1), and ``mode`` names how the scale is
     rounded.

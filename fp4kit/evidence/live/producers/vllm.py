@@ -47,7 +47,9 @@ def _mxfp8_utils() -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize and fake-quantize x with vLLM's NVFP4 emulation. Return the arrays to compare."""
+    """Quantize and fake-quantize x with vLLM's NVFP4 emulation. Return the producer's arrays as Parts, to compare them
+    with fp4kit's.
+    """
     import torch
 
     t = to_torch(x)
@@ -64,7 +66,7 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x in MXFP8. Return the arrays to compare."""
+    """Quantize and dequantize x in MXFP8. Return the producer's arrays as Parts, to compare them with fp4kit's."""
     codes, scales = _mxfp8_utils()._mxfp8_e4m3_quantize_torch(to_torch(x))
     decoded = _mxfp8_utils().dequant_mxfp8_to_bf16(codes, scales)
     return {"codes": to_numpy(codes), "block_scale": to_numpy(scales), "values_bfloat16": to_numpy(decoded)}
