@@ -1,7 +1,7 @@
 """float32 arithmetic as GPUs do it, in NumPy: flushed subnormals and the approximate reciprocal of sm_90.
 
-Names follow PTX: .ftz flushes subnormal operands and results to zero, and .rn rounds to nearest even. A PTX instruction
-named in a docstring, such as mul.ftz.f32, is what the function reproduces in every bit.
+Names follow PTX: .ftz flushes subnormal operands and results to zero, and .rn rounds to nearest even. If a docstring
+names a PTX instruction, such as mul.ftz.f32, the function reproduces that instruction in every bit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6)
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Return x with every subnormal replaced by a zero of equal sign, as .ftz does to operands and results."""
+    """Return x with every subnormal replaced by a zero of the same sign, as .ftz does to operands and results."""
     return np.where(np.abs(x) < FLT_MIN, np.copysign(np.float32(0), x), x)
 
 
@@ -31,10 +31,10 @@ TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 
 
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return the result of operation(a, b) with zeros where the exact result is tiny, that is below TINY in magnitude.
+    """Return the float32 result of operation(a, b), with zeros where the exact result is tiny.
 
-    result: the result in float32. If parts of it are at most the smallest normal, float64 decides which of them are
-    tiny.
+    A result is tiny if its magnitude is below TINY. Results up to the smallest normal are recomputed in float64, to
+    decide which of them are tiny.
     """
     small = np.abs(result) <= FLT_MIN
     if not small.any():
@@ -44,33 +44,34 @@ def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.
 
 
 def multiply_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a * b as mul.ftz.f32 does.
+    """Return a * b as the PTX instruction mul.ftz.f32 does.
 
-    Subnormal operands and results are zero. Other products are rounded to nearest even.
+    Subnormal operands count as zero, and subnormal results become zero. Other products are rounded to nearest even.
     """
     a, b = flush(a), flush(b)
     return _flush_result(a * b, np.multiply, a, b)
 
 
 def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return a / b as div.rn.ftz.f32 does.
+    """Return a / b as the PTX instruction div.rn.ftz.f32 does.
 
-    Subnormal operands and results are zero. Other quotients are rounded to nearest even.
+    Subnormal operands count as zero, and subnormal results become zero. Other quotients are rounded to nearest even.
     """
     a, b = flush(a), flush(b)
     return _flush_result(a / b, np.divide, a, b)
 
 
 def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
-    """Return 1 / x, or 0 where x is 0, as the function get_reciprocal of auto-round does."""
+    """Return 1 / x, or 0 where x is 0, as auto-round's function get_reciprocal does."""
     return np.where(x == 0, ZERO, ONE / x)
 
 
 @cache
 def reciprocal_table() -> np.ndarray:
-    """Return the measured errors of rcp.approx.ftz.f32: int8 [2^23], indexed by the mantissa bits.
+    """Return the measured errors of the PTX instruction rcp.approx.ftz.f32: int8 [2^23].
 
-    An entry is rcp.approx.ftz.f32(1.m) minus the correctly rounded reciprocal, in ulp, measured on an H200 (sm_90).
+    Entry m, in ulp, is rcp.approx.ftz.f32(x) minus the correctly rounded 1 / x, for the float32 x in [1, 2) with
+    mantissa bits m. It was measured on an H200 (sm_90).
     """
 
     with np.load(Path(__file__).with_name("rcp_approx_sm90.npz")) as file:
@@ -78,11 +79,11 @@ def reciprocal_table() -> np.ndarray:
 
 
 def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
-    """Return rcp.approx.ftz.f32 as an H200 (sm_90) computes it: float32, in the shape of x.
+    """Return the approximate reciprocal of x, as the instruction rcp.approx.ftz.f32 computes it on an H200 (sm_90).
 
-    The result is within 1 ulp of 1/x. A measured table over all 2^23 significands gives the direction; the exponent
-    only scales it. +-0 and subnormals give +-inf; results below 2^-126 and +-inf give +-0; NaN gives NaN. Other
-    architectures are unmeasured.
+    The result is float32, in the shape of x, within 1 ulp of 1 / x. A measured table of all 2^23 mantissas says in
+    which direction it differs; the exponent only scales the result. Zeros and subnormals give infinity, and infinity
+    and results below 2^-126 give zero, all with the sign of x. NaN gives NaN. Other architectures are unmeasured.
     """
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):
@@ -100,8 +101,9 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
 def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16.
 
-    ml_dtypes would round to float32 before it rounds to bfloat16. To avoid that double rounding, x is first rounded to
-    odd: the last bit of the float32 is set if anything was cut off. Then only the second rounding counts.
+    It replaces the conversion of ml_dtypes, which rounds to float32 before it rounds to bfloat16. To avoid that double
+    rounding, x is first rounded to odd: the last bit of the float32 is set if anything was cut off. Then only the
+    second rounding counts.
     """
     if dtype != ml_dtypes.bfloat16:
         return x.astype(dtype)
@@ -119,7 +121,7 @@ def log2(x: np.ndarray) -> np.ndarray:
 
 
 def moved_by(b: np.ndarray) -> np.ndarray:
-    """Return the power of two by which div.full.f32 scales both operands.
+    """Return the power of two by which div.full.f32 multiplies both operands, to keep 1 / b in range.
 
     It is 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise.
     """
@@ -128,13 +130,16 @@ def moved_by(b: np.ndarray) -> np.ndarray:
 
 
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return div.full.f32 as sm_90 computes it: a * rcp.approx(b), both operands scaled by a power of two."""
+    """Return a / b as the PTX instruction div.full.f32 computes it on sm_90, which Triton uses for float32 division.
+
+    It computes a * rcp.approx(b), after scaling both operands by a power of two (moved_by).
+    """
     moved = moved_by(b)
     return (a * moved) * reciprocal_approx_ftz(b * moved)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return float32 a * b + c, rounded once.
+    """Return float32 a * b + c, rounded once, as a fused multiply-add does.
 
     The product is exact in float64. The sum is rounded to odd in float64: its last bit is set if anything was cut off.
     Then only the second rounding, to float32, counts.

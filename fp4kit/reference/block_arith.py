@@ -1,4 +1,4 @@
-"""Functions that several modules of block rules share: scale decoding, exponents, and the scales of qwix."""
+"""Functions that several block_rules modules share: scale decoding, exponents, and the scales of qwix."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
 
 
 def exponent_up(x: np.ndarray) -> np.ndarray:
-    """Return the exponent field of float32 x >= 0 after rounding x up to a power of two: int32 from 0 to 255.
+    """Return the exponent bits of float32 x >= 0 after rounding x up to a power of two: int32, exponent + 127.
 
-    Nonzero subnormals are rounded up to 2^-126. NaN gives 256.
+    Nonzero subnormals are rounded up to 2^-126. Zero gives 0, inf gives 255, and NaN gives 256.
     """
     return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
 
@@ -38,19 +38,19 @@ def exponent_up(x: np.ndarray) -> np.ndarray:
 def qwix_reciprocal(x: np.ndarray | np.float32, dtype: np.dtype) -> np.ndarray:
     """Return 1 / x as qwix computes it on a CPU: rounded to float16 if dtype is float16, otherwise to float32.
 
-    qwix divides by x, but XLA on a CPU multiplies by this reciprocal instead, and computes bfloat16 in float32. dtype
-    is that of the elements.
+    dtype is the dtype of the elements. qwix divides by x, but XLA on a CPU multiplies by this reciprocal instead. XLA
+    computes bfloat16 in float32.
     """
     inverse = np.divide(ONE, x)
     return round_to(inverse, dtype) if dtype == np.float16 else inverse
 
 
 def qwix_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the scale of blocks in qwix: T(amax * qwix_reciprocal(max)), or 1 if that is below a threshold.
+    """Return the scale of blocks in qwix: T(amax * qwix_reciprocal(M)), or 1 if that is below a threshold.
 
-    T rounds to dtype, and max is the largest element value. The threshold is the square root of the smallest normal of
-    dtype: 2^-63, or 2^-7 for float16, whose smallest normal is 2^-14. So a float16 block of E2M1 with an amax below
-    0.047 has scale 1.
+    T rounds to dtype, the dtype of the elements, and M is the largest element value. The threshold is the square root
+    of the smallest normal of dtype: 2^-7 for float16, otherwise 2^-63. So a float16 block of E2M1 elements with an amax
+    below 0.047 has scale 1.
     """
     scale = round_to(amax * qwix_reciprocal(recipe.element.max, dtype), dtype)
     return np.where(scale < np.float32(2.0**-7 if dtype == np.float16 else 2.0**-63), ONE, scale)

@@ -1,25 +1,24 @@
-"""Block rules: from the amax of a block to its stored scale, and to the factor that its elements are scaled with.
+"""Block rules: compute the stored scale of a block from its amax, and the factor by which its elements are scaled.
 
 A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh):
 
-    code_<rule>(amax, tensor, recipe, dtype)            the scale: uint8 bit patterns of the scale format
-    factor_<rule>(codes, amax, tensor, recipe, dtype)   the factor: float32
+    code_<rule>(amax, tensor, recipe, dtype)            the scale codes: uint8 bit patterns of the scale format
+    factor_<rule>(codes, amax, tensor, recipe, dtype)   the factors: float32
 
 recipe.apply says how the factor is used. Elements are multiplied by it ("multiply"), divided by it ("divide"), or
-compared with the multiples value * factor ("compare"). The two functions also decide about zero blocks and NaN. A rule
-without a factor function of its own uses the default of its scale format. This is scale * S_dec for E4M3, by which
-elements are divided, and 2^(127 - code) for E8M0, by which elements are multiplied.
+compared with the products of element values and the factor ("compare"). The two functions also decide about zero blocks
+and NaN. A rule without a factor function of its own uses the default of its scale format. This is scale * tensor.decode
+for E4M3, by which elements are divided, and 2^(127 - code) for E8M0, by which elements are multiplied.
 
-Notation in the docstrings of all block_rules modules:
+Arguments and notation in all block_rules modules:
 
-- tensor: the TensorScale of the blocks
-- S_enc (also gs) and S_dec: tensor.encode and tensor.decode
-- scale: the value of the stored scale code
-- max and emax: the largest element value and its exponent
+- amax: the largest magnitude of each block
+- tensor: the TensorScale of the blocks. tensor.encode multiplies elements before encoding, and tensor.decode
+  multiplies values after decoding
 - dtype, the input dtype: the dtype of the elements
+- scale: the value of the stored scale code
 - E4M3(t): the code of t, rounded to nearest even and saturated at 448
 - fp32(t): t rounded to float32
-- ftz: subnormal operands and results are flushed to zero
 - rcp(t): the approximate reciprocal, PTX rcp.approx.ftz.f32
 
 All arithmetic is float32 and rounds to nearest even after every written operation, unless a rule says that it flushes
@@ -49,14 +48,17 @@ from fp4kit.rounding import exponent_field
 
 
 class BlockRule(NamedTuple):
-    """Hold the two functions of a block rule: code makes the scale codes, and factor makes the factors from them."""
+    """Hold the two functions of a block rule.
+
+    code makes the scale codes from the amaxes of blocks, and factor makes the factors from the scale codes.
+    """
 
     code: Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
     factor: Callable[[np.ndarray, np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
 
 def _is_zero(amax: np.ndarray) -> np.ndarray:
-    """Return whether an amax is zero in arithmetic that flushes subnormals: whether it is zero or subnormal."""
+    """Return whether an amax counts as zero in arithmetic that flushes subnormals: whether it is zero or subnormal."""
     return np.abs(amax) < FLT_MIN
 
 
@@ -64,74 +66,106 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return scale * S_dec. Elements are divided by this factor."""
+    """Return scale * tensor.decode, the default factor of E4M3 rules. Elements are divided by it."""
     return decode_scale(codes) * tensor.decode
 
 
 def _minimum(recipe: Recipe) -> np.ufunc:
-    """Return np.minimum, which gives NaN if one operand is NaN, or np.fmin, which gives the other operand.
+    """Return the minimum function that treats NaN as the recipe's producer does.
 
-    recipe.amax_nan says which of them the producer uses.
+    It is np.minimum, which gives NaN if one operand is NaN, if recipe.amax_nan is "propagate". Otherwise it is np.fmin,
+    which gives the other operand.
     """
-    return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # fminf drops the NaN of inf * 0
+    return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # as fminf, which drops the NaN of inf * 0
 
 
 def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(min(amax * (S_enc * fp32(1/6)), FLT_MAX)). The product in the inner brackets comes first.
+    """Return the E4M3 scale code of each block, as Transformer Engine computes it.
 
-    Source: TE core_nvfp4.cuh.
+        code = E4M3(min(amax * (tensor.encode * fp32(1/6)), FLT_MAX))
+
+    The product in the inner parentheses is rounded first. Source: TE core_nvfp4.cuh.
     """
     return encode(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX), E4M3)
 
 
 def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return min(1 / (scale * S_dec), FLT_MAX).
+    """Return the factor that multiplies the elements of each block, as Transformer Engine computes it.
 
-    If the scale is 0, the factor is FLT_MAX. Then nonzero elements get the code of the largest value, although
-    everything decodes to 0.
+        factor = min(1 / (scale * tensor.decode), FLT_MAX)
+
+    scale is the value of the scale code. If it is 0, the factor is FLT_MAX. Then nonzero elements get the code of the
+    largest value, although all elements decode to 0.
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
 
 def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(gs * (amax * rcp(6))). Every operation flushes subnormals."""
+    """Return the E4M3 scale code of each block, as FlashInfer computes it by default.
+
+        code = E4M3(tensor.encode * (amax * rcp(6)))
+
+    rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero.
+    """
     return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
 
 
 def factor_flashinfer(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return rcp(scale * rcp(gs)), or 0 if amax is 0. Every operation flushes subnormals."""
+    """Return the factor that multiplies the elements of each block, as FlashInfer computes it by default.
+
+        factor = rcp(scale * rcp(tensor.encode)), or 0 if amax is 0
+
+    scale is the value of the scale code, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every
+    operation are flushed to zero.
+    """
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
 
 
 def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(amax * (S_enc * fp32(1/6))), or code 0 if amax is 0. Every operation flushes subnormals."""
+    """Return the E4M3 scale code of each block, as FlashInfer computes it without fast math.
+
+        code = E4M3(amax * (tensor.encode * fp32(1/6))), or 0 if amax is 0
+
+    Subnormal operands and results of every operation are flushed to zero.
+    """
     return encode(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))), E4M3)
 
 
 def factor_flashinfer_precise(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return min(1 / (scale * (1 / S_enc)), FLT_MAX), or 0 if amax is 0. Every operation flushes subnormals."""
+    """Return the factor that multiplies the elements of each block, as FlashInfer computes it without fast math.
+
+        factor = min(1 / (scale * (1 / tensor.encode)), FLT_MAX), or 0 if amax is 0
+
+    scale is the value of the scale code. Subnormal operands and results of every operation are flushed to zero.
+    """
     factor = divide_ftz(ONE, multiply_ftz(decode_scale(codes), divide_ftz(ONE, tensor.encode)))
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
 
 
 def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(clamp(r, 2^-9, 448)), where r = amax / (6 * S_dec). If r is 0, it is replaced by 1.
+    """Return the E4M3 scale code of each block, as Model-Optimizer computes it.
 
-    The default factor, scale * S_dec, divides the elements.
+        code = E4M3(clamp(r, 2^-9, 448)),   r = amax / (6 * tensor.decode), or 1 if that is 0
+
+    6 stands for the largest element value. The factor is the default, scale * tensor.decode, which divides the
+    elements.
     """
     ratio = amax / (recipe.element.max * tensor.decode)
     return encode(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max), E4M3)
 
 
 def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(clamp(r * N / (tensor_amax / 6), 2^-9, 448)), where r = amax / 6 and N = recipe.scale_max.
+    """Return the E4M3 scale code of each block, as Model-Optimizer computes it from calibrated block amaxes.
 
-    If r is 0, it is replaced by 1. The default factor, scale * S_dec, divides the elements.
+        code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if that is 0
+
+    6 stands for the largest element value. The factor is the default, scale * tensor.decode, which divides the
+    elements.
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
@@ -139,7 +173,12 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 
 
 def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(clamp(amax / 6 / S_dec, 2^-6, 448)). 2^-6 is the smallest normal of E4M3."""
+    """Return the E4M3 scale code of each block, as torchao computes it.
+
+        code = E4M3(clamp(amax / 6 / tensor.decode, 2^-6, 448))
+
+    6 stands for the largest element value, and 2^-6 is the smallest normal value of E4M3.
+    """
     ratio = amax / recipe.element.max / tensor.decode
     return encode(np.clip(ratio, E4M3.min_normal, E4M3.max), E4M3)
 
@@ -147,12 +186,20 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 def factor_torchao(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return (1 / S_dec) / scale."""
+    """Return the factor that multiplies the elements of each block, as torchao computes it: tensor.encode / scale.
+
+    scale is the value of the scale code, and tensor.encode is 1 / tensor.decode.
+    """
     return tensor.encode / decode_scale(codes)
 
 
 def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(rnd(amax / 6) * gs), where rnd rounds to the input dtype. Code 0 is replaced by the code of 0.125."""
+    """Return the E4M3 scale code of each block, as compressed-tensors computes it.
+
+        code = E4M3(T(amax / 6) * tensor.encode), or the code of 0.125 if that is 0
+
+    T rounds to the input dtype, and 6 stands for the largest element value.
+    """
     codes = encode(round_to(amax / recipe.element.max, dtype) * tensor.encode, E4M3)
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
 
@@ -160,7 +207,10 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
 def factor_compressed_tensors(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return scale / gs. Elements are divided by this factor."""
+    """Return scale / tensor.encode, by which compressed-tensors divides the elements of each block.
+
+    scale is the value of the scale code.
+    """
     return decode_scale(codes) / tensor.encode
 
 
@@ -168,14 +218,18 @@ def factor_compressed_tensors(
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return 2^(127 - code), the reciprocal of the scale. Elements are multiplied by this factor."""
+    """Return 2^(127 - code), the reciprocal of the scale and the default factor of E8M0 rules.
+
+    It multiplies elements.
+    """
     return inverse_e8m0(codes)
 
 
 def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0.
 
-    The code is 255 (NaN) if rounded is infinite or NaN.
+    rounded: amaxes, after the rounding of the rule. emax is the exponent of the largest element value. The code is 255
+    (NaN) if `rounded` is infinite or NaN.
     """
     field = exponent_field(np.asarray(rounded, np.float32))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
@@ -183,50 +237,61 @@ def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarra
 
 
 def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
-    """Return x with addend added to its bit pattern, so that a carry raises the exponent. NaN stays NaN."""
+    """Return x with an integer added to its bit pattern, so that a carry raises the exponent. NaN stays NaN.
+
+    Rules use this to round an amax to fewer mantissa bits: they add half a step of those bits.
+    """
     bits = np.asarray(x, np.float32).view(np.int32)
     return np.where(bits > 0x7F800000, bits, bits + addend).astype(np.int32).view(np.float32)
 
 
 def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(floor(log2(amax)) - emax), as in OCP MX v1.0. inf and NaN give NaN."""
+    """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as OCP MX v1.0 defines the scale.
+
+    emax is the exponent of the largest element value. inf and NaN give code 255 (NaN).
+    """
     return _shifted_exponent(amax, recipe.element)
 
 
 def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(ceil(log2(amax)) - emax), computed from the bits. inf and NaN give NaN."""
+    """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao's mode CEIL does.
+
+    emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. inf and
+    NaN give code 255 (NaN).
+    """
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted_exponent(amax, recipe.element, up=mantissa != 0)
 
 
 def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_floor for an amax that is first rounded to the mantissa bits of the element.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), as torchao's mode EVEN does.
 
-    By this rounding, an amax reaches the next power of two from 1.75 times a power of two on for E2M1, and from 1.9375
-    times on for E4M3 and E2M3.
+    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
+    value. So an amax of 1.75 * 2^k or more counts as 2^(k + 1) for E2M1, and one of 1.9375 * 2^k or more for E4M3 and
+    E2M3.
     """
     return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
 
 
 def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax * fp32(1 / max), rounded up to a power of two. inf gives code 254, and NaN gives 255.
+    """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as Transformer Engine computes it.
 
-    Source: TE float_to_e8m0.
+    M is the largest element value. inf gives code 254, and NaN gives 255. Source: TE float_to_e8m0.
     """
     return encode_e8m0(amax * (ONE / recipe.element.max), "rp")
 
 
 def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax * fp32(1 / max), rounded up to a power of two. inf and NaN give code 255 (NaN).
+    """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as torchao's mode RCEIL does.
 
-    Source: torchao RCEIL.
+    M is the largest element value. inf and NaN give code 255 (NaN).
     """
     codes = code_e8m0_te(amax, tensor, recipe, dtype)
     return np.where(np.isfinite(amax), codes, 255).astype(np.uint8)
 
 
 def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_modelopt, except 255 if amax is NaN.
+    """Return the scale code of code_e8m0_modelopt, or 255 if amax is NaN, as TE's Python reference quantizer does.
 
     Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
     """
@@ -234,17 +299,23 @@ def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 
 
 def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax * rcp(max), rounded up to a power of two. Every operation flushes subnormals."""
+    """Return the E8M0 code of amax * rcp(M), rounded up to a power of two, as FlashInfer computes it.
+
+    M is the largest element value, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation
+    are flushed to zero.
+    """
     return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
 
 
 def factor_e8m0_flashinfer_fp4(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), except 0 for code 0 and for codes 254 and 255.
+    """Return the factor that multiplies the elements of each block in FlashInfer: 2^(127 - code), or 0 in two cases.
 
-    Because subnormals are flushed, code 0 occurs only if amax * rcp(max) is 0. From code 254 on, the factor 2^-127 is
-    flushed. The FP4 kernel computes ex2(127 - code) and checks for a product of 0. The FP8 kernel computes rcp of the
+    The factor is 0 for code 0, which occurs only if amax * rcp(M) is 0, where M is the largest element value. It is
+    also 0 for codes 254 and 255, where 2^(127 - code) is subnormal and therefore flushed.
+
+    FlashInfer's FP4 kernel computes ex2(127 - code) and checks for a product of 0. Its FP8 kernel computes rcp of the
     scale. Both give this factor.
     """
     return np.where((codes > 0) & (codes < 254), inverse_e8m0(codes), ZERO)
@@ -254,10 +325,11 @@ code_e8m0_flashinfer_fp8, factor_e8m0_flashinfer_fp8 = code_e8m0_flashinfer_fp4,
 
 
 def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(log2(amax / max)). log2 is rounded to float32, and the exponent clamped to [-127, 127].
+    """Return the E8M0 code of 2^ceil(log2(amax / M)), as Model-Optimizer computes it. M is the largest element value.
 
-    amax = 0 and NaN give exponent -127. For an amax a few ulp above max * 2^k, the rounded log2 is k. The exponent is
-    then one too small, and the block's largest value saturates.
+    log2 is rounded to float32, and the exponent is clamped to [-127, 127]. amax = 0 and NaN give exponent -127. For an
+    amax a few ulp above M * 2^k, the rounded log2 is k. The exponent is then one too small, and the block's largest
+    value saturates.
     """
     ratio = amax / recipe.element.max
     exponent = np.ceil(log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
@@ -265,13 +337,14 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(floor(log2(r)) - emax), where r is amax rounded to one mantissa bit.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), as compressed-tensors computes it.
 
-    An amax of 1.75 * 2^k or more rounds to 2^(k + 1). For 6-bit elements, r has three mantissa bits.
+    r is amax rounded to one mantissa bit, or to three for 6-bit elements, and emax is the exponent of the largest
+    element value. So an amax of 1.75 * 2^k or more counts as 2^(k + 1), or of 1.9375 * 2^k or more for 6-bit elements.
 
-    For float16 elements the producer masks the bits of float16. So a subnormal amax rounds to 2^-14 or to 0, and a
-    scale of 0 counts as 1. An amax that is infinite or NaN gives a NaN scale, as in OCP MX; the producer stores 127
-    with zero codes.
+    For float16 elements the producer rounds the bits of a float16. So an amax below 2^-14, a subnormal, becomes 2^-14
+    or 0. A scale that is 0 in float16 is replaced by 1. An infinite or NaN amax gives a NaN scale, as in OCP MX; the
+    producer stores 127 with zero codes.
     """
     mantissa_bits = 3 if recipe.element.bits == 6 else 1
     if dtype == np.float16:
@@ -283,17 +356,17 @@ def code_e8m0_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: 
 
 
 def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
-    """Return amax with values below 2^-14, the smallest normal of float16, rounded to 2^-14 or 0.
+    """Return amax, with values below 2^-14, the smallest normal of float16, rounded to 2^-14 or 0.
 
-    An amax rounds up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. The producer gets these results by an addition to
-    the float16 bits, which it then masks.
+    An amax is rounded up if amax + 2^(-15 - mantissa_bits) reaches 2^-14. compressed-tensors gets these results because
+    it adds an integer to the bits of a float16 and then clears the low bits.
     """
     normal = np.float32(2.0**-14)
     rounds_up = amax + np.ldexp(normal, -1 - mantissa_bits) >= normal
     return np.where(amax < normal, np.where(rounds_up, normal, ZERO), amax)
 
 
-_FACTORS = {"E4M3": _product, "E8M0": _inverse}  # default factor by scale format, for rules without their own
+_FACTORS = {"E4M3": _product, "E8M0": _inverse}  # default factors, by scale format
 
 
 _MODULES = (block_rules_gguf_mlx, block_rules_e8m0_serving, block_rules_e4m3_serving, block_rules_torchao)
@@ -301,9 +374,10 @@ _FUNCTIONS = {name: value for module in _MODULES for name, value in vars(module)
 
 
 def _rule(name: str, scale: str) -> BlockRule:
-    """Return the code and factor functions of the rule `name`.
+    """Return the BlockRule with a name: the functions code_<name> and factor_<name> of the block_rules modules.
 
-    scale: the rule's scale format. It has a default factor function, for rules without their own.
+    If there is no function factor_<name>, the default factor of the scale format is used. scale is the name of that
+    format.
     """
     return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}", _FACTORS[scale]))
 

@@ -3,8 +3,9 @@
 A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
 
-Notation: S_enc (also gs) and S_dec are tensor.encode and tensor.decode; scale is the value of a scale code; E4M3(t) is
-the code of t; fp32(t) is t rounded to float32; rcp is PTX rcp.approx.ftz.f32.
+Arguments and notation are those of block_rules.py. amax is the largest magnitude of each block. tensor.encode
+multiplies elements before encoding, and tensor.decode multiplies values after decoding. scale is the value of a scale
+code, E4M3(t) is the code of t, and fp32(t) is t rounded to float32.
 """
 
 from __future__ import annotations
@@ -23,9 +24,11 @@ NAN = np.float32(np.nan)
 
 
 def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(clamp(gs * (amax * fp32(1/6)), -448, 448)). The product in the inner brackets comes first.
+    """Return the E4M3 scale code of each block, as vLLM computes it.
 
-    Source: vLLM nvfp4_emulation_utils.py.
+        code = E4M3(clamp(tensor.encode * (amax * fp32(1/6)), -448, 448))
+
+    The product in the inner parentheses is rounded first. Source: vLLM nvfp4_emulation_utils.py.
     """
     return encode(tensor.encode * (amax * INV6), E4M3)
 
@@ -33,7 +36,10 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 def factor_vllm(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 1 / (scale * S_dec). If the product is 0, it is replaced by 1e8."""
+    """Return the factor that multiplies the elements of each block in vLLM's emulation: 1 / (scale * tensor.decode).
+
+    scale is the value of the scale code. If scale * tensor.decode is 0, it is replaced by 1e8.
+    """
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)
 
@@ -44,7 +50,12 @@ code_vllm_cuda = code_vllm
 def factor_vllm_cuda(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return gs * rcp(scale), or 0 if the scale is 0. Source: vLLM _nvfp4_quant_dequant_kernel (Triton)."""
+    """Return the factor that multiplies the elements of each block in vLLM's Triton kernel.
+
+        factor = tensor.encode * rcp(scale), or 0 if scale is 0
+
+    scale is the value of the scale code, and rcp is PTX rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
+    """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
 
@@ -55,12 +66,21 @@ code_auto_round = code_vllm
 def factor_auto_round(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 1 / (scale * S_dec), or 0 if the product is 0. Source: auto-round data_type/nvfp.py."""
+    """Return the factor that multiplies the elements of each block in auto-round: 1 / (scale * tensor.decode).
+
+    scale is the value of the scale code. If scale * tensor.decode is 0, the factor is 0. Source: auto-round
+    data_type/nvfp.py.
+    """
     return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
 
 def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(amax / (6 * S_dec)). Code 0 is replaced by the code of 1. Source: Quark, model flow."""
+    """Return the E4M3 scale code of each block, as the model flow of Quark computes it.
+
+        code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if that is 0
+
+    6 stands for the largest element value.
+    """
     codes = encode(amax / (recipe.element.max * tensor.decode), E4M3)
     return np.where(codes == 0, encode(ONE, E4M3), codes)
 
@@ -68,18 +88,22 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
 def factor_quark(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return scale * S_dec, or 2^-23 if that is 0. Elements are divided by this factor.
+    """Return scale * tensor.decode, or 2^-23 if that is 0. Quark divides the elements of each block by this factor.
 
-    Source: Quark real_quantize_fp4_fp6_per_group.
+    scale is the value of the scale code. Source: Quark real_quantize_fp4_fp6_per_group.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, QUARK_ZERO, scale)
 
 
 def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(t / S_dec), where t = E4M3(s / S_dec) * S_dec and s = amax / 6. If s is 0, it is replaced by 2^-23.
+    """Return the E4M3 scale code of each block, as the file-to-file flow of Quark computes it, which rounds twice.
 
-    In t, E4M3(.) stands for the value of the code. t may be 0. Source: Quark, file-to-file flow.
+        s = amax / 6, or 2^-23 if that is 0
+        t = value of E4M3(s / tensor.decode) * tensor.decode
+        code = E4M3(t / tensor.decode)
+
+    6 stands for the largest element value. The code may be 0.
     """
     scale = amax / recipe.element.max
     scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
@@ -90,30 +114,37 @@ factor_quark_file = factor_quark
 
 
 def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3((amax / 6) * S_enc), or code 0 if the whole tensor is zero.
+    """Return the E4M3 scale code of each block, as fouroversix computes it with scale rule static_6.
 
-    Source: fouroversix pytorch/reference.py, static_6.
+        code = E4M3((amax / 6) * tensor.encode), or 0 if the whole tensor is zero
+
+    6 stands for the largest element value. Source: fouroversix pytorch/reference.py.
     """
     return _ratio_code(amax / recipe.element.max, tensor)
 
 
 def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3((amax / 4) * S_enc), or code 0 if the whole tensor is zero.
+    """Return the E4M3 scale code of each block, as fouroversix computes it with scale rule static_4.
 
-    Source: fouroversix pytorch/reference.py, static_4.
+        code = E4M3((amax / 4) * tensor.encode), or 0 if the whole tensor is zero
+
+    Source: fouroversix pytorch/reference.py.
     """
     return _ratio_code(amax / np.float32(4), tensor)
 
 
 def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return E4M3(ratio * S_enc), or code 0 if the whole tensor is zero. ratio is amax / 6 or amax / 4."""
+    """Return E4M3(ratio * tensor.encode), or code 0 if the whole tensor is zero.
+
+    ratio: the block amaxes divided by 6 or by 4, which the two rules of fouroversix differ in.
+    """
     return encode(zero_of_zeros(ratio * tensor.encode, tensor), E4M3)
 
 
 def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return block scales before they are encoded, with 0 in tensors that are zero everywhere.
+    """Return block scales before they are encoded, replaced by 0 if the whole tensor is zero.
 
-    In such a tensor S_enc is infinite, so the scales 0 * S_enc are NaN.
+    In such a tensor, tensor.encode is infinite and amax is 0, so the scales would be NaN.
     """
     return np.where(tensor.amax == 0, ZERO, ratio)
 
@@ -121,9 +152,10 @@ def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 def factor_fouroversix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 1 / (S_dec * scale), or 0 if the scale is 0.
+    """Return the factor that multiplies the elements of each block in fouroversix: 1 / (tensor.decode * scale).
 
-    If the result is infinite, it becomes NaN unless recipe.keep_infinity is set.
+    scale is the value of the scale code. If scale is 0, the factor is 0. An infinite factor becomes NaN, unless
+    recipe.keep_infinity is set.
     """
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)
@@ -135,9 +167,9 @@ factor_fouroversix_4 = factor_fouroversix
 
 
 def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E4M3 code of block_arith.qwix_scale. There is one level of scales and no tensor scale.
+    """Return the E4M3 scale code of each block, as qwix 0.1.8 computes it with XLA on a CPU.
 
-    Source: qwix 0.1.8, as XLA on a CPU computes it.
+    It is the code of block_arith.qwix_scale(amax, recipe, dtype). There is no tensor scale.
     """
     return encode(qwix_scale(amax, recipe, dtype), E4M3)
 
@@ -145,5 +177,8 @@ def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 def factor_qwix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return block_arith.qwix_reciprocal of the scale."""
+    """Return the factor that multiplies the elements of each block in qwix: block_arith.qwix_reciprocal of the scale.
+
+    The scale is the value of the scale code.
+    """
     return qwix_reciprocal(decode_scale(codes), dtype)

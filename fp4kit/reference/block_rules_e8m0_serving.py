@@ -3,8 +3,9 @@
 A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
 
-Notation: a code c stands for the scale 2^(c - 127); max and emax are the largest element value and its exponent; T(t)
-is t rounded to the dtype of the elements, in which several of these producers compute.
+Arguments are those of block_rules.py. Notation: a code c stands for the scale 2^(c - 127); M and emax are the largest
+element value and its exponent; T(t) is t rounded to dtype, the dtype of the elements, in which several of these
+producers compute.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon 
 
 
 def _clipped(exponent: np.ndarray) -> np.ndarray:
-    """Return the E8M0 codes of 2^exponent, clamped to [-127, 127]. exponent is a float; NaN gives code 0."""
+    """Return the E8M0 codes of 2^exponent, with the exponent clamped to [-127, 127]. A NaN exponent gives code 0."""
     return (np.clip(np.where(np.isnan(exponent), -127, exponent), -127, 127) + 127).astype(np.uint8)
 
 
@@ -32,9 +33,10 @@ def _clipped(exponent: np.ndarray) -> np.ndarray:
 
 
 def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the E8M0 code of 2^(floor(log2(r)) - emax), where r is amax rounded to the element's mantissa bits.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), before it is clamped: int32.
 
-    The result is int32, not clamped, and may be negative. It is 255 if r is infinite or amax is NaN.
+    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
+    value. The result may be negative. It is 255 if r is infinite or amax is NaN.
     """
     bits = np.asarray(amax, np.float32).view(np.int32)
     field = (bits + (1 << 22 - recipe.element.mantissa_bits) >> 23) & 255
@@ -42,12 +44,16 @@ def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_even, but at most 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py."""
+    """Return the E8M0 scale code of block_rules.code_e8m0_even, but at most 254, as vLLM's Triton code does.
+
+    Even an infinite or NaN amax thus gives a finite scale. Source: vLLM downcast_to_mxfp of mxfp4_utils.py, as Triton's
+    interpreter runs it.
+    """
     return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
 
 
 def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_even_finite, but at least 1. NaN gives 127.
+    """Return the scale code of code_e8m0_even_finite, but at least 1, and 127 if amax is NaN, as Quark does.
 
     So a scale of 2^-127 is stored as 2^-126. Source: Quark even_round, real quantization.
     """
@@ -57,18 +63,19 @@ def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def factor_e8m0_quark_even(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), except NaN if amax is NaN.
+    """Return the factor that multiplies the elements of each block in Quark: 2^(127 - code), or NaN if amax is NaN.
 
-    If the scale was 2^-127, so that code 1 was stored in place of 0, the factor is still 2^127.
+    If the scale was 2^-127, code 1 was stored in place of code 0. The factor is then still 2^127.
     """
     is_least = (codes == 1) & (_even_exponent(amax, recipe) < 1)
     return np.where(np.isnan(amax), NAN, np.where(is_least, np.float32(2.0**127), inverse_e8m0(codes)))
 
 
 def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax / max, rounded up to a power of two that is at least 2^-126. Only amax = 0 gives code 0.
+    """Return the E8M0 code of amax / M, rounded up to a power of two, as triton_kernels does with ROUND_UP.
 
-    inf gives 255 and NaN gives 0. Source: triton_kernels mxfp.py.
+    M is the largest element value. The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255, and NaN
+    gives 0. Source: triton_kernels mxfp.py.
     """
     return (exponent_up(amax / recipe.element.max) & 255).astype(np.uint8)
 
@@ -76,17 +83,18 @@ def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def factor_e8m0_triton_up(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 0 for codes 0 and 255.
+    """Return the factor that multiplies the elements of each block in triton_kernels: 2^(127 - code).
 
-    With the factor 0, finite elements become zeros, and infinite ones become NaN.
+    For codes 0 and 255 the factor is 0. Finite elements then become zeros, and infinite elements become NaN.
     """
     return np.where((codes == 0) | (codes == 255), ZERO, inverse_e8m0(codes))
 
 
 def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax / max, rounded down to a power of two. If the quotient is below 2^-126, the code is 0.
+    """Return the E8M0 code of amax / M, rounded down to a power of two, as triton_kernels does with ROUND_DOWN.
 
-    inf and NaN give 255. Source: triton_kernels mxfp.py, ROUND_DOWN.
+    M is the largest element value. If the quotient is below 2^-126, the code is 0. inf and NaN give 255. Source:
+    triton_kernels mxfp.py.
     """
     return exponent_field(amax / recipe.element.max).astype(np.uint8)
 
@@ -95,22 +103,28 @@ factor_e8m0_triton_down = factor_e8m0_triton_up
 
 
 def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_triton_up. Source: fouroversix quantize_to_mxfp4, static_6.
+    """Return the scale code of code_e8m0_triton_up, as fouroversix computes it with scale rule static_6.
 
-    For NaN the producer's byte wraps to 0, which is also that rule's code.
+    NaN gives 0 here too, because the producer's byte wraps to 0. Source: fouroversix quantize_to_mxfp4.
     """
     return code_e8m0_triton_up(amax, tensor, recipe, dtype)
 
 
 def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of amax / 4, rounded up to a power of two. Source: fouroversix quantize_to_mxfp4, static_4."""
+    """Return the E8M0 code of amax / 4, rounded up to a power of two, as fouroversix does with scale rule static_4.
+
+    Source: fouroversix quantize_to_mxfp4.
+    """
     return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
 
 
 def factor_e8m0_fouroversix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 0 for code 255, or NaN for code 0, because the producer divides zeros by 0."""
+    """Return the factor that multiplies the elements of each block in fouroversix: 2^(127 - code).
+
+    For code 255 the factor is 0. For code 0 it is NaN, because the producer divides zeros by 0.
+    """
     return np.where(codes == 0, NAN, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 
 
@@ -118,10 +132,10 @@ factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
 
 
 def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_even_finite.
+    """Return the scale code of code_e8m0_even_finite, as vLLM's Triton kernel computes it on a GPU.
 
-    The factor differs from that rule: elements with the scale 2^-127 become zeros, because a GPU flushes that scale.
-    Source: vLLM downcast_to_mxfp (Triton).
+    Only the factor differs from rule e8m0_even_finite: elements with the scale 2^-127 become zeros, because a GPU
+    flushes that scale. Source: vLLM downcast_to_mxfp (Triton).
     """
     return code_e8m0_even_finite(amax, tensor, recipe, dtype)
 
@@ -130,9 +144,9 @@ factor_e8m0_even_normal = factor_e8m0_triton_up
 
 
 def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of max(amax, 1e-4) / max, rounded up to a power of two that is at most 2^127.
+    """Return the E8M0 code of max(amax, 1e-4) / M, rounded up to a power of two, as DeepGEMM does.
 
-    Source: DeepGEMM utils/math.py ceil_to_ue8m0.
+    M is the largest element value. The power is at most 2^127. Source: DeepGEMM utils/math.py ceil_to_ue8m0.
     """
     return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
 
@@ -141,9 +155,10 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
 
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
-    """Return the codes of 2^exponent. If amax is 0, at_zero is the exponent.
+    """Return the E8M0 codes of 2^exponent, with the special cases of auto-round and SGLang.
 
-    An amax that is infinite or NaN gives code 0, because the producer casts NaN to an integer.
+    If amax is 0, at_zero is the exponent. If amax is infinite or NaN, the code is 0, because the producers cast NaN to
+    an integer.
     """
     codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
     return np.where(np.isfinite(amax), codes, np.uint8(0))
@@ -152,30 +167,35 @@ def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.nd
 def _auto_round_factor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or NaN if amax is infinite or NaN."""
+    """Return the factor that multiplies the elements of each block in auto-round and SGLang: 2^(127 - code).
+
+    The factor is NaN if amax is infinite or NaN.
+    """
     return np.where(np.isfinite(amax), inverse_e8m0(codes), NAN)
 
 
 def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(floor(log2(amax)) - emax), with log2 rounded to float32.
+    """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as auto-round computes it.
 
-    amax = 0 gives the code of 2^(1 - emax). Source: auto-round data_type/mxfp.py quant_mx.
+    log2 is rounded to float32, and emax is the exponent of the largest element value. amax = 0 gives the code of 2^(1 -
+    emax). An infinite or NaN amax gives code 0. Source: auto-round data_type/mxfp.py quant_mx.
     """
     return _auto_round(np.floor(log2(amax)) - recipe.element.emax, amax, 1 - recipe.element.emax)
 
 
 def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(log2(amax / max)), with log2 rounded to float32. amax = 0 gives the code of 2.
+    """Return the E8M0 code of 2^ceil(log2(amax / M)), as auto-round's quant_mx_rceil computes it.
 
-    Source: auto-round quant_mx_rceil.
+    log2 is rounded to float32, and M is the largest element value. amax = 0 gives the code of 2. An infinite or NaN
+    amax gives code 0.
     """
     return _auto_round(np.ceil(log2(amax / recipe.element.max)), amax, 1)
 
 
 def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(log2(amax / 7.25)), with log2 rounded to float32. amax = 0 gives the code of 2.
+    """Return the E8M0 code of 2^ceil(log2(amax / 7.25)), as auto-round's quant_mx_rceil_v2 computes it.
 
-    Source: auto-round quant_mx_rceil_v2.
+    log2 is rounded to float32. amax = 0 gives the code of 2. An infinite or NaN amax gives code 0.
     """
     return _auto_round(np.ceil(log2(amax / np.float32(7.25))), amax, 1)
 
@@ -184,9 +204,10 @@ factor_e8m0_auto_round = _auto_round_factor
 
 
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
-    """Return 2^(127 - code), or NaN if amax is infinite or NaN, or if it is positive and its ratio is 0.
+    """Return 2^(127 - code), or NaN if amax is infinite or NaN, or if ratio underflows to 0.
 
-    ratio is amax divided by max or 7.25. If it underflows to 0, the producer computes log2(0) = -inf.
+    ratio is amax divided by the largest element value or by 7.25. If it is 0 although amax is positive, the producer
+    computes log2(0) = -inf.
     """
     return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
 
@@ -194,21 +215,28 @@ def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray
 def factor_e8m0_auto_round_rceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return _auto_round_up_factor for the ratio amax / max."""
+    """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil: 2^(127 - code).
+
+    It is NaN if amax is infinite or NaN, or if a positive amax divided by the largest element value underflows to 0.
+    """
     return _auto_round_up_factor(codes, amax, amax / recipe.element.max)
 
 
 def factor_e8m0_auto_round_rceil_v2(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return _auto_round_up_factor for the ratio amax / 7.25."""
+    """Return the factor that multiplies the elements of each block in auto-round's quant_mx_rceil_v2: 2^(127 - code).
+
+    It is NaN if amax is infinite or NaN, or if a positive amax divided by 7.25 underflows to 0.
+    """
     return _auto_round_up_factor(codes, amax, amax / np.float32(7.25))
 
 
 def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:
-    """Return the scale that Quark makes of amax: s = T(2^(rounded(T(log2(amax))) - emax)), or 2^-23 if s is 0.
+    """Return the scale that Quark computes from an amax: s = T(2^(R(T(log2(amax))) - emax)), or 2^-23 if s is 0.
 
-    rounded: np.floor or np.ceil. If amax is infinite or NaN, amax itself is returned.
+    R is the argument `rounded`, np.floor or np.ceil. T rounds to dtype, the dtype of the elements, and emax is the
+    exponent of the largest element value. If amax is infinite or NaN, amax itself is returned.
     """
     is_finite = np.isfinite(amax)
     exponent = np.clip(rounded(round_to(log2(np.where(is_finite, amax, ONE)), dtype)), -200, 200).astype(np.int32)
@@ -218,23 +246,25 @@ def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.
 
 
 def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the code of a scale, at least 1 (2^-126), or 127 if amax is infinite or NaN."""
+    """Return the E8M0 code that Quark stores for a scale: at least 1 (2^-126), or 127 if amax is infinite or NaN."""
     return np.where(np.isfinite(amax), np.clip(exponent_field(scale), 1, 254), 127).astype(np.uint8)
 
 
 def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return the factor by which Quark divides elements.
+    """Return the factor by which Quark divides the elements of each block.
 
-    It is `scale`, which was made from amax, if `codes` is the code of that scale. Otherwise it is the value of the
-    given code.
+    codes: the stored scale codes. scale: the scales that _quark_scale makes from amax. If the code is the one of this
+    scale, the factor is the scale itself, which need not equal the value of the code. Otherwise the caller has given
+    other scale codes, and the factor is the value of the code.
     """
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 
 
 def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of s = T(2^(floor(T(log2(amax))) - emax)). If s is 0, it is replaced by 2^-23.
+    """Return the E8M0 code of s = T(2^(floor(T(log2(amax))) - emax)), as Quark computes it with scale mode floor.
 
-    Scales below 2^-126 are stored as 2^-126. Source: Quark get_scale.
+    T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, it is
+    replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. Source: Quark get_scale.
     """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -242,28 +272,36 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def factor_e8m0_quark_floor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return s of code_e8m0_quark_floor, even if it was stored as 2^-126. Elements are divided by it.
+    """Return the scale s of code_e8m0_quark_floor. Quark divides elements by it, even if it was stored as 2^-126.
 
-    If the given code is not the one that amax gives, return the value of the code.
+    If the given code is not the one that amax gives, return the value of the given code.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
 
 def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_quark_floor, with the ceiling of log2(amax) in place of the floor."""
+    """Return the E8M0 code of s = T(2^(ceil(T(log2(amax))) - emax)), as Quark computes it with scale mode ceil.
+
+    T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, it is
+    replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. Source: Quark get_scale.
+    """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def factor_e8m0_quark_ceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor of the rule e8m0_quark_floor, with the ceiling of log2(amax) in place of the floor."""
+    """Return the scale s of code_e8m0_quark_ceil. Quark divides elements by it, even if it was stored as 2^-126.
+
+    If the given code is not the one that amax gives, return the value of the given code.
+    """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
 
 def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(max(T(log2(T(amax / max))), -127)). An infinite or NaN amax gives code 0.
+    """Return the E8M0 code of 2^ceil(max(T(log2(T(amax / M))), -127)), as SGLang's MXFP4 utility computes it.
 
+    T rounds to the dtype of the elements, and M is the largest element value. An infinite or NaN amax gives code 0.
     Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
     """
     ratio = round_to(amax / recipe.element.max, dtype)
@@ -271,9 +309,10 @@ def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
 
 
 def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(T(log2(d))), where d = max(T(amax / max), T(1e-10)).
+    """Return the E8M0 code of 2^ceil(T(log2(d))), d = max(T(amax / M), T(1e-10)), as SGLang's KV cache computes it.
 
-    An infinite or NaN amax gives code 0. Source: SGLang kvfp4_tensor.py.
+    T rounds to the dtype of the elements, and M is the largest element value. An infinite or NaN amax gives code 0.
+    Source: SGLang kvfp4_tensor.py.
     """
     ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
     return np.where(np.isfinite(amax), _clipped(np.ceil(round_to(log2(ratio), dtype))), np.uint8(0))
@@ -283,13 +322,13 @@ factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
 
 
 def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), or 255 if s is infinite or NaN.
+    """Return the E8M0 code of 2^ceil(T(T(log s) * reciprocal(T(log 2)))), as qwix 0.1.8 computes it with XLA on a CPU.
 
-    s is block_arith.qwix_scale of amax, and reciprocal is block_arith.qwix_reciprocal.
+    s is block_arith.qwix_scale of amax, reciprocal is block_arith.qwix_reciprocal, and T rounds to the dtype of the
+    elements. If s is infinite or NaN, the code is 255.
 
-    Exact: XLA computes log by a polynomial for vectors and by libm for single elements. Neither log is correctly
-    rounded, as the one here is, but for every s all three give equal exponents. Source: qwix 0.1.8, as XLA on a CPU
-    computes it.
+    Exact: XLA computes log by a polynomial for vectors and by libm for single elements. Neither is correctly rounded,
+    but the log here is. For every s, all three give the same exponent.
     """
     scale = qwix_scale(amax, recipe, dtype)
     log_of_2 = round_to(np.float32(np.log(2)), dtype)
@@ -302,5 +341,5 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_e8m0_qwix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), or 0 if amax is infinite."""
+    """Return the factor that multiplies the elements of a block in qwix: 2^(127 - code), or 0 if amax is infinite."""
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))

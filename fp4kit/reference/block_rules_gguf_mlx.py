@@ -1,11 +1,11 @@
 """Block rules of llama.cpp and MLX, including their flaws.
 
 A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
-factor_<rule> makes the factors that the elements are scaled with.
+factor_<rule> makes the factors by which the elements are multiplied or divided, or with which they are compared.
 
-Notation: scale is the value of a scale code; S_enc is tensor.encode; max and emax are the largest element value and its
-exponent; E4M3(t) is the code of t; rnd(t) is t rounded to the dtype of the elements. The low byte of an integer is its
-value modulo 256.
+Arguments are those of block_rules.py; tensor.encode multiplies elements before encoding. Notation: scale is the value
+of a scale code; M and emax are the largest element value and its exponent; E4M3(t) is the code of t; T(t) is t rounded
+to dtype, the dtype of the elements. The low byte of an integer is its value modulo 256.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _FIRST_WRAPPED = 127 - 149 + 256  # the lowest byte that can be a wrapped one, b
 
 
 def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code that llama.cpp's ggml_fp32_to_ue4m3 makes of d = amax / 6. NaN gives code 0.
+    """Return the E4M3 scale code of each block, as llama.cpp's ggml_fp32_to_ue4m3 makes it from d = amax / 6.
 
-    Its rounding is not to nearest even. Ties go up. A d below 2^-6 never rounds up to 2^-6: its code is min(int(d * 512
-    + 0.5), 7). From d = 248 on, the code is that of 448.
+    6 stands for the largest element value. Rounding is to nearest, but ties go up. A d below 2^-6 has the code
+    min(int(d * 512 + 0.5), 7), so it never rounds up to 2^-6, the smallest normal value. From d = 248 on, the code is
+    that of 448. NaN gives code 0.
     """
     d = np.where(amax > 0, amax / recipe.element.max, ZERO)
     low = np.minimum(d * np.float32(512) + np.float32(0.5), np.float32(7)).astype(np.int32)
@@ -41,15 +42,21 @@ def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 def factor_gguf(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the scale. Each element becomes the code whose value * scale is nearest to it."""
+    """Return the factor with which the elements of each block are compared in llama.cpp: the value of the scale code.
+
+    Each element gets the code whose value * factor is nearest to it.
+    """
     return decode(codes, E4M3)
 
 
 def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the low byte of floor(log2f(amax)) - emax + 127, or 0 if amax is 0, infinite or NaN.
+    """Return the E8M0 scale code of each block, as llama.cpp computes it.
 
-    If amax is at most 44 ulp below a power of two, log2f rounds up to an integer. If amax is below 2^-125, the byte
-    wraps to 255, 254, ..., as x86-64 casts negative numbers. Source: quantize_row_mxfp4_ref.
+        code = low byte of floor(log2f(amax)) - emax + 127, or 0 if amax is 0, infinite or NaN
+
+    emax is the exponent of the largest element value. If amax is at most 44 ulp below a power of two, log2f rounds up
+    to an integer. If amax is below 2^-125, the byte wraps to 255, 254, ..., as x86-64 casts negative numbers. Source:
+    quantize_row_mxfp4_ref.
     """
     positive = (amax > 0) & np.isfinite(amax)
     exponent = np.floor(log2(np.where(positive, amax, ONE))).astype(np.int32) - recipe.element.emax
@@ -59,9 +66,10 @@ def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_e8m0_gguf(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(code - 127). Each element becomes the code whose value * factor is nearest to it.
+    """Return the factor with which the elements of each block are compared in llama.cpp: 2^(code - 127).
 
-    Code 255 gives an infinite factor. Then every finite element gets code 0.
+    Each element gets the code whose value * factor is nearest to it. Code 255 gives an infinite factor. Then every
+    finite element gets code 0.
     """
     return np.ldexp(ONE, codes.astype(np.int32) - 127)
 
@@ -70,57 +78,76 @@ def factor_e8m0_gguf(
 
 
 def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
-    """Return E4M3(scaled), except 448 if amax is NaN, and -448 if scaled is NaN because it is 0 * inf.
+    """Return E4M3(scaled), but never a NaN code, because MLX saturates NaN too.
 
-    x86-64 sets the sign bit of that second NaN.
+    If amax is NaN, the code is that of 448. If `scaled` is NaN because it is 0 * inf, the code is that of -448, because
+    x86-64 sets the sign bit of this NaN.
     """
     codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode(scaled, E4M3))
     return np.where(np.isnan(amax), E4M3.max_code, codes).astype(np.uint8)
 
 
 def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3(rnd(amax / 6) * S_enc). Codes saturate, also for NaN (_saturated)."""
+    """Return the E4M3 scale code of each block, as MLX's CPU back end computes it: E4M3(T(amax / 6) * tensor.encode).
+
+    T rounds to the dtype of the elements, and 6 stands for the largest element value. NaN saturates to 448 or -448 (see
+    _saturated).
+    """
     return _saturated(round_to(amax / recipe.element.max, dtype) * tensor.encode, amax)
 
 
 def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return |scale|. Elements are divided by it, and then multiplied by S_enc."""
+    """Return the factor by which MLX's CPU back end divides the elements of each block: the magnitude of the scale.
+
+    The quotients are then multiplied by tensor.encode.
+    """
     return np.abs(decode(codes, E4M3))
 
 
 def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return E4M3((amax / 6) * S_enc). Codes saturate, also for NaN (_saturated)."""
+    """Return the E4M3 scale code of each block, as MLX's Metal kernels compute it: E4M3((amax / 6) * tensor.encode).
+
+    6 stands for the largest element value. NaN saturates to 448 or -448 (see _saturated).
+    """
     return _saturated(amax / recipe.element.max * tensor.encode, amax)
 
 
 def factor_mlx_metal(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return S_enc / |scale|, or 0 if the scale is 0."""
+    """Return the factor that multiplies the elements of each block in MLX's Metal kernels: tensor.encode / |scale|.
+
+    scale is the value of the scale code. If it is 0, the factor is 0.
+    """
     scale = np.abs(decode(codes, E4M3))
     return np.where(scale == 0, ZERO, tensor.encode / scale)
 
 
 def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return the low byte of exponent + 127, where 2^exponent was made from s.
+    """Return the E8M0 codes that MLX stores for the scales 2^exponent: the low byte of exponent + 127.
 
-    s = 0 gives 127. If s is infinite or NaN, the byte is what the cast of MLX gives on x86-64: 128 for float32 and 0
-    for other dtypes.
+    s: the numbers from which the exponents were computed. s = 0 gives code 127. If s is infinite or NaN, the code is
+    what MLX's cast to uint8 gives on x86-64: 128 for float32 and 0 for other dtypes.
     """
     codes = np.where(s == 0, 127, exponent + 127 & 0xFF)
     return np.where(np.isfinite(s), codes, 128 if dtype == np.float32 else 0).astype(np.uint8)
 
 
 def _defined(s: np.ndarray) -> np.ndarray:
-    """Return s with 1 in place of numbers without a finite logarithm: those that are 0, negative, infinite or NaN."""
+    """Return s with 1 in place of numbers that have no finite logarithm: those that are 0, negative, infinite or NaN.
+
+    _wrapped chooses the codes of such numbers later.
+    """
     return np.where((s > 0) & np.isfinite(s), s, ONE)
 
 
 def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the low byte of ceil(log2(s)) + 127, where s = rnd(amax / max). s = 0 gives 127.
+    """Return the E8M0 scale code of each block, as MLX 0.32.2 and later compute it on a CPU.
 
-    If s <= 2^-128, the byte wraps to 255, 254, ..., which decode as huge scales. Source: MLX 0.32.2 and later, on a
-    CPU.
+        code = low byte of ceil(log2(s)) + 127,   s = T(amax / M)
+
+    T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. If s <= 2^-128, the byte
+    wraps to 255, 254, ..., which decode as huge scales.
     """
     s = round_to(amax / recipe.element.max, dtype)
     significand, exponent = np.frexp(_defined(s))
@@ -130,9 +157,10 @@ def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
 def factor_e8m0_mlx(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^n, or 0 if amax is infinite or NaN. Elements are divided by it.
+    """Return the factor 2^n by which MLX's CPU back end divides the elements of each block.
 
-    If the code is a wrapped byte, n is the exponent before the wrapping. Otherwise n is code - 127.
+    n is code - 127. If the code is a wrapped byte, n is the exponent before it wrapped: code - 127 - 256. If amax is
+    infinite or NaN, the factor is 0.
     """
     wraps = (codes >= _FIRST_WRAPPED) & (amax > 0) & (amax / recipe.element.max < np.float32(_MIN_NORMAL / 2))
     power = np.ldexp(ONE, codes.astype(np.int32) - 127 - np.where(wraps, 256, 0))
@@ -140,10 +168,12 @@ def factor_e8m0_mlx(
 
 
 def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the low byte of rint(rnd(log2(s))) + 127, where s = rnd(amax / max). s = 0 gives 127.
+    """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on a CPU.
 
-    Later versions round the exponent up instead. With the nearest exponent, scaled elements can reach 8.5 and then
-    saturate. Source: MLX until 0.32.1, on a CPU.
+        code = low byte of rint(T(log2(s))) + 127,   s = T(amax / M)
+
+    T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. Later versions round the
+    exponent up instead. With the nearest exponent, scaled E2M1 elements can reach 8.5 and then saturate.
     """
     s = round_to(amax / recipe.element.max, dtype)
     exponent = np.rint(round_to(log2(_defined(s)), dtype)).astype(np.int32)
@@ -154,9 +184,10 @@ factor_e8m0_mlx_0321 = factor_e8m0_mlx
 
 
 def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return log2(amax / max) + 127, with the logarithm rounded to the nearest integer and clamped to [-127, 127].
+    """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on Metal: log2(amax / M) + 127.
 
-    Ties go away from zero. NaN gives 255. Source: MLX until 0.32.1, on Metal.
+    The logarithm is rounded to the nearest integer, ties away from zero, and clamped to [-127, 127]. M is the largest
+    element value. A NaN amax gives code 255.
     """
     exponent = log2(amax / recipe.element.max).astype(np.float64)
     rounded = np.copysign(np.floor(np.abs(exponent) + 0.5), exponent)

@@ -1,11 +1,11 @@
 """E8M0 block rules of torchao 0.18: to_mx in mx_formats/mx_tensor.py.
 
 A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
-factor_<rule> makes the factors by which elements are multiplied. max and emax are the largest element value and its
-exponent.
+factor_<rule> makes the factors by which elements are multiplied.
 
 These rules differ from those of torchao's development version, such as e8m0_floor, in three cases: if the scale code is
-0; if an amax is infinite or rounds to infinity; and, for RCEIL, if an amax is a few ulp above max * 2^k.
+0; if an amax is infinite or rounds to infinity; and, for mode RCEIL, if an amax is a few ulp above M * 2^k, where M is
+the largest element value.
 """
 
 from __future__ import annotations
@@ -22,35 +22,38 @@ MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest sca
 
 
 def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarray | int = 0) -> np.ndarray:
-    """Return the code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN.
+    """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN.
 
-    rounded: amax after a rule's rounding. If it is infinite, it counts as 2^128.
+    rounded: the amax after the rounding of the rule. If it is infinite, it counts as 2^128. emax is the exponent of the
+    largest element value.
     """
     codes = np.clip(exponent_field(rounded) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)
 
 
 def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(floor(log2(amax)) - emax). inf gives that of 2^(128 - emax), and NaN gives 255 (NaN).
+    """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as torchao 0.18.0 does with mode FLOOR.
 
-    Source: torchao 0.18.0 to_mx FLOOR.
+    emax is the exponent of the largest element value. inf gives the code of 2^(128 - emax), and NaN gives 255 (NaN).
     """
     return _shifted(amax, np.asarray(amax, np.float32), recipe)
 
 
 def code_e8m0_ceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^(ceil(log2(amax)) - emax), computed from the bits of amax.
+    """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao 0.18.0 does with mode CEIL.
 
-    inf gives the code of 2^(128 - emax), and NaN gives 255 (NaN). Source: torchao 0.18.0 to_mx CEIL.
+    emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. inf gives
+    the code of 2^(128 - emax), and NaN gives 255 (NaN).
     """
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted(amax, np.asarray(amax, np.float32), recipe, up=mantissa != 0)
 
 
 def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of the rule e8m0_floor_018 for an amax that is first rounded to the mantissa bits of the element.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), as torchao 0.18.0 does with mode EVEN.
 
-    This rounding may give infinity. Source: torchao 0.18.0 to_mx EVEN.
+    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
+    value. If r is infinite, the code is that of 2^(128 - emax). NaN gives 255 (NaN).
     """
     bits = np.where(np.isnan(amax), 0, np.asarray(amax, np.float32).view(np.int32))
     rounded = (bits + (1 << 22 - recipe.element.mantissa_bits)).astype(np.int32).view(np.float32)
@@ -60,9 +63,10 @@ def code_e8m0_even_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def factor_e8m0_floor_018(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), except 2^126 for code 0 and 0 for code 255.
+    """Return the factor that multiplies the elements of each block in torchao 0.18.0: 2^(127 - code).
 
-    Code 0 stands for 2^-127, but torchao divides by 2^-126 at least. For code 255 it divides by infinity.
+    For code 0, which stands for 2^-127, the factor is 2^126, because torchao divides by 2^-126 at least. For code 255
+    it is 0, because torchao divides by infinity.
     """
     return np.where(codes == 0, MIN_NORMAL_INVERSE, np.where(codes == 255, ZERO, inverse_e8m0(codes)))
 
@@ -71,9 +75,10 @@ factor_e8m0_ceil_018 = factor_e8m0_even_018 = factor_e8m0_floor_018
 
 
 def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the code of 2^n, where n is ceil(log2(amax / max)), clamped to [-127, 127]. NaN gives 255 (NaN).
+    """Return the E8M0 code of 2^ceil(log2(amax / M)), as torchao 0.18.0 does with mode RCEIL.
 
-    log2 is rounded to float32. Source: torchao 0.18.0 _to_mx_rceil.
+    M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. NaN gives
+    255 (NaN). Source: torchao _to_mx_rceil.
     """
     exponent = np.ceil(log2(np.where(np.isnan(amax), ONE, amax / recipe.element.max)))
     return np.where(np.isnan(amax), 255, np.clip(exponent, -127, 127) + 127).astype(np.uint8)
@@ -82,5 +87,8 @@ def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def factor_e8m0_rceil_018(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return 2^(127 - code), except 1 for code 0. The elements of a block with code 0 become zeros."""
+    """Return the factor that multiplies the elements of each block in torchao 0.18.0's mode RCEIL: 2^(127 - code).
+
+    For code 0 the factor is 1, so that the elements of such a block become zeros.
+    """
     return np.where(codes == 0, ONE, inverse_e8m0(codes))

@@ -1,6 +1,6 @@
 """Blocks of a matrix: tiles of whole blocks, block amaxes, and scales of blocks that span several rows.
 
-A tile is a rectangle of whole blocks, small enough that the temporaries of one step stay in the cache.
+A tile is a rectangle of whole blocks, small enough that the temporary arrays of a computation fit in the cache.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import numpy as np
 
 from fp4kit.recipes import Recipe
 
-TILE_ELEMENTS = 1 << 15  # keeps the temporaries of one step in the cache, and under a few MiB
+TILE_ELEMENTS = 1 << 15  # few enough that the temporary arrays fit in the cache and take only a few MiB
 
 
 def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
-    """Yield pairs of slices (rows, columns) that cut a matrix into tiles of about TILE_ELEMENTS elements.
+    """Yield (rows, columns), pairs of slices that divide a matrix into tiles of about TILE_ELEMENTS elements.
 
-    Tiles begin and end at multiples of the block.
+    Tiles begin at multiples of the block, and end at multiples of the block or at the edge of the matrix.
     """
     M, K = shape
     block_rows, block_columns = block or (1, 1)
@@ -30,10 +30,14 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
 
 
 def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
-    """Return the largest of float32 a >= 0 along axis, or 0 if there are no elements.
+    """Return the maximum of float32 a >= 0 along axis, or 0 if there are no elements.
 
-    If recipe.amax_nan is "propagate", a NaN gives NaN. Otherwise NaN is ignored, with one exception: if amax_nan is
-    "lanes" and axis is -1, the result is NaN if every element at an odd index is NaN.
+    recipe.amax_nan decides about NaN elements:
+
+    - "propagate": a NaN gives NaN.
+    - "ignore": NaN elements are left out.
+    - "lanes": NaN elements are left out too. But if axis is -1 and all elements at odd indices are NaN, the result is
+      NaN.
     """
     if recipe.amax_nan == "propagate":
         return np.max(a, axis=axis, initial=np.float32(0))
@@ -50,7 +54,7 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
 def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the amax of each block of float32 x (m, k): (ceil(m / block rows), k / block columns).
 
-    The last row of blocks may have fewer rows.
+    The last blocks may have fewer rows than the others.
     """
     rows, columns = recipe.block or (1, x.shape[1])
     m, k = x.shape
@@ -63,10 +67,10 @@ def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
-    """Return a with every row repeated for each row of its blocks: (m, blocks) from (ceil(m / block rows), blocks).
+    """Return per-block values repeated for each row of elements: (m, blocks) from (ceil(m / block rows), blocks).
 
-    Scales of 16x16 blocks are stored once per row of elements, so quantization computes them per block and repeats
-    them.
+    Scales of blocks that span several rows are stored once per row of elements, so quantization computes them per block
+    and then repeats them.
     """
     rows = recipe.block_rows
     return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]

@@ -1,6 +1,6 @@
 """Encode and decode single values, with the sign, NaN and overflow rules of producers.
 
-The rounding formula is that of fp4kit/rounding.py and works for every element format.
+The rounding formula is that of fp4kit/rounding.py. It works for every element format.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
 Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
 
-# Each function says which elements get the sign bit, given x and the codes of its magnitudes:
+# Each function returns a mask of the elements that get the sign bit, given x and the codes of its magnitudes:
 # signbit: elements with a set sign bit, so that -0 keeps its sign.  negative: elements below zero.
-# not_positive: elements that are 0, below 0 or NaN.  unsigned_zero: as signbit, except elements whose code is 0.
+# not_positive: elements that are 0, below 0 or NaN.  unsigned_zero: as signbit, without elements whose code is 0.
 SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
     "signbit": lambda x, codes: np.signbit(x),
     "negative": lambda x, codes: x < 0,
@@ -29,24 +29,28 @@ SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Return the float32 values of codes, in their shape.
+    """Return the float32 values of codes in a format, in the shape of codes. The result is exact.
 
-    codes: unsigned integers. Bits above the format's width are ignored, so that callers need not mask nibbles. The
-    result is exact, because every value of every format is a float32.
+    codes: unsigned integers. Bits above the width of the format are ignored, so callers need not mask a code that
+    shares its byte with another one.
     """
     return np.take(fmt.values, codes if fmt.bits == 8 else codes & (2**fmt.bits - 1))
 
 
 def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") -> np.ndarray:
-    """Return the codes of float32 a >= 0, as uint8. Numbers beyond fmt.max become fmt.max. a must not hold NaN."""
+    """Return the codes of float32 a >= 0, as uint8. Numbers beyond fmt.max become fmt.max. a must not hold NaN.
+
+    rounding: a name in rounding.ROUNDINGS.
+    """
     return codes_of(np.minimum(a, fmt.max), fmt.emin, fmt.mantissa_bits, ROUNDINGS[rounding]).astype(np.uint8)
 
 
 def first_of_least(a: np.ndarray, fmt: ElementFormat, step: np.ndarray | np.float32) -> np.ndarray:
-    """Return the code whose multiple value * step is nearest to a, for float32 a >= 0 without NaN: uint8.
+    """Return the code whose value times step is nearest to a, for float32 a >= 0 without NaN: uint8.
 
-    Distances |value * step - a| are computed in float32. Among equal distances the lowest code wins, so ties go toward
-    zero. If a is so large that several distances are equal, or a is inf, a code of a smaller value or 0 wins.
+    This is the rounding "first" of llama.cpp and MLX. Distances |value * step - a| are computed in float32. Among equal
+    distances the lowest code wins, so ties go toward zero. If a is infinite, or so large that float32 distances are
+    equal, a lower code than the nearest one wins, down to code 0.
     """
     codes, smallest_error = np.zeros(a.shape, np.uint8), a
     for code, value in enumerate(fmt.magnitudes[1:], 1):
@@ -62,17 +66,17 @@ def nearest_unbounded(a: np.ndarray) -> np.ndarray:
     """Return float32 a >= 0 rounded to the nearest E2M1 value, ties to even, as if E2M1 had no largest value.
 
     From 4 on the values continue in steps of 2: 4, 6, 8, 10, ... inf and NaN give NaN. Source: fouroversix
-    quantize/pytorch/reference.py fake_quantize_to_e2m1, which has no clamp.
+    quantize/pytorch/reference.py fake_quantize_to_e2m1, which does not clamp.
     """
     beyond = np.where(np.isfinite(a), np.float32(2) * np.rint(a / np.float32(2)), np.float32(np.nan))
     return np.where(a < 4, decode(encode_magnitude(np.where(a < 4, a, np.float32(0)), E2M1), E2M1), beyond)
 
 
 def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
-    """Return the 4-bit codes that fouroversix gives v = nearest_unbounded(a), for finite a: uint8.
+    """Return the 4-bit codes that fouroversix gives to v = nearest_unbounded(a), for finite a: uint8.
 
-    Below 8 these are the E2M1 codes. From 8 on a code is the last four bits of 2 * (exponent of bfloat16(v) + 1) + the
-    first mantissa bit of bfloat16(v): 8 for 8 and 10, 9 for 12 and 14, 10 for 16, ... Source: fouroversix
+    For v below 8 these are the E2M1 codes. From 8 on, a code is the last four bits of 2 * (exponent of bfloat16(v) + 1)
+    + the first mantissa bit of bfloat16(v): 8 for 8 and 10, 9 for 12 and 14, 10 for 16, ... Source: fouroversix
     quantize_bf16_to_unpacked_fp4.
     """
     rounded = nearest_unbounded(a)
@@ -96,19 +100,19 @@ def encode(
     - "rz": toward zero
     - "rna": nearest, ties away from zero
     - "rnz": nearest, ties toward zero
-    - "rns": nearest even through the rounded sum a + 0.5
-    - "rnw": nearest_unbounded, for E2M1. A magnitude of 8 or more has the last four bits of its code, and a negative
-      value sets bit 3, so 8 and -8 both have code 8.
-    - "first": the code of the nearest multiple of step, ties to the lowest code (first_of_least)
+    - "rns": nearest even, computed through the rounded sum a + 0.5
+    - "rnw": nearest value of E2M1 as if it had no largest value (nearest_unbounded), for E2M1 only. A magnitude of 8 or
+      more wraps to four bits, and the sign sets bit 3. So 8 and -8 both have code 8.
+    - "first": the code whose value times step is nearest, ties to the lowest code (first_of_least)
 
     Args:
         x: float32; float16 and bfloat16 are widened, exactly.
         fmt: the element format.
-        rounding: a name of the list above.
+        rounding: a name from the list above.
         sign: which elements get the sign bit: "signbit" (-0 has the code of -0), "negative" (only x < 0),
-            "not_positive" (also +0) or "unsigned_zero" (only x < 0 that does not round to zero).
+            "not_positive" (x <= 0, also +0) or "unsigned_zero" (x < 0, except if it rounds to zero).
         nan_code: the code of NaN; by default fmt.nan_code.
-        step: used only by "first": x is compared with the multiples value * step.
+        step: the factor of a block, used only by "first".
 
     Numerics:
         Finite values beyond the largest and +-inf become +-max, also in a format with an infinity. "rnw" is the
@@ -135,7 +139,7 @@ def encode(
 def _encode_float(
     x: np.ndarray, fmt: ElementFormat, rounding: str, sign: Sign, step: np.ndarray | np.float32
 ) -> np.ndarray:
-    """Return the codes of x, which holds no NaN, in a float format."""
+    """Return the codes of x in a float format. x must not hold NaN. The arguments are those of encode."""
     a = np.abs(x)
     if rounding == "first":
         codes = first_of_least(a, fmt, step)
@@ -146,7 +150,7 @@ def _encode_float(
 
 
 def _encode_integer(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray:
-    """Return the two's complement codes of x, which holds no NaN."""
+    """Return the two's complement codes of x, clamped to the range of fmt. x must not hold NaN."""
     magnitude = ROUNDINGS[rounding](np.minimum(np.abs(x), np.float32(fmt.sign_bit)))
     value = np.clip(np.copysign(magnitude, x), np.float32(-fmt.sign_bit), fmt.max).astype(np.int32)
     return (value & (2**fmt.bits - 1)).astype(np.uint8)
@@ -156,10 +160,11 @@ _E8M0_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "r
 
 
 def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
-    """Return the E8M0 codes of float32 x >= 0, exponent + 127: uint8, in the shape of x.
+    """Return the E8M0 codes (exponent + 127) of float32 x >= 0, rounded to powers of two: uint8, in the shape of x.
 
     Args:
-        rounding: "rp" up to a power of two (PTX cvt.rp.satfinite.ue8m0), "rz" down, "rn" to nearest with 1.5 * 2^k up.
+        rounding: "rp" up to a power of two (PTX cvt.rp.satfinite.ue8m0), "rz" down, "rn" to nearest, where 1.5 * 2^k
+            rounds up.
 
     Raises:
         ValueError: rounding is another name.

@@ -1,7 +1,8 @@
-"""Dequantize one matrix: codes and scales to values.
+"""Dequantize one matrix: convert codes and scales to values.
 
-In the docstrings value is the value of an element code, and a scale code of E8M0, written scale, stands for 2^(scale -
-127). The recipe's decode rule says how they are multiplied.
+The recipe's decode rule says how the value of an element code is multiplied by its scales. In the docstrings, value is
+the value of an element code, block_scale the value of an E4M3 scale code, and scale an E8M0 scale code, which stands
+for 2^(scale - 127).
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ HALF = np.dtype(np.float16)
 ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a number
 
 # Every function decode_<rule> below is a decode rule. It takes element values (m, blocks, block), block scale codes
-# (m, blocks) or None, and tensor scales with a last axis for the elements. It returns the decoded values.
-# recipes/rules.py says which rules read the tensor's amax or encode scale. The others ignore them.
+# (m, blocks) or None, and a TensorScale whose arrays broadcast to the element values. It returns the decoded values.
+# recipes/rules.py says which rules read tensor.amax or tensor.encode. The other rules read tensor.decode only.
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
@@ -37,9 +38,10 @@ def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: Tensor
 
 
 def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * ((block_scale * tensor_amax) * fp32(1 / (6 * scale_max))).
+    """Return value * ((block_scale * tensor_amax) * fp32(1 / (6 * scale_max))), as Transformer Engine does.
 
-    Source: TE cast/nvfp4/dequantize_nvfp4.cuh.
+    6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor scale is 1. Source: TE
+    cast/nvfp4/dequantize_nvfp4.cuh.
     """
     return values * (decode(scales, E4M3)[..., None] * tensor.amax * (np.float32(1) / full_range(recipe)))
 
@@ -47,20 +49,23 @@ def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recip
 def decode_compressed_tensors(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return value * (block_scale / tensor.encode). compressed-tensors stores tensor.encode, as its global scale."""
+    """Return value * (block_scale / tensor.encode), as compressed-tensors and vLLM do.
+
+    compressed-tensors stores tensor.encode as its global scale.
+    """
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
 
 
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * rcp(tensor.encode)), where rcp is PTX rcp.approx.ftz.f32.
+    """Return value * (block_scale * rcp(tensor.encode)), as vLLM's Triton kernel does.
 
-    Source: vLLM _nvfp4_quant_dequant_kernel (Triton).
+    rcp is PTX rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
     """
     return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
 
 
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * R(R(block_scale * tensor_scale)), where R(t) is 1 / t, or 0 if t is 0.
+    """Return value * R(R(block_scale * tensor_scale)), as auto-round does, where R(t) is 1 / t, or 0 if t is 0.
 
     Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
     """
@@ -68,7 +73,7 @@ def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScal
 
 
 def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_product, except that the E2M1 code 8 (-0) gives +0.
+    """Return value * (block_scale * tensor_scale), but +0 for the E2M1 code 8 (-0), as Model-Optimizer does.
 
     Source: Model-Optimizer NVFP4QTensor.dequantize, e2m1_values.
     """
@@ -76,23 +81,23 @@ def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 
 
 def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_product, with the scale codes 0x7F and 0xFF, NaN in E4M3, read as 480 and -480.
+    """Return value * (block_scale * tensor_scale), with the scale codes 0x7F and 0xFF read as 480 and -480.
 
-    Source: MLX mx.dequantize on a CPU, up to 0.32.2.
+    In E4M3 these codes are NaN. Source: MLX mx.dequantize on a CPU, up to 0.32.2.
     """
     numbers = np.where(scales & 0x7F == 0x7F, np.where(scales == 0x7F, ALL_ONES, -ALL_ONES), decode(scales, E4M3))
     return values * (numbers[..., None] * tensor.decode)
 
 
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * 2^(scale - 127). Scale code 255 gives NaN. Source: OCP MX v1.0."""
+    """Return value * 2^(scale - 127), as OCP MX v1.0 defines it. Scale code 255 gives NaN."""
     return values * decode(scales, E8M0)[..., None]
 
 
 def decode_e8m0_flashinfer_host(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return the values of decode_e8m0, except that the E2M1 code 8 (-0) gives +0.
+    """Return value * 2^(scale - 127), but +0 for the E2M1 code 8 (-0). Scale code 255 gives NaN.
 
     Source: FlashInfer mxfp4_dequantize_host.
     """
@@ -100,34 +105,34 @@ def decode_e8m0_flashinfer_host(
 
 
 def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return values with -0 replaced by +0."""
+    """Return values with -0 replaced by +0, for producers whose tables of values have no -0."""
     return values + np.float32(0)  # -0 + 0 = +0 under rn; every other value is unchanged
 
 
 def decode_e8m0_flashinfer_api(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return value * f, where f is the float32 with the bits scale << 23.
+    """Return value * f, where f is the float32 whose bits are scale << 23.
 
-    So scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. Source: FlashInfer e2m1_and_ufp8sf_scale_to_float,
-    type 0.
+    f is 2^(scale - 127), except that scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. Source: FlashInfer
+    e2m1_and_ufp8sf_scale_to_float, type 0.
     """
     return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
 
 
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return ldexp(value, scale - 127).
+    """Return ldexp(value, scale - 127): value * 2^(scale - 127) with an unbounded scale.
 
-    Scale code 255 stands for 2^128, which is no float32, but its product with an element of 0.5 is one. Source:
+    Scale code 255 stands for 2^128. This is no float32, but its product with an element of 0.5 is one. Source:
     transformers convert_moe_packed_tensors.
     """
     return np.ldexp(values, scales.astype(np.int32)[..., None] - 127)
 
 
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_product with llama.cpp's scales, except that the E2M1 code 8 (-0) gives +0.
+    """Return value * (block_scale * tensor_scale), as llama.cpp decodes NVFP4, with +0 for the E2M1 code 8 (-0).
 
-    Bit 7 of a scale code is ignored. Code 0x7F, NaN in E4M3, is 0, but 0xFF is 480. Source: llama.cpp.
+    Bit 7 of a scale code is ignored. Scale code 0x7F, NaN in E4M3, is 0, but 0xFF is 480.
     """
     usual = decode(scales & np.uint8(0x7F), E4M3)
     scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), usual))
@@ -135,7 +140,7 @@ def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, rec
 
 
 def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_e8m0_unbounded, except that the E2M1 code 8 (-0) gives +0.
+    """Return ldexp(value, scale - 127), as llama.cpp decodes MXFP4, but +0 for the E2M1 code 8 (-0).
 
     Source: llama.cpp dequantize_row_mxfp4.
     """
@@ -143,7 +148,7 @@ def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
 
 
 def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_e8m0, except that scale code 255 is infinity instead of NaN.
+    """Return value * 2^(scale - 127), where scale code 255 is infinity instead of NaN.
 
     Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor.
     """
@@ -151,33 +156,36 @@ def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 
 
 def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_e8m0_infinite. For float16 results the rule decode_e8m0_float16 is used instead.
+    """Return value * 2^(scale - 127), where scale code 255 is infinity, as MLX does for float32 and bfloat16.
 
-    Source: MLX mx.dequantize on a CPU.
+    For float16 results the rule e8m0_float16 is used instead. Source: MLX mx.dequantize on a CPU.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
 def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_e8m0_mlx, with the E4M3 element codes 0x7F and 0xFF (NaN) read as 480 and -480.
+    """Return value * 2^(scale - 127), where scale code 255 is infinity, as MLX up to 0.32.2 does.
 
-    Source: MLX mx.dequantize on a CPU, up to 0.32.2.
+    The caller has read the E4M3 element codes 0x7F and 0xFF (NaN) as 480 and -480, as recipes/rules.py says of this
+    rule. For float16 results the rule e8m0_float16_0322 is used instead. Source: MLX mx.dequantize on a CPU.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
 
 def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return (H(value * block_scale) * tensor_amax) / (6 * scale_max), where H rounds to float16.
+    """Return (H(value * block_scale) * tensor_amax) / (6 * scale_max), as fouroversix does. H rounds to float16.
 
-    Source: fouroversix dequantize.
+    6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor scale is 1. For scale rule
+    static_4, 4 takes the place of 6. Source: fouroversix dequantize.
     """
     return round_to(values * decode(scales, E4M3)[..., None], HALF) * tensor.amax / full_range(recipe)
 
 
 def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_e8m0_infinite. For float16 results the rule decode_e8m0_float16 is used instead.
+    """Return value * 2^(scale - 127), where scale code 255 is infinity, as Quark does for float32 and bfloat16.
 
-    Quark converts scales to the weight's dtype first. Source: Quark export/nn/modules/realquantizer.py unpack_params.
+    For float16 results the rule e8m0_float16 is used instead, because Quark first converts scales to the dtype of the
+    weight. Source: Quark export/nn/modules/realquantizer.py unpack_params.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
@@ -193,15 +201,19 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
 
 
 def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the values of decode_e8m0_float16, with the E4M3 element codes 0x7F and 0xFF (NaN) read as 480 and -480.
+    """Return H(value * H(s)), where s = 2^(scale - 127) and H rounds to float16, as MLX up to 0.32.2 does.
 
-    Source: MLX mx.dequantize of float16 on a CPU, up to 0.32.2.
+    The caller has read the E4M3 element codes 0x7F and 0xFF (NaN) as 480 and -480, as recipes/rules.py says of this
+    rule. Source: MLX mx.dequantize of float16 on a CPU.
     """
     return decode_e8m0_float16(values, scales, tensor, recipe)
 
 
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value / tensor.encode, or +0 if the tensor amax is at most 2^-24. There are no block scales."""
+    """Return value / tensor.encode, or +0 if the tensor amax is at most 2^-24, as Model-Optimizer decodes integers.
+
+    There are no block scales.
+    """
     zero = tensor.amax <= TINY_AMAX
     return np.where(zero, np.float32(0), values / np.where(zero, np.float32(1), tensor.encode))
 
@@ -211,9 +223,9 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{
 
 @lru_cache(64)
 def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
-    """Return the element format by which a decode rule reads codes.
+    """Return the element format by which a decode rule reads the codes of an element format.
 
-    It is the recipe's element format. If the rule reads NaN codes as numbers, the format without NaN is returned.
+    It is the element format itself. Only if the rule reads NaN codes as numbers, it is that format without NaN.
     """
     return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
 
@@ -221,8 +233,8 @@ def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
 def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale) -> np.ndarray:
     """Return the float32 values (m, k) of codes (m, k) and block scale codes (m, k / block).
 
-    The recipe's decode rule computes them. If tensor.amax is implied_amax.UNKNOWN, because no amax gives the stored
-    tensor scale, decode_product is used instead.
+    The recipe's decode rule computes them, with one exception: if no amax gives the stored tensor scale, tensor.amax is
+    implied_amax.UNKNOWN. Then the rule decode_product is used instead, which does not read the amax.
     """
     m, k = codes.shape
     values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(
@@ -240,9 +252,10 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Write the values of one matrix into out (M, K), tile by tile, rounded to nearest even in out's dtype.
+    """Write the values of one matrix into out (M, K), tile by tile, rounded to nearest even in the dtype of out.
 
-    tensor: the result of implied_amax.stored_tensor_scale.
+    packed: the codes as the element format stores them. scales: block scale codes (M, K / block), or None if the recipe
+    has no block scales. tensor: the result of implied_amax.stored_tensor_scale.
     """
     recipe, tensor, packing = decoding(recipe, out.dtype), tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(out.shape, recipe.block):

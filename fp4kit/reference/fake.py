@@ -1,8 +1,12 @@
 """Fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
 
-A fake quantizer returns x with the error of quantization. The ones here reproduce producers' kernels that compute only
-values, no codes. In the docstrings y is the result, s the scale of a block, max the largest element value, and round()
-rounds to the nearest value of the element format, ties to even.
+A fake quantizer returns x with the error of quantization. The functions here reproduce producers' kernels that compute
+only values, no codes. They are the fake rules of recipes/rules.py and share their arguments: x is float32 (m, k),
+tensor_amax the tensor amaxes, amax the block amaxes or None to compute them from x, and dtype the dtype of x before it
+was converted to float32.
+
+In the docstrings y is the result, s the scale of a block, and M the largest element value. round() rounds to the
+nearest value of the element format, ties to even, and E4M3() rounds to the nearest E4M3 value.
 """
 
 from __future__ import annotations
@@ -36,9 +40,10 @@ def nvfp4_modelopt_triton(
 ) -> np.ndarray:
     """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer's Triton kernel does.
 
-    s = E4M3(min(amax / (6 gs), 448)) * gs, where gs = tensor_amax * fp32(1/2688). If gs <= 0, it is replaced by 1e-12.
-    If s < 1e-5 or NaN, it is replaced by 1, so a tensor whose scales are all below 1e-5 becomes zero. The sign of zero
-    is +. NaN gives -6 s.
+        s = E4M3(min(amax / (6 gs), 448)) * gs,   gs = tensor_amax * fp32(1/2688), or 1e-12 if that is not positive
+
+    If s is below 1e-5 or NaN, it is replaced by 1. So a tensor whose scales are all below 1e-5 becomes zero. Zeros are
+    +0. A NaN element gives -6 s.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = np.where(gs <= 0, np.float32(1e-12), gs)
@@ -55,8 +60,12 @@ def nvfp4_modelopt_static(
 ) -> np.ndarray:
     """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer does with calibrated block amaxes.
 
-    s is amax / 6 after rounding to E4M3 by the recipe fp8-modelopt, whose own tensor amax is tensor_amax * (448 / N) /
-    6, where N is recipe.scale_max. If s is 0, y is 0. If s is infinite or NaN, it is replaced by 1.
+        a = tensor_amax * (448 / recipe.scale_max) / 6
+        e = 1 / a * 448
+        s = E4M3(clamp(amax / 6 * e, -448, 448)) * (1 / e)
+
+    So amax / 6 is rounded as the recipe fp8-modelopt rounds with the tensor amax a. If a is at most 2^-24, it is
+    replaced by 1. If s is 0, y is 0. If s is infinite or NaN, it is replaced by 1.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = block_amax(x, recipe) if amax is None else amax
@@ -71,10 +80,12 @@ def nvfp4_modelopt_static(
 def nvfp4_modelopt_cuda(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| * (1 / u)) * u with the sign of x, as Model-Optimizer's CUDA kernel does.
+    """Return y = round(|x| * (1 / s)) * s with the sign of x, as Model-Optimizer's CUDA kernel does.
 
-    u = E4M3((amax / 6) * t) / t, where t = 448 * (6 / tensor_amax). t and u are float64. If amax or tensor_amax is 0,
-    infinite or NaN, y is round(|x|) with the sign of x.
+        s = E4M3((amax / 6) * t) / t,   t = 448 * (6 / tensor_amax)
+
+    t and s are float64; 1 / s and s are then rounded to float32. An infinite or NaN amax counts as FLT_MAX. If amax is
+    0, or if tensor_amax is 0, infinite or NaN, s is replaced by 1. If s is 0, y is 0.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -90,10 +101,11 @@ def nvfp4_modelopt_cuda(
 def mx_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| / s) * s with the sign of x, where s is amax / max rounded up to a power of two.
+    """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer's CUDA kernel for MX formats does.
 
-    s is clamped to [2^-127, 2^127], and 1 if amax is 0. The amax ignores NaN and counts inf as FLT_MAX. The producer
-    leaves NaN elements undefined; here they give NaN, or the largest value.
+    s is amax / M rounded up to a power of two and clamped to [2^-127, 2^127], or 1 if amax is 0. The amax leaves out
+    NaN elements, and an infinite amax counts as FLT_MAX. The producer leaves NaN elements undefined; here they give
+    NaN, or the largest value in a format without NaN.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -105,10 +117,11 @@ def mx_modelopt(
 def int_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = clip(rint(x * s), low, max) / s, where s = max / tensor_amax. -0 and NaN are kept.
+    """Return y = clip(rint(x * e), low, M) / e, e = M / tensor_amax, as Model-Optimizer does. -0 and NaN are kept.
 
-    low is -max if recipe.narrow is set, otherwise -max - 1. If tensor_amax <= 2^-24, y is +0, as in the producer's CUDA
-    code. With one scale per block, y is then a zero with the sign of x, as in its PyTorch code.
+    low is -M if recipe.narrow is set, otherwise -M - 1. If tensor_amax is at most 2^-24, y is +0, as in the producer's
+    CUDA code. If the recipe has one scale per block, y is then a zero with the sign of x, as in the producer's PyTorch
+    code.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -122,7 +135,10 @@ def int_modelopt(
 def int4_qat(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = clip(rint(x / s), -7, 7) * s, where s = max(tensor_amax / 7, 1e-5). -0 is kept."""
+    """Return y = clip(rint(x / s), -7, 7) * s, where s = max(tensor_amax / 7, 1e-5), as QAT flags define it.
+
+    -0 is kept.
+    """
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
     return y.reshape(x.shape)
@@ -134,7 +150,7 @@ def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return floor(log2(x)), with log2 rounded to float32 and then to dtype.
+    """Return floor(log2(x)), with log2 rounded to float32 and then to dtype, as microxcaling computes it in PyTorch.
 
     Because of the rounding, the result is one too large for x just below a power of two.
     """
@@ -150,9 +166,10 @@ def _exp2(exponent: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _microxcaling(
     round_magnitude: Callable[[np.ndarray, np.dtype], np.ndarray], flush: bool = False
 ) -> Callable[..., np.ndarray]:
-    """Return the fake quantizer of microxcaling that rounds magnitudes by the given function.
+    """Return the fake quantizer of microxcaling for a rounding mode.
 
-    round_magnitude(v, dtype) rounds v >= 0 to integers. flush: whether blocks with log2(amax) <= -127 become zero.
+    round_magnitude(v, dtype): the rounding mode, which rounds numbers v >= 0 to integers. flush: True if blocks with
+    log2(amax) <= -127 become zero.
     """
 
     def rule(
@@ -160,9 +177,9 @@ def _microxcaling(
     ) -> np.ndarray:
         """Return y = round(x / s) * s, s = 2^(floor(log2(amax)) - emax), every operation rounded to the input dtype.
 
-        log2 is rounded to the dtype, so its floor is one too large just below a power of two. An exponent above 127
-        makes the block NaN; an exponent below -127 becomes -127. Elements saturate, and -0 becomes +0. In float16,
-        blocks of zeros give NaN (0 / 0). With flush, blocks with log2(amax) <= -127 become zero.
+        emax is the exponent of the largest element value. log2 is rounded to dtype too, so its floor is one too large
+        just below a power of two. If the exponent of s is above 127, the block becomes NaN. If it is below -127, it
+        becomes -127. Elements saturate, and -0 becomes +0. In float16, blocks of zeros give NaN (0 / 0).
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
@@ -189,12 +206,18 @@ def _microxcaling(
 
 
 def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return v >= 0 rounded to the nearest integer, ties up: floor(v + 0.5), with the sum rounded to dtype."""
+    """Return v >= 0 rounded to the nearest integer, ties up: floor(v + 0.5), as microxcaling's mode "nearest" does.
+
+    The sum is rounded to dtype.
+    """
     return np.floor(round_to(v + np.float32(0.5), dtype))
 
 
 def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return v >= 0 rounded to the nearest integer, ties to even: _half_away corrected at ties."""
+    """Return v >= 0 rounded to the nearest integer, ties to even, as microxcaling's mode "even" does.
+
+    It corrects the result of _half_away where v is a tie that went up to an odd integer.
+    """
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 
 
@@ -209,7 +232,7 @@ FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for na
 def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
     """Return the straight-through gradient with clipping: grad where |x| <= amax, and 0 elsewhere.
 
-    Where x is NaN, the result is 0. amax is compared as it is, without rounding to the dtype of x.
+    Where x is NaN, the result is 0. amax is float32 and is not rounded to the dtype of x.
     """
     with np.errstate(all="ignore"):
         return np.where(np.abs(x).astype(np.float32) <= amax, grad, np.zeros((), grad.dtype))

@@ -1,8 +1,8 @@
-"""4over6: each block takes the better of two scales. One puts its amax at the E2M1 value 6, the other at 4.
+"""4over6: each block is quantized with two scales, and the result with the smaller error is kept.
 
-The candidate with the smaller error is kept. In the docstrings q is the E2M1 value of an element, scale is the value of
-a block's scale code, and S_enc (also gs) and S_dec are tensor.encode and tensor.decode. Sources: Transformer Engine;
-FlashInfer; fouroversix.
+One scale puts the block's amax at the E2M1 value 6, the other at 4. In the docstrings q is the E2M1 value of an
+element, scale is the value of a block's scale code, and x is the element. tensor.encode multiplies elements before
+encoding, and tensor.decode multiplies values after decoding. Sources: Transformer Engine (TE); FlashInfer; fouroversix.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fp4kit.reference.summation_order import sum_lanes
 from fp4kit.reference.tensor_rules import TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
-# (multiply, divide), indexed by whether subnormals are flushed
+# {recipe.flush: (multiply, divide)}
 ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
     False: (np.multiply, np.divide),
     True: (multiply_ftz, divide_ftz),
@@ -32,8 +32,8 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
 class _Candidate(NamedTuple):
     """Hold the result of quantizing all blocks with one of the two candidate scales.
 
-    scales: scale codes (rows of blocks, blocks). codes: element codes (m, blocks, 16). values: the E2M1 values of the
-    codes.
+    scales: scale codes (rows of blocks, blocks). codes: element codes (m, blocks, 16). values: the E2M1 values of
+    `codes`, or for rounding "rnw" the values before they wrap.
     """
 
     scales: np.ndarray
@@ -42,7 +42,10 @@ class _Candidate(NamedTuple):
 
 
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
-    """Quantize blocks with the block scales E4M3(min(base, 448)), and return the result as a _Candidate."""
+    """Quantize blocks with the block scales E4M3(min(base, 448)), and return the result as a _Candidate.
+
+    base: the block scales before they are encoded.
+    """
     scales = encode(zero_of_zeros(base, tensor) if recipe.lane_sums else base, E4M3)
     scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
     codes = _codes_of(scaled, recipe)
@@ -53,9 +56,11 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
 
 
 def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the factor that elements are multiplied with, from block scale codes: min(1 / (scale * S_dec), FLT_MAX).
+    """Return the factors that multiply the elements of each block, from block scale codes.
 
-    If recipe.lane_sums is set, it is factor_fouroversix of block_rules_e4m3_serving.py instead.
+        factor = min(1 / (scale * tensor.decode), FLT_MAX)
+
+    If recipe.lane_sums is set, the function factor_fouroversix of block_rules_e4m3_serving.py computes them instead.
     """
     if recipe.lane_sums:
         return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
@@ -77,9 +82,10 @@ def _codes_of(scaled: np.ndarray, recipe: Recipe) -> np.ndarray:
 def encode_under(
     scales: np.ndarray, blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return the element codes of blocks whose scale codes are given, such as those of an earlier call.
+    """Return the element codes of blocks with given scale codes, such as those of an earlier call.
 
-    scales and amax have shape (m, blocks). A scale code determines the element codes, whichever candidate it came from.
+    scales and amax have shape (m, blocks). The scale code alone determines the element codes: it does not matter which
+    of the two candidates it came from.
     """
     return _without_zero_blocks(
         _codes_of(_scaled(factor_of(scales, tensor, recipe), blocks, recipe), recipe), amax, recipe
@@ -100,17 +106,19 @@ def is_zero_block(amax: np.ndarray) -> np.ndarray:
 
 
 def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return codes with code 0 in all elements of zero blocks if the recipe's producer skips them (leaves_zero_blocks).
+    """Return codes with code 0 for all elements of zero blocks, if the recipe's producer skips such blocks.
 
-    codes: (m, blocks, 16). amax: (m, blocks).
+    If it does not skip them (see leaves_zero_blocks), return codes unchanged. codes: (m, blocks, 16). amax: (m,
+    blocks).
     """
     return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return elements in the units of x, from scaled = q * scale.
+    """Return the decoded elements, from scaled = q * scale.
 
-    TE computes (scaled * tensor_amax) / (6 * scale_max), and FlashInfer computes scaled * (1 / gs).
+    TE and fouroversix compute (scaled * tensor_amax) / (6 * scale_max). FlashInfer, whose recipes set flush, computes
+    scaled * tensor.decode.
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     if recipe.flush:
@@ -119,10 +127,13 @@ def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndar
 
 
 def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the error of each block under a candidate: the sum of |d| or d * d over its elements, or the largest |d|.
+    """Return the error of each block under a candidate, by the measure that recipe.four_over_six names.
 
-    recipe.four_over_six says which. d is the decoded element minus x. If recipe.fast_error is set, d = float16(q *
-    scale) - x * S_enc. Elements are added in their order. All arithmetic is float32, without fused multiply-add.
+        "mae": sum of |d|    "mse": sum of d * d    "max": largest |d|
+
+    d is the decoded element minus x. If recipe.fast_error is set, d = float16(q * scale) - x * tensor.encode. Errors
+    are added in the order of the elements, or in eight lanes if recipe.lane_sums is set. All arithmetic is float32,
+    without fused multiply-add.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:
@@ -142,9 +153,9 @@ def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recip
 
 
 def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return terms (m, blocks, columns) with the elements of a block side by side on the last axis.
+    """Return terms (m, blocks, columns) rearranged so that all elements of a block lie on the last axis.
 
-    The result has shape (rows of blocks, blocks, elements per block). Rows beyond m are zeros.
+    The result has shape (rows of blocks, blocks, elements per block). Missing rows of the last blocks are zeros.
     """
     rows, (m, count, columns) = recipe.block_rows, terms.shape
     padded = np.zeros((-(-m // rows) * rows, count, columns), np.float32)
@@ -155,7 +166,7 @@ def _by_block(terms: np.ndarray, recipe: Recipe) -> np.ndarray:
 def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the errors (m, blocks) of single rows, summed over the rows of each block: (rows of blocks, blocks).
 
-    The 16 rows are added as a tree: row i and row i + 8 first, then i and i + 4, i + 2 and i + 1.
+    The rows are added as a binary tree. For 16 rows, row i + 8 is added to row i first, then i + 4, i + 2 and i + 1.
     """
     rows = recipe.block_rows
     m, count = error.shape
@@ -171,10 +182,10 @@ def _sum_rows(error: np.ndarray, recipe: Recipe) -> np.ndarray:
 def quantize_four_over_six(
     blocks: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the element codes and the block scale codes (m, blocks) of float32 blocks (m, blocks, 16).
+    """Return the element codes (m, blocks, 16) and the block scale codes (m, blocks) of float32 blocks (m, blocks, 16).
 
-    With base = amax / 6 * S_enc, the two candidate scales are E4M3(min(base, 448)) and E4M3(min(base * 1.5, 448)). The
-    second one is taken only if its error is strictly smaller.
+    With base = amax / 6 * tensor.encode, the two candidate scales are E4M3(min(base, 448)), which puts amax at 6, and
+    E4M3(min(base * 1.5, 448)), which puts it at 4. The second scale is taken only if its error is strictly smaller.
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     base = multiply(divide(amax, E2M1.max), tensor.encode)

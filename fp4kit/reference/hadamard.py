@@ -12,11 +12,13 @@ from fp4kit.reference.arith import narrow_float64
 def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     """Return y_j = 1/4 sum_i s_i H_ij x_i for each block of 16 along the last axis, in the shape and dtype of x.
 
-    H is Sylvester's matrix of order 16. s_i is -1 if bit i of sign_mask is set, otherwise 1.
+    H is Sylvester's Hadamard matrix of order 16. s_i is -1 if bit i of sign_mask is set, otherwise 1. The transform
+    spreads outliers over their block, so that they cost less accuracy.
 
     Numerics:
-        float64 butterflies over distances 1, 2, 4, 8 in this order, then one rounding to the dtype of x, so that every
-        device gives equal bits. Elements that are not finite follow IEEE arithmetic (inf - inf is NaN).
+        Computed in float64 by butterflies over distances 1, 2, 4 and 8, in this order, and then rounded once to the
+        dtype of x, so that every device gives the same bits. Elements that are not finite follow IEEE arithmetic (inf -
+        inf is NaN).
 
     Exact:
         Equals TE's bfloat16 transform.

@@ -1,8 +1,8 @@
-"""The amax that a stored tensor scale implies.
+"""Find the tensor amax that a stored tensor scale implies.
 
-No checkpoint stores the tensor amax, but some recipes need it to decode. A tensor rule is the function of a recipe that
-makes the tensor scale from the amax. This module inverts it: it searches the float32 numbers for an amax whose tensor
-rule gives exactly the stored scale.
+No checkpoint stores the tensor amax, but some recipes need it to decode. The tensor rule of a recipe makes the tensor
+scale from the amax. This module inverts the rule: it searches the float32 numbers for an amax whose tensor rule gives
+exactly the stored scale.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from fp4kit.reference.arith import ONE
 from fp4kit.reference.tensor_rules import TensorScale, full_range, tensor_scale
 
 UNKNOWN = np.float32(-1)  # stands for the amax if no amax gives the scale
-# NEAR and FAR are search radii around tensor_scale * covered_range, in float32 steps.
+# NEAR and FAR are search radii around tensor_scale * covered_range, in float32 steps. NEAR is tried first.
 NEAR = 8  # enough for a rule that makes a few float32 roundings
 FAR = 1 << 20  # enough for a rule that rounds to 16 bits: an eighth of the number
-# A rule that replaces a small amax by a larger number makes the scale at least 65504 times as large. Without such a
-# replacement, FAR steps make it at most 391 times as large (2^20 subnormal steps from 2688 * 2^-149). JUMP lies between
-# the two factors.
+# Some rules replace a small amax by a larger number, which makes the scale at least 65504 times as large. Without such
+# a replacement, FAR steps make it at most 391 times as large (2^20 subnormal steps from 2688 * 2^-149). JUMP lies
+# between the two factors.
 JUMP = np.float32(4096)
 _LARGEST = int(FLT_MAX.view(np.int32))
 
@@ -35,7 +35,7 @@ def covered_range(recipe: Recipe) -> np.float32:
 
 
 def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return whether float32 scales agree in every bit. Any two NaNs agree."""
+    """Return whether float32 scales are equal in every bit, elementwise. Any two NaNs count as equal."""
     a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
     return (a.view(np.int32) == b.view(np.int32)) | (np.isnan(a) & np.isnan(b))
 
@@ -43,9 +43,10 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Compare the scale that an amax gives with `scale`: return -1 if it is smaller, 0 if equal, 1 if larger.
 
-    bits: the bits of the amax as integers. The scale grows with the amax, except that a rule may replace a small amax
-    by a much larger number. That gives at least JUMP times the scale, so such an amax counts as smaller. Within FAR
-    steps of the right amax, no larger amax gives such a scale.
+    bits: the bits of the amax as integers. The binary search of _first needs scales that grow with the amax. One
+    exception exists: a rule may replace a small amax by a much larger number, so that the scale is at least JUMP times
+    as large as `scale`. Such an amax counts as smaller. Within FAR steps of the right amax, no larger amax gives such a
+    scale.
     """
     candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
     return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))
@@ -56,7 +57,7 @@ def _first(
 ) -> np.ndarray:
     """Return the bits of the smallest amax in [low, high] whose _order is at least minimum_order, by binary search.
 
-    Return high + 1 if there is none.
+    Return high + 1 if no amax in [low, high] has such an order. low and high are the bits of amaxes as integers.
     """
     high = high + 1
     while (low < high).any():
@@ -69,10 +70,10 @@ def _first(
 def amax_interval(
     scale: np.ndarray, recipe: Recipe, dtype: np.dtype, steps: int = FAR
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bits of the first and the last positive float32 amax whose tensor rule gives the scale.
+    """Return the bits of the smallest and of the largest positive amax whose tensor rule gives a scale.
 
     Only amaxes within `steps` float32 steps of scale * covered_range are searched. scale: float32, positive and finite.
-    Returns two int64 arrays in its shape. If there is no such amax, the first is above the last.
+    Returns two int64 arrays in the shape of scale. If no such amax exists, the first result is larger than the second.
     """
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(np.asarray(scale, np.float32) * covered_range(recipe), FLT_MAX)
@@ -83,9 +84,10 @@ def amax_interval(
 
 
 def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the integer in [first, last] that ends in the most zero bits: the shortest mantissa among these floats.
+    """Return the integer in [first, last] that ends in the most zero bits.
 
-    It is `last` without the bits below the highest bit in which first - 1 and last differ.
+    If the integers are the bits of floats, it is the float with the shortest mantissa. It is `last` without the bits
+    below the highest bit in which first - 1 and last differ.
     """
     differ = (first - 1) ^ last
     for shift in (1, 2, 4, 8, 16):
@@ -94,18 +96,23 @@ def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the amax that a stored tensor scale was made from, as far as the scale reveals it: float32, in its shape.
+    """Return the amax that a stored tensor scale was made from, as far as the scale reveals it.
 
     Candidates are the positive amaxes within FAR float32 steps of scale * covered_range whose tensor rule gives exactly
     the scale. The result is the candidate with the fewest significant bits, that is the float32 that ends in the most
     zero bits. For bfloat16 and float16 data this is the original amax, because two amaxes of such data rarely give
-    equal scales. If there is no candidate, the result is the first of 0, inf and NaN that gives the scale. If none
-    does, it is -1 (UNKNOWN).
+    equal scales.
+
+    If there is no candidate, the result is the first of 0, inf and NaN that gives the scale. If none of them does, the
+    result is -1 (UNKNOWN).
 
     Args:
         scale: float32, any shape.
         recipe: a recipe with a tensor rule.
         dtype: dtype of the array that was quantized, to which some rules round.
+
+    Returns:
+        The amaxes: float32, in the shape of scale.
     """
     scale = np.asarray(scale, np.float32)
     amax = np.full(scale.shape, UNKNOWN)
@@ -118,9 +125,9 @@ def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarr
 
 
 def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the implied amaxes of positive finite scales.
+    """Return the implied amaxes of positive finite scales, as implied_amax defines them.
 
-    Where no amax near a scale gives it, the result is the entry of `otherwise`.
+    Where no amax near a scale gives it, the result is taken from the array `otherwise`.
     """
     first, last = amax_interval(scale, recipe, dtype, NEAR)
     far = ~_inside(first, last, scale, recipe)
@@ -131,9 +138,10 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
 
 
 def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return whether [first, last], found within NEAR steps, holds every amax that gives the scale.
+    """Return whether the interval [first, last], found within NEAR steps, holds every amax that gives the scale.
 
-    That is so if the interval is not empty and touches neither end of the search range.
+    That is so if the interval is not empty and touches neither end of the search range. Otherwise the caller searches
+    within FAR steps.
     """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)
@@ -143,12 +151,12 @@ def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Reci
 def stored_tensor_scale(
     scale: np.ndarray | None, amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype
 ) -> TensorScale:
-    """Return the TensorScale with which a Quantized is decoded. Its decode is the stored tensor_scale.
+    """Return the TensorScale with which a Quantized is decoded. Its field `decode` is the stored tensor_scale.
 
-    Its amax and encode are filled in only if the recipe's decode rule reads them. The amax is the given one if the
-    tensor rule makes `scale` of it, and otherwise the implied amax. If no amax gives the scale, it is UNKNOWN, and the
-    Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the recipe has no tensor
-    scale.
+    Its fields `amax` and `encode` are filled in only if the recipe's decode rule reads them. `amax` is the given amax
+    if the tensor rule makes `scale` from it, and otherwise the implied amax. If no amax gives the scale, `amax` is
+    UNKNOWN, and the Quantized is decoded as decode(code) * (block_scale * tensor_scale). All fields are 1 if the recipe
+    has no tensor scale.
     """
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)
@@ -170,7 +178,7 @@ def stored_tensor_scale(
 def encodes_by_amax(recipe: Recipe) -> bool:
     """Return whether elements are encoded with the tensor's encode scale, so that the tensor amax must be known.
 
-    The decode scale, which a Quantized stores, is enough for other recipes.
+    Other recipes need only the decode scale, which a Quantized stores.
     """
     if recipe.tensor_rule is None:
         return False
@@ -178,10 +186,10 @@ def encodes_by_amax(recipe: Recipe) -> bool:
 
 
 def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
-    """Return the TensorScale with which elements are encoded if the tensor scale is given. Its decode is that scale.
+    """Return the TensorScale with which elements are encoded if the user passes the tensor scale.
 
-    Its encode follows from the implied amax. If no amax gives the scale, encode is 1 / scale. Fields that the recipe
-    does not read are 1.
+    Its field `decode` is the given scale. Its field `encode` follows from the implied amax, or is 1 / scale if no amax
+    gives the scale. Fields that the recipe does not read are 1.
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)

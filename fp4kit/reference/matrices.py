@@ -11,10 +11,10 @@ from fp4kit.recipes import Recipe
 
 
 def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
-    """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix.
+    """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix at a time.
 
-    The rows are joined into a single matrix if that needs no copy. Otherwise there is one matrix per leading index.
-    This is the case if blocks span several rows, if per_matrix is set, or if a is not contiguous.
+    All rows are joined into a single matrix if that needs no copy. Otherwise there is one matrix per leading index.
+    This is the case if blocks span several rows, if `a` is not contiguous, or if per_matrix is True.
     """
     if a.ndim == 1:
         return a[None, None]
@@ -27,7 +27,10 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
 
 
 class _StackView:
-    """Give access to the matrices of a strided array of more than three dimensions, like an array (B, M, K)."""
+    """Give access to the matrices of an array of more than three dimensions, as if it were an array (B, M, K).
+
+    It is needed where reshape would copy, because the array is not contiguous.
+    """
 
     def __init__(self, a: np.ndarray) -> None:
         self._array = a

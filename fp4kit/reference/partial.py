@@ -1,7 +1,7 @@
-"""Partial quantization: block amaxes and codes of a shard, a range of elements of a flattened matrix.
+"""Partial quantization: block amaxes and codes of a shard, that is a range of elements of a flattened matrix.
 
-A trainer shards its float32 weights over processes. A shard may start and end inside a row, a block or a byte. The
-process owns the elements in that range, and no others.
+A trainer shards its float32 weights over processes, so each process holds only the elements of its shard. A shard may
+start and end inside a row, a block or a byte.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 class Segment(NamedTuple):
-    """Describe a rectangle of the matrix that a shard owns: its rows, columns, and elements of the shard."""
+    """Describe a part of a shard that is a rectangle of the matrix.
+
+    rows, columns: the rectangle. elements: the indices of its elements in the shard.
+    """
 
     rows: slice
     columns: slice
@@ -30,7 +33,7 @@ class Segment(NamedTuple):
 def segments(start: int, length: int, K: int) -> Iterator[Segment]:
     """Yield segments that cover elements [start, start + length) of a flattened matrix with K columns.
 
-    First comes part of a row, then whole rows, then part of a row. Each of them may be missing.
+    The first segment is part of a row, then come whole rows, then part of a row. Each of the three may be missing.
     """
     position = 0
     while position < length:
@@ -46,7 +49,7 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
 def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
     """Return a segment as float32 (rows, columns of whole blocks), and the column index of its first block.
 
-    size: the columns per block. Elements of these blocks outside of the segment are zeros.
+    Elements that belong to these blocks but not to the segment are zeros. size: the columns per block.
     """
     rows, columns, elements = segment
     first = columns.start // size
@@ -59,10 +62,10 @@ def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray,
 
 @np.errstate(all="ignore")
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
-    """Return the amax of each block over the elements that the shard owns, and 0 for blocks that it has no part in.
+    """Return the amax of each block over the elements of the shard: float32 (ceil(M / block rows), K / block).
 
-    shape: the (M, K) of the matrix. start: the index of the shard's first element. The result is float32 (ceil(M /
-    block rows), K / block).
+    Blocks without an element in the shard get 0. shape: the (M, K) of the matrix. start: the index of the shard's first
+    element in the flattened matrix.
     """
     height, width = recipe.block or (1, 1)
     M, K = shape
@@ -92,10 +95,10 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Write the codes of the elements that the shard owns into out (M, K/2). Change no other nibble.
+    """Write the codes of the elements of the shard into out (M, K/2). No other code in out is changed.
 
-    amax: the amaxes of whole blocks, from all shards. shape: the (M, K) of the matrix. start: the index of the shard's
-    first element.
+    amax: the amaxes of whole blocks, combined from all shards. shape: the (M, K) of the matrix. start: the index of the
+    shard's first element in the flattened matrix.
     """
     height, width = recipe.block or (1, 1)
     tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe)

@@ -1,8 +1,8 @@
-"""d^p in float64, for the errors d of a scale search, with equal bits on every machine.
+"""Powers d^p in float64, for the errors d of a scale search, with the same bits on every machine.
 
-The pow functions of C libraries and of CUDA differ in the last bit, so they cannot be used. This one uses only +, -, *,
+The pow functions of C libraries and of CUDA differ in the last bit, so they cannot be used. `power` uses only +, -, *,
 /, each rounded once, and operations on bits. No producer computes such powers, so there is nothing to match. The C++
-version is power.cuh.
+version is pow.cuh.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PART = 1 << 13  # elements per step, few enough for the cache
 
 
 def power(d: np.ndarray, p: float) -> np.ndarray:
-    """Return d^n * 2^((p - n) log2 d), n = floor(p): float64, in the shape of d.
+    """Return d^p, computed as d^n * 2^((p - n) log2 d) with n = floor(p): float64, in the shape of d.
 
     Args:
         d: float64, zeros or positive normal numbers, such as float32 numbers and their differences.
@@ -28,7 +28,7 @@ def power(d: np.ndarray, p: float) -> np.ndarray:
 
     Numerics:
         d^n is a chain of products, by the binary digits of n from the left. 0 gives 0, inf gives inf, NaN gives NaN,
-        and overflow gives inf. A result that underflows is rounded like a product. Squares and d^1 equal those of IEEE.
+        and overflow gives inf. A result that underflows is rounded like a product. d^1 is d, and d^2 equals d * d.
         Except for underflow, the relative error is at most (n + 4 + 2 |(p - n) log2 d|) 2^-53.
     """
     result = np.array(d, np.float64, order="C")
@@ -50,7 +50,7 @@ def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
 
 
 def log2(d: np.ndarray) -> np.ndarray:
-    """Return log2(d) in float64, finite for every d >= 0, also for 0.
+    """Return log2(d) of float64 d >= 0. The result is finite even for d = 0, where `power` multiplies by 0 anyway.
 
     With d = m * 2^e and m in [sqrt(1/2), sqrt(2)), it is e + 2 / ln 2 * atanh((m - 1) / (m + 1)).
     """

@@ -1,4 +1,7 @@
-"""Quantize one matrix: elements to codes and block scales, with blocks along the last axis."""
+"""Quantize one matrix: convert elements to codes and block scales. Blocks run along the last axis.
+
+A matrix is processed in tiles of whole blocks (see blocks.py).
+"""
 
 from __future__ import annotations
 
@@ -20,10 +23,10 @@ from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 
 
 class EncodeOptions(NamedTuple):
-    """Hold the options that a call adds to a recipe.
+    """Hold the options that a call of quantize adds to a recipe. None means that an option is not used.
 
     block_amax: calibrated block amaxes. random: random bytes for stochastic rounding. hadamard: the sign mask of a
-    Hadamard transform. None means that the option is not used.
+    Hadamard transform that is applied first.
     """
 
     block_amax: np.ndarray | None = None
@@ -34,8 +37,7 @@ class EncodeOptions(NamedTuple):
 def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
     """Return the elements of a tile as contiguous float32, ready for quantization.
 
-    If a Hadamard sign mask is given, the elements are transformed first, and the transform is rounded to the dtype of
-    x.
+    If a Hadamard sign mask is given, the elements are first transformed, and the result is rounded to the dtype of x.
     """
     if hadamard is not None:
         x = hadamard_blocks(x, hadamard)
@@ -44,10 +46,12 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
 
 @np.errstate(all="ignore")
 def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
-    """Return the amaxes of a matrix from which the recipe's tensor rule makes its tensor scale.
+    """Return the amaxes of a matrix from which the recipe's tensor rule makes its tensor scales: float32.
 
-    The result is float32: () for one scale per tensor, (M,) for "row", (M, blocks) for "block". FlashInfer takes the
-    amax from its caller. So for its recipes (amax_nan "lanes"), infinite and NaN elements are left out.
+    The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block.
+
+    FlashInfer takes the tensor amax from its caller, so its recipes (amax_nan "lanes") define none for infinite and NaN
+    elements. Here such elements are left out.
     """
     M, K = x.shape
     size = recipe.block_size
@@ -75,11 +79,12 @@ def quantize_tile(
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Return the codes (m, k) and block scale codes (m, k / block) of float32 x (m, k).
 
-        scale = code(block_amax, tensor scale);   factor = factor(scale, block_amax, tensor scale)
-        code = encode(x * factor)   or   encode(x / factor)   or   the code whose value * factor is nearest to x
+        scale = code(amax, tensor)
+        factor = factor(scale, amax, tensor)
+        codes = encode(x * factor)   or   encode(x / factor)   or   the code whose value * factor is nearest to x
 
     Here code() and factor() are the functions of the recipe's block rule. If the recipe has no block scales, None is
-    returned for them.
+    returned for the scale codes, and the factor is the tensor scale.
 
     Args:
         tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
@@ -111,10 +116,11 @@ def encode_tile(
     scales: np.ndarray | None,
     random: np.ndarray | None,
 ) -> np.ndarray:
-    """Return the codes (m, k) of float32 x (m, k) with block scales that are given instead of computed.
+    """Return the codes (m, k) of float32 x (m, k) under block scales that are given instead of computed.
 
     scales: block scale codes (m, k / block), or None if the recipe has no block scales. The recipe's block rule makes
-    the factor from them. Some rules also check whether the block amax is zero. For that, the amax is computed from x.
+    the factors from them. Some rules also read the block amax, which is computed from x. The other arguments are those
+    of quantize_tile.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)
@@ -138,7 +144,8 @@ def encode_elements(
 ) -> np.ndarray:
     """Return the codes of elements (m, blocks, block), scaled by the factors of their blocks as recipe.apply says.
 
-    They are rounded as the recipe says, or stochastically if random bytes are given.
+    The scaled elements are rounded as the recipe says, or stochastically if random bytes are given. factor broadcasts
+    to the elements. dtype is the dtype of the elements before they were converted to float32.
     """
     if recipe.apply == "compare" and random is None:
         return encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
@@ -158,16 +165,18 @@ def encode_elements(
 
 
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the codes that auto-round stores: when it packs, it encodes the decoded values of the given codes again.
+    """Return the codes that auto-round stores.
 
-    value = decode(code) / factor. T rounds to the dtype of the elements, and 1 / 0 counts as 0.
+    When it packs a tensor, it encodes the decoded values of the codes again.
 
-    - E8M0 scales: T(T(value) / T(1 / factor)) is encoded. In a format without NaN, inf gets the code of zero, because
-      all its distances are infinite.
-    - E4M3 scales: T(value) * factor is encoded.
+    With value = T(decode(code) / factor), where T rounds to the dtype of the elements and 1 / 0 counts as 0:
 
-    If scaled, the element times the factor, is NaN, value is NaN. Source: auto-round export_to_autoround/qlinear_fp.py
-    QuantLinear.pack.
+    - E8M0 scales: T(value / T(1 / factor)) is encoded. In a format without NaN, inf gets the code of zero, because all
+      its distances are infinite.
+    - E4M3 scales: value * factor is encoded.
+
+    scaled: the elements times the factor. Where it is NaN, value is NaN. Source: auto-round
+    export_to_autoround/qlinear_fp.py QuantLinear.pack.
     """
     inverse = reciprocal_or_zero(factor)
     values = round_to(np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse), dtype)
@@ -180,7 +189,10 @@ def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe:
 
 
 def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the elements multiplied or divided by the factor, as recipe.apply says."""
+    """Return the elements multiplied or divided by the factors of their blocks, as recipe.apply says.
+
+    If recipe.flush is set, subnormals are flushed to zero.
+    """
     if recipe.flush:
         return multiply_ftz(blocks, factor)
     if recipe.apply != "multiply":
@@ -199,7 +211,7 @@ def quantize_matrix(
 ) -> None:
     """Quantize x (M, K) tile by tile, and write the results into packed (M, K/2 or K) and scales (M, K/block).
 
-    amax: the tensor amax, as the function tensor_amax returns it or in a shape that broadcasts to that. scales is None
+    amax: the tensor amax, in the shape that the function tensor_amax returns or one that broadcasts to it. scales: None
     if the recipe has no block scales.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
@@ -229,10 +241,10 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode x (M, K) with given block scales and a given tensor scale, and write the codes into packed.
+    """Encode x (M, K) under given block scales and a given tensor scale, and write the codes into packed.
 
-    tensor: the tensor scale, a result of implied_amax.encoding_scale. scales: block scale codes, or None if the recipe
-    has none.
+    tensor: the tensor scale, a result of implied_amax.encoding_scale. scales: block scale codes (M, K/block), or None
+    if the recipe has no block scales.
     """
     tensor, packing = tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):
@@ -245,6 +257,6 @@ def encode_matrix(
 
 
 def _block_rows(rows: slice, recipe: Recipe) -> slice:
-    """Return the slice of rows of blocks that covers a slice of rows of elements."""
+    """Return the rows of blocks that cover the given rows of elements, as a slice."""
     height = recipe.block_rows
     return slice(rows.start // height, -(-rows.stop // height))

@@ -1,4 +1,7 @@
-"""Requantize MXFP4 to NVFP4 exactly: keep the codes, and express the scales, which are powers of two, in NVFP4."""
+"""Requantize MXFP4 to NVFP4 exactly: keep the element codes, and express the scales, powers of two, in NVFP4.
+
+The tensor scale of the result is a power of two 2^m, and each block scale is the MXFP4 scale divided by 2^m.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,10 @@ from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
-    """Return whether q and target have formats and blocks that allow the exact cast from MXFP4 to NVFP4.
+    """Return whether the formats and blocks of q and target allow the exact cast from MXFP4 to NVFP4.
 
-    q must be MXFP4, target NVFP4 with one scale per tensor, and blocks of q must consist of whole blocks of target.
+    q must be MXFP4, target must be NVFP4 with one scale per tensor, and each block of q must consist of whole blocks of
+    target. keep_codes also checks the values of the scales.
     """
     source = q.recipe
     if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
@@ -51,9 +55,9 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
-    """Return a copy of the packed codes of q, for the cast.
+    """Return the packed codes of the cast: a copy of those of q.
 
-    If the decode rule of q gives +0 for code 8 (-0), code 8 is replaced by 0.
+    If the decode rule of q gives +0 for code 8 (-0), code 8 is replaced by code 0.
     """
     if not DECODE_RULES[q.recipe.decode_rule].unsigned_zero:
         return q.packed.copy()
@@ -62,9 +66,10 @@ def _kept_codes(q: Quantized) -> np.ndarray:
 
 
 def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """Return a mask of the blocks with a nonzero code, and m, for which 2^m is the tensor scale of the cast.
+    """Return a mask of the blocks of q with a nonzero code, and the exponent m of the tensor scale 2^m of the cast.
 
-    Return None if a scale is NaN, or if the scales of these blocks span more powers of two than E4M3 has.
+    Return None if a scale is NaN, or if the scales of these blocks span more powers of two than E4M3 has. scales: the
+    scale codes of q in linear layout.
     """
     if (scales == 255).any():
         return None

@@ -1,8 +1,9 @@
 """Search tensor amaxes: for recipes without block scales, try a grid of multiples of each amax and keep the best.
 
-The best multiple gives the smallest loss, a power of the errors of fake quantization, summed. An amax may cover a
-tensor, an expert or a row. Grid and choice are those of Model-Optimizer 0.47, torch/quantization/calib/mse.py
-MseCalibrator. That class sums float32 errors in PyTorch's order. Here the errors are exact and summed in float64.
+The best multiple gives the smallest loss, that is the sum of a power of the errors of fake quantization. An amax may
+cover a tensor, an expert or a row. The grid and the choice are those of Model-Optimizer 0.47,
+torch/quantization/calib/mse.py MseCalibrator. That class sums float32 errors in PyTorch's order. Here the errors are
+exact and are summed in float64.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from fp4kit.call.parse import Call
 from fp4kit.call.search_scales import Search, Terms
 from fp4kit.reference.pow import power
 
-CHUNK = 1 << 18  # elements per step
+CHUNK = 1 << 18  # elements whose losses are computed at once, to limit memory
 
 
 def multiples(grid: tuple[float, float, float]) -> np.ndarray:
     """Return the multiples of an amax to try, from a grid (start, stop, step): float32, start and stop included.
 
-    There are ceil((stop - start) / step) + 1 of them. They equal those of torch.linspace, whose step is a float32
-    number: start + i * step in the first half, and stop - i * step, counted from the end, in the second half. Each is
-    rounded once.
+    There are ceil((stop - start) / step) + 1 multiples, equally spaced. They equal those of torch.linspace: with d =
+    (stop - start) / (count - 1) in float32, multiple i is start + i * d in the first half. In the second half it is
+    stop minus d times the number of multiples that follow. Each is rounded once.
     """
     start, stop, step = grid
     first, last, count = np.float32(start), np.float32(stop), math.ceil((stop - start) / step) + 1
@@ -38,10 +39,11 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.ndarray]) -> np.ndarray:
-    """Return for each amax its product with the multiple of smallest loss: float32 in the shape of amax.
+    """Return each amax times the multiple of the grid with the smallest loss: float32 in the shape of amax.
 
-    Among equal losses, the first multiple of the grid is taken. A NaN loss counts as infinite. fake_quantize(call)
-    returns the values of a call with the tried amaxes.
+    Among equal losses, the first multiple of the grid is taken. A NaN loss counts as infinite. If there are no
+    elements, amax itself is returned. fake_quantize(call): fake-quantizes with the tensor amaxes of the call, which are
+    the ones to try.
     """
     call, terms = search.call, search.terms
     assert terms.grid is not None
@@ -62,9 +64,10 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 
 
 def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
-    """Return the loss of each row of x, in float64: the sum of weight * |x - values|^power, or its maximum (_combined).
+    """Return the loss of each row of x, in float64: the sum of weight * |x - values|^power.
 
-    The quantized axis of x and values is the last.
+    If power is infinite, it is the maximum of weight * |x - values|. values: x after fake quantization. The quantized
+    axis of x and values is the last.
     """
     rows, quantized = (a.reshape(-1, a.shape[-1]) for a in (x, values))
     result = np.empty(len(rows))
@@ -79,9 +82,9 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
 
 
 def _combined(terms: np.ndarray, power: float) -> np.ndarray:
-    """Return the sum of terms over the last axis, or the maximum if power is infinite.
+    """Return the loss that the terms of an axis give together: their sum, or their maximum if power is infinite.
 
-    The terms are added one by one, from the first to the last.
+    The last axis is reduced. The terms are added one by one, from the first to the last.
     """
     result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
     return result

@@ -1,12 +1,12 @@
 """Search block amaxes: choose the amax of each block among candidates, by the error of quantizing with it.
 
-A recipe that names a search in recipes/rules.py quantizes with the chosen amaxes in place of the largest magnitudes. A
-search is a function here:
+If a recipe names a search (Recipe.search), it quantizes with the chosen amaxes in place of the largest magnitudes. A
+search is a function in this file:
 
     search_<name>(x, amax, tensor, recipe, dtype)   returns the chosen amaxes (rows, blocks), float32
 
-x are float32 elements (rows, columns), amax the largest magnitudes of their blocks (rows, blocks), and tensor the
-tensor scale of the call.
+x are float32 elements (rows, columns), amax the largest magnitudes of their blocks (rows, blocks), tensor the tensor
+scale, and dtype the dtype of the elements before they were converted to float32.
 """
 
 from __future__ import annotations
@@ -43,12 +43,14 @@ def best_by_block(
 ) -> np.ndarray:
     """Return, for each block, the candidate amax with the smallest error.
 
-    Among equal errors the first candidate is taken, and also if the error of the first one is NaN. candidates are
-    arrays of amaxes, one per block.
+    Among equal errors the first candidate is taken. If the error of the first candidate is NaN, the first candidate is
+    taken too.
 
-    error(candidate, which) returns the errors of the blocks that the mask `which` selects, as a row. code(candidate)
-    returns the scale codes that the amaxes give. Amaxes with equal code have equal error, so each code is tried only
-    once per block. If code is None, every candidate is tried.
+    Args:
+        candidates: arrays of amaxes, one amax per block.
+        error: error(candidate, which) returns the errors of the blocks that the mask `which` selects, as one row.
+        code: code(candidate) returns the scale codes that the amaxes give. Amaxes with the same code have the same
+            error, so each code is tried only once per block. None: every candidate is tried.
     """
     chosen: np.ndarray | None = None
     smallest_error: np.ndarray = np.zeros(0, np.float32)
@@ -69,8 +71,8 @@ def best_by_block(
 class Tried:
     """Record which scale codes were already tried for each block, so that a search can skip them.
 
-    It saves much time: quantizing 2^24 bfloat16 elements by nvfp4-auto-round-opt takes 10.5 s, and 43.3 s if every
-    candidate is tried (x86-64, two cores, nothing else running, 2026-11-22, one run each).
+    This saves much time: quantizing 2^24 bfloat16 elements by nvfp4-auto-round-opt takes 10.5 s, instead of 43.3 s if
+    every candidate is tried (x86-64, two cores, nothing else running, 2026-11-22, one run each).
     """
 
     def __init__(self, code: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -78,7 +80,10 @@ class Tried:
         self.seen: np.ndarray | None = None
 
     def take_untried(self, amax: np.ndarray) -> np.ndarray:
-        """Return a mask of the blocks whose amax gives a scale code not tried for them yet. Record these codes."""
+        """Return a mask of the blocks for which the scale code of their amax was not tried yet.
+
+        The codes are recorded as tried.
+        """
         codes = self.code(amax)[..., None]
         if self.seen is None:
             self.seen = np.zeros((*amax.shape, 256), bool)
@@ -88,9 +93,10 @@ class Tried:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return the function `error` of best_by_block: squared errors of blocks quantized with given amaxes, summed.
+    """Return the function `error` of best_by_block: the squared errors of each block, summed.
 
-    Squares are added in float32, in the order that PyTorch uses on a CPU.
+    The blocks are quantized with the given amaxes. Squares are added in float32, in the order that PyTorch uses on a
+    CPU.
     """
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 
@@ -107,7 +113,7 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return the function `code` of best_by_block, from amaxes to scale codes.
+    """Return the function `code` of best_by_block, which computes scale codes from amaxes.
 
     Return None if the recipe's element codes depend on the amax itself, and not only on the scale code.
     """
@@ -118,10 +124,13 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
-    """Return a search that tries the given multiples of a block's amax."""
+    """Return a search that tries the given multiples of a block's amax, as auto-round does."""
 
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-        """Return for each block the multiple of its amax with the smallest squared error; the first among equals."""
+        """Return for each block the multiple of its amax with the smallest squared error.
+
+        Among equal errors, the first multiple is taken.
+        """
         return best_by_block(
             (amax * np.float32(factor) for factor in factors),
             _squares(x, tensor, recipe, dtype),
@@ -139,9 +148,9 @@ search_auto_round_percents = _search_auto_round(FACTORS["auto_round_percents"])
 def search_modelopt_sweep(
     x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return for each block the amax of smallest squared error, among the 126 amaxes that give a positive E4M3 scale.
+    """Return for each block the amax with the smallest squared error, among those that give a positive E4M3 scale.
 
-    Source: Model-Optimizer nvfp4_fp8_scale_sweep.
+    There are 126 such amaxes, one per positive E4M3 code. Source: Model-Optimizer nvfp4_fp8_scale_sweep.
     """
     return best_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
 
@@ -165,9 +174,10 @@ def search_matrix(
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """Return the call with the block amaxes that its recipe's search chooses, or the call itself if there is no search.
+    """Return the call with the block amaxes that its recipe's search chooses as its field block_amax.
 
-    amax: the tensor amax, or None if the recipe has no tensor scale.
+    If the recipe has no search or the array is empty, return the call itself. amax: the tensor amax, or None if the
+    recipe has no tensor scale.
     """
     if not call.recipe.search or not call.x.size:
         return call
@@ -178,7 +188,8 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
     """Return the block amaxes that a search chooses for all matrices of a call: float32 (..., M, K / block).
 
-    search(matrix, out, tensor amax) writes the amaxes of one matrix into out.
+    search(matrix, out, tensor_amax): the function that writes the amaxes of one matrix into out. amax: the tensor amax
+    of the call, or None if the recipe has no tensor scale.
     """
     r = call.recipe
     chosen = np.zeros(scale_shape(call.moved.shape, r), np.float32)

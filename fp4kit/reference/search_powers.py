@@ -1,7 +1,7 @@
-"""Search E8M0 block scales: try exponents near the floor of the block's amax and keep the best.
+"""Search E8M0 block scales: try powers of two near the amax of each block, and keep the best.
 
-The best exponent gives the smallest loss, a sum over the errors of the block's elements. Every candidate is quantized
-and dequantized with the recipe's own arithmetic.
+The best scale gives the smallest loss, a sum over the errors of the block's elements. Every candidate is quantized and
+dequantized with the recipe's own arithmetic.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
 @np.errstate(all="ignore")
 def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, search: Search) -> None:
-    """Find for each block of x (M, K) the amax * 2^j of smallest loss, and write it into out.
+    """Choose for each block of x (M, K) the amax * 2^j with the smallest loss, and write it into out.
 
-    out: float32 (M, K / block). amax: the tensor amax, or None if the recipe has no tensor scale.
+    out: float32 (M, K / block). amax: the tensor amax, or None if the recipe has no tensor scale. search: the exponents
+    to try and the loss.
     """
     r, terms = search.call.recipe, search.terms
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
@@ -38,10 +39,10 @@ def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, searc
 
 
 def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, terms: Terms) -> np.ndarray:
-    """Return for each block the amax * 2^j of smallest loss. Among equal losses, the lowest j is taken.
+    """Return for each block the amax * 2^j with the smallest loss. Among equal losses, the lowest j is taken.
 
-    A candidate counts only if the block rule makes the block's scale 2^j times as large. If none counts, the block's
-    own amax is returned.
+    A candidate counts only if the block rule makes the block's scale exactly 2^j times as large. If no candidate
+    counts, the amax of the block is returned.
     """
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
@@ -57,25 +58,28 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
 
 
 def _padded_to_fours(a: np.ndarray) -> np.ndarray:
-    """Return blocks padded with zeros to a multiple of four elements, because losses are summed in groups of four.
+    """Return blocks (..., elements) padded with zeros to a multiple of four elements.
 
-    A zero changes no loss.
+    Losses are summed in groups of four elements, and an error or weight of zero changes no loss.
     """
     missing = -a.shape[-1] % 4
     return np.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)]) if missing else a
 
 
 def _codes(scales: np.ndarray | None) -> np.ndarray:
-    """Return scale codes as int32, so that they can be subtracted. scales must not be None."""
-    assert scales is not None  # the recipe has E8M0 scales
+    """Return scale codes as int32, so that they can be subtracted.
+
+    scales is never None, because the recipe has block scales.
+    """
+    assert scales is not None
     return scales.astype(np.int32)
 
 
 def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Iterator[np.ndarray]:
-    """Yield the exponents j to try, relative to the block's own scale, as arrays with one entry per block.
+    """Yield the exponents j to try, for candidates amax * 2^j, as arrays with one exponent per block.
 
-    By default they lie around the exponent of the rule e8m0_floor. terms.offsets gives others, relative to the own
-    scale.
+    By default the candidates' scales lie around the scale of the rule e8m0_floor. If terms.offsets is set, they lie in
+    that range around the block's own scale. code: the scale codes that the blocks' own amaxes give.
     """
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias

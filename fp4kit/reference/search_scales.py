@@ -1,8 +1,8 @@
 """Search E4M3 block scales: try every candidate, with the float32 operations of Model-Optimizer's Triton kernels.
 
-The best candidate gives the smallest loss, a sum over the errors of the block's elements, or a quadratic form with a
-Hessian. Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as Triton 3.6 compiles it for
-sm_90.
+The best candidate gives the smallest loss. The loss is a sum over the errors of the block's elements, or a quadratic
+form of the errors with a Hessian. Source: Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py, as
+Triton 3.6 compiles it for sm_90.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from fp4kit.reference.tensor_rules import tensor_scale
 CODES = np.arange(1, 127, dtype=np.uint8)  # the positive E4M3 codes
 OWN_RULE = "modelopt_static"  # the block rule that gives the code of a block's own amax
 SIXTH = ONE / np.float32(6)
-CHUNK = 1 << 18  # elements per step
+CHUNK = 1 << 18  # elements that are searched at once, to limit memory
 
 
 @np.errstate(all="ignore")
 def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Search) -> None:
-    """Find for each block of x (M, K) the amax of smallest loss, and write it into out: float32 (M, K / 16).
+    """Choose for each block of x (M, K) the amax with the smallest loss, and write it into out: float32 (M, K / 16).
 
     The candidates are the 126 amaxes that give a positive E4M3 scale. Among equal losses, the smallest amax is taken.
-    For blocks of several rows, the amax is written into each of their rows.
+    If blocks span several rows, the amax is written into each of their rows. amax: the tensor amax. search: the range
+    of candidates and the loss.
     """
     r = search.call.recipe
     rows = max(CHUNK // x.shape[1] // r.block_rows, 1) * r.block_rows
@@ -41,9 +42,9 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
 
 
 def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAULT_TERMS) -> np.ndarray:
-    """Return the amax of smallest loss for each block of float32 x. Among equal losses, the smallest amax is taken.
+    """Return, for each block of float32 x, the candidate amax with the smallest loss.
 
-    amax: the tensor amax.
+    Among equal losses, the smallest amax is taken. amax: the tensor amax. terms: the range of candidates and the loss.
     """
     candidates = candidate_amaxes(amax, r)
     low, high = _span(block_amax(x, r), amax, r, terms)
@@ -56,9 +57,10 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAU
 
 
 def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first and the last scale code that each block may have.
+    """Return the smallest and the largest scale code that each block may get: two uint8 arrays.
 
-    These are all codes, or a range around the code that the block's own amax gives if terms.offsets is set.
+    Every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code that the
+    block's own amax gives. amaxes: the block amaxes. amax: the tensor amax.
     """
     if terms.offsets is None:
         return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
@@ -72,17 +74,18 @@ def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tupl
 
 
 def candidate_amaxes(amax: np.float32, r: Recipe) -> np.ndarray:
-    """Return the amaxes that give the positive E4M3 scales c: amax * (c * fp32(1 / N)), as float32 (126,).
+    """Return the block amaxes that give the positive E4M3 scales c: amax * (c * fp32(1 / N)), as float32 (126,).
 
-    amax: the tensor amax. N: recipe.scale_max.
+    amax is the tensor amax, and N is recipe.scale_max. fp32 rounds to float32.
     """
     return amax * (decode(CODES, E4M3) * (ONE / np.float32(r.scale_max)))
 
 
 def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return the scale for each candidate amax: candidate * fp32(1 / 6), or 1 if that is 0. Elements are divided by it.
+    """Return, for each candidate amax, the scale by which elements are divided.
 
-    With a Hessian, the scales are first rounded to E4M3 under the tensor scale.
+    It is candidate * fp32(1 / 6), or 1 if that is 0. If the loss uses a Hessian, the scales are first rounded to E4M3
+    under the tensor scale, as the producer's kernel for Hessians does. amax: the tensor amax.
     """
     scales = candidates * SIXTH
     if terms.hessian is not None:
@@ -91,9 +94,10 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
 
 
 def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """Return scales rounded to E4M3: they are multiplied by 448 / top, encoded, decoded and multiplied back.
+    """Return scales rounded to E4M3 values: multiplied by 448 / top, rounded, and multiplied by the reciprocal.
 
-    If top is at most 2^-24, the factor is 448. Source: Model-Optimizer fake_e4m3fy (CUDA).
+    top: the largest scale, which E4M3 then represents as 448. If top is at most 2^-24, the factor is 448. Source:
+    Model-Optimizer fake_e4m3fy (CUDA).
     """
     factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
     codes = encode(np.clip(scales * factor, np.float32(-448), np.float32(448)), E4M3)
@@ -104,9 +108,9 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
 
 
 def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return the loss of each block of float32 x (M, K) if all blocks have the given scale.
+    """Return the loss of each block of float32 x (M, K), if every block has the scale `scale`.
 
-    The result is float32 (ceil(M / block rows), K / 16).
+    The result is float32 (ceil(M / block rows), K / 16). terms: the loss.
     """
     runs = x.reshape(len(x), -1, r.block_size)
     d = left_of(np.abs(runs), scale)
@@ -123,19 +127,19 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
 
 
 def left_of(a: np.ndarray, scale: np.float32) -> np.ndarray:
-    """Return the error a - q * scale that quantization leaves of a >= 0, rounded once.
+    """Return the error a - q * scale of quantizing a >= 0 with a scale, rounded once.
 
-    q is the E2M1 value nearest to div.full.f32(a, scale), ties to the even code.
+    q is the E2M1 value nearest to div.full.f32(a, scale), ties to the even code. The error may be negative.
     """
     q = decode(encode(np.fmin(divide_full(a, np.full_like(a, scale)), np.float32(6)), E2M1), E2M1)
     return fma(-scale, q, a)
 
 
 def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the sum of d^2 over the last axis, or of weight * d^2 if there are weights.
+    """Return the sum of weight * d^2 over the last axis, or of d^2 without weights, in the order that GPU threads add.
 
-    Groups of four neighbours are summed by fma, starting with the second neighbour. Their sums are then added by
-    `tree_sum`.
+    Groups of four neighbours are summed by fma, starting with the second neighbour. The sums of the groups are then
+    added by `tree_sum`.
     """
     weighted = d if weights is None else weights * d
     d, weighted = (part.reshape(*part.shape[:-1], -1, 4) for part in (d, weighted))
@@ -148,8 +152,8 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
 def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
     """Return the sum of weight * d^power over the last axis for d >= 0, or the largest weight * d if power is infinite.
 
-    Terms are added in the order of `squared`. d^power is that of reference/pow.py, rounded to float32. Its product with
-    the weight and each sum are rounded once.
+    Terms are added in the order of `squared`. d^power is computed by reference/pow.py and rounded to float32. Its
+    product with the weight and each sum are rounded once.
     """
     terms = d if power in (1, np.inf) else raised(d, power).astype(np.float32)
     terms = (terms if weights is None else weights * terms).reshape(*d.shape[:-1], -1, 4)
@@ -160,15 +164,15 @@ def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarra
 
 
 def joined(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
-    """Return the loss of two parts of a block together: their sum, or the larger one if power is infinite."""
+    """Return the loss of two parts of a block taken together: their sum, or the larger one if power is infinite."""
     return np.maximum(a, b) if power == np.inf else a + b
 
 
 def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
-    """Return the quadratic form d^T H d over the last axis, where H is the Hessian.
+    """Return the quadratic form d^T H d over the last axis, where d are the errors of a block and H is the Hessian.
 
-    d^T H is computed by fma. Pairs of neighbours are then summed by fma, starting with the second neighbour, and added
-    by `tree_sum`.
+    d^T H is computed by fma. Pairs of neighbours are then summed by fma, starting with the second neighbour, and the
+    sums of the pairs are added by `tree_sum`.
     """
     total = np.zeros_like(d)
     for i in range(d.shape[-1]):
@@ -178,10 +182,10 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
-    """Return the sum of parts over the last axis (the maximum if power is infinite), in the order that GPU threads use.
+    """Return the sum of parts over the last axis, or the maximum if power is infinite.
 
-    The second half is added to the first half until one sum is left. With an odd count, the middle sum waits for the
-    next round.
+    Parts are added in the order that GPU threads use. In each round the second half is added to the first half, until
+    one sum is left. If the count is odd, the middle sum is carried over to the next round.
     """
     while (count := parts.shape[-1]) > 1:
         half = (count + 1) // 2

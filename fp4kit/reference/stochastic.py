@@ -1,4 +1,4 @@
-"""Stochastic rounding with given random bytes, and the counter-based generator that supplies them."""
+"""Stochastic rounding with given random bytes, and Philox, the counter-based generator that supplies such bytes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ BYTES_PER_COUNTER = 16
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
-    """Return uint32 (..., 4) random words of Philox4x32-10, for counters uint32 (..., 4) and a key of two 32-bit words.
+    """Return random words of the generator Philox4x32-10: uint32 (..., 4), in the shape of counter.
 
-    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC11); cuRAND and TE use this generator.
+    counter: uint32 (..., 4). key: two 32-bit words. Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3
+    (SC11); cuRAND and TE use this generator.
     """
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -31,10 +32,10 @@ def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
-    """Return the random bytes of the elements start to start + count - 1, counted in row-major order: uint8 (count,).
+    """Return the random bytes of elements start to start + count - 1, counted in row-major order: uint8 (count,).
 
-    Element i uses byte i % 16, little-endian, of philox4x32 with counter i // 16 (64 bits, in words 0 and 1) and the
-    seed as key.
+    Element i uses byte i % 16, little-endian, of the four words that philox4x32 makes from counter i // 16 and the seed
+    as key. The counter has 64 bits, in words 0 and 1.
     """
     first, last = start // BYTES_PER_COUNTER, -(-(start + count) // BYTES_PER_COUNTER)
     index = np.arange(first, max(last, first), dtype=np.uint64)
@@ -46,9 +47,9 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
 
 
 class RandomStream(NamedTuple):
-    """Provide the random bytes of a matrix with K columns, generated from a seed when they are needed.
+    """Provide the random bytes of a matrix, and generate them from a seed when a tile needs them.
 
-    first: the index of element (0, 0) in the stream of the seed.
+    first: the index of the matrix's element (0, 0) in the stream of the seed. K: the number of columns.
     """
 
     seed: int
@@ -56,7 +57,7 @@ class RandomStream(NamedTuple):
     K: int
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Return the random bytes of a tile: uint8 (m, k)."""
+        """Return the random bytes of the tile with these rows and columns: uint8 (m, k)."""
         m, k = rows.stop - rows.start, columns.stop - columns.start
         start = self.first + rows.start * self.K + columns.start
         if k == self.K:
@@ -64,21 +65,21 @@ class RandomStream(NamedTuple):
         return np.stack([stream_bytes(self.seed, start + row * self.K, k) for row in range(m)])
 
     def cut(self, rows: slice, columns: slice) -> RandomStream:
-        """Return the random bytes of a part of the matrix, as a RandomStream."""
+        """Return the random bytes of the rectangle with these rows and columns, as a RandomStream."""
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
 class GivenBytes(NamedTuple):
-    """Provide the random bytes of a matrix, which the caller has given: uint8 (M, K)."""
+    """Provide the random bytes of a matrix that the caller has passed: uint8 (M, K)."""
 
     bytes: np.ndarray
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Return the random bytes of a tile: uint8 (m, k)."""
+        """Return the random bytes of the tile with these rows and columns: uint8 (m, k)."""
         return self.bytes[rows, columns]
 
     def cut(self, rows: slice, columns: slice) -> GivenBytes:
-        """Return the random bytes of a part of the matrix, as GivenBytes."""
+        """Return the random bytes of the rectangle with these rows and columns, as GivenBytes."""
         return GivenBytes(self.bytes[rows, columns])
 
 
@@ -90,14 +91,14 @@ def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> 
 
     The closer a magnitude is to the value above it, the likelier it is rounded up:
 
-        t = |x| + (random / 256) * step(|x|);   code = rz(t) with the sign of x;   step(a) = distance between neighbours
-        at a
+        t = |x| + (random / 256) * step(|x|)
+        code = t rounded toward zero, with the sign of x
 
-    random: uint8, one byte per element; byte 0 rounds toward zero. Codes saturate, and NaN becomes the format's
-    nan_code.
+    step(a) is the distance between the values around a. random: uint8, one byte per element; byte 0 rounds toward zero.
+    Codes saturate, and NaN becomes the format's nan_code.
 
-    Exact: equals TE's software rounding (ptx::stochastic_round_fp4_e2m1). The expected value is low by at most step /
-    256.
+    Exact: equals TE's software rounding (ptx::stochastic_round_fp4_e2m1). Because random is at most 255, the expected
+    value is too low, by at most step / 256.
     """
     nan = np.isnan(x)
     a = np.minimum(np.where(nan, np.float32(0), np.abs(x)), fmt.max)

@@ -1,8 +1,8 @@
-"""Tensor rules: from the amax of a tensor to its encode scale and decode scale.
+"""Tensor rules: compute the encode scale and the decode scale of a tensor from its amax.
 
 The encode scale multiplies elements before encoding. The decode scale multiplies values after decoding, and a Quantized
-stores it as tensor_scale. block_rules.py derives block scales from them. In the docstrings, 2688 = 6 * 448 stands for
-full_range(recipe), and encode and decode for the two scales that a rule returns.
+stores it as tensor_scale. block_rules.py derives block scales from them. In the docstrings, encode and decode are the
+two scales that a rule returns, and 2688 = 6 * 448 stands for full_range(recipe).
 
 All arithmetic is float32 and rounds to nearest even after every written operation, unless a rule says that it rounds to
 the input dtype, the dtype of the elements.
@@ -20,15 +20,15 @@ from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import ONE, reciprocal_or_zero
 
-Pair = tuple[np.ndarray, np.ndarray]  # encode scale, decode scale
-TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizers treat an amax up to this as "no scale"
+Pair = tuple[np.ndarray, np.ndarray]  # (encode scale, decode scale)
+TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizers treat an amax up to this specially
 
 
 class TensorScale(NamedTuple):
-    """Hold the scale of a tensor in both directions, and the amax that it was made from.
+    """Hold the scale of a tensor in both directions, and the tensor amax from which it was made.
 
     encode multiplies elements before encoding. decode multiplies values after decoding, and is stored as tensor_scale.
-    amax is the tensor amax.
+    Each field is a scalar, or an array with one entry per row or per block.
     """
 
     encode: np.ndarray
@@ -36,15 +36,18 @@ class TensorScale(NamedTuple):
     amax: np.ndarray
 
     def columns(self, recipe: Recipe) -> TensorScale:
-        """Return the scales as matrices, from which `cut` can take tiles.
+        """Return the scales reshaped to matrices, so that `cut` can take the scales of a tile.
 
-        Their shape is (1, 1), (M, 1), or (M, blocks) if every block has its own tensor scale.
+        The shape is (M, blocks) if every block has its own tensor scale, (M, 1) if every row has, and otherwise (1, 1).
         """
         per_block = recipe.tensor_scaling == "block"
         return TensorScale(*(p if per_block and np.ndim(p) == 2 else np.reshape(p, (-1, 1)) for p in self))
 
     def cut(self, rows: slice, blocks: slice) -> TensorScale:
-        """Return the scales of the tile with these rows and blocks. self must be a result of columns()."""
+        """Return the scales of the tile with these rows and blocks. self must be a result of columns().
+
+        A scale that covers all rows or all blocks is returned unchanged.
+        """
         parts = (p[rows] if len(p) > 1 else p for p in self)
         return TensorScale(*(p[:, blocks] if p.shape[1] > 1 else p for p in parts))
 
@@ -62,15 +65,18 @@ def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def full_range(recipe: Recipe) -> np.float32:
-    """Return the tensor amax for which the tensor scale is 1.
+    """Return the tensor amax for which the tensor scale is 1: the largest element value times the largest block scale.
 
-    It is the largest element value times the largest block scale in use. For most recipes that is 2688 = 6 * 448.
+    For most recipes that is 2688 = 6 * 448. The largest block scale is recipe.scale_max.
     """
     return np.float32(rules.TOPS.get(recipe.tensor_rule or "", recipe.element.max) * np.float32(recipe.scale_max))
 
 
 def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = min(2688 / amax, FLT_MAX), or 1 if that is 0; decode = 1 / encode.
+    """Return the tensor scales of TE's Python reference quantizer.
+
+        encode = min(2688 / amax, FLT_MAX), or 1 if that is 0
+        decode = 1 / encode
 
     The quotient is 0 only if amax is infinite. NaN stays NaN.
     """
@@ -80,15 +86,24 @@ def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 
 
 def tensor_te(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the scales of tensor_te_reference, except encode = decode = 1 if amax is 0."""
+    """Return the tensor scales of Transformer Engine's kernels.
+
+        encode = min(2688 / amax, FLT_MAX), or 1 if that is 0 or if amax is 0
+        decode = 1 / encode
+
+    The quotient is 0 only if amax is infinite. NaN stays NaN.
+    """
     encode_scale = np.where(amax == 0, ONE, tensor_te_reference(amax, recipe, dtype)[0])
     return encode_scale, ONE / encode_scale
 
 
 def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = min(2688 / max(amax, FLT_MIN), FLT_MAX), or 1 if amax is 0 or NaN; decode = 1 / encode.
+    """Return the tensor scales of Transformer Engine's primary-weight kernels.
 
-    If amax is infinite, encode is 0 and decode is 1.
+        encode = min(2688 / max(amax, FLT_MIN), FLT_MAX), or 1 if amax is 0 or NaN
+        decode = 1 / encode, or 1 if encode is 0
+
+    encode is 0 only if amax is infinite.
     """
     encode_scale = np.minimum(full_range(recipe) / np.maximum(amax, FLT_MIN), FLT_MAX)
     encode_scale = np.where(amax > 0, encode_scale, ONE)
@@ -96,24 +111,30 @@ def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) 
 
 
 def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = min(2688 / amax, FLT_MAX), and decode = 1 / encode. If amax is 0, encode is FLT_MAX.
+    """Return the tensor scales of FlashInfer: encode = min(2688 / amax, FLT_MAX), and decode = 1 / encode.
 
-    Source: FlashInfer make_nvfp4_global_scale.
+    If amax is 0, encode is FLT_MAX. Source: FlashInfer make_nvfp4_global_scale.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     return encode_scale, ONE / encode_scale
 
 
 def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return decode = amax / 2688 and encode = 1 / decode. An amax of 0 or NaN is not treated specially."""
+    """Return the tensor scales of Model-Optimizer and torchao: decode = amax / 2688, and encode = 1 / decode.
+
+    An amax of 0 or NaN is not treated specially: 0 gives encode = inf, and NaN gives NaN.
+    """
     decode_scale = amax / full_range(recipe)
     return ONE / decode_scale, decode_scale
 
 
 def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = rnd(rnd(1 / max(amax, tiny)) * 2688), or 1 if that is inf or NaN; decode = 1 / encode.
+    """Return the tensor scales of compressed-tensors.
 
-    rnd rounds to the input dtype, and tiny is the smallest normal of that dtype.
+        encode = T(T(1 / max(amax, tiny)) * 2688), or 1 if that is infinite or NaN
+        decode = 1 / encode
+
+    T rounds to the input dtype, and tiny is the smallest normal value of that dtype.
     """
     tiny = np.float32(ml_dtypes.finfo(dtype).tiny)
     reciprocal = round_to(ONE / np.maximum(amax, tiny), dtype)
@@ -123,23 +144,26 @@ def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype)
 
 
 def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = 2688 / amax and decode = amax / 2688. An amax of 0, inf or NaN is not treated specially.
+    """Return the tensor scales of MLX: encode = 2688 / amax, and decode = amax / 2688.
 
-    MLX calls the amax global_scale.
+    An amax of 0, inf or NaN is not treated specially. MLX calls the amax global_scale.
     """
     return full_range(recipe) / amax, amax / full_range(recipe)
 
 
 def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = 448 / amax and decode = 1 / encode. An amax of at most 2^-24 counts as 1."""
+    """Return the tensor scales of Model-Optimizer for FP8: encode = 448 / amax, and decode = 1 / encode.
+
+    An amax of at most 2^-24 counts as 1.
+    """
     encode_scale = recipe.element.max / np.where(amax <= TINY_AMAX, ONE, amax)
     return encode_scale, ONE / encode_scale
 
 
 def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = max / amax and decode = amax / max, where max = 2^(bits-1) - 1.
+    """Return the tensor scales of Model-Optimizer for integers: encode = M / amax, and decode = amax / M.
 
-    If amax is at most 2^-24, both are 0.
+    M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0.
     """
     zero = amax <= TINY_AMAX
     safe = np.where(zero, ONE, amax)
@@ -148,38 +172,50 @@ def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 
 
 def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return decode = max(amax / 7, 1e-5) and encode = 1 / decode. Elements are divided by decode."""
+    """Return the tensor scales of INT4 QAT: decode = max(amax / 7, 1e-5), and encode = 1 / decode.
+
+    Elements are divided by decode, instead of being multiplied by encode.
+    """
     decode_scale = np.maximum(amax / recipe.element.max, np.float32(1e-5))
     return ONE / decode_scale, decode_scale
 
 
 def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = (1 / max(amax, 1e-8)) * 2688, rounded twice, and decode = 1 / encode.
+    """Return the tensor scales of vLLM's emulation.
 
-    If encode is 0, decode is 1e-8.
+        encode = (1 / max(amax, 1e-8)) * 2688
+        decode = 1 / encode, or 1e-8 if encode is 0
+
+    The quotient and the product are rounded one after the other.
     """
     encode_scale = ONE / np.maximum(amax, np.float32(1e-8)) * full_range(recipe)
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
 
 
 def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = (1 / amax) * 2688, rounded twice, and decode = 1 / encode.
+    """Return the tensor scales of auto-round.
 
-    If amax is 0, encode is 0. If encode is 0, decode is 0.
+        encode = (1 / amax) * 2688, or 0 if amax is 0
+        decode = 1 / encode, or 0 if encode is 0
+
+    The quotient and the product are rounded one after the other.
     """
     encode_scale = reciprocal_or_zero(amax) * full_range(recipe)
     return encode_scale, reciprocal_or_zero(encode_scale)
 
 
 def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return decode = amax / 2688, or 2^-23 if that is 0; encode = 1 / decode."""
+    """Return the tensor scales of Quark: decode = amax / 2688, or 2^-23 if that is 0, and encode = 1 / decode."""
     decode_scale = amax / full_range(recipe)
     decode_scale = np.where(decode_scale == 0, np.float32(2.0**-23), decode_scale)
     return ONE / decode_scale, decode_scale
 
 
 def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return encode = 2688 / amax and decode = 1 / encode. An amax of 0, inf or NaN is not treated specially."""
+    """Return the tensor scales of fouroversix: encode = 2688 / amax, and decode = 1 / encode.
+
+    An amax of 0, inf or NaN is not treated specially. For scale rule static_4, 4 * 448 takes the place of 2688.
+    """
     encode_scale = full_range(recipe) / amax
     return encode_scale, ONE / encode_scale
 
@@ -193,9 +229,9 @@ TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {
 
 
 def tensor_scale(amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
-    """Return the TensorScale that the recipe's tensor rule makes of a tensor amax (float32, any shape).
+    """Return the TensorScale that the recipe's tensor rule makes from a tensor amax (float32, any shape).
 
-    If the recipe has no tensor scale or amax is None, all its fields are 1.
+    If the recipe has no tensor scale or amax is None, all fields are 1. dtype: the dtype of the elements.
     """
     if recipe.tensor_rule is None or amax is None:
         return TensorScale(ONE, ONE, ONE)

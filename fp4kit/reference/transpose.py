@@ -10,9 +10,9 @@ from fp4kit.reference.blocks import TILE_ELEMENTS
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """Return the packed codes of the transposed matrix (K, M), from those of a matrix (M, K).
+    """Return the stored codes of the transposed matrix (K, M), from the stored codes of a matrix (M, K).
 
-    M codes must fill whole bytes, because each row of the result is packed separately.
+    packing: ElementFormat.packing. The M codes of a row of the result must fill whole bytes.
     """
     (M, wide), codes = stored.shape, packing.codes
     K = wide // packing.bytes * codes
@@ -26,8 +26,8 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def transpose_scales(scales: np.ndarray, size: int) -> np.ndarray:
-    """Return the block scales of the transposed matrix, for square blocks of size x size.
+    """Return the block scales of the transposed matrix, for square blocks of size x size elements.
 
-    Scales are stored once per row of elements, so the shape goes from (M, K/size) to (K, M/size).
+    Scales are stored once per row of elements, so the shape changes from (M, K/size) to (K, M/size).
     """
     return np.repeat(scales[::size].T, size, axis=0)
