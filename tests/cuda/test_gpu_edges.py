@@ -11,7 +11,7 @@ import pytest
 from exhaustive import every, exhaustive
 from inputs import BF16, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing
-from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements, square
+from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, square, with_elements
 
 import fp4kit
 from fp4kit.call.amaxes import tensor_amax_shape
@@ -143,7 +143,7 @@ OTHERS += [
 ]
 TALL = [("nvfp4-te", 2, 16), ("nvfp4-te", 4, 32), ("nvfp4-te", 8, 16), ("nvfp4-te", 64, 16), ("mxfp8-te", 128, 32)]
 TALL += [("nvfp4-te-4over6-mse-448", 4, 16), ("nvfp4-te-4over6-mse-448", 32, 16)]
-VARIANTS = [of_elements(*other) for other in OTHERS] + [square(*block) for block in TALL]
+VARIANTS = [with_elements(*other) for other in OTHERS] + [square(*block) for block in TALL]
 
 
 @pytest.mark.parametrize("recipe", every(3, VARIANTS), ids=lambda r: r.id)

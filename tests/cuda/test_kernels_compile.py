@@ -14,7 +14,7 @@ from host.cache import shared
 from host.instantiations import Instantiation
 from host.libraries import recorded
 from inputs import BF16
-from kernel_calls import F16, F32, KINDS, KernelCall, dequantize, fake_quantize, of, quantize
+from kernel_calls import F16, F32, KINDS, KernelCall, call_of, dequantize, fake_quantize, quantize
 
 from fp4kit.cuda.compile import loader, nvrtc
 from fp4kit.cuda.compile.instantiate import instantiation
@@ -32,9 +32,9 @@ WITH_CODES = [
     r for r in RECIPES.values() if not r.fake_only and not r.search
 ]  # a search is a separate kernel before one of these
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
-ALL = [of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [of(dequantize, r) for r in WITH_CODES[::3]]
-ALL += [of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
-ALL += [of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
+ALL = [call_of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [call_of(dequantize, r) for r in WITH_CODES[::3]]
+ALL += [call_of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
+ALL += [call_of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -229,7 +229,9 @@ def test_architecture(capability, arch):
 
 
 def with_runtime(monkeypatch, count):
-    """Install a CuPy whose driver reports `count` devices, or raises."""
+    """Install a CuPy whose runtime answers getDeviceCount by `count()`, which returns a number or raises
+    DriverError.
+    """
     runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=DriverError)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
 

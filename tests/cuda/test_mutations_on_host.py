@@ -22,10 +22,10 @@ from host.libraries import Libraries
 from inputs import BF16, ordinary
 from kernel_calls import (
     amax_grouped,
+    call_of,
     dequantize,
     dequantize_without_amax,
     master_weights,
-    of,
     partial,
     quantize,
     quantize_by_table,
@@ -113,18 +113,20 @@ def strips() -> None:
 
 
 BYTES = np.random.default_rng(2).integers(0, 256, (64, 256), np.uint8)
-SWIZZLED = of(quantize, "nvfp4-te-2d", rounding="stochastic", seed=7, scale_layout="swizzled_128x4", shape=(299, 160))
-ROWS_SWIZZLED = of(quantize, "nvfp4-te", scale_layout="swizzled_128x4", shape=(299, 160))
-RANDOM = of(quantize, "mxfp4-te", rounding="stochastic", seed=BYTES)
-TABLE = of(quantize_by_table, "nvfp4-te-4over6-mse-448", shape=(96, 512))
-SQUARE_TABLE = of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512))
-UNKNOWN = of(dequantize_without_amax, "nvfp4-te")
-GROUP = of(quantize_large_group, "nvfp4-te-2d")
-SCALED = of(quantize_with_scales, "nvfp4-flashinfer")
-SHARD = of(partial, "nvfp4-te-2d", F32)
-GROUP_AMAX = of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
-MULTIPLES = of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
-NEAR = of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
+SWIZZLED = call_of(
+    quantize, "nvfp4-te-2d", rounding="stochastic", seed=7, scale_layout="swizzled_128x4", shape=(299, 160)
+)
+ROWS_SWIZZLED = call_of(quantize, "nvfp4-te", scale_layout="swizzled_128x4", shape=(299, 160))
+RANDOM = call_of(quantize, "mxfp4-te", rounding="stochastic", seed=BYTES)
+TABLE = call_of(quantize_by_table, "nvfp4-te-4over6-mse-448", shape=(96, 512))
+SQUARE_TABLE = call_of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512))
+UNKNOWN = call_of(dequantize_without_amax, "nvfp4-te")
+GROUP = call_of(quantize_large_group, "nvfp4-te-2d")
+SCALED = call_of(quantize_with_scales, "nvfp4-flashinfer")
+SHARD = call_of(partial, "nvfp4-te-2d", F32)
+GROUP_AMAX = call_of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
+MULTIPLES = call_of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
+NEAR = call_of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
 # Name of a fault -> (file, text in it, replacement, call that finds the fault, part of the expected error).
 MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     # Byte order and arithmetic.
@@ -151,21 +153,21 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
         "block_reduce.cuh",
         "__syncthreads();",
         "",
-        of(quantize, "nvfp4-te-2d", F32, rounding="stochastic", seed=7),
+        call_of(quantize, "nvfp4-te-2d", F32, rounding="stochastic", seed=7),
         ORDER,
     ),
     # Arrays and shared memory.
     "codes fetched too far": (
         *("dequantize.cu", "if (next + kStep >= runs) return;", ""),
-        *(of(dequantize, "mxfp8-te", shape=(512, 256)), OUTSIDE),
+        *(call_of(dequantize, "mxfp8-te", shape=(512, 256)), OUTSIDE),
     ),
     "a run too far": (
         *("dequantize.cu", "minimum<i64>(kRun, columns - column)", "kRun"),
-        *(of(dequantize, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
+        *(call_of(dequantize, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
     ),
     "a row too far": (
         *("patch.cuh", "const i32 last = static_cast<i32>(a.rows) - 1;"),
-        *("const i32 last = static_cast<i32>(a.rows);", of(quantize, "nvfp4-te-2d", shape=(33, 256)), SEEN),
+        *("const i32 last = static_cast<i32>(a.rows);", call_of(quantize, "nvfp4-te-2d", shape=(33, 256)), SEEN),
     ),
     # Groups.
     "one part too few": (
@@ -182,11 +184,11 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     ),
     "misaligned runs": (
         *("grouped_quantize.cu", "kAligned || aligned", "true"),
-        *(of(quantize_grouped, "nvfp4-te", F32, misaligned=True), "misaligned address"),
+        *(call_of(quantize_grouped, "nvfp4-te", F32, misaligned=True), "misaligned address"),
     ),
     "the first member": (
         *("grouped.cuh", "group.members + piece.member", "group.members"),
-        *(of(quantize_large_group, "nvfp4-te"), SEEN),
+        *(call_of(quantize_large_group, "nvfp4-te"), SEEN),
     ),
     "no scale of an empty tensor": ("grouped_quantize.cuh", "i < a.rows", "i < 0", scale_of_nothing, DIFFERS),
     # Shards.
@@ -195,7 +197,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     "a row too few": ("partial_amax.cu", "r < R::kBlockRows", "r < R::kBlockRows - 1", SHARD, SEEN),
     "a scale row too far": (
         *("partial_scales.cu", "minimum<i64>(R::kBlockRows, a.rows - row)", "R::kBlockRows"),
-        *(of(master_weights, "nvfp4-te-2d", F32), SEEN),
+        *(call_of(master_weights, "nvfp4-te-2d", F32), SEEN),
     ),
     # Given scales.
     "a wrong block": (
@@ -212,7 +214,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
     ),
     "a scaled run too far": (
         *("quantize_with_scales.cu", "minimum<i64>(kRun, a.columns - column)", "kRun"),
-        *(of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
+        *(call_of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38)), SEEN + "|wrote behind"),
     ),
     "negative scales on the fast path": (
         *("quantize_with_scales.cu", "if (sign_of(f.value) == 0u)", "if (true)"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from together import together
-from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, of_elements
+from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, with_elements
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda import engine
@@ -56,8 +56,8 @@ def test_dequantize_refuses_too():
         engine.dequantize(q, np.dtype(np.float32))
 
 
-KEPT = [of_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, E2M3)]
-KEPT += [of_elements("mxfp4-ocp", E3M0)]
+KEPT = [with_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, E2M3)]
+KEPT += [with_elements("mxfp4-ocp", E3M0)]
 
 
 @together("r", [*RECIPES.values(), *KEPT], ids=lambda r: r.id)

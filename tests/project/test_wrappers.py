@@ -29,7 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=st
 
 
 class Torch:
-    """Call the PyTorch wrapper with NumPy arrays."""
+    """Call fp4kit.torch with NumPy arrays and return NumPy arrays, so that one test serves both wrappers."""
 
     def __init__(self):
         pytest.importorskip("torch")
@@ -49,7 +49,7 @@ class Torch:
 
 
 class Jax:
-    """Call the JAX wrapper with NumPy arrays, with and without jit."""
+    """Call fp4kit.jax with NumPy arrays, with and without jit, and return NumPy arrays; both must give equal bits."""
 
     def __init__(self):
         self.jax = pytest.importorskip("jax")

@@ -542,7 +542,7 @@ def rewritten(path, change):
 
 
 def facts_of_w(change):
-    """Return a change of the metadata about w."""
+    """Return a function for `rewritten` that changes the metadata of the array "w" in place by `change`."""
 
     def do(tensors, metadata):
         facts = json.loads(metadata[ENTRY])

@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 from inputs import BF16, ordinary
-from searched import STATIC, hessians, of_nearly_equal_errors, searched_blocks
+from searched import STATIC, hessians, nearly_equal_blocks, searched_blocks
 from thread_group import ThreadGroup, run_threads
 
 import fp4kit
@@ -113,6 +113,7 @@ def dequantize_without_amax(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantize_with_scales(place: Place, call: KernelCall) -> list[Any]:
+    """Quantize with the scales of the specification's result."""
     given = call.given(place)
     q = quantized(place, call, **{k: v for k, v in call.given(lambda a: a).items() if k != "seed" and k != "rounding"})
     return [
@@ -180,7 +181,7 @@ def quantize_searched(place: Place, call: KernelCall) -> list[Any]:
     """Quantize with a search, on blocks of every kind and on blocks in which two candidates have nearly equal
     errors.
     """
-    x = np.concatenate([searched_blocks(call.dtype)[:48], of_nearly_equal_errors().astype(call.dtype)])
+    x = np.concatenate([searched_blocks(call.dtype)[:48], nearly_equal_blocks().astype(call.dtype)])
     return parts(fp4kit.quantize(place(x), call.recipe, **call.given(place)))
 
 
@@ -234,7 +235,7 @@ def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
     return run_threads(2, cast)[0]
 
 
-def of(
+def call_of(
     make: Any, id: str | Recipe, dtype: np.dtype = BF16, *, misaligned: bool = False, shape: Any = SHAPE, **options: Any
 ) -> KernelCall:
     """Return a KernelCall of `make` with the recipe `id`. options: the options of the public function."""
@@ -246,79 +247,79 @@ BYTES = np.random.default_rng(2).integers(0, 256, SHAPE, np.uint8)
 WEIGHTS = np.linspace(0, 2, 64, dtype=np.float32)
 SQUARE = replace(RECIPES[STATIC], id="static-16x16", block=(16, 16))
 SEARCHES = [
-    of(search_scales, STATIC, tensor_amax=4.0),
-    of(search_scales, STATIC, tensor_amax=4.0, candidates="near"),
-    of(search_scales, STATIC, tensor_amax=4.0, weights=WEIGHTS),
-    of(search_scales, STATIC, tensor_amax=4.0, hessian=hessians(64)),
-    of(search_scales, SQUARE, tensor_amax=4.0, candidates="near"),
-    of(search_scales, SQUARE, tensor_amax=4.0, objective="max"),
-    of(search_scales, STATIC, tensor_amax=4.0, objective="mae", weights=WEIGHTS),
-    of(search_scales, STATIC, tensor_amax=4.0, objective="p2.4", weights=WEIGHTS),
-    of(search_scales, "mxfp4-ocp", weights=WEIGHTS),
-    of(search_scales, "mxfp8-te", objective="mae", candidates=(-3, 4)),
-    of(search_amaxes, "fp8-modelopt", F32, weights=WEIGHTS),
-    of(search_amaxes, "int8-modelopt-channel", F16, objective="max"),
-    of(search_amaxes, "fp8-modelopt-channel", F32, objective="p1.5", weights=WEIGHTS),
-    of(quantize_searched, "nvfp4-auto-round-opt", tensor_amax=4.0),
-    of(quantize_searched, "mxfp4-auto-round-opt", F32),
-    of(quantize_grouped, "nvfp4-modelopt-mse"),
+    call_of(search_scales, STATIC, tensor_amax=4.0),
+    call_of(search_scales, STATIC, tensor_amax=4.0, candidates="near"),
+    call_of(search_scales, STATIC, tensor_amax=4.0, weights=WEIGHTS),
+    call_of(search_scales, STATIC, tensor_amax=4.0, hessian=hessians(64)),
+    call_of(search_scales, SQUARE, tensor_amax=4.0, candidates="near"),
+    call_of(search_scales, SQUARE, tensor_amax=4.0, objective="max"),
+    call_of(search_scales, STATIC, tensor_amax=4.0, objective="mae", weights=WEIGHTS),
+    call_of(search_scales, STATIC, tensor_amax=4.0, objective="p2.4", weights=WEIGHTS),
+    call_of(search_scales, "mxfp4-ocp", weights=WEIGHTS),
+    call_of(search_scales, "mxfp8-te", objective="mae", candidates=(-3, 4)),
+    call_of(search_amaxes, "fp8-modelopt", F32, weights=WEIGHTS),
+    call_of(search_amaxes, "int8-modelopt-channel", F16, objective="max"),
+    call_of(search_amaxes, "fp8-modelopt-channel", F32, objective="p1.5", weights=WEIGHTS),
+    call_of(quantize_searched, "nvfp4-auto-round-opt", tensor_amax=4.0),
+    call_of(quantize_searched, "mxfp4-auto-round-opt", F32),
+    call_of(quantize_grouped, "nvfp4-modelopt-mse"),
 ]
 KINDS = [
-    of(quantize, "nvfp4-te"),
-    of(quantize, "mxfp4-ocp", F32),
-    of(quantize, "mxfp8-te-e5m2", F16),
-    of(fake_quantize, "nvfp4-flashinfer"),
-    of(quantize, "nvfp4-te-2d", scale_layout="swizzled_128x4"),
-    of(quantize, "nvfp4-flashinfer-4over6-mse-256", F16),
-    of(quantize, "nvfp4-te-4over6-mse-448-2d"),
-    of(quantize_by_table, "nvfp4-te-4over6-mse-448", shape=(96, 512)),
-    of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512)),
-    of(quantize, "int8-modelopt-channel"),
-    of(quantize, "mxfp8-te", rounding="stochastic", seed=7),
-    of(quantize, "nvfp4-te", rounding="stochastic", seed=BYTES),
-    of(quantize, "nvfp4-te-reference", hadamard=True),
-    of(quantize, "nvfp4-te", F32, misaligned=True),
-    of(dequantize, "nvfp4-te"),
-    of(dequantize, "mxfp8-te", shape=(512, 256)),
-    of(dequantize, "fp8-modelopt", shape=(5, 38)),
-    of(dequantize, "int8-modelopt-channel"),
-    of(dequantize_without_amax, "nvfp4-flashinfer"),
-    of(amax, "nvfp4-te"),
-    of(amax, "nvfp4-te", F16, axis=1),
-    of(amax, "nvfp4-te", axis=0),
-    of(amax_of_blocks, "mxfp4-flashinfer"),
-    of(quantize, "nvfp4-te", axis=0, hadamard=True),
-    of(quantize_both, "nvfp4-te"),
-    of(quantize, "mxfp8-te", F32, axis=0),
-    of(quantize_both, "mxfp8-te-2d", F16, misaligned=True),
-    of(quantize_with_scales, "nvfp4-flashinfer", rounding="stochastic", seed=7),
-    of(quantize_with_scales, "nvfp4-flashinfer-4over6-mse-256", F16),
-    of(quantize_with_scales, "int4-modelopt-channel", F32, misaligned=True),
-    of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38)),
-    of(quantize_with_scales, "mxfp8-te-2d", scale_layout="swizzled_128x4", hadamard=True),
-    of(partial, "nvfp4-te-2d", F32),
-    of(partial, "mxfp8-te"),
-    of(master_weights, "nvfp4-te-2d", F32),
-    of(cast_by_two, "nvfp4-te-2d", F32),
-    of(fake_quantize, "nvfp4-modelopt-fake-cuda", misaligned=True),
-    of(fake_quantize, "mxfp8-modelopt-fake", F16),
-    of(fake_quantize, "mxfp4-microxcaling-even", F32),
-    of(fake_quantize, "int8-modelopt-channel"),
-    of(fake_quantize_backward, "nvfp4-te", F16),
-    of(requantize, "mxfp4-ocp"),
-    of(transpose, "nvfp4-te-2d"),
-    of(transpose, "mxfp8-te-2d", scale_layout="swizzled_128x4"),
-    of(swizzle, "nvfp4-te"),
-    of(pack, "nvfp4-te"),
+    call_of(quantize, "nvfp4-te"),
+    call_of(quantize, "mxfp4-ocp", F32),
+    call_of(quantize, "mxfp8-te-e5m2", F16),
+    call_of(fake_quantize, "nvfp4-flashinfer"),
+    call_of(quantize, "nvfp4-te-2d", scale_layout="swizzled_128x4"),
+    call_of(quantize, "nvfp4-flashinfer-4over6-mse-256", F16),
+    call_of(quantize, "nvfp4-te-4over6-mse-448-2d"),
+    call_of(quantize_by_table, "nvfp4-te-4over6-mse-448", shape=(96, 512)),
+    call_of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512)),
+    call_of(quantize, "int8-modelopt-channel"),
+    call_of(quantize, "mxfp8-te", rounding="stochastic", seed=7),
+    call_of(quantize, "nvfp4-te", rounding="stochastic", seed=BYTES),
+    call_of(quantize, "nvfp4-te-reference", hadamard=True),
+    call_of(quantize, "nvfp4-te", F32, misaligned=True),
+    call_of(dequantize, "nvfp4-te"),
+    call_of(dequantize, "mxfp8-te", shape=(512, 256)),
+    call_of(dequantize, "fp8-modelopt", shape=(5, 38)),
+    call_of(dequantize, "int8-modelopt-channel"),
+    call_of(dequantize_without_amax, "nvfp4-flashinfer"),
+    call_of(amax, "nvfp4-te"),
+    call_of(amax, "nvfp4-te", F16, axis=1),
+    call_of(amax, "nvfp4-te", axis=0),
+    call_of(amax_of_blocks, "mxfp4-flashinfer"),
+    call_of(quantize, "nvfp4-te", axis=0, hadamard=True),
+    call_of(quantize_both, "nvfp4-te"),
+    call_of(quantize, "mxfp8-te", F32, axis=0),
+    call_of(quantize_both, "mxfp8-te-2d", F16, misaligned=True),
+    call_of(quantize_with_scales, "nvfp4-flashinfer", rounding="stochastic", seed=7),
+    call_of(quantize_with_scales, "nvfp4-flashinfer-4over6-mse-256", F16),
+    call_of(quantize_with_scales, "int4-modelopt-channel", F32, misaligned=True),
+    call_of(quantize_with_scales, "fp8-modelopt-channel", shape=(5, 38)),
+    call_of(quantize_with_scales, "mxfp8-te-2d", scale_layout="swizzled_128x4", hadamard=True),
+    call_of(partial, "nvfp4-te-2d", F32),
+    call_of(partial, "mxfp8-te"),
+    call_of(master_weights, "nvfp4-te-2d", F32),
+    call_of(cast_by_two, "nvfp4-te-2d", F32),
+    call_of(fake_quantize, "nvfp4-modelopt-fake-cuda", misaligned=True),
+    call_of(fake_quantize, "mxfp8-modelopt-fake", F16),
+    call_of(fake_quantize, "mxfp4-microxcaling-even", F32),
+    call_of(fake_quantize, "int8-modelopt-channel"),
+    call_of(fake_quantize_backward, "nvfp4-te", F16),
+    call_of(requantize, "mxfp4-ocp"),
+    call_of(transpose, "nvfp4-te-2d"),
+    call_of(transpose, "mxfp8-te-2d", scale_layout="swizzled_128x4"),
+    call_of(swizzle, "nvfp4-te"),
+    call_of(pack, "nvfp4-te"),
     *SEARCHES,
-    of(quantize_grouped, "nvfp4-te"),
-    of(quantize_large_group, "nvfp4-te"),
-    of(quantize_grouped, "nvfp4-te-2d", F32),
-    of(quantize_grouped, "fp8-modelopt", F16),
-    of(quantize_grouped, "nvfp4-te-4over6-mse-448"),
-    of(fake_quantize_grouped, "int8-modelopt-channel"),
-    of(fake_quantize_grouped, "nvfp4-modelopt-fake", F32),
-    of(fake_quantize_grouped_backward, "nvfp4-te"),
-    of(amax_grouped, "nvfp4-te"),
-    of(amax_grouped, "nvfp4-te", axis=1),
+    call_of(quantize_grouped, "nvfp4-te"),
+    call_of(quantize_large_group, "nvfp4-te"),
+    call_of(quantize_grouped, "nvfp4-te-2d", F32),
+    call_of(quantize_grouped, "fp8-modelopt", F16),
+    call_of(quantize_grouped, "nvfp4-te-4over6-mse-448"),
+    call_of(fake_quantize_grouped, "int8-modelopt-channel"),
+    call_of(fake_quantize_grouped, "nvfp4-modelopt-fake", F32),
+    call_of(fake_quantize_grouped_backward, "nvfp4-te"),
+    call_of(amax_grouped, "nvfp4-te"),
+    call_of(amax_grouped, "nvfp4-te", axis=1),
 ]

@@ -10,30 +10,30 @@ import fp4kit
 from fp4kit.evidence.live.adapter import Adapter, ProducerCall
 from fp4kit.evidence.live.exceptions import Exempt
 
-AT = 3  # the element of each block whose code is wrong
+WRONG_ELEMENT = 3  # the element of each block whose code is wrong
 
 
-def sound(x, recipe="mxfp4-ocp"):
+def correct_parts(x, recipe="mxfp4-ocp"):
     """Return the correct parts: codes, block scales and values."""
     q = fp4kit.quantize(x, recipe)
     return {"codes": fp4kit.unpack(q.packed), "block_scale": q.block_scale, "values": fp4kit.dequantize(q, np.float32)}
 
 
 def faulty(x, above):
-    """Return parts with a wrong code at element AT of every block whose amax exceeds `above`."""
-    parts = sound(x)
+    """Return parts with a wrong code at element WRONG_ELEMENT of every block whose amax exceeds `above`."""
+    parts = correct_parts(x)
     large = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1) > above
-    parts["codes"].reshape(len(x), -1, 32)[..., AT] ^= large.astype(np.uint8)
+    parts["codes"].reshape(len(x), -1, 32)[..., WRONG_ELEMENT] ^= large.astype(np.uint8)
     return parts
 
 
-def one_byte_more(x):
+def scales_one_too_large(x):
     """Return block scales that are one too large, and no other part."""
-    parts = sound(x)
+    parts = correct_parts(x)
     return {"block_scale": parts["block_scale"] + np.uint8(1)}
 
 
-def changed(x):
+def without_function(x):
     """Fail as a producer does that has removed its function."""
     raise AttributeError("quantize is gone")
 
@@ -44,6 +44,7 @@ def large_blocks(x, q):
     return np.repeat(amax > 8, 32, axis=-1)
 
 
+CORRECT = ProducerCall(correct_parts)
 FAULTY = ProducerCall(partial(faulty, above=8.0))
 EXEMPT = ProducerCall(partial(faulty, above=8.0), exempt=(Exempt("large blocks", large_blocks),))
 
@@ -61,5 +62,5 @@ def decode_without_sign(q):
     return fp4kit.dequantize(q) + np.zeros((), q.dtype)
 
 
-DECODER = ProducerCall(sound, decode=decode)
-FAULTY_DECODER = ProducerCall(sound, decode=decode_without_sign)
+DECODER = ProducerCall(correct_parts, decode=decode)
+FAULTY_DECODER = ProducerCall(correct_parts, decode=decode_without_sign)

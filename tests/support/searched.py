@@ -88,7 +88,7 @@ def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
     return x, amax, amaxes
 
 
-def of_nearly_equal_errors() -> np.ndarray:
+def nearly_equal_blocks() -> np.ndarray:
     """Return blocks for auto-round's recipes in which the order of a sum of errors decides between two scales.
 
     For NVFP4, this needs a tensor amax of 4.

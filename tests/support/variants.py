@@ -15,7 +15,7 @@ E3M4 = ElementFormat("E3M4", 3, 4, 3)
 E4M3_IEEE = ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee")
 
 
-def of_elements(id: str, element: ElementFormat) -> Recipe:
+def with_elements(id: str, element: ElementFormat) -> Recipe:
     """Return the recipe `id` with another element format. An id with -2d that is not in the table gets blocks
     of 16x16.
     """

@@ -89,6 +89,7 @@ def moved(layer, rows):
 
 
 def order(layer, kind):
+    """Return the layer with its rows in a wrong order of the given kind, as a faulty converter stores them."""
     N = layer.codes.shape[0]
     if N % {"rotary": 2 * HEADS, "unrotary": 2 * HEADS, "random": 1, "flashinfer": 1}.get(kind, 2):
         raise ValueError("not of so many rows")
@@ -126,6 +127,7 @@ def transposed_codes(layer):
 
 
 def tensor(layer, kind):
+    """Return the layer with a wrong tensor scale of the given kind."""
     with np.errstate(over="ignore"):
         scale = {
             "inverted": np.float32(1) / layer.tensor_scale,

@@ -44,9 +44,9 @@ def shown(tab: Page, folder: Path, report: VerifyReport) -> None:
     """Open a report in the browser; assert that it has no errors and requests nothing but itself."""
     write_report(report, folder / "page.html")
     tab.open((folder / "page.html").as_uri())
-    asked = [event["request"]["url"] for event in tab.told("Network.requestWillBeSent")]
+    asked = [event["request"]["url"] for event in tab.events_of("Network.requestWillBeSent")]
     assert asked == [(folder / "page.html").as_uri()]
-    assert not tab.told(
+    assert not tab.events_of(
         "Runtime.exceptionThrown", "Runtime.consoleAPICalled", "Log.entryAdded", "Page.javascriptDialogOpening"
     )
 
@@ -153,7 +153,7 @@ def test_the_policy_stops_other_scripts(tab: Page, tmp_path: Path, report: Verif
     (tmp_path / "page.html").write_text(text)
     tab.open((tmp_path / "page.html").as_uri())
     assert tab.run("document.title") != "taken"
-    told = [event["entry"]["text"] for event in tab.told("Log.entryAdded")]
+    told = [event["entry"]["text"] for event in tab.events_of("Log.entryAdded")]
     assert len(told) == 2 and all("Content Security Policy" in text for text in told)  # the script and the picture
 
 

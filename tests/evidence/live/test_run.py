@@ -96,7 +96,7 @@ def test_kinds_are_what_their_names_say():
 
 
 def test_a_sound_producer_does_not_differ():
-    result = found(ProducerCall(live_fault.sound))
+    result = found(live_fault.CORRECT)
     assert result.total.arrays > 10 and result.total.elements > 1000
     assert (result.total.differing, result.found, dict(result.total.exceptions)) == (0, [], {})
 
@@ -105,14 +105,17 @@ def test_a_fault_is_found_shrunk_to_one_block_and_printed_as_a_program_that_show
     result = found(live_fault.FAULTY, seconds=1)
     assert 0 < result.total.differing < result.total.arrays
     first = result.found[0]
-    assert first.text.startswith(f"codes: 1 of 32 differ, first at (0, {live_fault.AT}): ")
+    assert first.text.startswith(f"codes: 1 of 32 differ, first at (0, {live_fault.WRONG_ELEMENT}): ")
     assert "# mxfp4-ocp and numpy " in first.script and ".reshape((1, 32))" in first.script
     numbers = first.script.partition("np.array([")[2].partition("]")[0].split(",")
     assert sum(int(n, 16) != 0 for n in numbers if n.strip()) == 1  # only the large number is left
     program = tmp_path / "program.py"
     program.write_text(first.script)
     ran = subprocess.run([sys.executable, program], capture_output=True, text=True)
-    assert ran.returncode == 1 and f"AssertionError: array: 1 of 32 differ, first at (0, {live_fault.AT})" in ran.stderr
+    assert (
+        ran.returncode == 1
+        and f"AssertionError: array: 1 of 32 differ, first at (0, {live_fault.WRONG_ELEMENT})" in ran.stderr
+    )
     program.write_text(first.script.replace("^=", "+=0 *"))  # the same call without its fault
     assert subprocess.run([sys.executable, program]).returncode == 0
 
@@ -120,19 +123,19 @@ def test_a_fault_is_found_shrunk_to_one_block_and_printed_as_a_program_that_show
 def test_every_part_of_a_producer_is_compared():
     x = np.float32([[1.0, -0.3] * 16])
     for part in ("codes", "block_scale", "values"):
-        parts = live_fault.sound(x)
+        parts = live_fault.correct_parts(x)
         bits = parts[part].copy()
         bit_patterns(bits).reshape(-1)[-1] ^= 1
-        differences = compare("mxfp4-ocp", x, ProducerCall(live_fault.sound), {**parts, part: bits}).differences
+        differences = compare("mxfp4-ocp", x, live_fault.CORRECT, {**parts, part: bits}).differences
         assert [d.part for d in differences] == [part] and differences[0].differing == 1
     q = fp4kit.quantize(x, "nvfp4-te")
     up = {
         "tensor_scale": np.nextafter(q.tensor_scale, np.float32(1)),
         "values_bfloat16": q.dequantize(ml_dtypes.bfloat16),
     }
-    assert [d.part for d in compare("nvfp4-te", x, ProducerCall(live_fault.sound), up).differences] == ["tensor_scale"]
+    assert [d.part for d in compare("nvfp4-te", x, live_fault.CORRECT, up).differences] == ["tensor_scale"]
     fake = {"fake": fp4kit.fake_quantize(x, "nvfp4-te").astype(np.float32)}
-    assert not compare("nvfp4-te", x, ProducerCall(live_fault.sound), fake).differences
+    assert not compare("nvfp4-te", x, live_fault.CORRECT, fake).differences
     assert {"codes", "block_scale", "tensor_scale", "values", "fake"} <= PARTS.keys()
 
 
@@ -140,8 +143,8 @@ def test_a_nan_equals_a_nan_and_other_shapes_differ():
     x = np.float32([[np.nan] * 32])
     q = fp4kit.quantize(x, "mxfp8-te")
     signed = {"codes": q.packed ^ np.uint8(0x80), "values": -fp4kit.dequantize(q, np.float32)}
-    assert not compare("mxfp8-te", x, ProducerCall(live_fault.sound), signed).differences
-    (difference,) = compare("mxfp8-te", x, ProducerCall(live_fault.sound), {"codes": q.packed[:, :16]}).differences
+    assert not compare("mxfp8-te", x, live_fault.CORRECT, signed).differences
+    (difference,) = compare("mxfp8-te", x, live_fault.CORRECT, {"codes": q.packed[:, :16]}).differences
     assert str(difference) == "codes: 32 of 32 differ: producer uint8 (1, 16), fp4kit uint8 (1, 32)"
 
 
@@ -173,17 +176,17 @@ def test_an_exception_is_counted_where_it_excuses_a_difference():
     assert result.total.differing == 0 and not result.found
     assert 0 < result.total.exceptions["large blocks"] < result.total.arrays
     assert not found(
-        ProducerCall(live_fault.sound, exempt=live_fault.EXEMPT.exempt)
+        ProducerCall(live_fault.correct_parts, exempt=live_fault.EXEMPT.exempt)
     ).total.exceptions  # it excuses nothing there
 
 
 def test_an_exception_of_codes_does_not_excuse_scales():
-    result = found(ProducerCall(live_fault.one_byte_more, exempt=live_fault.EXEMPT.exempt))
+    result = found(ProducerCall(live_fault.scales_one_too_large, exempt=live_fault.EXEMPT.exempt))
     assert result.total.differing == result.total.arrays and not result.total.exceptions
 
 
 def test_a_producer_that_raises_is_a_difference():
-    result = found(ProducerCall(live_fault.changed))
+    result = found(ProducerCall(live_fault.without_function))
     assert result.total.differing == result.total.arrays
     assert {f.text for f in result.found} == {"raises: AttributeError: quantize is gone"}
 
@@ -198,8 +201,8 @@ def test_shrinking_keeps_whole_blocks_and_what_differs(dtype):
 
 def test_programs_hold_every_bit(tmp_path):
     x = np.array([[-0.0, 1e-45, 3.0, np.nan] * 8], np.float32).astype(ml_dtypes.bfloat16)
-    differences = compare("mxfp4-ocp", x, live_fault.FAULTY, live_fault.one_byte_more(x)).differences
-    text = script("mxfp4-ocp", live_fault.one_byte_more, x, differences[0], "a producer 1.0")
+    differences = compare("mxfp4-ocp", x, live_fault.FAULTY, live_fault.scales_one_too_large(x)).differences
+    text = script("mxfp4-ocp", live_fault.scales_one_too_large, x, differences[0], "a producer 1.0")
     scope = {"__name__": "reproduction"}
     with pytest.raises(AssertionError, match="1 of 1 differ"):
         exec(text, scope)
@@ -242,11 +245,11 @@ def test_producers_that_cannot_be_imported_are_reported():
 
 def test_recipes_run_for_the_versions_that_they_are_stated_for():
     for first, last, runs in (("", "", 1), ("1.0", "", 1), ("99.0", "", 0), ("", "0.9", 0), ("2.0.0", "99", 1)):
-        result = found(ProducerCall(live_fault.sound, first=first, last=last), seconds=0.01)
+        result = found(ProducerCall(live_fault.correct_parts, first=first, last=last), seconds=0.01)
         assert len(result.recipes) == runs and ("mxfp4-ocp" in result.left_out) == (not runs), (first, last)
     for ranges, runs in (({"numpy": ("2", "")}, 1), ({"pytest": ("", "1.0")}, 0), ({"pytest": ("99", "")}, 0)):
         adapter = live_fault.adapter(
-            ProducerCall(live_fault.sound, dependency_versions=ranges), dependencies=("pytest",)
+            ProducerCall(live_fault.correct_parts, dependency_versions=ranges), dependencies=("pytest",)
         )
         result = run.run(adapter, fp4kit.recipes(), 0.01, 0)
         assert len(result.recipes) == runs and ("is stated for pytest" in str(result.left_out)) == (not runs), ranges
@@ -254,7 +257,7 @@ def test_recipes_run_for_the_versions_that_they_are_stated_for():
 
 
 def test_the_command(capsys, monkeypatch):
-    monkeypatch.setattr(run, "adapters", lambda: (live_fault.adapter(ProducerCall(live_fault.sound)),))
+    monkeypatch.setattr(run, "adapters", lambda: (live_fault.adapter(live_fault.CORRECT),))
     assert main(["recipes", "--live", "mxfp4-ocp", "mxfp8-flashinfer", "--seconds", "0.1"]) == 0
     text = capsys.readouterr().out
     assert "producer" in text and "FlashInfer quantizes with CUDA kernels" in text

@@ -100,7 +100,7 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def told(self, *methods: str) -> list[dict[str, Any]]:
+    def events_of(self, *methods: str) -> list[dict[str, Any]]:
         """Return the events so far whose method is one of `methods`."""
         return [event["params"] for event in self.events if event["method"] in methods]
 

@@ -116,7 +116,8 @@ def content(folder: Path) -> dict[str, bytes]:
     }
 
 
-OF_ITS_OWN = """
+# Make the terminal on stdin the controlling terminal of a new session, then become fp4kit.
+EXECUTE_ON_TERMINAL = """
 import fcntl, os, sys, termios
 os.setsid()
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)
@@ -132,7 +133,7 @@ def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[by
     other_end, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     inherited = {name: value for name, value in environment().items() if name not in ("COLUMNS", "LINES")}
-    words = [sys.executable, "-c", OF_ITS_OWN, *map(str, arguments)]
+    words = [sys.executable, "-c", EXECUTE_ON_TERMINAL, *map(str, arguments)]
     process = subprocess.Popen(words, stdin=terminal, stdout=terminal, stderr=terminal, env=inherited)
     os.close(terminal)
     return process, other_end

@@ -13,7 +13,7 @@ H, V, M, E = 64, 128, 96, 4
 Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16 tensor
 
 
-def _of(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
+def _candidates(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
     """Return the tensors of a model as Candidates.
 
     stored: the container in which its linear layers (for gpt-oss, its stacks) are quantized; None if they are
@@ -41,24 +41,24 @@ def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | No
 
 
 def attention(prefix: str) -> Iterator[Spec]:
-    """Yield the projections of attention."""
+    """Yield the names and shapes of an attention module: q, k, v and o projections and a norm of q."""
     for leaf, shape in (("q_proj", (64, H)), ("k_proj", (32, H)), ("v_proj", (32, H)), ("o_proj", (H, 64))):
         yield f"{prefix}.{leaf}", shape
     yield f"{prefix}.q_norm", (16,)
 
 
 def mla(prefix: str, leaves: tuple[str, ...]) -> Iterator[Spec]:
-    """Yield the projections of multi-head latent attention."""
+    """Yield the names and shapes of a multi-head latent attention module with the given projections."""
     yield from ((f"{prefix}.{leaf}", (64, 32 if leaf.endswith("b") else H)) for leaf in leaves)
 
 
 def mlp(prefix: str, width: int = M, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
-    """Yield the projections of an MLP."""
+    """Yield the names and shapes of a gated MLP's projections."""
     yield from zip((f"{prefix}.{leaf}" for leaf in leaves), ((width, H), (width, H), (H, width)), strict=True)
 
 
 def experts(prefix: str, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
-    """Yield the projections of every expert."""
+    """Yield the names and shapes of every expert's projections."""
     for expert in range(E):
         yield from mlp(f"{prefix}.{expert}", M, leaves)
 
@@ -79,7 +79,7 @@ def qwen3_dense() -> list[Candidate]:
             yield from attention(f"model.layers.{i}.self_attn")
             yield from mlp(f"model.layers.{i}.mlp", 80)
 
-    return _of({"model_type": "qwen3", "num_hidden_layers": 3}, specs())
+    return _candidates({"model_type": "qwen3", "num_hidden_layers": 3}, specs())
 
 
 def qwen3_moe() -> list[Candidate]:
@@ -94,7 +94,7 @@ def qwen3_moe() -> list[Candidate]:
                 yield f"model.layers.{i}.mlp.gate", (E, H)
                 yield from experts(f"model.layers.{i}.mlp.experts")
 
-    return _of({"model_type": "qwen3_moe", "num_hidden_layers": 4}, specs())
+    return _candidates({"model_type": "qwen3_moe", "num_hidden_layers": 4}, specs())
 
 
 def stacked(model_type: str, router: str, biases: bool = False, stored: str | None = None) -> list[Candidate]:
@@ -110,7 +110,7 @@ def stacked(model_type: str, router: str, biases: bool = False, stored: str | No
                 if biases:
                     yield f"model.layers.{i}.mlp.experts.{leaf}_bias", (E, rows)
 
-    return _of({"model_type": model_type, "num_hidden_layers": 2}, specs(), stored)
+    return _candidates({"model_type": model_type, "num_hidden_layers": 2}, specs(), stored)
 
 
 def deepseek_v3(stored: str | None = None) -> list[Candidate]:
@@ -135,7 +135,7 @@ def deepseek_v3(stored: str | None = None) -> list[Candidate]:
             yield from mlp(f"model.layers.{i}.mlp.shared_experts")
         yield from ((f"model.layers.3.{leaf}", (V, 2 * H)) for leaf in ("eh_proj", "embed_tokens", "shared_head.head"))
 
-    return _of({"model_type": "deepseek_v3", "num_hidden_layers": 3}, specs(), stored)
+    return _candidates({"model_type": "deepseek_v3", "num_hidden_layers": 3}, specs(), stored)
 
 
 def deepseek_v4() -> list[Candidate]:
@@ -149,7 +149,7 @@ def deepseek_v4() -> list[Candidate]:
             yield from experts(f"{prefix}.ffn.experts", ("w1", "w3", "w2"))
             yield from mlp(f"{prefix}.ffn.shared_experts", M, ("w1", "w3", "w2"))
 
-    return _of({"model_type": "deepseek_v4", "num_hidden_layers": 2}, specs(), "deepseek-v4 MXFP4")
+    return _candidates({"model_type": "deepseek_v4", "num_hidden_layers": 2}, specs(), "deepseek-v4 MXFP4")
 
 
 def mixtral() -> list[Candidate]:
@@ -162,7 +162,7 @@ def mixtral() -> list[Candidate]:
             yield f"model.layers.{i}.block_sparse_moe.gate", (E, H)
             yield from experts(f"model.layers.{i}.block_sparse_moe.experts", ("w1", "w3", "w2"))
 
-    return _of({"model_type": "mixtral", "num_hidden_layers": 2}, specs())
+    return _candidates({"model_type": "mixtral", "num_hidden_layers": 2}, specs())
 
 
 def vlm_moe() -> list[Candidate]:
@@ -177,7 +177,7 @@ def vlm_moe() -> list[Candidate]:
             yield f"model.visual.blocks.{i}.attn.qkv", (3 * H, H)
             yield from mlp(f"model.visual.blocks.{i}.mlp")
 
-    return _of({"model_type": "qwen3_vl_moe", "text_config": {"num_hidden_layers": 2}}, specs())
+    return _candidates({"model_type": "qwen3_vl_moe", "text_config": {"num_hidden_layers": 2}}, specs())
 
 
 MODELS: dict[str, Callable[[], list[Candidate]]] = {

@@ -49,7 +49,7 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
 
 
 def put_powers(d: Any, out: Any, p: float) -> None:
-    """Write d^p, computed by pow.cuh in float64, to out."""
+    """Write d^p, computed in float64 by the functions of pow.cuh, to `out`."""
     text = '#include "pow.cuh"\n' + (HERE / "power.cu").read_text()
     fields = np.dtype([("d", "u8"), ("out", "u8"), ("count", "i8"), ("power", "f8")])
     function = loader.function(text, "power_kernel", d.device.id)

@@ -218,7 +218,7 @@ def _placed(values: np.ndarray) -> ndarray:
 
 
 def asarray(a: Any, dtype: Any = None) -> ndarray:
-    """Return the array itself, or a copy on the device."""
+    """Return `a` itself if it is a device array of this dtype; otherwise copy it to new device memory."""
     if isinstance(a, ndarray):
         return a if dtype in (None, a.dtype) else a.astype(dtype)
     new = _placed(np.asarray(a, dtype))
@@ -227,7 +227,7 @@ def asarray(a: Any, dtype: Any = None) -> ndarray:
 
 
 def asnumpy(a: Any) -> np.ndarray:
-    """Return a copy on the host."""
+    """Return a copy of a device array as a NumPy array; return a NumPy array unchanged."""
     return a.get() if isinstance(a, ndarray) else np.asarray(a)
 
 
@@ -247,7 +247,7 @@ def from_dlpack(a: Any) -> ndarray:
 
 
 def copyto(target: ndarray, source: Any) -> None:
-    """Copy into an array."""
+    """Copy the elements of `source`, a device array or a number, into `target`."""
     target[...] = source
 
 

@@ -56,7 +56,7 @@ class Memory:
         return bool(self.size) and 0 <= array.ctypes.data - self.ptr < self.size
 
     def fill_margins(self) -> None:
-        """Fill the margins with their current value."""
+        """Write the current value of `margin` to all bytes of the margins."""
         for rest in self._around:
             rest.fill(self.margin)
 
