@@ -300,7 +300,7 @@ class Container:
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """What the decoded values of a layer depend on, apart from the stored numbers."""
+        """The properties that determine a layer's decoded values, apart from the stored numbers."""
         per_column = COLUMN_SCALE in self.suffixes
         return self.element, self.scale, self.block, self.has_tensor_scale, per_column, self.rounds
 

@@ -61,7 +61,7 @@ class Checkpoint:
 
     @lazy_property
     def items(self) -> tuple[closed_world.Item, ...]:
-        """What the checkpoint stores beside its quantized layers, and whether fp4kit knows it."""
+        """The items that the checkpoint stores besides its quantized layers. Each says whether fp4kit knows it."""
         return closed_world.items_of(self, self.weights)
 
     @property
