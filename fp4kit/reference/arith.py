@@ -6,7 +6,9 @@ names a PTX instruction, such as mul.ftz.f32, the function reproduces that instr
 
 from __future__ import annotations
 
-import encodings.cp437  # noqa: F401  # np.load imports it and zipfile; a fork during an import would leave its lock held
+# np.load imports these two modules at its first call. A process forked during that time would inherit a held import
+# lock, so they are imported here.
+import encodings.cp437  # noqa: F401
 import zipfile  # noqa: F401
 from functools import cache
 from pathlib import Path

@@ -73,8 +73,8 @@ def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: R
 def _minimum(recipe: Recipe) -> np.ufunc:
     """Return the minimum function that treats NaN as the recipe's producer does.
 
-    It is np.minimum, which gives NaN if one operand is NaN, if recipe.amax_nan is "propagate". Otherwise it is np.fmin,
-    which gives the other operand.
+    If recipe.amax_nan is "propagate", this is np.minimum, which gives NaN if one operand is NaN. Otherwise it is
+    np.fmin, which gives the other operand.
     """
     return np.minimum if recipe.amax_nan == "propagate" else np.fmin  # as fminf, which drops the NaN of inf * 0
 
@@ -291,9 +291,10 @@ def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
 
 def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the scale code of code_e8m0_modelopt, or 255 if amax is NaN, as TE's Python reference quantizer does.
+    """Return the E8M0 code of 2^ceil(log2(amax / M)), or 255 if amax is NaN, as TE's Python reference quantizer does.
 
-    Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
+    M is the largest element value. The exponent is computed and clamped as in the rule e8m0_modelopt, which differs
+    only for NaN. Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
     """
     return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 

@@ -38,7 +38,7 @@ def factor_vllm(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in vLLM's emulation: 1 / (scale * tensor.decode).
 
-    scale is the value of the scale code. If scale * tensor.decode is 0, it is replaced by 1e8.
+    scale is the value of the scale code. If scale * tensor.decode is 0, the factor is 1 / 1e8.
     """
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)

@@ -44,18 +44,21 @@ def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E8M0 scale code of block_rules.code_e8m0_even, but at most 254, as vLLM's Triton code does.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM's Triton code does.
 
-    Even an infinite or NaN amax thus gives a finite scale. Source: vLLM downcast_to_mxfp of mxfp4_utils.py, as Triton's
-    interpreter runs it.
+    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
+    value. An infinite or NaN amax gives 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py, as Triton's interpreter
+    runs it.
     """
     return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
 
 
 def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the scale code of code_e8m0_even_finite, but at least 1, and 127 if amax is NaN, as Quark does.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 1 to 254, as Quark does.
 
-    So a scale of 2^-127 is stored as 2^-126. Source: Quark even_round, real quantization.
+    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
+    value. So a scale of 2^-127 is stored as 2^-126. An infinite amax gives 254, and NaN gives 127. Source: Quark
+    even_round, real quantization.
     """
     return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
 
@@ -67,8 +70,8 @@ def factor_e8m0_quark_even(
 
     If the scale was 2^-127, code 1 was stored in place of code 0. The factor is then still 2^127.
     """
-    is_least = (codes == 1) & (_even_exponent(amax, recipe) < 1)
-    return np.where(np.isnan(amax), NAN, np.where(is_least, np.float32(2.0**127), inverse_e8m0(codes)))
+    was_raised = (codes == 1) & (_even_exponent(amax, recipe) < 1)
+    return np.where(np.isnan(amax), NAN, np.where(was_raised, np.float32(2.0**127), inverse_e8m0(codes)))
 
 
 def code_e8m0_triton_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -103,9 +106,10 @@ factor_e8m0_triton_down = factor_e8m0_triton_up
 
 
 def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the scale code of code_e8m0_triton_up, as fouroversix computes it with scale rule static_6.
+    """Return the E8M0 code of amax / M, rounded up to a power of two, as fouroversix does with scale rule static_6.
 
-    NaN gives 0 here too, because the producer's byte wraps to 0. Source: fouroversix quantize_to_mxfp4.
+    M is the largest element value. The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255. NaN
+    gives 0, because the producer's byte wraps. Source: fouroversix quantize_to_mxfp4.
     """
     return code_e8m0_triton_up(amax, tensor, recipe, dtype)
 
@@ -113,7 +117,8 @@ def code_e8m0_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def code_e8m0_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax / 4, rounded up to a power of two, as fouroversix does with scale rule static_4.
 
-    Source: fouroversix quantize_to_mxfp4.
+    The power is at least 2^-126, so only amax = 0 gives code 0. inf gives 255. NaN gives 0, because the producer's byte
+    wraps. Source: fouroversix quantize_to_mxfp4.
     """
     return (exponent_up(amax / np.float32(4)) & 255).astype(np.uint8)
 
@@ -132,10 +137,11 @@ factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
 
 
 def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the scale code of code_e8m0_even_finite, as vLLM's Triton kernel computes it on a GPU.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM's kernel does on a GPU.
 
-    Only the factor differs from rule e8m0_even_finite: elements with the scale 2^-127 become zeros, because a GPU
-    flushes that scale. Source: vLLM downcast_to_mxfp (Triton).
+    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
+    value. The codes equal those of the rule e8m0_even_finite. Only the factor differs: elements with the scale 2^-127
+    become zeros, because a GPU flushes that scale. Source: vLLM downcast_to_mxfp (Triton).
     """
     return code_e8m0_even_finite(amax, tensor, recipe, dtype)
 

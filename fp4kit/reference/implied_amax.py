@@ -43,7 +43,7 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Compare the scale that an amax gives with `scale`: return -1 if it is smaller, 0 if equal, 1 if larger.
 
-    bits: the bits of the amax as integers. The binary search of _first needs scales that grow with the amax. One
+    bits: the bits of the amax as integers. The binary search of _first_bits needs scales that grow with the amax. One
     exception exists: a rule may replace a small amax by a much larger number, so that the scale is at least JUMP times
     as large as `scale`. Such an amax counts as smaller. Within FAR steps of the right amax, no larger amax gives such a
     scale.
@@ -52,7 +52,7 @@ def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype)
     return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))
 
 
-def _first(
+def _first_bits(
     low: np.ndarray, high: np.ndarray, minimum_order: int, scale: np.ndarray, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
     """Return the bits of the smallest amax in [low, high] whose _order is at least minimum_order, by binary search.
@@ -79,8 +79,8 @@ def amax_interval(
         likely_amax = np.minimum(np.asarray(scale, np.float32) * covered_range(recipe), FLT_MAX)
         center = likely_amax.view(np.int32).astype(np.int64)
         low, high = np.maximum(center - steps, 1), np.minimum(center + steps, _LARGEST)
-        first = _first(low, high, 0, scale, recipe, dtype)
-        return first, _first(low, high, 1, scale, recipe, dtype) - 1
+        first = _first_bits(low, high, 0, scale, recipe, dtype)
+        return first, _first_bits(low, high, 1, scale, recipe, dtype) - 1
 
 
 def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
@@ -130,18 +130,18 @@ def _implied(scale: np.ndarray, otherwise: np.ndarray, recipe: Recipe, dtype: np
     Where no amax near a scale gives it, the result is taken from the array `otherwise`.
     """
     first, last = amax_interval(scale, recipe, dtype, NEAR)
-    far = ~_inside(first, last, scale, recipe)
+    far = ~_is_complete(first, last, scale, recipe)
     if far.any():
         first[far], last[far] = amax_interval(scale[far], recipe, dtype)
     amax = _with_fewest_bits(first, np.maximum(last, first)).astype(np.int32).view(np.float32)
     return np.where(first <= last, amax, otherwise)
 
 
-def _inside(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
+def _is_complete(first: np.ndarray, last: np.ndarray, scale: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return whether the interval [first, last], found within NEAR steps, holds every amax that gives the scale.
 
-    That is so if the interval is not empty and touches neither end of the search range. Otherwise the caller searches
-    within FAR steps.
+    That is so if the interval is not empty and touches neither end of the range that was searched. Otherwise the caller
+    searches again, within FAR steps.
     """
     with np.errstate(all="ignore"):
         center = np.minimum(scale * covered_range(recipe), FLT_MAX).view(np.int32).astype(np.int64)

@@ -77,7 +77,7 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: 
         tile_rows = np.arange(segment.rows.start, segment.rows.stop) // height
         starts = np.flatnonzero(np.diff(tile_rows, prepend=-1))
         target = out[tile_rows[0] : tile_rows[-1] + 1, first : first + amax.shape[1]]
-        if height == 1:  # a segment holds every owned element of its blocks
+        if height == 1:  # then a segment holds all elements of the shard in its blocks
             target[...] = amax
             continue
         combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax

@@ -50,8 +50,8 @@ def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> n
 
     The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block.
 
-    FlashInfer takes the tensor amax from its caller, so its recipes (amax_nan "lanes") define none for infinite and NaN
-    elements. Here such elements are left out.
+    FlashInfer leaves the tensor amax to its caller, so it defines no effect of infinite and NaN elements. For its
+    recipes (amax_nan "lanes") such elements are left out.
     """
     M, K = x.shape
     size = recipe.block_size

@@ -40,7 +40,7 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
     if exponents is None:
         return None
     nonzero, m = exponents
-    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # the scale of a zero block may be out of range
+    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # a zero block may have any scale
     values = np.where(nonzero, np.ldexp(np.float32(1), shifted), np.float32(0)).astype(np.float32)
     block_scale = np.repeat(encode(values, E4M3), source.block_size // target.block_size, axis=-1)
     with np.errstate(over="ignore"):
@@ -78,6 +78,6 @@ def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | Non
     if not nonzero.any():
         return nonzero, 0
     k = scales[nonzero].astype(np.int64) - 127
-    top = int(np.log2(E4M3.max))  # 2^8 is the largest power of two, 2^-9 the smallest
+    top = int(np.log2(E4M3.max))  # E4M3 holds the powers of two from 2^-9 to 2^8
     low = int(np.log2(E4M3.min_subnormal))
     return (nonzero, int(k.max()) - top) if k.max() - k.min() <= top - low else None

@@ -20,7 +20,7 @@ from fp4kit.reference.pow import power as raised
 from fp4kit.reference.tensor_rules import tensor_scale
 
 CODES = np.arange(1, 127, dtype=np.uint8)  # the positive E4M3 codes
-OWN_RULE = "modelopt_static"  # the block rule that gives the code of a block's own amax
+OWN_RULE = "modelopt_static"  # the block rule that makes the scale code of a block's own amax
 SIXTH = ONE / np.float32(6)
 CHUNK = 1 << 18  # elements that are searched at once, to limit memory
 
@@ -47,7 +47,7 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAU
     Among equal losses, the smallest amax is taken. amax: the tensor amax. terms: the range of candidates and the loss.
     """
     candidates = candidate_amaxes(amax, r)
-    low, high = _span(block_amax(x, r), amax, r, terms)
+    low, high = _code_range(block_amax(x, r), amax, r, terms)
     best, code = np.full(low.shape, np.inf, np.float32), low
     for i, scale in zip(CODES, scales_of(candidates, amax, r, terms), strict=True):
         loss = losses(x, scale, r, terms)
@@ -56,7 +56,7 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAU
     return candidates[code - 1]
 
 
-def _span(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tuple[np.ndarray, np.ndarray]:
+def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tuple[np.ndarray, np.ndarray]:
     """Return the smallest and the largest scale code that each block may get: two uint8 arrays.
 
     Every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code that the
@@ -113,7 +113,7 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
     The result is float32 (ceil(M / block rows), K / 16). terms: the loss.
     """
     runs = x.reshape(len(x), -1, r.block_size)
-    d = left_of(np.abs(runs), scale)
+    d = residual(np.abs(runs), scale)
     if terms.hessian is not None:
         rows = quadratic(np.where(runs >= 0, d, -d), terms.hessian)
     else:
@@ -126,7 +126,7 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
     return total
 
 
-def left_of(a: np.ndarray, scale: np.float32) -> np.ndarray:
+def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
     """Return the error a - q * scale of quantizing a >= 0 with a scale, rounded once.
 
     q is the E2M1 value nearest to div.full.f32(a, scale), ties to the even code. The error may be negative.

@@ -10,10 +10,11 @@ from fp4kit.formats import ElementFormat
 from fp4kit.reference.codec import encode_magnitude
 from fp4kit.rounding import exponent_field, power_of_two
 
+# The constants of Philox4x32: multipliers, and the Weyl numbers that are added to the key in each round.
 _MULTIPLIERS = (np.uint64(0xD2511F53), np.uint64(0xCD9E8D57))
 _WEYL = (0x9E3779B9, 0xBB67AE85)
 ROUNDS = 10
-BYTES_PER_COUNTER = 16
+BYTES_PER_COUNTER = 16  # four 32-bit words
 
 
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:

@@ -8,7 +8,7 @@ from searched import STATIC
 from fp4kit.call.search_scales import DEFAULT_TERMS
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.pow import power
-from fp4kit.reference.search_scales import candidate_amaxes, left_of, scales_of
+from fp4kit.reference.search_scales import candidate_amaxes, residual, scales_of
 
 POWERS = (1.0, 1.5, 2.0, 2.4, 3.0, 3.999999999, 7.25, 16.0)
 
@@ -43,7 +43,7 @@ def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     scales = scales_of(candidates, amax, r, DEFAULT_TERMS)
     pairs = (rng.random((2, 4 * blocks)) * candidates[codes - 1]).astype(np.float32)
     (a, b), (a_next, b_next) = (
-        power(np.abs(left_of(pairs, scales[codes - 1 + i])).astype(np.float64), p) for i in (0, 1)
+        power(np.abs(residual(pairs, scales[codes - 1 + i])).astype(np.float64), p) for i in (0, 1)
     )
     with np.errstate(all="ignore"):
         ratio = (a - a_next) / (b_next - b)
