@@ -137,7 +137,7 @@ factor_e8m0_fouroversix_4 = factor_e8m0_fouroversix
 
 
 def code_e8m0_even_normal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM's kernel does on a GPU.
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM does on a GPU.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
     value. The codes equal those of the rule e8m0_even_finite. Only the factor differs: elements with the scale 2^-127
