@@ -344,9 +344,8 @@ def test_torch_with_gradient():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "uint8"])
 def test_jax_shares_memory(dtype):
     jax = pytest.importorskip("jax")
-    x = jax.device_put(
-        jax.numpy.arange(24, dtype=dtype).reshape(4, 6), jax.devices("cpu")[0]
-    )  # also runs where there is a GPU
+    # Use the CPU even if JAX has a GPU.
+    x = jax.device_put(jax.numpy.arange(24, dtype=dtype).reshape(4, 6), jax.devices("cpu")[0])
     array = as_array(x)
     assert (array.dtype.name, array.shape, array.flags.writeable) == (dtype, (4, 6), False)
     assert array.ctypes.data == x.unsafe_buffer_pointer()

@@ -261,9 +261,8 @@ def test_an_out_with_one_place_for_several_elements_is_refused():
     assert fp4kit.dequantize(q, out=torch.empty(len(x), x.shape[1], 2, dtype=x.dtype)[..., 0]).equal(
         fp4kit.dequantize(q)
     )
-    nothing = np.lib.stride_tricks.as_strided(
-        np.zeros(0, np.float32), (0, x.shape[1]), (0, 0)
-    )  # so that no two elements share memory
+    # An empty array has no two elements that share memory, whatever its strides.
+    nothing = np.lib.stride_tricks.as_strided(np.zeros(0, np.float32), (0, x.shape[1]), (0, 0))
     assert fp4kit.dequantize(quantized(x[:0]).to("numpy"), np.float32, out=nothing).size == 0
 
 

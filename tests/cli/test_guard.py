@@ -43,10 +43,10 @@ def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, a
     run = signalled(folder, last, number, "convert", model / "m", out, after=after)
     assert "Traceback" not in run.err and "ignored" not in run.err, run.err
     left = [path.name for path in folder.iterdir() if path.name.startswith((".out", "out"))]
-    if run.code == 0:  # the command had finished
+    if run.code == 0:  # the command finished before the signal
         assert left == ["out"] and "wrote" in run.out and run.err == ""
         state = "over"
-    elif run.code == -number:  # the system's default action, while Python starts
+    elif run.code == -number:  # the signal ended Python while it started, before fp4kit handled signals
         assert left == [] and run.err == "" and number != signal.SIGINT
         state = "start"
     elif run.err == "fp4kit: interrupted while it started; nothing was written\n":

@@ -29,6 +29,7 @@ from fp4kit.reference.arith import reciprocal_table
 
 ROOT = Path(__file__).resolve().parents[2]
 LEVELS = ("base", "avx2", "avx512")
+# Modules that may have imported the function `library`, and in which a test must replace it.
 HOLDERS = (
     native,
     encode,
@@ -37,7 +38,7 @@ HOLDERS = (
     engines,
     partial,
     cached_calls,
-)  # modules that may hold the name `library`
+)
 FEW = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix")
 

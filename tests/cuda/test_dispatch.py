@@ -22,7 +22,7 @@ from fp4kit.reference.hadamard import TE_SIGN_MASK
 F32 = np.dtype(np.float32)
 TE, SQUARE, SIX = "nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-448"
 LANES = replace(RECIPES["nvfp4-flashinfer-4over6-mse-448"], block=(16, 16))
-PIECES = 132 * 96  # thread blocks if each has something to prepare
+PIECES = 132 * 96  # the number of thread blocks if each has to prepare something before its work
 LARGE = (4096, 8192)
 
 

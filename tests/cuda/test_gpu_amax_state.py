@@ -49,7 +49,7 @@ def test_collect_and_freeze_do_not_wait():
     values = cupy.asarray(np.random.default_rng(1).random((8, 4, 1), np.float32))
     single = values[0].copy()
     warm = AmaxCollector()
-    for _ in range(2):  # the first pass compiles
+    for _ in range(2):  # the first pass compiles the kernels
         warm.collect_grouped(BASE, values)
         warm.collect("m.input_quantizer", single)
     warm.freeze()

@@ -19,7 +19,7 @@ pytestmark = ON_GPU
 
 X = ordinary(0, (32, 512))
 X[0] = 0
-X[1, 3] = np.inf  # the run with this element takes the exact path
+X[1, 3] = np.inf  # so that the Hadamard transform of these 16 elements takes its exact path
 SCALED = [name for name, r in RECIPES.items() if r.tensor_scaling != "none"]
 STATIC = [name for name, r in RECIPES.items() if r.static or takes_e8m0_amaxes(r)]
 FEW = (

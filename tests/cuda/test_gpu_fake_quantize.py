@@ -254,9 +254,8 @@ def on_gpu(q: fp4kit.Quantized) -> fp4kit.Quantized:
 @pytest.mark.parametrize("source", ["mxfp4-ocp", "mxfp4-flashinfer"])
 def test_mxfp4_to_nvfp4(source, target) -> None:
     x = ordinary(3, (64, 256))
-    exact = (
-        target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"
-    )  # both decode -0, the code of small negative numbers, to +0
+    # nvfp4-modelopt decodes -0, the code of small negative numbers, to +0, and so does mxfp4-flashinfer.
+    exact = target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"
     same_requantized(fp4kit.quantize(x, source), target, exact=exact)
     same_requantized(
         fp4kit.quantize(x.astype(np.float16), source, axis=0, scale_layout="swizzled_128x4"), target, exact=exact

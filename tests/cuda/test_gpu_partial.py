@@ -43,9 +43,8 @@ def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
         assert differing(fp4kit.partial_amax(on_gpu[a:b], x.shape, a, name), cpu) == 0
         amax = np.fmax(amax, np.where(np.isnan(cpu), np.float32(np.inf), cpu))
     whole = fp4kit.quantize(x, name)
-    limit = (
-        whole.tensor_amax if np.isinf(amax).any() and RECIPES[name].amax_nan == "lanes" else None
-    )  # of finite elements
+    # For recipes that take the amax over finite elements only, give quantize's amax.
+    limit = whole.tensor_amax if np.isinf(amax).any() and RECIPES[name].amax_nan == "lanes" else None
     cpu = np.full(whole.packed.shape, 0xA5, np.uint8)
     gpu = cupy.full(cpu.shape, 0xA5, np.uint8)
     for a, b in list(pairwise(edges))[::2]:  # every other shard, so that nibbles beside each shard must stay unchanged

@@ -21,16 +21,16 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES
 
+# Architectures for which some kernels are compiled. All are compiled for sm_90, sm_100a and sm_75, the oldest.
 OTHERS = (
     "sm_80",
     "sm_86",
     "sm_89",
     "sm_103a",
     "sm_120a",
-)  # other than sm_90, sm_100a and sm_75, the oldest, for which everything is compiled
-WITH_CODES = [
-    r for r in RECIPES.values() if not r.fake_only and not r.search
-]  # a search is a separate kernel before one of these
+)
+# Recipes with a search are left out: they launch a search kernel and then a kernel of one of these recipes.
+WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [call_of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [call_of(dequantize, r) for r in WITH_CODES[::3]]
 ALL += [call_of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]

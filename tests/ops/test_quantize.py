@@ -152,6 +152,7 @@ def test_the_input_is_not_modified(name):
 # ---- dtypes ----
 
 
+# Producers that round intermediate results to the dtype of x.
 IN_THE_DTYPE = (
     "compressed-tensors",
     "quark-floor",
@@ -159,7 +160,7 @@ IN_THE_DTYPE = (
     "sglang",
     "qwix",
     "mlx-cpu",
-)  # intermediate results have the dtype of x
+)
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not any(part in name for part in IN_THE_DTYPE)])

@@ -55,9 +55,9 @@ def index_of(a, magnitudes, rounding, negative):
     if rounding in ("rz", "rp", "rm"):
         return low + (rounding != "rz" and (rounding == "rm") == negative)
     above = a - magnitudes[low] - (magnitudes[low + 1] - a)
-    powers = (
-        magnitudes[-1] == 2 * magnitudes[-2] == 4 * magnitudes[-3]
-    )  # without mantissa bits, the last digit is the hidden 1, which is odd
+    # Whether the format has only powers of two. Without mantissa bits, the last digit of a number is the hidden 1,
+    # which is odd.
+    powers = magnitudes[-1] == 2 * magnitudes[-2] == 4 * magnitudes[-3]
     up_at_tie = {"rn": low % 2 == 1 or (powers and magnitudes[low] > 0), "rna": True, "rnz": False}[rounding]
     return low + (above > 0 or (above == 0 and up_at_tie))
 

@@ -108,9 +108,8 @@ def in_a_worker(q, x):
     return works(copy.deepcopy(q), x), fp4kit.quantize(x, q.recipe), q.recipe, q.recipe.element
 
 
-@pytest.mark.filterwarnings(
-    r"ignore:os\.fork\(\) was called:RuntimeWarning"
-)  # JAX warns about forks if an earlier test used it
+# JAX warns about forks if an earlier test has used it.
+@pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
 @pytest.mark.parametrize("method", METHODS)
 def test_worker_processes(method):
     """A worker process can use the objects that it is sent, and the objects that it sends back work here."""

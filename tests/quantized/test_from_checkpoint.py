@@ -151,9 +151,8 @@ def test_a_divisor_is_inverted_as_float32():
     divisors = np.exp2(rng.uniform(-120, 120, 4000)).astype(F32)
     packed, scales = np.zeros((4000, 1, 8), np.uint8), np.zeros((4000, 1, 1), np.uint8)
     found = Quantized.from_parts(packed, scales, divisors, recipe="nvfp4-compressed-tensors", tensor_scale_divides=True)
-    assert_same_bits(
-        found.tensor_scale, (1 / divisors.astype(np.float64)).astype(F32)
-    )  # with 53 bits, rounding twice gives what rounding once gives
+    # The quotient has 53 bits, enough that rounding it once more to float32 equals rounding the exact quotient.
+    assert_same_bits(found.tensor_scale, (1 / divisors.astype(np.float64)).astype(F32))
     found = Quantized.from_parts(
         packed[0], scales[0], np.float64(2.0**127), recipe="nvfp4-te", tensor_scale_divides=True
     )

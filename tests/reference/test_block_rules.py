@@ -21,10 +21,11 @@ from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import TENSOR_RULES, tensor_scale
 
+# Rules whose factor depends on the amax, too, if the byte of a scale has wrapped or the amax is not finite.
 WRAPPING = (
     "e8m0_mlx",
     "e8m0_mlx_0321",
-)  # the factor of these rules depends on the amax if a scale's byte has wrapped or the amax is not finite
+)
 F32 = np.dtype(np.float32)
 
 

@@ -133,10 +133,11 @@ def test_a_ratio_that_underflows_makes_nan(bits, rule, top, either_engine):
     assert (q.block_scale == 0).all() and is_lost[:top].all() and not is_lost[top:].any()
 
 
+# (dtype, its smallest positive number, tensor amaxes)
 SUBNORMAL = [
     (F16, 2.0**-24, (23, 29, 101)),
     (BF16, 2.0**-133, (6.8e6, 2.0**30)),
-]  # dtype, its smallest number, amaxes of tensors
+]
 
 
 @pytest.mark.parametrize(("dtype", "least", "tops"), SUBNORMAL, ids=str)

@@ -28,9 +28,8 @@ from fp4kit.reference.search_factors import (
 from fp4kit.reference.summation_order import sum_lanes
 
 NAMES = [name for name, r in RECIPES.items() if r.search]
-FACTORED = [
-    name for name in NAMES if RECIPES[name].search.startswith("auto_round")
-]  # their candidates are multiples of the amax
+# Recipes whose candidates are multiples of the block amax.
+FACTORED = [name for name in NAMES if RECIPES[name].search.startswith("auto_round")]
 NVFP4, MXFP4 = "nvfp4-auto-round-opt", "mxfp4-auto-round-opt"
 F32 = np.dtype(np.float32)
 

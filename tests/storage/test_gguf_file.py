@@ -306,9 +306,8 @@ def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
     gguf = pytest.importorskip("gguf")
     theirs = {kind.value: (kind.name, *sizes) for kind, sizes in gguf.GGML_QUANT_SIZES.items()}
     ours = {number: tuple(kind) for number, kind in GGML_TYPES.items()}
-    assert theirs.items() <= ours.items() and set(ours) - set(theirs) <= {
-        42
-    }  # llama.cpp has these types, gguf 0.19.0 does not
+    # llama.cpp has the type 42, which gguf 0.19.0 lacks.
+    assert theirs.items() <= ours.items() and set(ours) - set(theirs) <= {42}
 
 
 def test_the_documentation_names_the_architectures() -> None:

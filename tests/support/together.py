@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
+# A skip counts as a failure, because it would hide the cases after it.
 FAILURES = (
     Exception,
     pytest.fail.Exception,
     pytest.skip.Exception,
-)  # a skip counts as a failure, because it would hide the cases after it
+)
 
 
 def together(

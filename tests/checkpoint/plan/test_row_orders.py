@@ -85,7 +85,7 @@ def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: P
         tmp_path / "plain", tmp_path / "d", recipe, format=format, codes=tmp_path / "q.gguf", wishes=wishes
     )
     assert set(report.actions) <= {"rename", "copy"}
-    if recipe == "mxfp4-ocp":  # it has no tensor scales, which q, k and v of a file do not share
+    if recipe == "mxfp4-ocp":  # with tensor scales, the bytes differ: in a file, q, k and v do not share theirs
         verified = verify(tmp_path / "d", tmp_path / "plain")
         assert verified.recipe == recipe and all(layer.codes[0] == 0 for layer in verified.layers)
     options: dict[str, Any] = {"wishes": Wishes(keep=("*_exps",))} if format == "mlx" else {}

@@ -103,9 +103,8 @@ def test_a_killed_reconcile_does_not_offer_to_resume(tmp_path: Path, called: Cal
     synthetic.moe(tmp_path / "m")
     assert called("convert", tmp_path / "m", tmp_path / "q", "--quiet").code == 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all")
-        )  # now the two parts disagree
+        # Put all layers in one group, so that there are tensor scales that disagree.
+        patch.setattr(fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))
         run = called("reconcile", tmp_path / "q", tmp_path / "out")
     assert (
         run.code == 2 and "left by an interrupted run; remove its files with fp4kit convert --remove-stale" in run.err

@@ -101,8 +101,8 @@ def test_conversions_are_clean_and_every_byte_is_compared(tmp_path: Path, name: 
 def test_other_sources_and_targets_are_clean(
     tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(support, "refusal", lambda *pair: None)  # whether or not an engine is known to load the pair
-    # an engine loads this pair only with a scale
+    monkeypatch.setattr(support, "refusal", lambda *pair: None)  # convert pairs that no engine loads, too
+    # Engines load this pair only with input scales.
     scale = 1.0 if (recipe, format) == ("nvfp4-te", "deepseek-v4") else None
     check_clean(*made(tmp_path, name, recipe, format, requantize=True, input_scale=scale))
 

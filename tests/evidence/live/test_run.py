@@ -86,9 +86,8 @@ def test_kinds_are_what_their_names_say():
         near = of_kind("near powers", "mxfp4-ocp", dtype)
         amax = block_amax(near, 32)[:, ::32].astype(near.dtype)
         fraction = 1 << info.nmant
-        ulps = (
-            bit_patterns(amax).astype(np.int64) + fraction // 2
-        ) % fraction - fraction // 2  # distance from the nearest power
+        # The distance of each amax from the nearest power of two, in ulps.
+        ulps = (bit_patterns(amax).astype(np.int64) + fraction // 2) % fraction - fraction // 2
         assert (np.abs(ulps) <= draw.ULPS).any() and (ulps != 0).any()
 
 

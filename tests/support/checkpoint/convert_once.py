@@ -23,9 +23,8 @@ def main() -> None:
     source, destination, workers = sys.argv[1:]
     signal.signal(signal.SIGTERM, _stop)
     if workers != "threads":
-        import_module("fp4kit.checkpoint.convert.convert").is_compiled = lambda: (
-            False
-        )  # as if the engine were not compiled
+        # Make the converter believe that the engine is not compiled, so that its workers are processes.
+        import_module("fp4kit.checkpoint.convert.convert").is_compiled = lambda: False
     with cluster() as executor:
         report = convert(source, destination, options=Options(2 if workers == "threads" else int(workers), executor))
         others = set(run_all(executor, deque([(os.getpid, ())] * 50))) - {os.getpid()}

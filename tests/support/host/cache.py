@@ -19,7 +19,7 @@ from fp4kit.cuda.compile import loader
 
 try:
     import fcntl
-except ImportError:  # not on this system: two processes may then make the same file, and the later file stays
+except ImportError:  # without locks, two processes may make one file; the file that is finished last stays
     fcntl = None
 
 LIMIT = 512 * 2**20  # bytes in the folder; the files of one exhaustive run of all tests fit

@@ -59,9 +59,8 @@ class Library:
     """Load a compiled library of kernels and launch its kernels by their number."""
 
     def __init__(self, path: Path, table: np.ndarray) -> None:
-        handle = ctypes.PyDLL(
-            str(path)
-        )  # keeps the GIL, because a library has one set of fibers, so one launch at a time
+        # PyDLL keeps the GIL during a launch. A library has one set of fibers, so only one thread may launch at a time.
+        handle = ctypes.PyDLL(str(path))
         self._launch = handle.host_launch_here
         self._launch.argtypes = [
             ctypes.c_uint,
