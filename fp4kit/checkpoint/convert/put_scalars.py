@@ -55,8 +55,21 @@ def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float
 
 
 def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
-    """Write an input scale. ``scale`` multiplies on decode; it is inverted if the container stores divisors."""
+    """Write an input scale. ``scale`` multiplies on decode; it is inverted if the container stores divisors.
+
+    Raise CheckpointError if it is not a positive normal float32.
+    """
+    check_input_scale(job, scale)
     output.put(INPUT_SCALE, np.array([np.float32(1) / scale if job.container.divides else scale], np.float32))
+
+
+def check_input_scale(job: Job, stored: np.float32) -> None:
+    """Raise CheckpointError if a stored input scale is not a positive normal float32, whose reciprocal is one too."""
+    if not usable_tensor_scale(stored) or not usable_tensor_scale(np.float32(1) / stored):
+        raise CheckpointError(
+            f"{shown(job.name)}: input scale is {stored}; a positive normal float32 is needed; repair the source, or"
+            " leave the layer out with --keep"
+        )
 
 
 def put_given_input_scale(job: Job, output: Sink) -> None:

@@ -9,7 +9,12 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import INPUT_SCALE
 from fp4kit.checkpoint.convert.put_rows import put_rows
-from fp4kit.checkpoint.convert.put_scalars import put_given_input_scale, put_input_scale, put_tensor_scale
+from fp4kit.checkpoint.convert.put_scalars import (
+    check_input_scale,
+    put_given_input_scale,
+    put_input_scale,
+    put_tensor_scale,
+)
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
 from fp4kit.checkpoint.model.weights import TENSOR_SCALE
 from fp4kit.checkpoint.plan.job import Job, Sink
@@ -27,6 +32,8 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
         if output.has(part) and part in job.weight.parts:
             stored = scalar_of(readers, job.weight, part, job.expert)
+            if part == INPUT_SCALE:
+                check_input_scale(job, stored)
             if source_form.direction == job.container.direction:
                 output.put(part, np.array([stored], np.float32))
             else:

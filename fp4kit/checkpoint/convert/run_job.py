@@ -18,7 +18,15 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import VALUES
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, quantize_rows, rename
-from fp4kit.checkpoint.model.slabs import Readers, Slab, columns_of, count_nonfinite, slabs, values_of
+from fp4kit.checkpoint.model.slabs import (
+    Readers,
+    Slab,
+    columns_of,
+    count_nonfinite,
+    slabs,
+    trouble_with_scales,
+    values_of,
+)
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.job import (
@@ -63,7 +71,16 @@ def _joined(a: Measured, b: Measured) -> Measured:
 
 
 def _measured(job: Job, slab: Slab) -> Measured:
-    """Return the measurements of one slab (some rows) of a job's weight."""
+    """Return the measurements of one slab (some rows) of a job's weight.
+
+    Raise CheckpointError if its scales are zero or negative, unless the request keeps what is not finite.
+    """
+    if job.weight.container is not None and job.nonfinite != "keep":
+        trouble = trouble_with_scales(job.weight, slab)
+        if trouble:
+            raise CheckpointError(
+                f"{shown(job.name)}: {trouble}; repair the source, or leave the layer out with --keep"
+            )
     if job.action == RENAME:
         return Measured(job.key, nonfinite=count_nonfinite(job.weight, slab))
     values = values_of(job.weight, slab)

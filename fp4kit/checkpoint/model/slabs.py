@@ -352,6 +352,31 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)], column_scale=column_scale)
 
 
+def trouble_with_scales(weight: Weight, slab: Slab) -> str:
+    """Return what is wrong with the scales of a quantized slab that would zero it or turn its signs; "" if nothing is.
+
+    A slab of zeros may have a tensor scale of 0.
+    """
+    assert weight.container is not None and slab.codes is not None and slab.scales is not None
+    negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))
+    if negative:
+        return f"{negative} block scales are negative, which turns the signs of their blocks"
+    scale = slab.tensor_scale
+    if (
+        scale is not None
+        and np.isfinite(scale)
+        and (scale < 0 or (scale == 0 and (slab.codes & _magnitudes(weight)).any()))
+    ):
+        return f"tensor scale is {scale}, which {'turns all signs' if scale < 0 else 'makes all values 0'}"
+    return ""
+
+
+def _magnitudes(weight: Weight) -> np.uint8:
+    """Return a mask of the bits of a stored byte that are not signs."""
+    assert weight.container is not None
+    return np.uint8(0x77 if weight.container.element.bits == 4 else 0x7F)
+
+
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
     """Return the number of NaN and infinite values in a quantized slab, counted from codes and scales without decoding.
 

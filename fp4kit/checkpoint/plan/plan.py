@@ -313,11 +313,24 @@ class _Planner:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _has_input_scale(self) -> bool:
-        """Return whether every quantized layer gets an input scale: the user's, or its own if all of them have one."""
+        """Return whether every quantized layer gets an input scale: the user's, or its own if all of them have one.
+
+        Raises CheckpointError if only some layers that keep their codes have one. Input scales of other formats, such
+        as FP8, are for other activations and do not count.
+        """
         if self.form is None or not self.form.has_tensor_scale:
             return False
-        have = [INPUT_SCALE in weight.parts for weight in self.selected.values()]
-        return self.request.input_scale is not None or (bool(have) and all(have))
+        if self.request.input_scale is not None:
+            return True
+        same = [w for w in self.selected.values() if w.container is not None and w.container.kind == self.form.kind]
+        have = [weight for weight in same if INPUT_SCALE in weight.parts]
+        if have and len(have) < len(self.selected):
+            without = next(name for name, weight in self.selected.items() if weight not in have)
+            raise CheckpointError(
+                f"{shown(without)}: has no input scale, but {len(have)} of {len(self.selected)} layers have one;"
+                " --input-scale X writes X for those without, --keep leaves them as they are"
+            )
+        return bool(have)
 
     def _groups(self) -> dict[str, str]:
         """Return module -> name of its group, for the modules that share a tensor scale with others.

@@ -21,12 +21,13 @@ from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, slabs
-from fp4kit.checkpoint.model.statistics import StoredCounts, tally, total
+from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.ops.fake_quantize import fake_quantize
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
 
@@ -129,6 +130,8 @@ class ReencodedLayer:
     action: how the matrix was re-encoded; "" if it was not.
     compared, differing: part (codes, scales, ...) -> number of bytes.
     error: why re-encoding failed; "" if it did not.
+    usual_db: the SQNR in decibels that the format usually gives on the source of this matrix; None if it was re-encoded
+        or has no source.
     """
 
     check: Check
@@ -137,6 +140,7 @@ class ReencodedLayer:
     compared: Mapping[str, int] = field(default_factory=dict)
     differing: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
+    usual_db: float | None = None
 
 
 def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
@@ -279,7 +283,7 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
     with Readers() as readers:
         found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
-            return ReencodedLayer(check, found)
+            return ReencodedLayer(check, found, usual_db=_usual_db(check, readers))
         kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
         if not (
             check.may_saturate
@@ -318,6 +322,29 @@ def _tally(check: Check, readers: Readers) -> StoredCounts:
         x = None if origin is None else _rows(origin, slab.start, len(slab.codes)).values(readers)
         found.append(tally(form, slab.codes, slab.scales, slab.tensor_scale, x, slab.column_scale))
     return total(found)
+
+
+# Kind of container -> a recipe whose error is usual for it.
+_USUAL = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp"}
+_SAMPLED_ROWS = 64
+
+
+def _usual_db(check: Check, readers: Readers) -> float | None:
+    """Return the SQNR that a usual recipe gives on the first rows of a matrix's source; None without a source.
+
+    None also for values that are not finite, or all zeros.
+    """
+    form, origin = check.stored.container, check.origin
+    if form is None or origin is None:
+        return None
+    height = 1 if origin.weight.container is None else origin.weight.container.block[0]
+    count = min(origin.shape[0], -(-_SAMPLED_ROWS // height) * height)
+    x = _rows(origin, 0, count).values(readers).astype(np.float32)
+    x = np.ascontiguousarray(x[:, : x.shape[1] // 32 * 32])
+    if not x.size or not np.isfinite(x).all() or not x.any():
+        return None
+    error = fake_quantize(x, _USUAL.get(form.kind, "mxfp8-te")).astype(np.float64) - x
+    return sqnr_db(float(np.square(x, dtype=np.float64).sum()), float(np.square(error).sum()))
 
 
 def _rows(origin: Origin, start: int, count: int) -> Origin:

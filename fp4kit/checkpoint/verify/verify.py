@@ -11,7 +11,7 @@ from os.path import lexists
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES
+from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.model.closed_world import check_model, items_of
@@ -46,6 +46,8 @@ class LayerReport:
     tensor_scale: the tensor scale as it multiplies on decode; for a stack, that of the first expert; None if there is
         none.
     tally: counts of the stored values, such as NaN or saturated ones.
+    usual_db: the SQNR in decibels that the format usually gives on the layer's source; None if the layer was re-encoded
+        or has no source.
     """
 
     name: str
@@ -57,6 +59,7 @@ class LayerReport:
     others: tuple[int, int]
     tensor_scale: float | None
     tally: StoredCounts
+    usual_db: float | None = None
 
     @property
     def differing(self) -> int:
@@ -362,6 +365,7 @@ def _report(
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
+    issues += [issue for layer in layers for issue in _garbage(layer)]
     settings = prepared.settings
     issues += [issue for layer in layers for issue in _differing(layer, settings.recipe, settings.search)]
     issues += [
@@ -405,7 +409,27 @@ def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
         (sum(a for a, _ in others), sum(b for _, b in others)),
         None if scale is None else float(scale),
         total(one.tally for one in members),
+        min((one.usual_db for one in members if one.usual_db is not None), default=None),
     )
+
+
+_MARGIN_DB = {4: 6.0, 8: 12.0}  # bits of a code -> how far below the usual SQNR a stored layer may be
+
+
+def _garbage(layer: LayerReport) -> Iterator[Issue]:
+    """Yield an error if a layer that could not be re-encoded is much farther from its source than its format requires.
+
+    Calibration and other algorithms change the SQNR by a few decibels; wrong scales or swapped nibbles by many.
+    """
+    found, usual = layer.tally.sqnr_db, layer.usual_db
+    bits = container(layer.format).element.bits if found is not None and usual is not None else 0
+    if found is not None and usual is not None and found < usual - _MARGIN_DB[bits]:
+        yield Issue(
+            "error",
+            layer.name,
+            f"SQNR is {found:.1f} dB, {usual - found:.1f} dB below what {bits} bits usually give on this layer; run"
+            " fp4kit identify with this source",
+        )
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
