@@ -62,8 +62,8 @@ def watch(
         call: the call to time
         context: returns the context manager in which the call is made
         lasting: seconds per batch
-        warm_below: if the first call took fewer seconds, an untimed call precedes each batch, so that the batch does
-            not pay for cache lines that another call evicted
+        warm_below: if the first call took fewer seconds, an untimed call precedes each batch. The batch then does not
+            pay for cache lines that another call evicted
     """
 
     def seconds(size: int, warmed: bool = False) -> float:

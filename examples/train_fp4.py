@@ -4,9 +4,9 @@
     python examples/train_fp4.py --gpu                    # also with CuPy: the quantizer alone, and all of it
     mpiexec -n 4 python examples/train_fp4.py --mpi       # flat shards on MPI processes
 
-The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer, which is cut into one shard per
-rank at odd elements, as optimizers that shard their state do. The samples of a step are divided among the ranks, too.
-Every step
+The network is y = relu(x A^T) B^T. Its float32 master weights are in one flat buffer. The buffer is cut at odd elements
+into one shard per rank, as optimizers that shard their state do. The samples of a step are divided among the ranks,
+too. Every step
 
 1. quantizes the master weights (recipe nvfp4-te-2d);
 2. multiplies with the decoded 4-bit weights;

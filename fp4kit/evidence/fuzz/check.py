@@ -32,16 +32,29 @@ class Verdict(NamedTuple):
     """Hold the result of a case.
 
     Attributes:
-        kind: "equal"; "refused": both engines raise the same ValueError or TypeError; "declined": the second engine
-            raises NotImplementedError. Every other kind is a failure: "differs", "broken" (a Same statement does not
-            hold), "raised" (an unexpected exception), "not refused" (only the specification rejects the call),
-            "message" (both reject it with different messages), "warning", or "written" (a call wrote to an input).
+        kind: one of the kinds below.
         text: the reason, or what is wrong.
         function: the function that was called last.
         step: number of the statement at which the case ended.
         calls: number of calls made.
         values: number of values compared.
         differing: number of compared values that differ.
+
+    Kinds of cases that pass:
+
+    - "equal": all results are equal.
+    - "refused": both engines raise the same ValueError or TypeError.
+    - "declined": the second engine raises NotImplementedError.
+
+    Kinds of failures:
+
+    - "differs": a result differs between the engines.
+    - "broken": a Same statement does not hold.
+    - "raised": an engine raises an unexpected exception.
+    - "not refused": only the specification rejects the call.
+    - "message": both engines reject the call, with different messages.
+    - "warning": an engine gives a warning.
+    - "written": a call wrote to an input.
     """
 
     kind: str

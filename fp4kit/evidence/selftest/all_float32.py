@@ -34,8 +34,7 @@ class Float32Sweep(NamedTuple):
         name: what the report calls the sweep.
         recipe: id of the recipe.
         limit: the first bit pattern that is left out.
-        anchor: a value that is put at the end of each block so that the block's scale is 1, or None if given amaxes
-            make the scale 1.
+        anchor: a value that each block ends with, so that its scale is 1; or None if given amaxes make the scale 1.
     """
 
     name: str

@@ -1,6 +1,6 @@
 """List what `fp4kit selftest` runs: comparisons of the operations on a device with the specification, bit for bit.
 
-A *task* compares the results of an engine (the GPU, or the host's compiled engine) with those of the specification for
+A *task* compares the results of an engine (the GPU, or the host's compiled engine) with the specification's results for
 an input, or with recorded outputs of a producer. Any NaN equals any other NaN; every other value must agree in all
 bits.
 """
