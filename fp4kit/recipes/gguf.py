@@ -31,7 +31,7 @@ def recipes() -> Iterator[Recipe]:
         apply="compare",
         **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_nvfp4_ref",
-        exact="the C function: it has no tensor scale, turns scales of 248 or more into 448, rounds scales half way "
+        exact="the C function, which has no tensor scale, turns scales of 248 or more into 448, rounds scales half way "
         "between two codes up, and turns elements beyond 2^36 into 0",
     )
     yield of_format(
@@ -42,7 +42,7 @@ def recipes() -> Iterator[Recipe]:
         apply="compare",
         **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_mxfp4_ref",
-        exact="the C function, and gguf.quants.quantize except for blocks with NaN; log2f makes the scale twice as "
-        "large for an amax a few ulp below a power of two; for an amax below 2^-125 the scale byte wraps, as x86-64 "
-        "casts it, and codes are 0",
+        exact="the C function, and gguf.quants.quantize except for blocks with NaN; for an amax a few ulp below a "
+        "power of two, log2f rounds up and the scale is twice as large; for an amax below 2^-125 the scale byte wraps, "
+        "as x86-64 casts it, and all codes are 0",
     )

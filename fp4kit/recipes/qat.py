@@ -26,5 +26,5 @@ def recipes() -> Iterator[Recipe]:
         narrow=True,
         amax_nan="propagate",
         source="INT4 fake quantization of open training stacks",
-        exact="clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5)",
+        exact="the formula clamp(round(w / s), -7, 7) * s for a weight w, where s = max(amax / 7, 1e-5)",
     )

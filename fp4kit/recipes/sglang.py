@@ -36,5 +36,5 @@ def recipes() -> Iterator[Recipe]:
         sign="negative",
         nan_code=0,
         source="SGLang 0.5.23 kvfp4_tensor.py FP4MXBlock16KVQuantizeUtil",
-        exact="codes, run eagerly (without torch.compile)",
+        exact="codes of eager execution, without torch.compile",
     )

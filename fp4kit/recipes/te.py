@@ -38,7 +38,7 @@ def _nvfp4() -> Iterator[Recipe]:
         block=(16, 16),
         tensor_rule="te_primary_weight",
         source="TE d0067d0 common/recipe/nvfp4.cu",
-        exact="TE's primary-weight kernels, and also where those fail: at odd offsets and for K % 64 != 0",
+        exact="TE's primary-weight kernels; also defined for odd offsets and K % 64 != 0, where these kernels fail",
     )
     reference = replace(
         te,

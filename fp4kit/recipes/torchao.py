@@ -84,11 +84,11 @@ def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
     """Return the recipe of torchao 0.18.0's to_mx for a format and a scale mode, such as "rceil"."""
     scale_0 = (
-        "under which elements become zeros" if mode == "rceil" else "which is applied as 2^-126 and decodes to 2^-127"
+        "under which elements become zeros" if mode == "rceil" else "which encodes as 2^-126 but decodes as 2^-127"
     )
     more = {
         "even": " or an amax that rounds to inf",
-        "rceil": " and for an amax a few ulp above max * 2^k, where its log2 rounds down",
+        "rceil": ", and for an amax a few ulp above 2^k times the largest element value, where its log2 rounds down",
     }
     return of_format(
         fmt,
