@@ -70,7 +70,7 @@ def test_the_document_of_the_selftest(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 
 def test_exit_codes_are_those_of_the_guard() -> None:
-    """The docs and the module have the same table of exit codes; only the length of the words differs."""
+    """The docs list the exit codes that the docstring of cli/guard.py lists."""
     assert guard.__doc__ is not None
     tables = (re.findall(r"^\| ([\d, ]+) \|", text, re.MULTILINE) for text in (TEXT, guard.__doc__))
     first, second = tables

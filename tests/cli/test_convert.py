@@ -228,9 +228,9 @@ def test_compare(tmp_path: Path, run: Run) -> None:
 
 
 def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
-    """The table has one row per layer, with the SQNR that the conversion reported.
+    """compare, given the unquantized original, shows one row per layer with the SQNR that the conversion reported.
 
-    Scale tensors, which must differ, have no rows.
+    Scale tensors, which the original lacks, have no rows.
     """
     synthetic.bert(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
@@ -340,7 +340,7 @@ def test_demo(tmp_path: Path, run: Run) -> None:
 
 
 def test_identify_differs_if_all_layers_have_one_fault(tmp_path: Path, run: Run) -> None:
-    """identify reports a difference also if every layer has the same fault, so that no layer is an exception."""
+    """identify reports a difference, also if every layer has the same fault and none is an exception."""
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
     assert run("identify", tmp_path / "q", "--source", tmp_path / "m").code == 0

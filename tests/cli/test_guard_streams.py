@@ -85,7 +85,7 @@ def test_streams_that_were_closed_before(model: Path, tmp_path: Path, closed: st
 
 
 def test_a_terminal_of_60_columns(model: Path, tmp_path: Path) -> None:
-    """Every line fits, every name is whole, and progress leaves an empty line."""
+    """On a narrow terminal, no line is too long, no name is cut, and the progress line is erased at the end."""
     synthetic.moe(tmp_path / "m")
     code, text = on_terminal(60, "convert", str(tmp_path / "m"), str(tmp_path / "out"))
     assert code == 0
@@ -101,9 +101,8 @@ def test_a_terminal_of_60_columns(model: Path, tmp_path: Path) -> None:
 
 
 def test_interrupted_on_a_terminal(tmp_path: Path, model: Path) -> None:
-    """Ctrl-C reaches the process through the terminal.
-
-    The terminal is left without a hidden cursor and without color.
+    """Ctrl-C on a terminal ends the command with a true last line, and leaves cursor and color of the terminal
+    unchanged.
     """
     x = {f"layers.{i}.weight": synthetic.random(str(i), (1024, 4096)) for i in range(6)}
     synthetic.write_model(tmp_path / "m", {}, x)

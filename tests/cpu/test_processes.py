@@ -34,7 +34,9 @@ def large(seed=0):
 
 
 def in_child(seed):
-    """Return what a child process computes on several threads of its own pool."""
+    """Quantize on three threads; return the bytes of the result. Child processes run this, with thread pools of their
+    own.
+    """
     with fp4kit.threads(3):
         q = fp4kit.quantize(large(seed=seed), "nvfp4-te")
         return q.packed.tobytes() + q.block_scale.tobytes()

@@ -44,7 +44,7 @@ def square_blocks(r: Recipe, layout: str, shape: tuple[int, ...]) -> fp4kit.Quan
 
 
 def moved(q: fp4kit.Quantized, move=None) -> fp4kit.Quantized:
-    """Return q with its arrays on the device, each passed through `move`."""
+    """Return q with its arrays on the device, changed by `move` if it is given."""
     move = move or (lambda a: a)
     parts = {name: move(cupy.asarray(getattr(q, name))) for name in ("packed", "block_scale")}
     tensor = {name: getattr(q, name) for name in ("tensor_scale", "tensor_amax")}

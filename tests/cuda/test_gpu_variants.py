@@ -181,7 +181,10 @@ def test_nan_in_every_other_element(rows, block, dtype) -> None:
 
 @pytest.mark.parametrize("name", ["nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-256"])
 def test_blocks_of_zeros_of_4over6_that_make_zeros_negative(name) -> None:
-    """FlashInfer gives zero blocks codes of 0 early; TE does not."""
+    """Blocks of zeros get the CPU's codes under a sign rule that makes zeros negative.
+
+    FlashInfer's rule gives such blocks the code 0 before signs are set; TE's does not.
+    """
     r = replace(RECIPES[name], sign="not_positive")
     x = np.random.default_rng(8).standard_normal((4, 64)).astype(np.float32)
     x[0, :16], x[1, 16:32], x[2, 32:48] = 0.0, -0.0, 2.0**-149

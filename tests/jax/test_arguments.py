@@ -1,5 +1,6 @@
-"""Test the arguments of fp4kit.jax: errors carry the function's name, results are on the argument's device, and print
-works without values.
+"""Test the arguments of fp4kit.jax: errors name the function, results are on the argument's device.
+
+A Quantized without values can be printed.
 """
 
 import importlib
@@ -45,7 +46,9 @@ SEEDS = {
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_seeds_that_are_no_integers(op, seed):
-    """Without the check, 3.7 would count as 3, True as 1, and a key would give an error of int()."""
+    """A seed that is not an integer is rejected: 3.7 would count as 3, True as 1, and a JAX key would give an unclear
+    error.
+    """
     x, given = jnp.asarray(SMALL), SEEDS[seed]()
     for call in (CALLS[op], jax.jit(CALLS[op], static_argnums=1, static_argnames="rounding")):
         with pytest.raises(
@@ -134,7 +137,7 @@ def test_errors_carry_the_name_of_the_function(case):
 
 
 def test_a_quantized_without_values_can_be_shown():
-    """repr must work on the result of jax.eval_shape, and print inside a jitted function."""
+    """A Quantized without values can be printed: the result of jax.eval_shape, and one inside a jitted function."""
     q, shown = fj.quantize(jnp.asarray(SMALL), "nvfp4-te"), []
     trees = [
         jax.eval_shape(lambda x: fj.quantize(x, "nvfp4-te"), SMALL),
@@ -156,8 +159,9 @@ def test_a_quantized_without_values_can_be_shown():
 
 
 def test_results_are_where_the_argument_is_and_move_as_it_does():
-    """Test on two CPU devices: a result is committed to a device only if its argument is, and sharded arrays are
-    rejected.
+    """A result is on the argument's device, and committed to it only if the argument is. Sharded arrays are rejected.
+
+    The test uses two CPU devices.
     """
     program = """
         import jax, numpy as np, fp4kit, fp4kit.jax as fj

@@ -1,6 +1,6 @@
-"""Test on the CPU the handler of XLA's foreign function interface that fp4kit.jax uses on CUDA.
+"""Test the handler of XLA's foreign function interface, through which fp4kit.jax runs kernels on CUDA.
 
-Only the arrays differ.
+Here it gets arrays of the CPU instead of the GPU.
 """
 
 import importlib
@@ -27,14 +27,14 @@ RECIPES = ["nvfp4-te", "nvfp4-te-2d", "mxfp4", "mxfp8", "int8-modelopt-channel",
 
 @pytest.fixture(autouse=True)
 def on_the_cpu():
-    """Run on the CPU even if JAX has a GPU; tests/cuda/test_gpu_wrappers.py runs these tests on a GPU."""
+    """Run the tests on the CPU even if JAX has a GPU. tests/cuda/test_gpu_wrappers.py runs them on a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
 
 @pytest.fixture(autouse=True)
 def calls_to_the_handler(monkeypatch):
-    """Send traced calls to the handler instead of a callback; return a list with one entry per call."""
+    """Make traced calls use the handler, as on CUDA, instead of a callback. Return a list with one entry per call."""
     ffi.register("cpu", calls.run)
     count = []
 
@@ -108,7 +108,7 @@ def test_vmap_scan_and_subnormal_numbers():
 
 
 def test_errors_of_values_keep_their_text():
-    """These are the errors that only a running program can find."""
+    """Errors that depend on values, which only a running program can find, reach the caller with their text."""
     function = jax.jit(lambda x, amax: fj.fake_quantize(x, "nvfp4-te", tensor_amax=amax))
     with pytest.raises(
         jax.errors.JaxRuntimeError, match=r"ValueError: fake_quantize: tensor_amax holds 1 negative value\(s\)"

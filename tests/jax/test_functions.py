@@ -1,5 +1,6 @@
-"""Test fp4kit.jax: values and gradients are bit-identical to fp4kit's, eagerly and under jit, grad, vmap and scan;
-Quantized is a pytree.
+"""Test fp4kit.jax: values and gradients are bit-identical to fp4kit's, eagerly and under jit, grad, vmap and scan.
+
+A Quantized is a pytree.
 """
 
 import doctest
@@ -31,7 +32,7 @@ SMALL, OTHER = ordinary(1, (32, 64)), ordinary(2, (32, 64))
 
 @pytest.fixture(autouse=True)
 def on_the_cpu():
-    """Run on the CPU even if JAX has a GPU; tests/cuda/test_gpu_wrappers.py runs these tests on a GPU."""
+    """Run the tests on the CPU even if JAX has a GPU. tests/cuda/test_gpu_wrappers.py runs them on a GPU."""
     with jax.default_device(jax.devices("cpu")[0]):
         yield
 
@@ -41,7 +42,10 @@ def host(a):
 
 
 def both(function, x, grad):
-    """Return the value and gradient; assert that eager and jitted calls give the same bits."""
+    """Return the value of a function of x and its gradient for the upstream gradient `grad`.
+
+    Eager and jitted calls must give equal bits.
+    """
 
     def pulled(x, grad):
         y, pull = jax.vjp(function, x)
@@ -67,7 +71,7 @@ def same_quantized(q, expected):
 @pytest.mark.parametrize("name", half(RECIPES))
 @pytest.mark.parametrize("axis, dtype", [(-1, np.float32), (0, BF16), (-1, np.float16)], ids=str)
 def test_every_recipe(name, axis, dtype):
-    """The traced forward, clipped gradient, codes and values equal those of NumPy arrays."""
+    """Traced calls give the values, codes and clipped gradient of calls on NumPy arrays."""
     x, grad = ordinary(1, SHAPE, dtype), ordinary(3, SHAPE, dtype)
     y, g = both(lambda w: fj.fake_quantize(w, name, axis=axis, pass_through=False), x, grad)
     assert_same_bits(y, fp4kit.fake_quantize(x, name, axis=axis))
@@ -154,9 +158,9 @@ def test_vmap_over_amaxes():
 
 @pytest.mark.parametrize("name", ["mxfp4-ocp", "mxfp4-te", "mxfp8-te", "nvfp4-te", "nvfp4-flashinfer"])
 def test_subnormal_numbers(name):
-    """fp4kit keeps subnormals unless the producer flushes them.
+    """Subnormals are kept unless the producer flushes them.
 
-    The threads that run callbacks flush subnormals to zero, and XLA may, too.
+    The threads in which JAX runs callbacks flush subnormals to zero, and XLA may do so, too.
     """
     tiny = np.exp2(np.random.default_rng(2).integers(-149, -120, (4, 64))).astype(np.float32)
     tiny[0, ::3], tiny[1, 5] = -0.0, -1e-45
@@ -369,7 +373,7 @@ def test_errors_before_any_work(case, wrap):
 
 
 def test_large_arrays_and_many_callbacks():
-    """Callbacks must not wait for work that waits for them."""
+    """Large arrays in many callbacks at once cause no deadlock: a callback must not wait for work that waits for it."""
     x = ordinary(5, (2048, 2048))
     step = jax.jit(lambda x: fj.fake_quantize(fj.fake_quantize(x @ x, "mxfp4") + x, "nvfp4-te"))
     for found in [step(x) for _ in range(3)]:
@@ -378,7 +382,7 @@ def test_large_arrays_and_many_callbacks():
 
 @pytest.mark.parametrize("rounds", [5, *exhaustive([400])])
 def test_calls_leave_nothing_behind(rounds):
-    """Memory must not grow. An exhaustive run makes 1,600 calls, four per round."""
+    """Memory must not grow over many calls. An exhaustive run makes 1,600 calls, four per round."""
     step = jax.jit(jax.grad(lambda x: jnp.sum(fj.fake_quantize(x, "nvfp4-te", pass_through=False) ** 2)))
 
     def work():

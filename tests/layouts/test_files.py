@@ -1,4 +1,4 @@
-"""Test pack_gguf, pack_mlx and their inverses against the documented bytes, and that each undoes the other."""
+"""Test pack_gguf, pack_mlx and their inverses: bytes are the documented ones, and each function undoes its inverse."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def random_bytes(*shape):
 
 
 def stated_bytes(codes, scales, format):
-    """Yield the bytes of one row one by one, as the picture in the docstring of pack_gguf shows them."""
+    """Yield the bytes of one row one by one, as documented for pack_gguf."""
     block, half = layouts.GGUF_BLOCKS[format], HALF[format]
     for first in range(0, len(codes), block.elements):
         yield from scales[first // (2 * half) :][: block.scales]

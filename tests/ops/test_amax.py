@@ -1,4 +1,4 @@
-"""Test amax per tensor, along axes and per block of a recipe, against NumPy on blocks cut by hand."""
+"""Test amax per tensor, along axes, and per block of a recipe, against NumPy's maximum over blocks."""
 
 import ml_dtypes
 import numpy as np

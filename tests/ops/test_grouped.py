@@ -1,5 +1,6 @@
-"""Test that grouped operations equal a loop of single calls, for lists and for one stacked array, and that plans follow
-their tensors.
+"""Test grouped operations: they equal a loop of single calls, for lists and for a stacked array.
+
+A plan follows the current values of its tensors.
 """
 
 from __future__ import annotations
@@ -288,14 +289,14 @@ def test_errors_say_which_tensor(call, text):
 @pytest.mark.parametrize("method", ["quantize", "fake_quantize"])
 @pytest.mark.parametrize("flag", ["no", None, 2, 1.0, [], np.ones(2)])
 def test_keep_amax_is_a_flag(method, flag) -> None:
-    """If another value counted as True, the plan would keep amaxes that were never computed, which are zero."""
+    """keep_amax must be a bool. Another value that counts as True would keep amaxes that were never computed."""
     plan = fp4kit.GroupedPlan(XS, "nvfp4-te")
     with pytest.raises(TypeError, match=r"GroupedPlan: keep_amax is .*; needs True or False"):
         getattr(plan, method)(keep_amax=flag)
 
 
 def test_a_refresh_that_fails_changes_nothing() -> None:
-    """Results stay in the library of the tensors that the plan still holds."""
+    """After a refresh that fails, the plan still uses its old tensors, and its results are in their library."""
     torch = pytest.importorskip("torch")
     plan = fp4kit.GroupedPlan(XS, "nvfp4-te")
     before = plan.quantize()

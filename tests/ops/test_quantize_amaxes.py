@@ -131,7 +131,7 @@ def test_tensor_scales_by_hand(name):
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-2d"])
 def test_the_order_of_te_s_products(name):
-    """TE computes amax * (encode * 1/6), not (amax * encode) * 1/6."""
+    """TE computes amax * (encode_scale * (1/6)), not (amax * encode_scale) * (1/6)."""
     for amax, code in TE_SCALES.items():
         x = np.zeros((16, 16), np.float32)
         x[3, 5] = -amax

@@ -1,4 +1,6 @@
-"""Test search_scales against a plain loop in float64, and its errors by their whole text."""
+"""Test search_scales: its choice has the smallest error, computed by a plain loop in float64, and its errors have clear
+texts.
+"""
 
 from __future__ import annotations
 
@@ -34,13 +36,16 @@ def some(rows: int = 32, columns: int = 64, dtype=np.float32, seed: int = 0) -> 
 
 
 def nearest(a: np.ndarray) -> np.ndarray:
-    """Return the E2M1 value nearest to a >= 0; for a tie either neighbor, because both give the same error."""
+    """Return the E2M1 value nearest to each a >= 0. At a tie it may be either one, because both have the same error."""
     values = np.unique(np.abs(np.float64(E2M1.values)))
     return values[np.abs(a[..., None] - values).argmin(axis=-1)]
 
 
 def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: float = 2) -> np.ndarray:
-    """Return the error of each block under each scale by the formula, float64 (126, M, K / 16)."""
+    """Return the error of each block under each of the 126 scales, in float64 of shape (126, M, K / 16).
+
+    power: the exponent of the errors of elements.
+    """
     wide, every = np.abs(np.float64(x)), []
     for scale in SCALES * (amax / scale_max / 6):
         d = np.abs(wide - nearest(wide / scale) * scale)
@@ -50,12 +55,15 @@ def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: flo
 
 
 def code_of(found: np.ndarray, amax: float, scale_max: float) -> np.ndarray:
-    """Return the index of the candidate that each block amax is."""
+    """Return the index of each chosen block amax in the list of candidates."""
     return np.abs(np.float64(found)[..., None] / amax * scale_max - SCALES).argmin(axis=-1)
 
 
 def assert_smallest_loss(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUNDING) -> None:
-    """Assert that each block's chosen candidate is no worse than any other, except for rounding."""
+    """Assert that the chosen candidate of each block loses least, up to rounding.
+
+    every: the losses of all candidates. chosen: the index of the chosen one.
+    """
     loss = np.take_along_axis(every, chosen[None], axis=0)[0]
     assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
 
@@ -125,7 +133,10 @@ def test_a_column_of_weight_0_does_not_matter() -> None:
 
 
 def test_ties_take_the_smallest_code() -> None:
-    """24 is exactly 6 * 4, 4 * 6 and 3 * 8, and a block of zeros is exact under every scale."""
+    """If several scales are exact, the smallest is chosen: 24 is 6 * 4, 4 * 6 and 3 * 8.
+
+    A block of zeros is exact under every scale.
+    """
     x = np.zeros((2, 16), np.float32)
     x[0, 3] = -24
     found = fp4kit.search_scales(x, WIDE, tensor_amax=6 * 256)
@@ -223,7 +234,11 @@ def test_inputs_are_not_written_to() -> None:
 
 
 def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
-    """Return the error of each block for amaxes multiplied by each power of two, float64 (steps, M, blocks)."""
+    """Return the error of each block if its amax is multiplied by a power of two, in float64 of shape (steps, M,
+    blocks).
+
+    steps: the exponents of these powers.
+    """
     size, every = fp4kit.recipe(recipe).block_size, []
     own = fp4kit.amax(x, recipe)
     for step in steps:
@@ -233,7 +248,10 @@ def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.nd
 
 
 def floor_codes(x: np.ndarray, top: float) -> np.ndarray:
-    """Return the E8M0 codes of floor(log2(amax)) - floor(log2(largest element)) for blocks of 32."""
+    """Return the E8M0 codes of floor(log2(amax)) - floor(log2(top)) for blocks of 32.
+
+    top: the largest value of an element.
+    """
     return np.floor(np.log2(np.abs(x).reshape(len(x), -1, 32).max(axis=-1))).astype(int) - int(np.log2(top)) + 127
 
 
@@ -260,7 +278,7 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
 )
 @pytest.mark.parametrize("objective", ["mse", "max"])
 def test_powers_of_blocks_of_any_length(block, objective) -> None:
-    """Elements are added in pairs; the number of pairs need not be a power of two."""
+    """Sums are right for any block length. Elements are added in pairs, whose number need not be a power of two."""
     recipe, columns = block
     r = replace(fp4kit.recipe(recipe), block=(1, columns))
     x, weights = some(200, 2 * columns), np.random.default_rng(1).random(2 * columns, np.float32) ** 4 + 0.1
@@ -274,7 +292,7 @@ def test_powers_of_blocks_of_any_length(block, objective) -> None:
 
 
 def test_ties_take_the_smallest_power() -> None:
-    """The block of 2 is exact as 4 * 0.5 and as 2 * 1, and saturates under 0.25."""
+    """If several powers of two are exact, the smallest is chosen: 2 is 4 * 0.5 and 2 * 1. Under 0.25 it saturates."""
     x = np.zeros((1, 32), np.float32)
     x[0, 7] = -2
     assert fp4kit.search_scales(x, "mxfp4-ocp") == 2 == fp4kit.search_scales(x, "mxfp4-torchao-rceil")
@@ -313,7 +331,9 @@ def test_powers_at_the_ends_and_of_what_is_not_finite() -> None:
 
 
 def test_groups_take_no_amaxes_for_powers() -> None:
-    """Grouped kernels read block amaxes of static recipes only."""
+    """Grouped calls reject block amaxes for power-of-two scales, because grouped kernels read those of static recipes
+    only.
+    """
     x = some(4, 32)
     with pytest.raises(
         ValueError, match=r"^quantize_grouped: block_amax\[0\] was given, but mxfp4-ocp computes it from x"
@@ -327,9 +347,9 @@ def test_groups_take_no_amaxes_for_powers() -> None:
 def best_multiples(
     x: np.ndarray, recipe: str, amax: np.ndarray, grid: np.ndarray, weights=1.0, axis=None
 ) -> np.ndarray:
-    """Return the multiples with the smallest squared error, by the public fake_quantize, in float64.
+    """Return the multiples of the amax with the smallest squared error, found with the public fake_quantize.
 
-    axis: the axes of x that share one amax.
+    grid: the multiples to try. axis: the axes of x that share one amax.
     """
     every = []
     for factor in grid:
@@ -372,7 +392,7 @@ def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
 
 @pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
 def test_a_grid_for_nonfinite_values(recipe, recwarn) -> None:
-    """No warning is raised. If rows have amaxes of their own, finite rows are searched as usual."""
+    """NaN and infinities cause no warning. If each row has its own amax, finite rows are searched as usual."""
     x = some(4)
     x[0, 2], x[1, 5], x[2] = np.nan, np.inf, x[2] * np.float32(3e38)
     found = fp4kit.search_scales(x, recipe)

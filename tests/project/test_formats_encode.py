@@ -46,7 +46,11 @@ def magnitudes_of(fmt):
 
 
 def index_of(a, magnitudes, rounding, negative):
-    """Return the index of the magnitude that a >= 0 rounds to; return the last index if a is beyond the largest."""
+    """Return the index in `magnitudes` that the fraction a >= 0 rounds to, or the last index if a is beyond the
+    largest.
+
+    negative: True if the number is negative, which reverses directed rounding.
+    """
     low = bisect_right(magnitudes, a) - 1
     if low < 0:  # E8M0 has no value below its smallest one
         return 0
@@ -204,7 +208,10 @@ def test_stochastic_goes_up_from_the_bits_that_reach_the_next_code(fmt, dtype):
 
 
 def test_stochastic_as_transformer_engine_has_it():
-    """The sum of a 16-bit number and the part from a random byte is exact in float32, so both ways agree."""
+    """ElementFormat.encode agrees with Transformer Engine, which adds the random part to a 16-bit number in float32.
+
+    That sum is exact, so both round alike.
+    """
     for dtype in (np.float16, BF16):
         x = ALL_16_BITS.view(dtype)
         a = np.abs(x.astype(np.float32))

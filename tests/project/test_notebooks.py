@@ -47,7 +47,7 @@ def run_notebook(source: Path, target: Path) -> None:
 def run_in_subprocess(source: Path, target: Path, work: Path) -> None:
     """Run run_notebook in a new process, because pytest's filters would turn warnings of the event loop into errors.
 
-    The kernel imports the checkout, starts in the empty folder `work`, and sees no settings of the user.
+    The kernel imports this checkout, starts in the empty folder `work`, and reads no settings of the user.
     """
     kept = {
         name: value for name, value in os.environ.items() if name != "MPLBACKEND" and not name.startswith("JUPYTER")

@@ -27,7 +27,7 @@ def bit_patterns(dtype: np.dtype) -> np.ndarray:
 
 
 def inputs(dtype: np.dtype) -> dict[str, np.ndarray]:
-    """Return named arrays of shape (32, 128)."""
+    """Return {name: array of shape (32, 128)}, from ordinary values to random bit patterns."""
     with np.errstate(all="ignore"):
         patterns = bit_patterns(dtype)
         finite = np.where(np.isfinite(patterns.astype(np.float32)), patterns, np.ones((), dtype))

@@ -1,4 +1,6 @@
-"""Test encoding of E8M0 scales against Transformer Engine's function, ml_dtypes, recorded casts and the definition."""
+"""Test the encoding of E8M0 scales against Transformer Engine's function, ml_dtypes, recorded casts and the
+definition.
+"""
 
 import ml_dtypes
 import numpy as np

@@ -1,6 +1,4 @@
-"""Provide what tests of the compiled engine share: comparison with the specification, small tiles, and views of an
-array.
-"""
+"""Provide helpers for tests of the compiled engine: comparison with the specification, small tiles, memory layouts."""
 
 from __future__ import annotations
 

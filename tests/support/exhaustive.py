@@ -29,18 +29,20 @@ def exhaustive(cases: Iterable[Any]) -> list[Any]:
 
 
 def half(cases: Iterable[Any]) -> list[Any]:
-    """Return every other case for every run, and the rest for exhaustive runs."""
+    """Return the cases as parameters: every other one for every run, the rest for exhaustive runs only."""
     return every(2, cases)
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Return every `step`-th case, beginning with the first, for every run, and the rest for exhaustive runs."""
+    """Return the cases as parameters: every `step`-th for every run, from the first on; the rest for exhaustive runs
+    only.
+    """
     cases = list(cases)
     return cases[::step] + exhaustive(case for i, case in enumerate(cases) if i % step)
 
 
 def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Return the chosen names for every run, and the other names for exhaustive runs."""
+    """Return the names as parameters: those in `chosen` for every run, the others for exhaustive runs only."""
     names = list(names)
     assert set(chosen) <= set(names), f"no such names: {set(chosen) - set(names)}"
     return [*chosen, *exhaustive(name for name in names if name not in chosen)]

@@ -31,7 +31,7 @@ def engine_away(monkeypatch):
 
 
 def is_away(value):
-    """Return True if a call's argument belongs to the engine "away"."""
+    """Return whether an argument of a call, or an array in it, is of the engine "away"."""
     if isinstance(value, Quantized):
         return isinstance(value.packed, Away)
     return any(map(is_away, value)) if isinstance(value, (list, tuple)) else isinstance(value, Away)

@@ -51,7 +51,7 @@ REPRESENTATIVE = (
 
 
 def gpu_only(test: T) -> T:
-    """Return a decorator that skips a test if there is no GPU, because it means nothing on the CPU."""
+    """Mark a test that says nothing about kernels run on the CPU; it is skipped without a GPU."""
     return pytest.mark.gpu(pytest.mark.skipif(DEVICES == 0, reason="no CUDA device")(test))
 
 
@@ -61,12 +61,15 @@ def examples(count: int) -> settings:
 
 
 def importable() -> AbstractContextManager[Any]:
-    """Return a context in which `import cupy` works."""
+    """Return a context in which `import cupy` gives CuPy, or without a GPU the module that simulates it."""
     return nullcontext() if DEVICES else cupy.installed()
 
 
 def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[Any]:
-    """Return the parameters of a test: all values on a GPU. On the CPU, values not in `few` are for exhaustive runs."""
+    """Return the values as parameters of a test.
+
+    On a GPU every run takes all of them. On the CPU only exhaustive runs take those that are not in `few`.
+    """
     rest = () if DEVICES else (pytest.mark.exhaustive,)
     return [value if value in few else pytest.param(value, marks=rest) for value in values]
 

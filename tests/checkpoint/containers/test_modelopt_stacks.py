@@ -29,10 +29,11 @@ Quantized = dict[str, list[fp4kit.Quantized]]
 
 
 def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) -> Quantized:
-    """Write a model of such stacks to root / "q" and of the unquantized [E, K, N] to root / "x"; return the quantized
-    stacks.
+    """Write a model with quantized stacks to root / "q", and the model of their unquantized stacks [E, K, N] to root /
+    "x".
 
-    each: True for one tensor scale per expert.
+    Return the quantized stacks.
+    each: True for one tensor scale per expert. inputs: True to store input scales, too.
     """
     config = {"model_type": "llama4_text", "num_hidden_layers": 1, "num_local_experts": experts}
     plain, stored, found = {}, {}, {}

@@ -228,7 +228,9 @@ def test_calls_added_at_the_front_run_next(width: int) -> None:
 
 def test_an_executor_has_no_more_calls_than_its_width() -> None:
     class Counting(Executor):
-        """Finish a call once the largest allowed number of calls is waiting."""
+        """Finish a call only once three calls are waiting, the most allowed, and record how many were waiting
+        at once.
+        """
 
         def __init__(self) -> None:
             self.waiting: list[Future[Any]] = []

@@ -34,7 +34,7 @@ def called(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
 
 
 def killed(model: Path, folder: Path) -> Path:
-    """Return the partial directory that a killed run leaves."""
+    """Start a conversion, kill it, and return the partial directory that it leaves."""
     run = signalled(folder, 1, signal.SIGKILL, "convert", model / "m", folder / "out", after=RENAME)
     assert run.code == -signal.SIGKILL
     (left,) = folder.glob(".out.partial")
@@ -116,7 +116,7 @@ def test_a_killed_reconcile_does_not_offer_to_resume(tmp_path: Path, called: Cal
 def test_a_name_too_long_for_what_is_beside_it(
     model: Path, tmp_path: Path, called: Callable[..., Run], extra: tuple[str, ...]
 ) -> None:
-    """The directory of the run has a longer name than the result."""
+    """A destination is rejected if the name of its partial directory, which is longer, exceeds the system's limit."""
     run = called("convert", model / "m", tmp_path / ("x" * 250), *extra)
     assert run.code == 2 and "cannot be created (File name too long); name another directory" in run.err
     assert "Traceback" not in run.err and not list(tmp_path.iterdir())

@@ -35,7 +35,7 @@ def write_sparse(root: Path, config: dict[str, object], tensors: dict[str, tuple
 
 
 def plain(root: Path) -> None:
-    """Write [E, N, K] of bfloat16, 256 MiB."""
+    """Write a stack [E, N, K] of bfloat16 with 256 MiB."""
     write_sparse(root, {"model_type": "qwen3_moe"}, {STACK: ("BF16", (1, HIDDEN // 2, HIDDEN), 2)})
 
 

@@ -132,7 +132,7 @@ def test_compare_equal(tmp_path: Path) -> None:
 
 
 def config_differences(a: Path, b: Path) -> list[tuple[str, str, str, str]]:
-    """Return the config differences of two copies of one checkpoint; assert that their tensors are equal."""
+    """Return the differences in config.json of two copies of one checkpoint; assert that their tensors are equal."""
     comparison = compare_checkpoints(a, b)
     assert not comparison.tensors and comparison.equal is not bool(comparison.configs)
     return [(d.place, d.key, d.kind, d.detail) for d in comparison.configs]

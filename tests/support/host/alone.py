@@ -40,7 +40,7 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
 
 
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
-    """Write the sums of loss bounds of search_loss_bounds.cuh to out."""
+    """Write the bounds of losses, summed per block by search_loss_bounds.cuh, to `out`."""
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
     text += (HERE / "bounds.cu").read_text()
     fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])

@@ -81,7 +81,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return DLPACK_CUDA, self.device.id
 
     def __dlpack__(self, **options: Any) -> Any:
-        """Return what from_dlpack below accepts instead of a capsule. Only this module knows the memory."""
+        """Return an object that from_dlpack below accepts in place of a DLPack capsule."""
         return SimpleNamespace(shared=self[...])
 
     def __array__(self, *arguments: Any, **options: Any) -> Any:
@@ -169,7 +169,10 @@ for _name in ("all", "any", "astype", "max", "min", "ravel", "reshape", "squeeze
 
 
 def _bare(a: Any) -> Any:
-    """Return NumPy views of the arrays in an argument. Raises TypeError for a NumPy array, as CuPy does."""
+    """Return an argument with its device arrays, nested ones included, replaced by NumPy views of their memory.
+
+    Raises TypeError for a NumPy array, as CuPy does.
+    """
     if isinstance(a, ndarray):
         return a._host
     if isinstance(a, np.ndarray):

@@ -110,7 +110,7 @@ _allocators: list[Callable[[int], Memory]] = [Memory]
 
 
 def allocate(size: int) -> Memory:
-    """Return memory from the current allocator."""
+    """Return memory from the current allocator, which using_allocator may have replaced."""
     return _allocators[-1](size)
 
 
