@@ -78,18 +78,20 @@ def markdown(record: Record) -> str:
         f"Other libraries: {others or 'none'}."
         + "".join(f" No {name} ({why})." for name, why in record["missing"].items()),
         "",
-        f"Matrices are {record['size']} x {record['size']} unless a shape is given. A rate in GB/s is the bytes of",
-        f"input (of output for dequantize) divided by the median time of up to {record['repeat']} calls. Columns:",
+        "This page lists every measurement of one benchmark run on a CPU. Matrices are",
+        f"{record['size']} x {record['size']} unless a shape is given. A rate in GB/s is the bytes of input",
+        f"(of output for dequantize) divided by the median time of up to {record['repeat']} calls. Columns:",
         "",
-        "- best: the rate by the smallest time",
-        "- times: the specification's time divided by that of fp4kit on all threads",
-        "- others: the time of other libraries' calls divided by that of fp4kit on all threads",
+        "- best: the rate for the smallest time instead of the median",
+        "- times: the time of the specification (fp4kit's NumPy code), divided by the time of fp4kit on all threads",
+        "- others: the times of other libraries, divided by the time of fp4kit on all threads",
         "",
         "![rates and speed-up](cpu.svg)",
         "",
         "## Bars",
         "",
-        f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} hold.",
+        "A bar is a target for a set of measurements; it holds if the worst of them meets the target. "
+        f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars hold.",
         "",
         table(("bar", "found", "where", ""), [_bar_cells(bar) for bar in found]),
         *_machine(record),
@@ -236,8 +238,8 @@ def summary(record: Record) -> str:
     found = bars_of(record)
     held = f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars hold"
     return (
-        f"{heading(record)}. GB/s of bfloat16, {record['size']} x {record['size']};"
-        f" {held}.\n\n{table(tuple(head), cells)}"
+        f"{heading(record)}. Rates are GB/s of bfloat16 for matrices of {record['size']} x"
+        f" {record['size']}. {held} (targets for sets of measurements).\n\n{table(tuple(head), cells)}"
     )
 
 

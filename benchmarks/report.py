@@ -87,12 +87,17 @@ def markdown(record: Record) -> str:
         "",
         f"{heading(record)}.",
         "",
-        f"Times are medians of {record['repeat']} timings; spread is the largest minus the smallest."
-        " n is the number of elements.",
-        "Efficiency is the time of a copy that moves as many bytes, in the same run, divided by the time.",
+        "This page lists every measurement of one benchmark run. Columns:",
+        "",
+        f"- time: the median of {record['repeat']} timings. spread: the largest minus the smallest of them.",
+        "- bytes: the bytes that the operation must move; n is the number of elements.",
+        "- efficiency: the time of a copy that moves as many bytes in the same run, divided by the operation's time.",
+        "- peers: the times of other libraries, divided by the time of fp4kit.",
+        "",
         (
-            f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets met,"
-            f" {missed} missed. A peer is faster, by more than the spread, in: {'; '.join(slower) or 'no row'}."
+            f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets are met,"
+            f" {missed} missed. Rows in which another library is faster by more than the spread:"
+            f" {'; '.join(slower) or 'none'}."
         ),
         *(f"Not measured: {name}: {why}." for name, why in record.get("errors", {}).items()),
         "",

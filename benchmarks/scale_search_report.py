@@ -70,7 +70,9 @@ def markdown(record: Record) -> str:
         rows.append((name, "x".join(map(str, layer["shape"])), *found[0], *found[1]))
     columns = ("layer", "shape", *WAYS, *(f"outputs: {way}" for way in WAYS))
     figure = "![error of a block, SQNR per layer](scale-search.svg)"
-    return "\n".join(("# Search of block scales", "", summary(record), "", figure, "", table(columns, rows))) + "\n"
+    about = "This page lists the SQNR of each layer of the demo model in NVFP4, for four ways to choose block scales."
+    lines = ("# Search of block scales", "", about, "", summary(record), "", figure, "", table(columns, rows))
+    return "\n".join(lines) + "\n"
 
 
 # ---- the figure ----

@@ -65,7 +65,10 @@ def pages() -> dict[str, str]:
 def overview() -> str:
     """Return the Markdown page that lists all producers."""
     rows = [(f"[{TITLES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
-    text = "Each page states the formulas and recipes of one producer, and how many of its outputs were compared.\n\n"
+    text = (
+        "You find one page per producer here. It lists the recipes that reproduce the producer, their formulas, and how"
+        " many recorded outputs of the producer were compared.\n\n"
+    )
     return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
 
 
@@ -73,15 +76,15 @@ def page(name: str, recipes: list[Recipe]) -> str:
     """Return the Markdown page of one producer, which has these recipes."""
     equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
     recorded = (
-        f"{equal:,} of {compared:,} recorded arrays of this producer are equal in every bit."
+        f"{equal:,} of {compared:,} recorded outputs of this producer are equal to fp4kit's in every bit."
         if compared
-        else "No output of this producer is recorded; the recipes follow its source."
+        else "No outputs of this producer are recorded; the recipes were written from its source code."
     )
-    about = f"This page states the arithmetic of {TITLES[name]} as fp4kit computes it. {recorded}"
+    about = f"You find the recipes that reproduce {TITLES[name]} here, and the formulas that they use. {recorded}"
     lines = [f"# {TITLES[name]}", "", about, ""]
     lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", ""]
     lines += [*(_entry(r) for r in recipes), ""]
-    lines += ["## Formulas", "", "Each rule is defined by its NumPy code. The engines give the same bits.", ""]
+    lines += ["## Formulas", "", "The NumPy code below defines each rule. All engines of fp4kit give equal bits.", ""]
     lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)
     lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
     relative = _relative(recipes[0])
@@ -93,7 +96,7 @@ def page(name: str, recipes: list[Recipe]) -> str:
 def _entry(r: Recipe) -> str:
     """Return the line for a recipe in the list of recipes."""
     equal, compared = _recorded(r)
-    counts = f"{equal} of {compared} recorded arrays equal" if compared else "no recorded arrays"
+    counts = f"{equal} of {compared} recorded outputs equal" if compared else "no recorded outputs"
     exact = f" Equal to: {r.exact}." if r.exact else ""
     return f"- **`{r.id}`**, blocks of {block_text(r)}, {counts}.{exact} Source: {r.source}."
 
@@ -173,12 +176,16 @@ def _relative(r: Recipe) -> list[str]:
     lines = []
     if alike:
         lines += [
-            f"On ordinary bfloat16 weights, `{r.id}` gives the bytes of {', '.join(f'`{id}`' for id in alike)}.",
+            f"For ordinary bfloat16 weights, `{r.id}` gives the same bytes as {', '.join(f'`{id}`' for id in alike)}.",
             "",
         ]
     if parted:
         other = min(parted, key=parted.__getitem__)
-        lines += [f"The nearest recipe with other bytes is `{other}`. They differ in this block:", ""]
+        lines += [
+            f"Among the recipes of other producers that give other bytes, `{other}` differs least. In this block, the"
+            " two recipes differ:",
+            "",
+        ]
         lines += [_worked(r, other, mine, candidates[other]), ""]
     return lines
 

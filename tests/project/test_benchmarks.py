@@ -203,9 +203,10 @@ def test_table_counts_misses_and_names_faster_peers():
         a_row(kind="host", copy_us=None),
     ]
     text = report.markdown(a_record(found) | {"errors": {"amax": "AssertionError: wrong"}})
-    assert "1 of 2 targets met, 1 missed" in text and "0.95 (missed)" in text
+    assert "1 of 2 targets are met, 1 missed" in text and "0.95 (missed)" in text
     assert (
-        "A peer is faster, by more than the spread, in: quantize mxfp8-te bfloat16." in text and "torchao 0.50" in text
+        "another library is faster by more than the spread: quantize mxfp8-te bfloat16." in text
+        and "torchao 0.50" in text
     )
     assert "Not measured: amax: AssertionError: wrong." in text and "quantize (host time)" in text
 
