@@ -96,7 +96,7 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:
-    """Return whether value is a string among `names`. For an array, whose comparison is no bool, return False."""
+    """Return whether value is a string among `names`. Any other object, such as an array, gives False."""
     return isinstance(value, str) and value in names
 
 

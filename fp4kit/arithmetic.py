@@ -28,8 +28,8 @@ T = TypeVar("T")
 _TINY: float = struct.unpack("<d", b"\x01" + bytes(7))[0]  # 2^-1074
 _BIG, _ONE_STEP, _TWO_STEPS = 2.0**1023, 2.0**-51, 2.0**-50  # a step is _TINY * _BIG
 
-_DEFAULT = ctypes.c_void_p(-1)  # FE_DFL_ENV of glibc and musl
-_ENVIRONMENT_BYTES = 256  # room for a fenv_t: 32 bytes on x86-64, 8 on aarch64
+_DEFAULT = ctypes.c_void_p(-1)  # FE_DFL_ENV, the default environment, in glibc and musl
+_ENVIRONMENT_BYTES = 256  # more than C's fenv_t takes: 32 bytes on x86-64, 8 on aarch64
 Environment = tuple[Callable[..., int], Callable[..., int]]  # fegetenv, fesetenv
 
 
@@ -108,7 +108,7 @@ def environment() -> Environment | None:
     if not sys.platform.startswith("linux") or platform.machine() not in ("x86_64", "aarch64"):
         return None
     try:
-        library = ctypes.PyDLL(None)  # keeps the GIL: the calls take a few nanoseconds
+        library = ctypes.PyDLL(None)  # PyDLL keeps the GIL, because the calls take only a few nanoseconds
         functions = library.fegetenv, library.fesetenv
     except (AttributeError, OSError):
         return None

@@ -178,7 +178,7 @@ class ElementFormat:
     def emin(self) -> int:
         """Exponent of the smallest normal value.
 
-        The subnormal values are spaced as the values from 2^emin to 2^(emin + 1) are.
+        Subnormal values have the same spacing as the values from 2^emin to 2^(emin + 1).
         """
         return (1 if self.has_zero else 0) - self.bias
 

@@ -90,7 +90,7 @@ def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -
 # Roundings that ElementFormat.encode accepts. rm (down) and rp (up) also read the sign, rs (stochastic) random bits.
 # rns is left out, because it is defined in float32 only.
 NAMES = (*(name for name in ROUNDINGS if name != "rns"), "rm", "rp", "rs")
-_TINY_EXPONENT = 64  # all magnitudes from 0 to 2^-64 steps round alike, even with 32 random bits
+_TINY_EXPONENT = 64  # nonzero magnitudes up to 2^-64 steps all round alike, even with 32 random bits
 
 
 class Format(Protocol):

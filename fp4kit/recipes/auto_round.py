@@ -25,7 +25,7 @@ PACKED8 = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-auto-round",

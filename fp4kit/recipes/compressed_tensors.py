@@ -13,7 +13,7 @@ VERSIONS = Versions("0.20", "0.20")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield of_format(
         NVFP4,
         "nvfp4-compressed-tensors",

@@ -16,7 +16,7 @@ _SOURCE = "DeepGEMM 54e2261 deep_gemm/utils/math.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield of_format(
         MXFP4,
         "mxfp4-deepgemm",

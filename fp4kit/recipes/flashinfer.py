@@ -13,7 +13,7 @@ VERSIONS = Versions("fb28d72", "fb28d72")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     fast = of_format(
         NVFP4,
         "nvfp4-flashinfer",

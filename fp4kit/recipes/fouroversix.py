@@ -20,7 +20,7 @@ _BEYOND = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     mse = of_format(
         NVFP4,
         "nvfp4-fouroversix",

@@ -12,7 +12,7 @@ VERSIONS = Versions("7bc4195", "7bc4195")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield from _fakes(MXFP4, ("nearest", "nearest_flush", "even", "floor"))
     yield from _fakes(MXFP8_E4M3, ("nearest", "even"))
 

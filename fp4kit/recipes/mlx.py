@@ -38,7 +38,7 @@ def aliases() -> Iterator[Alias]:
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
         yield from _mx(fmt)

@@ -13,7 +13,7 @@ VERSIONS = Versions("0.47", "0.47")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield from _nvfp4()
     yield from _mx()
     yield from _per_tensor()

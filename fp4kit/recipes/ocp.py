@@ -12,7 +12,7 @@ VERSIONS = Versions("v1.0", "v1.0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield of_format(
         MXFP4,
         "mxfp4-ocp",

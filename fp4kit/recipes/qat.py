@@ -12,7 +12,7 @@ VERSIONS = Versions("unversioned", "unversioned")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield Recipe(
         id="int4-qat",
         element=INT4,

@@ -18,7 +18,7 @@ _TORCH = "needs torch 2.13 or later (earlier versions turn scales that overflow 
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-quark",

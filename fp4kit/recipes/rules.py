@@ -81,7 +81,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_mlx": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_0321": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_metal_0321": _POWER,
-    # vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix
+    # rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix
     "vllm": BlockRuleTraits("E4M3", six=True),
     "vllm_cuda": BlockRuleTraits("E4M3", six=True, encode=True),
     "auto_round": BlockRuleTraits("E4M3", six=True),

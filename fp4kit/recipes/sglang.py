@@ -13,7 +13,7 @@ VERSIONS = Versions("0.5.23", "0.5.23")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     util = of_format(
         MXFP4,
         "mxfp4-sglang-util",

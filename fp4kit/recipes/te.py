@@ -14,7 +14,7 @@ VERSIONS = Versions("d0067d0", "d0067d0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     yield from _nvfp4()
     yield _mxfp4()
     yield from _mxfp8()

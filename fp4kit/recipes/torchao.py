@@ -17,7 +17,7 @@ VERSIONS = Versions("0.19 dev", "0.19 dev")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield this producer's recipes. Within one format, fp4kit.recipes() lists them in this order."""
+    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
     for family in (_nvfp4(), _mxfp4(), _mxfp6(), _mxfp8()):
         yield from family
 

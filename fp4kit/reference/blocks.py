@@ -52,9 +52,9 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
 
 
 def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return the amax of each block of float32 x (m, k): (ceil(m / block rows), k / block columns).
+    """Return the amax of each block of float32 x (m, k), in the shape (ceil(m / block rows), k / block columns).
 
-    The last blocks may have fewer rows than the others.
+    If m is not a multiple of the block rows, the lowest blocks have fewer rows.
     """
     rows, columns = recipe.block or (1, x.shape[1])
     m, k = x.shape

@@ -75,9 +75,9 @@ def nearest_unbounded(a: np.ndarray) -> np.ndarray:
 def _wrapped_magnitude(a: np.ndarray) -> np.ndarray:
     """Return the 4-bit codes that fouroversix gives to v = nearest_unbounded(a), for finite a: uint8.
 
-    For v below 8 these are the E2M1 codes. From 8 on, a code is the last four bits of 2 * (exponent of bfloat16(v) + 1)
-    + the first mantissa bit of bfloat16(v): 8 for 8 and 10, 9 for 12 and 14, 10 for 16, ... Source: fouroversix
-    quantize_bf16_to_unpacked_fp4.
+    For v below 8 these are the E2M1 codes. From 8 on, a code is the last four bits of 2 * (e + 1) + m, where e is the
+    exponent of bfloat16(v) and m its first mantissa bit: 8 for 8 and 10, 9 for 12 and 14, 10 for 16, and so on. Source:
+    fouroversix quantize_bf16_to_unpacked_fp4.
     """
     rounded = nearest_unbounded(a)
     bits = rounded.astype(ml_dtypes.bfloat16).view(np.uint16)

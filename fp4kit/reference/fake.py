@@ -52,7 +52,7 @@ def nvfp4_modelopt_triton(
     scale = _e4m3(np.fmin(block / (E2M1.max * gs), E4M3.max)) * gs
     scale = np.where(scale >= np.float32(1e-5), scale, ONE)[..., None]
     y = _round(np.abs(blocks) / scale, recipe) * scale
-    return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # 0 - y, as Triton negates: no -0
+    return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # Triton negates by 0 - y, so zeros are +0
 
 
 def nvfp4_modelopt_static(
@@ -74,7 +74,7 @@ def nvfp4_modelopt_static(
     scale = _e4m3(np.clip(block / E2M1.max * encode_scale, -E4M3.max, E4M3.max)) * (ONE / encode_scale)
     scale = np.where(np.isfinite(scale), scale, ONE)[..., None]
     y = _round(np.abs(blocks) / np.where(scale == 0, ONE, scale), recipe) * scale
-    return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # 0 - y, as Triton negates: no -0
+    return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # Triton negates by 0 - y, so zeros are +0
 
 
 def nvfp4_modelopt_cuda(

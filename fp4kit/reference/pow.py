@@ -16,7 +16,7 @@ SQRT_HALF = np.float64(math.sqrt(0.5)).view(np.int64)  # bits of sqrt(1/2), the 
 LN2, TWO_OVER_LN2 = float.fromhex("0x1.62e42fefa39efp-1"), float.fromhex("0x1.71547652b82fep+1")
 ATANH = [TWO_OVER_LN2 / (2 * i + 1) for i in range(10)]  # series of atanh; the remainder is below 2^-55 of the sum
 EXP = [1 / math.factorial(i) for i in range(14)]  # series of exp; the remainder is below 2^-57 of the sum
-PART = 1 << 13  # elements per step, few enough for the cache
+PART = 1 << 13  # elements that are computed at once, few enough for the cache
 
 
 def power(d: np.ndarray, p: float) -> np.ndarray:

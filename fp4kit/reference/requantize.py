@@ -40,7 +40,7 @@ def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
     if exponents is None:
         return None
     nonzero, m = exponents
-    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # a zero block may have any scale
+    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # a zero block's scale may be out of range
     values = np.where(nonzero, np.ldexp(np.float32(1), shifted), np.float32(0)).astype(np.float32)
     block_scale = np.repeat(encode(values, E4M3), source.block_size // target.block_size, axis=-1)
     with np.errstate(over="ignore"):

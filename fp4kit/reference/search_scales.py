@@ -94,10 +94,10 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
 
 
 def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
-    """Return scales rounded to E4M3 values: multiplied by 448 / top, rounded, and multiplied by the reciprocal.
+    """Return scales rounded to E4M3 under a common factor: E4M3(scale * factor) * (1 / factor).
 
-    top: the largest scale, which E4M3 then represents as 448. If top is at most 2^-24, the factor is 448. Source:
-    Model-Optimizer fake_e4m3fy (CUDA).
+    The factor is 448 / top, so that `top` becomes 448, the largest E4M3 value. If top is at most 2^-24, the factor is
+    448. Source: Model-Optimizer fake_e4m3fy (CUDA).
     """
     factor = np.float32(448) / np.where(top <= np.float32(2.0**-24), ONE, top)
     codes = encode(np.clip(scales * factor, np.float32(-448), np.float32(448)), E4M3)
