@@ -65,3 +65,12 @@ def test_helpers_of_tests_have_names_of_their_own():
     folders = (TESTS / "support", TESTS / "support" / "checkpoint", TESTS.parent / "benchmarks")
     names = [path.stem for folder in folders for path in folder.glob("*.py")]
     assert sorted(name for name in set(names) if names.count(name) > 1) == []
+
+
+IMPORTS_A_TEST = re.compile(r"^\s*(?:from|import) (?:tests\.[\w.]*)?test_\w+", re.MULTILINE)
+
+
+def test_no_test_module_imports_from_another():
+    """Helpers that several test modules need are in tests/support, so that no module runs the set-up of another."""
+    texts = {path.relative_to(TESTS).as_posix(): path.read_text(encoding="utf-8") for path in TESTS.rglob("*.py")}
+    assert not [name for name, text in texts.items() if IMPORTS_A_TEST.search(text)]
