@@ -1,11 +1,12 @@
 """Convert checkpoints to FP4 and back: plan a conversion, run it, and report what was done.
 
 ``make_plan`` decides what happens to each tensor of a model directory or GGUF file; ``execute`` runs the plan.
-``convert`` does both. ``convert_tensors`` applies the same rules to tensors that are already in memory.
+``convert`` does both. ``convert_tensors`` and ``TensorConverter`` apply the same rules to tensors that
+are already in memory.
 """
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute
-from fp4kit.checkpoint.convert.in_memory import Rules, convert_tensors
+from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -18,6 +19,7 @@ __all__ = [
     "Plan",
     "Rules",
     "ScaleSearch",
+    "TensorConverter",
     "Wishes",
     "convert",
     "convert_tensors",

@@ -18,9 +18,10 @@ from fp4kit.checkpoint.containers import mlx
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
 from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
+from fp4kit.checkpoint.model.closed_world import adapter_trouble
 from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
-from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, stack_shape
+from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, stack_shape
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
@@ -31,6 +32,7 @@ from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import TensorEntry
 
 Named = tuple[str, Any]
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
@@ -103,27 +105,143 @@ class Rules:
         return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
 
 
-def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
+INCOMPLETE = ("error", "quantize")
+
+
+class TensorConverter:
+    """Convert tensors that arrive in several buckets, such as those that a trainer sends to its rollout engine.
+
+    Layers that share a tensor scale (q, k and v; gate and up) are held back until the last of them arrives, in whatever
+    bucket that is. Call ``flush`` after the last bucket: it proves that nothing is left.
+
+    Args:
+        rules: recipe, container and selection.
+        incomplete: what flush does with a group of which some layers never arrived: "error" raises, "quantize" gives
+            those that arrived one tensor scale, for models that do not have the others.
+
+    Raises:
+        CheckpointError: ``incomplete`` is another text.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fp4kit.checkpoint import Rules, TensorConverter
+        >>> converter = TensorConverter(Rules.of("nvfp4-te"))
+        >>> w = np.ones((32, 64), np.float32)
+        >>> len(list(converter.convert([("model.layers.0.mlp.gate_proj.weight", w)])))
+        0
+        >>> len(list(converter.convert([("model.layers.0.mlp.up_proj.weight", w)])))
+        6
+        >>> list(converter.flush())
+        []
+    """
+
+    def __init__(self, rules: Rules, incomplete: str = "error") -> None:
+        if incomplete not in INCOMPLETE:
+            raise CheckpointError(f"incomplete {incomplete!r}: unknown; use one of {', '.join(INCOMPLETE)}")
+        self.rules = rules
+        self._incomplete = incomplete
+        self._waiting: dict[str, list[Named]] = {}
+        self._converted: list[str] = []
+        self._seen: set[str] = set()
+
+    def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """Yield the tensors of the quantized checkpoint that a bucket of a model's tensors completes.
+
+        Args:
+            tensors: (name, array) pairs, as for convert_tensors. A name may come only once over all buckets.
+
+        Yields:
+            (name, array) pairs, as convert_tensors does.
+
+        Raises:
+            CheckpointError: a name that came before; a tensor that is quantized already; and as for convert_tensors.
+        """
+        rules = self.rules
+        for original, array in tensors:
+            for name, part in _taken_apart(original, array, rules):
+                self._check_new(name, part)
+                kind = _SAFETENSORS.get(_dtype_name(part), "U8")
+                decision = rules.decisions([(name, kind, tuple(part.shape))])[name]
+                if not decision.converted:
+                    yield name, part
+                    continue
+                mlx.check(rules.form, rules.config, [name.removesuffix(".weight")])
+                for module, matrix in _layers(name, part, rules):
+                    self._converted.append(module)
+                    yield from _gathered(module, matrix, rules, self._waiting)
+
+    def _check_new(self, name: str, array: Any) -> None:
+        """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to an adapter."""
+        if name in self._seen:
+            raise CheckpointError(f"{shown(name)}: came twice; send every tensor once, or begin a new TensorConverter")
+        self._seen.add(name)
+        dtype = _EIGHT_BITS.get(_dtype_name(array), "")
+        if looks_quantized(TensorEntry(name, dtype or "F32", tuple(array.shape), 0, 0)):
+            raise CheckpointError(
+                f"{shown(name)}: is {_dtype_name(array)} {list(array.shape)}, a part of a layer that is quantized"
+                " already; send the unquantized tensors"
+            )
+        adapter = adapter_trouble(name)
+        if adapter:
+            raise CheckpointError(f"{shown(name)}: {adapter}")
+
+    def flush(self) -> Iterator[Named]:
+        """End the conversion: yield the layers that still wait for others of their group, if these may stay missing.
+
+        Raises:
+            CheckpointError: a group of layers that share a tensor scale is incomplete; a gate has no up projection.
+        """
+        alone = fused_layers.missing_gated_halves(self._converted)
+        if alone:
+            raise CheckpointError("; ".join(alone[:3]))
+        for group, members in self._waiting.items() if self._incomplete == "error" else ():
+            came = ", ".join(shown(name) for name, _ in members)
+            raise CheckpointError(
+                f"{shown(group)}: these layers share one tensor scale, but only {came} came; send the others too,"
+                ' or use incomplete="quantize" if the model does not have them'
+            )
+        waiting, self._waiting = self._waiting, {}
+        return (pair for members in waiting.values() for pair in _quantized(members, self.rules))
+
+
+# The dtypes of 8-bit and packed arrays, as safetensors names them.
+_EIGHT_BITS = {
+    "uint8": "U8",
+    "int8": "I8",
+    "float8_e4m3fn": "F8_E4M3",
+    "float8_e5m2": "F8_E5M2",
+    "float8_e8m0fnu": "F8_E8M0",
+    "float4_e2m1fn_x2": "F4",
+    "float4_e2m1fn": "F4",
+    "uint32": "U32",
+    "int32": "U32",
+}
+
+
+def convert_tensors(tensors: Iterable[Named], rules: Rules, incomplete: str = "error") -> Iterator[Named]:
     """Yield the tensors of a quantized checkpoint, given those of a model; the result is what convert would write.
 
     A quantized layer is yielded as several tensors (codes, scales), under the names and dtypes of rules.form. A tensor
     that is not converted is yielded unchanged. Layers that share a tensor scale (gate and up; q, k and v) are held back
-    until the last of them arrives. Groups that stay incomplete are yielded at the end.
+    until the last of them arrives. For tensors that arrive in several buckets, use a TensorConverter.
 
     Args:
-        tensors: (name, array) pairs. The arrays are of any library, on the host or a GPU. The names are Hugging Face's
-            or Megatron-Core's. Fused parameters of Megatron-Core are split: linear_fc1 into gate and up, linear_qkv
-            into q, k and v by the heads in rules.config.
+        tensors: (name, array) pairs of a whole model. The arrays are of any library, on the host or a GPU. The names
+            are Hugging Face's or Megatron-Core's. Fused parameters of Megatron-Core are split: linear_fc1 into gate and
+            up, linear_qkv into q, k and v by the heads in rules.config.
         rules: recipe, container and selection.
+        incomplete: "error" to raise if some layers that share a tensor scale never arrive; "quantize" to quantize those
+            that arrived, for models that do not have the others.
 
     Yields:
         (name, array) pairs in the library of the input. 8-bit floats have the dtypes of PyTorch or ml_dtypes; in CuPy
         they are uint8 bit patterns.
 
     Raises:
-        CheckpointError: an unknown Megatron name; a layer that mlx-lm would not find again; a gate without its up
-            projection; NaN or infinity in a tensor that is quantized (the amax is read from the device); a scale that
-            no loader can use.
+        CheckpointError: an unknown Megatron name; a name that comes twice; a tensor that is quantized already, or of a
+            LoRA adapter; a layer that mlx-lm would not find again; layers that share a tensor scale with one that never
+            arrives; NaN or infinity in a tensor that is quantized (the amax is read from the device); a scale that no
+            loader can use.
 
     Exact: the bytes are those that convert writes for these tensors.
 
@@ -136,24 +254,9 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules) -> Iterator[Named]:
         model.layers.0.self_attn.o_proj.weight_packed uint8 (32, 32)
         model.layers.0.self_attn.o_proj.weight_scale uint8 (32, 2)
     """
-    waiting: dict[str, list[tuple[str, Any]]] = {}
-    converted: list[str] = []
-    for original, array in tensors:
-        for name, part in _taken_apart(original, array, rules):
-            kind = _SAFETENSORS.get(_dtype_name(part), "U8")
-            decision = rules.decisions([(name, kind, tuple(part.shape))])[name]
-            if not decision.converted:
-                yield name, part
-                continue
-            mlx.check(rules.form, rules.config, [name.removesuffix(".weight")])
-            for module, matrix in _layers(name, part, rules):
-                converted.append(module)
-                yield from _gathered(module, matrix, rules, waiting)
-    incomplete = fused_layers.missing_gated_halves(converted)
-    if incomplete:
-        raise CheckpointError("; ".join(incomplete[:3]))
-    for members in waiting.values():
-        yield from _quantized(members, rules)
+    converter = TensorConverter(rules, incomplete)
+    yield from converter.convert(tensors)
+    yield from converter.flush()
 
 
 def _dtype_name(array: Any) -> str:

@@ -193,7 +193,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
                 else Item(UNDERSTOOD, "tensor", name, f"{_PART_NAMES.get(part, part)} of {weight.dtype}")
             )
             continue
-        adapter = _adapter(name)
+        adapter = adapter_trouble(name)
         if adapter:
             yield Item(REFUSED, "tensor", name, adapter)
             continue
@@ -222,7 +222,7 @@ def rest_of_kv(name: str) -> bool:
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 
-def _adapter(name: str) -> str:
+def adapter_trouble(name: str) -> str:
     """Return why a tensor of an adapter, such as LoRA, is refused; "" for other tensors."""
     pieces = name.split(".")
     if any(piece in _ADAPTERS for piece in pieces) or pieces[-1] in _ADAPTER_LEAVES:

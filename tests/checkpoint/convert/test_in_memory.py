@@ -8,7 +8,7 @@ import pytest
 import synthetic
 from seconds import TEN, cpu_seconds
 
-from fp4kit.checkpoint import CheckpointError, Rules, Wishes, convert, convert_tensors
+from fp4kit.checkpoint import CheckpointError, Rules, TensorConverter, Wishes, convert, convert_tensors
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import located
@@ -100,11 +100,63 @@ def test_shared_scales_and_what_waits_to_the_end():
     q, k, v = (rng.standard_normal((16, 32), dtype=np.float32) * s for s in (1, 2, 3))
     named = [(f"model.layers.0.self_attn.{n}_proj.weight", w) for n, w in (("q", q), ("k", k))]
     rules = Rules.of("nvfp4-modelopt", format="modelopt")  # its tensor scale is amax / 2688, rounded once
-    two = dict(convert_tensors(named, rules))
+    two = dict(convert_tensors(named, rules, incomplete="quantize"))
     three = dict(convert_tensors([*named, ("model.layers.0.self_attn.v_proj.weight", v)], rules))
     scale = "model.layers.0.self_attn.q_proj.weight_scale_2"
     assert two[scale] == np.float32(np.abs(k).max() / 2688) and three[scale] == np.float32(np.abs(v).max() / 2688)
     assert two[scale].shape == () and three[scale.replace("q_proj", "v_proj")] == three[scale]
+
+
+def test_buckets_share_scales_and_flush_proves_that_nothing_is_left():
+    """Layers of one group may come in several buckets: the result is that of one call with all of them."""
+    rng = np.random.default_rng(4)
+    names = ("q", "k", "v", "o")
+    named = [
+        (f"model.layers.0.self_attn.{n}_proj.weight", rng.standard_normal((16, 32), dtype=np.float32) * (i + 1))
+        for i, n in enumerate(names)
+    ]
+    rules = Rules.of("nvfp4-te", format="modelopt")
+    wanted = {name: as_bytes(array) for name, array in convert_tensors(named, rules)}
+    for cuts in ([1], [2], [3], [1, 2, 3]):
+        converter, got = TensorConverter(rules), {}
+        for begin, end in zip([0, *cuts], [*cuts, 4], strict=True):
+            got |= dict(converter.convert(named[begin:end]))
+        assert list(converter.flush()) == []
+        check(got, wanted)
+
+
+def test_an_incomplete_group_is_refused_or_quantized():
+    w = np.ones((16, 32), np.float32)
+    named = [(f"model.layers.0.self_attn.{n}_proj.weight", w) for n in "qv"]
+    rules = Rules.of("nvfp4-te", format="modelopt")
+    text = (
+        "model.layers.0.self_attn.(q_proj|k_proj|v_proj): these layers share one tensor scale, but only"
+        " model.layers.0.self_attn.q_proj, model.layers.0.self_attn.v_proj came"
+    )
+    with synthetic.refused(text):
+        list(convert_tensors(named, rules))
+    converter = TensorConverter(rules, "quantize")
+    assert list(converter.convert(named)) == []
+    assert len(list(converter.flush())) == 6 and list(converter.flush()) == []
+    with synthetic.refused("incomplete 'keep': unknown; use one of error, quantize"):
+        TensorConverter(rules, "keep")
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "text"),
+    [
+        ("model.layers.0.mlp.down_proj.weight", np.ones((32, 32), synthetic.E4M3), "is float8_e4m3fn [32, 32], a part"),
+        ("model.layers.0.mlp.down_proj.weight_scale_inv", np.ones((1, 1), np.float32), "is float32 [1, 1], a part"),
+        ("model.layers.0.mlp.down_proj.weight", np.ones((32, 16), np.uint8), "is uint8 [32, 16], a part"),
+        ("model.layers.0.mlp.down_proj.lora_A.weight", np.ones((8, 32), np.float32), "a tensor of an adapter (LoRA)"),
+        ("model.layers.0.self_attn.o_proj.weight", np.ones((32, 32), np.float32), "came twice"),
+    ],
+)
+def test_what_convert_refuses_is_refused_in_memory_too(name, array, text):
+    converter = TensorConverter(Rules.of("nvfp4-te", format="modelopt"))
+    list(converter.convert([("model.layers.0.self_attn.o_proj.weight", np.ones((32, 32), np.float32))]))
+    with synthetic.refused(f"{name}: {text}"):
+        list(converter.convert([(name, array)]))
 
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
