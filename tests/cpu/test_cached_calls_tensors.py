@@ -30,6 +30,7 @@ def jax_of(array):
 
 
 def numpy_of(array):
+    """Return a PyTorch or JAX array on the CPU as a NumPy array, bfloat16 included."""
     torch_bf16 = hasattr(array, "data_ptr") and str(array.dtype) == "torch.bfloat16"
     return (
         array.view(pytest.importorskip("torch").int16).numpy().view(ml_dtypes.bfloat16)

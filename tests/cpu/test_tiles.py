@@ -153,6 +153,7 @@ def test_drawn_calls(cases):
 
 
 def check_drawn(cases: int, pool: Pool) -> None:
+    """Assert that the engine and the specification agree on random calls, and that no call fails."""
     engine, name = fuzz.host_engine()
     assert engine is not None, name
     found = fuzz.run(engine, 3600, cases, cases=cases, pool=pool)

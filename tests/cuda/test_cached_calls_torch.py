@@ -63,6 +63,10 @@ class Launched:
 
 
 def quantize_call(recipe, arguments, row, column, amax):
+    """Return a cached call of quantize for PyTorch tensors, with a kernel that only records its launches.
+
+    row, column: True to write rowwise and columnwise results.
+    """
     launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.library_of(tensor())
     axes = ((1, row), (0, column))
     results = (

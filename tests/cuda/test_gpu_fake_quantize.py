@@ -166,6 +166,7 @@ def test_graph_capture() -> None:
 
 
 def same_gradient(grad: np.ndarray, x: np.ndarray, name: str, amax=None, **options) -> None:
+    """Assert that the clipped gradient of fake_quantize has equal bits on CPU and GPU."""
     given = cupy.asarray(amax) if isinstance(amax, np.ndarray) else amax
     gpu = fp4kit.fake_quantize_backward(
         cupy.asarray(grad), cupy.asarray(x), name, amax=given, pass_through=False, **options

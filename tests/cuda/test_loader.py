@@ -172,6 +172,8 @@ class DriverError(Exception):
 
 
 class FakeModule:
+    """Stand in for cupy.RawModule, which loads a cubin from a file."""
+
     def __init__(self, path):
         if Path(path).read_bytes() != CUBIN:
             raise DriverError("CUDA_ERROR_INVALID_IMAGE")
@@ -181,6 +183,8 @@ class FakeModule:
 
 
 class FakeDevice:
+    """Stand in for cupy.cuda.Device: device 0 is an sm_90, device 1 an sm_100."""
+
     def __init__(self, number):
         self.compute_capability = {0: "90", 1: "100"}[number]
 

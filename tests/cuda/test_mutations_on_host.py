@@ -94,6 +94,7 @@ def negative_scales() -> None:
 
 
 def scale_of_nothing() -> None:
+    """Compare tensor scales of a group in which one tensor is empty."""
     xs = [ordinary(1, (16, 64), BF16), np.zeros((0, 64), BF16)]
     pairs = zip(
         fp4kit.quantize_grouped([cupy.asarray(x) for x in xs], "nvfp4-te", tensor_amax=[3.0, 0.7]),

@@ -59,6 +59,7 @@ def both(function, x, grad):
 
 
 def same_quantized(q, expected):
+    """Assert that a Quantized of JAX arrays has the bits and the attributes of one of NumPy arrays."""
     for name in PARTS:
         array, wanted = getattr(q, name), getattr(expected, name)
         assert (array is None) == (wanted is None), name

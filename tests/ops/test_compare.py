@@ -172,6 +172,7 @@ def whole(x, y):
 
 
 def assert_as_whole(result, x, y) -> None:
+    """Assert that a comparison in boxes equals the differences of whole arrays."""
     differing, first, ulp, error, sqnr = whole(np.array(x, order="C"), np.array(y, order="C"))
     assert result.values == (differing, x.size) and result.max_ulp == ulp
     assert (result.first[0] if result.first else None) == first

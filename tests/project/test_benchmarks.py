@@ -28,6 +28,7 @@ RESULTS = BENCHMARKS / "results"
 
 
 def a_row(**changes):
+    """Return a valid row of the benchmarks with some fields changed."""
     given = {
         "operation": "quantize",
         "recipe": "mxfp4-ocp",
@@ -39,6 +40,7 @@ def a_row(**changes):
 
 
 def a_record(found):
+    """Return a record of a benchmark run with these rows, as it is stored in a JSON file."""
     about = {
         "device": "NVIDIA H200",
         "driver": "580.1",

@@ -53,6 +53,7 @@ def test_every_recipe(name, kind):
 
 
 def check(name, x):
+    """Assert that all functions give no warning on x, and the results that they give with warnings ignored."""
     with np.errstate(all="raise"), warnings.catch_warnings():
         warnings.simplefilter("error")
         found = list(everything(name, x))

@@ -176,6 +176,8 @@ def test_both_engines(name, make, dtype, same_on_both_engines):
 
 @pytest.fixture
 def same_on_both_engines():
+    """Return a function that asserts that a call gives equal bits on the specification and the compiled engine."""
+
     def check(call):
         with fp4kit.specification():
             expected = call()

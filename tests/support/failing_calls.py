@@ -59,6 +59,7 @@ def out(recipe="nvfp4-te", x=X, **changes):
 
 
 def quantized(recipe="mxfp4-ocp", **changes):
+    """Return a call that makes a valid Quantized of (4, 64) zeros. changes: fields to replace, to make it invalid."""
     fields = {
         "packed": np.zeros((4, 32), np.uint8),
         "block_scale": np.zeros((4, 2), np.uint8),

@@ -30,6 +30,9 @@ synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
 
 
 def config(kind: str, **more: Any) -> dict[str, object]:
+    """Return a config.json of a small model of the type `kind`, with the fields that mlx-lm needs. more: further
+    fields.
+    """
     found: dict[str, object] = {
         "model_type": kind,
         "hidden_size": 64,
@@ -64,6 +67,7 @@ def qwen3(root: Path, kind: str = "qwen3") -> synthetic.Tensors:
 
 
 def mixtral(root: Path) -> synthetic.Tensors:
+    """Write a complete Mixtral-like model, so that mlx-lm can load it; return its tensors."""
     tensors: synthetic.Tensors = {"model.norm.weight": np.ones(64, synthetic.BF16)}
     shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
     for i in range(2):

@@ -116,6 +116,11 @@ def test_failure_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place
 
 
 def _break(patch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
+    """Replace a function of fp4kit.checkpoint by one that raises `error`.
+
+    place: its path below the package, such as "convert.journal.Journal.note_done".
+    """
+
     def fail(*args: object, **kwargs: object) -> None:
         raise error
 

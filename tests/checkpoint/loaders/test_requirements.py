@@ -64,6 +64,10 @@ def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
 
 
 def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
+    """Return the quantization_config that compressed-tensors writes for a container.
+
+    inputs: the entry input_activations; None if activations are not quantized.
+    """
     name = container.removeprefix("compressed-tensors ")
     four, nv = "4" in name, name.startswith("nv")
     weights = {
@@ -405,6 +409,7 @@ def test_an_absent_expert_dtype_is_fp4() -> None:
 
 
 def nested(**entries: object) -> dict[str, Any]:
+    """Return an hf_quant_config.json with some entries replaced; an entry "absent" is left out."""
     quantization = {
         "quant_algo": "NVFP4",
         "kv_cache_quant_algo": None,

@@ -55,6 +55,7 @@ def scaled(form, factors):
 
 
 def decoded(root):
+    """Return {layer: decoded values} of all quantized layers of a checkpoint."""
     model = open_source(root)
     with Readers() as readers:
         return {

@@ -77,6 +77,7 @@ def one_grid(monkeypatch):
 
 
 def launch_sum(**changed: str) -> int:
+    """Launch the kernel SUM, with some of its parts replaced, and return the sum."""
     y, x = cupy.zeros(1, np.uint32), cupy.asarray(np.zeros(1, np.uint32))
     source = SUM
     for name, text in (RIGHT | changed).items():
