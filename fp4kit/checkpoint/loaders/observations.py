@@ -23,11 +23,11 @@ _DEEPSEEK_V4 = ("deepseek-v4",)
 _BF16 = ("bf16",)
 
 _HF = "dense moe deepseek_v3 vlm"  # families with linear layers under Hugging Face names; dense includes llama
-_NAMES = "its choice of method, exclusions, names, shapes and dtypes were run; its values were not"
+_NAMES = "its choice of method, exclusions, names, shapes and dtypes were tested, but not its values"
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
 _NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"
-_DEQUANTIZED = "run without a GPU; there it dequantizes to bfloat16"
-_NO_PACKED = "only its attention was run with packed weights; no engine is known to load its experts packed"
+_DEQUANTIZED = "run without a GPU, where it dequantizes to bfloat16"
+_NO_PACKED = "only attention layers were run with packed weights; no engine is known to load packed experts of gpt_oss"
 
 RUNS: tuple[Row, ...] = (
     (_NVFP4, _HF, "vLLM", "loads", "run", ""),
@@ -60,7 +60,7 @@ RUNS: tuple[Row, ...] = (
     (_MXFP4, "all", "transformers", "fails", "run", _NO_MODELOPT),
     (_MXFP4, "all", "Model-Optimizer", "loads", "run", ""),
     (_CT_NVFP4, _HF, "vLLM", "loads", "run", "it inverts the stored divisor: values are off by up to 2 float32 ulp"),
-    (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were run; its values were not"),
+    (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were tested, but not its values"),
     (_CT_NVFP4, "dense", "transformers", "loads", "run", ""),
     (
         _CT_NVFP4,
@@ -96,7 +96,7 @@ RUNS: tuple[Row, ...] = (
         "transformers",
         "fails",
         "run",
-        "it multiplies experts by their scales without regard to blocks",
+        "it multiplies experts by their scales as if they had no blocks",
     ),
     ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8), "all", "compressed-tensors", "loads", "run", ""),
     (_SGLANG_MXFP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "run", ""),
