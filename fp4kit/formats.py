@@ -48,7 +48,7 @@ class Packing(NamedTuple):
 
     @property
     def stored_bits(self) -> int:
-        """Bits of memory per code."""
+        """Number of bits of memory that one code takes."""
         return 8 * self.bytes // self.codes
 
     def length(self, n: int) -> int:
@@ -193,7 +193,7 @@ class ElementFormat:
         return values
 
     def _integer_values(self, codes: np.ndarray) -> np.ndarray:
-        """Return the values of two's complement codes."""
+        """Return the values of two's complement codes, as integers."""
         return np.where(codes & self.sign_bit, codes - 2**self.bits, codes)
 
     def _float_values(self, codes: np.ndarray) -> np.ndarray:
@@ -416,7 +416,10 @@ class BlockFormat:
 
     @property
     def bits_per_value(self) -> float:
-        """Bits of storage per value: those of its code, and its share of the bits of the block scale."""
+        """Bits of storage per value: those of its code, plus its share of the block scale.
+
+        For NVFP4 this is 4 + 8 / 16 = 4.5.
+        """
         return self.element.bits + self.scale.bits / self.block_size
 
     @property

@@ -24,10 +24,16 @@ RecipeId: TypeAlias = str
 fp4kit.recipe(id) checks an id and raises ValueError with the nearest names."""
 
 ScaleLayout: TypeAlias = Literal["linear", "swizzled_128x4", "swizzled_8x4"]
+"""The order of block scales in memory; fp4kit.layouts defines it."""
+
 RoundingMode: TypeAlias = Literal["nearest", "stochastic"]
+"""How elements are rounded: "nearest" is the recipe's own rounding, and "stochastic" needs a seed."""
+
 Hadamard: TypeAlias = bool | Literal["no_signs"]
+"""Whether TE's randomized Hadamard transform is applied before quantization; "no_signs" leaves out its sign mask."""
 
 Power = NewType("Power", str)
 """An objective of search_scales that raises errors to a power from 1 to 16, such as Power("p2.4")."""
 
 Objective: TypeAlias = Literal["mse", "mae", "max"] | Power
+"""What search_scales minimizes: the mean squared, mean absolute or largest error, or a power of the errors."""

@@ -20,7 +20,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes: dynamic, static, searched, and the fake quantizers."""
+    """Yield the NVFP4 recipes: dynamic and calibrated block amaxes, a scale search, and the fake quantizers."""
     dynamic = of_format(
         NVFP4,
         "nvfp4-modelopt",
@@ -79,7 +79,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx() -> Iterator[Recipe]:
-    """Yield the MXFP4 and MXFP8 recipes."""
+    """Yield the MXFP4 and MXFP8 recipes, each for quantized tensors and for the fake quantizer."""
     yield of_format(
         MXFP4,
         "mxfp4-modelopt",
@@ -119,7 +119,7 @@ def _fake(fmt: BlockFormat, id: str) -> Recipe:
 
 
 def _per_tensor() -> Iterator[Recipe]:
-    """Yield the FP8 and integer recipes, with one scale per tensor, channel or block."""
+    """Yield the FP8 and integer recipes, which have one float32 scale per tensor, channel or block."""
     fp8 = Recipe(
         id="fp8-modelopt",
         element=E4M3,

@@ -23,7 +23,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes, with and without a tensor scale."""
+    """Yield torchao's NVFP4 recipes, first with a tensor scale, then without."""
     torchao = of_format(
         NVFP4,
         "nvfp4-torchao",

@@ -107,7 +107,7 @@ def _refuse(r: Any, field: str, needed: str) -> NoReturn:
 
 
 def _check_types(r: Any) -> None:
-    """Check the type of every field whose type does not depend on other fields, and the names of rules."""
+    """Raise an error if a field has the wrong type regardless of other fields, or if the name of a rule is unknown."""
     if not isinstance(r.id, str):
         raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
     if not r.id:
@@ -125,7 +125,7 @@ def _check_types(r: Any) -> None:
 
 
 def _check_element(r: Any) -> None:
-    """Check the formats of elements and scales, and nan_code."""
+    """Raise an error unless the formats of elements and scales are supported and nan_code is a code of the element format."""
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
     if r.scale is not None and not isinstance(r.scale, ElementFormat):
@@ -147,7 +147,7 @@ def _check_element(r: Any) -> None:
 
 
 def _check_block(r: Any) -> None:
-    """Check block against the element format, amax_nan and tensor_scaling."""
+    """Raise ValueError unless block fits the element format, amax_nan and tensor_scaling."""
     if r.block is None:
         if r.tensor_scaling == "block":
             _refuse(r, "tensor_scaling", "needs a block (rows, columns), but block is None")
@@ -170,7 +170,7 @@ def _check_block(r: Any) -> None:
 
 
 def _check_block_rule(r: Any) -> None:
-    """Check block_rule against every field that it constrains."""
+    """Raise ValueError unless all fields that the block rule constrains fit it."""
     if r.block_rule is None:
         if r.scale is not None:
             _refuse(r, "block_rule", f"needs a rule that writes {r.scale} scales; or scale None")
@@ -203,7 +203,7 @@ def _check_block_rule(r: Any) -> None:
 
 
 def _check_tensor_rule(r: Any) -> None:
-    """Check tensor_rule against tensor_scaling, scale, scale_max and element."""
+    """Raise ValueError unless the tensor rule fits tensor_scaling, scale, scale_max and element."""
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
         _refuse(
             r,
@@ -232,7 +232,7 @@ def _check_tensor_rule(r: Any) -> None:
 
 
 def _check_decode_rule(r: Any) -> None:
-    """Check decode_rule against scale and tensor_rule."""
+    """Raise ValueError unless the decode rule fits scale and tensor_rule."""
     rule = rules.DECODE_RULES[r.decode_rule]
     if (r.scale and r.scale.name) not in rule.scales:
         _refuse(r, "decode_rule", f"scale is {r.scale}; this rule needs {' or '.join(map(str, rule.scales))}")
@@ -241,7 +241,7 @@ def _check_decode_rule(r: Any) -> None:
 
 
 def _check_four_over_six(r: Any) -> None:
-    """Check four_over_six and the fields that only 4over6 reads."""
+    """Raise ValueError unless four_over_six, and the fields that only 4over6 reads, fit the other fields."""
     if (r.four_over_six is None) != (r.block_rule != "four_over_six"):
         needed = "'mae', 'mse' or 'max' with 'four_over_six', else None"
         _refuse(r, "four_over_six", f"block_rule is {r.block_rule!r}; needs {needed}")
@@ -269,7 +269,7 @@ def _check_four_over_six(r: Any) -> None:
 
 
 def _check_fake_rule(r: Any) -> None:
-    """Check fake_rule against every field that it constrains."""
+    """Raise ValueError unless all fields that the fake rule constrains fit it."""
     if r.fake_rule is None:
         if r.fake_only:
             _refuse(r, "fake_only", "needs a fake_rule, which computes the values")
@@ -293,7 +293,7 @@ def _check_fake_rule(r: Any) -> None:
 
 
 def _check_search(r: Any) -> None:
-    """Check search against scale, block, and the fields that it excludes.
+    """Raise ValueError unless the search fits scale, block, and the fields that it excludes.
 
     A search chooses the amax of each block of one row among several candidates, so no other field may choose it.
     """
@@ -351,7 +351,7 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 
 
 def _check_options(r: Any) -> None:
-    """Check the remaining fields against the element format and the rules."""
+    """Raise ValueError unless the remaining fields fit the element format and the rules."""
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
     if r.rounding == "first":
@@ -384,7 +384,7 @@ def _check_options(r: Any) -> None:
 
 
 def _check_first(r: Any) -> None:
-    """Check the fields that rounding "first" needs.
+    """Raise ValueError unless the other fields fit rounding "first".
 
     This rounding takes the first code in code order with the smallest error. For a NaN element this is code 0.
     """
@@ -395,7 +395,7 @@ def _check_first(r: Any) -> None:
 
 
 def _check_comparison(r: Any) -> None:
-    """Check the fields that apply "compare" needs.
+    """Raise ValueError unless the other fields fit apply "compare".
 
     It compares elements with the values of codes times a factor and does not scale the elements. So options that change
     scaled elements have no effect and are rejected.
