@@ -10,10 +10,26 @@ from fp4kit.formats import Packing
 
 
 def pack(codes: Any) -> Any:
-    """Pack 4-bit codes: return uint8 (..., K/2), two codes per byte, from uint8 codes (..., K), one per byte.
+    """Pack 4-bit codes, two per byte.
 
-    Code 2j goes to the low nibble of byte j, and code 2j + 1 to the high nibble. K must be even, and codes must be
-    below 16.
+    Code 2j goes to the low nibble of byte j, and code 2j + 1 to the high nibble. fp4kit.pack does the same for arrays
+    of any library.
+
+    Args:
+        codes: uint8 (..., K), a NumPy or CuPy array with one code below 16 per byte. K is even. Codes are not checked.
+
+    Returns:
+        A new uint8 array (..., K/2).
+
+    Raises:
+        TypeError: codes are not a NumPy or CuPy array of uint8.
+        ValueError: K is odd, or codes are 0-d.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> [hex(byte) for byte in layouts.pack(np.uint8([1, 2, 3, 4]))]
+        ['0x21', '0x43']
     """
     check_bytes("pack", codes)
     check_pairs(codes.shape)
@@ -49,7 +65,24 @@ def check_bytes(op: str, codes: Any, name: str = "codes") -> None:
 
 
 def unpack(packed: Any) -> Any:
-    """Unpack 4-bit codes: return uint8 codes (..., K), one per byte, from uint8 (..., K/2). This inverts pack."""
+    """Unpack 4-bit codes, two per byte. This is the inverse of pack.
+
+    Args:
+        packed: uint8 (..., K/2), a NumPy or CuPy array.
+
+    Returns:
+        A new uint8 array (..., K) with one code per byte.
+
+    Raises:
+        TypeError: packed is not a NumPy or CuPy array of uint8.
+        ValueError: packed is 0-d.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> layouts.unpack(np.uint8([0x21, 0x43])).tolist()
+        [1, 2, 3, 4]
+    """
     check_bytes("unpack", packed)
     codes = np.empty_like(packed, shape=(*packed.shape[:-1], packed.shape[-1] * 2))
     codes[..., 0::2] = packed & 0xF

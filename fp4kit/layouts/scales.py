@@ -41,10 +41,23 @@ def tile_rows(layout: str) -> int:
 
 
 def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
-    """Return the shape of block scales in a layout, padding included, from their linear shape (..., R, C).
+    """Return the shape of block scales in a layout, padding included.
 
-    Swizzled layouts pad R to a multiple of 128 or 8, and C to a multiple of 4. For "linear", the shape is returned
-    unchanged.
+    Args:
+        shape: the shape (..., R, C) of the scales in linear layout.
+        layout: "linear", "swizzled_128x4" or "swizzled_8x4".
+
+    Returns:
+        The shape with R padded to a multiple of 128 or 8, and C to a multiple of 4. For "linear", the shape itself.
+
+    Raises:
+        TypeError: shape is not a sequence of ints.
+        ValueError: the layout is unknown, or a swizzled layout gets a shape of fewer than two axes.
+
+    Examples:
+        >>> from fp4kit import layouts
+        >>> layouts.padded_shape((100, 6), "swizzled_128x4")
+        (128, 8)
     """
     check_layout("padded_shape", layout)
     if not (isinstance(shape, tuple) and any(type(n).__module__ == "torch" for n in shape)):
@@ -60,9 +73,25 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
 
 
 def swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return linear block scales (..., R, C) rearranged to `layout`, in the shape that padded_shape gives.
+    """Rearrange linear block scales to a layout that kernels read.
 
-    Each (R, C) matrix is rearranged separately, and padding bytes are zero. For "linear", `scales` itself is returned.
+    Args:
+        scales: a NumPy or CuPy array (..., R, C). Each (R, C) matrix is rearranged separately.
+        layout: "linear", "swizzled_128x4" or "swizzled_8x4".
+
+    Returns:
+        A new array in the shape that padded_shape gives, whose padding is zero. For "linear", scales itself.
+
+    Raises:
+        TypeError: scales are not a NumPy or CuPy array.
+        ValueError: the layout is unknown, or scales have fewer than two axes in a swizzled layout.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> scales = np.arange(16, dtype=np.uint8).reshape(2, 8)
+        >>> layouts.swizzle_scales(scales, "swizzled_8x4").reshape(-1)[:8].tolist()
+        [0, 1, 2, 3, 8, 9, 10, 11]
     """
     check_array("swizzle_scales", "scales", scales)
     padded = padded_shape(scales.shape, layout)
@@ -80,9 +109,27 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
-    """Return linear block scales from scales in `layout`, without the padding. This is the inverse of swizzle_scales.
+    """Rearrange block scales in a layout to linear order, and drop the padding. This is the inverse of swizzle_scales.
 
-    shape: the shape (..., R, C) of the result. scales may have any shape with as many bytes as the layout needs.
+    Args:
+        scales: a NumPy or CuPy array of any shape, with as many entries as the layout needs, padding included.
+        layout: the layout of scales: "linear", "swizzled_128x4" or "swizzled_8x4".
+        shape: the shape (..., R, C) of the result.
+
+    Returns:
+        An array of that shape: a new array, or for "linear" a view of scales if possible.
+
+    Raises:
+        TypeError: scales are not a NumPy or CuPy array, or shape is not a sequence of ints.
+        ValueError: the layout is unknown, or scales have another size than the layout needs.
+
+    Examples:
+        >>> import numpy as np
+        >>> from fp4kit import layouts
+        >>> scales = np.arange(16, dtype=np.uint8).reshape(2, 8)
+        >>> swizzled = layouts.swizzle_scales(scales, "swizzled_8x4")
+        >>> np.array_equal(layouts.unswizzle_scales(swizzled, "swizzled_8x4", (2, 8)), scales)
+        True
     """
     check_array("unswizzle_scales", "scales", scales)
     shape = as_shape("unswizzle_scales", shape)

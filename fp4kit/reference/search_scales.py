@@ -59,8 +59,8 @@ def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAU
 def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -> tuple[np.ndarray, np.ndarray]:
     """Return the smallest and the largest scale code that each block may get: two uint8 arrays.
 
-    Every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code that the
-    block's own amax gives. amaxes: the block amaxes. amax: the tensor amax.
+    By default every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code
+    that the block's own amax gives. amaxes: the block amaxes. amax: the tensor amax.
     """
     if terms.offsets is None:
         return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
