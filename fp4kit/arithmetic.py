@@ -3,8 +3,8 @@
 The host engines compute every number with float32 and float64 operations that round to nearest even and keep
 subnormals. A processor does so unless the mode of its thread was changed:
 
-- torch.set_flush_denormal(True), the threads of JAX's callbacks and code linked with -ffast-math set two bits for one
-  thread. FTZ turns tiny results into zero, and DAZ treats tiny operands as zero.
+- torch.set_flush_denormal(True), the threads of JAX's callbacks and code linked with -ffast-math set two mode bits of
+  a thread, FTZ and DAZ. FTZ turns subnormal results into zero, and DAZ treats subnormal operands as zero.
 - fesetround changes the rounding.
 
 In such a thread NumPy silently computes other bits. The decorator `ieee` restores the default mode during a call.

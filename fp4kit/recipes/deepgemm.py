@@ -1,6 +1,6 @@
 """Recipes of DeepGEMM 54e2261: its casts to FP4 and FP8 with UE8M0 scales.
 
-The table has blocks of 32 elements. For DeepGEMM's own blocks of 128, change the block with dataclasses.replace.
+These recipes have blocks of 32 elements. For DeepGEMM's own blocks of 128, make a variant with dataclasses.replace.
 """
 
 from __future__ import annotations

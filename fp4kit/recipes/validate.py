@@ -125,7 +125,7 @@ def _check_types(r: Any) -> None:
 
 
 def _check_element(r: Any) -> None:
-    """Raise an error unless the element and scale formats are supported, and nan_code is a code of the former."""
+    """Raise an error unless the formats of elements and scales are supported and nan_code is a code of an element."""
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
     if r.scale is not None and not isinstance(r.scale, ElementFormat):

@@ -165,9 +165,7 @@ def encode_elements(
 
 
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the codes that auto-round stores.
-
-    When it packs a tensor, it encodes the decoded values of the codes again.
+    """Return the codes that auto-round stores: its packing decodes the given codes and encodes the values again.
 
     With value = T(decode(code) / factor), where T rounds to the dtype of the elements and 1 / 0 counts as 0:
 
