@@ -31,6 +31,7 @@ LAYERS = (
     {"cpu"},
     {"ops"},
     {"training"},
+    {"calibration"},
     {"fp4kit"},
     {"torch", "jax"},
     {"checkpoint", "evidence"},

@@ -14,6 +14,7 @@ import pytest
 from tool_module import tool_module
 
 import fp4kit
+import fp4kit.calibration
 import fp4kit.checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -31,7 +32,7 @@ def test_pictures_are_current(name: str) -> None:
     assert path.read_text() == PICTURES[name](), "run python tools/pictures.py"
 
 
-@pytest.mark.parametrize("module", [fp4kit, fp4kit.checkpoint])
+@pytest.mark.parametrize("module", [fp4kit, fp4kit.calibration, fp4kit.checkpoint])
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     assert {f"{module.__name__}.{name}" for name in module.__all__} <= DOCUMENTED
 

@@ -1,0 +1,83 @@
+"""Accumulate the amaxes, token counts and histograms of the experts of one layer, on the host or on a GPU.
+
+Amaxes are compared by their bit patterns. For nonnegative float32 numbers this is the order of the values, and
+infinity and NaN come last. So a NaN that was accumulated on a GPU is found when the totals are copied to the host, and
+CuPy's flushing of subnormals has no effect.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays import imports
+from fp4kit.calibration.headroom import BINS, edges
+
+LARGEST = np.finfo(np.float32).max.view(np.uint32)  # the bit pattern of the largest finite float32
+
+
+def _library(array: Any) -> Any:
+    """Return the library of an array: numpy or cupy."""
+    return imports.cupy() if imports.on_device(array) else np
+
+
+@dataclass
+class Totals:
+    """Hold what was collected of the experts of a layer. A layer without experts has one.
+
+    amax: uint32 (experts,), the bit patterns of the largest inputs; 0 if there was no nonzero input.
+    tokens: int64 (experts,), the number of inputs (rows).
+    histogram: int64 (experts, 512), the number of nonzero blocks per bin (see headroom.py), or None.
+    """
+
+    amax: Any
+    tokens: Any
+    histogram: Any
+
+    @classmethod
+    def empty(cls, experts: int, histogram: bool, xp: Any = np) -> Totals:
+        """Return the totals of no inputs. xp: the library of the arrays, numpy or cupy."""
+        counts = xp.zeros((experts, BINS), xp.int64) if histogram else None
+        return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
+
+    def include(self, blocks: Any, expert: Any) -> None:
+        """Include the inputs of one call.
+
+        blocks: uint32 (tokens, blocks), the bit patterns of block amaxes.
+        expert: int64 (tokens,), the expert of each token; or the expert of all tokens.
+        """
+        xp, tokens = _library(blocks), len(blocks)
+        if not tokens:
+            return
+        per_token = blocks.max(axis=1)
+        if isinstance(expert, int):
+            self.amax[expert] = xp.maximum(self.amax[expert], per_token.max())
+            self.tokens[expert] += tokens
+        else:
+            xp.maximum.at(self.amax, expert, per_token)
+            self.tokens += xp.bincount(expert, minlength=len(self.tokens))
+        if self.histogram is not None:
+            self._count(xp, blocks, expert)
+
+    def _count(self, xp: Any, blocks: Any, expert: Any) -> None:
+        """Count the nonzero block amaxes of one call in the histogram of their experts."""
+        bins = xp.searchsorted(xp.asarray(edges()), blocks.reshape(-1), side="right").reshape(blocks.shape)
+        if isinstance(expert, int):
+            self.histogram[expert] += xp.bincount(bins[blocks > 0], minlength=BINS)
+        else:
+            places = (expert[:, None] * BINS + bins)[blocks > 0]
+            self.histogram += xp.bincount(places, minlength=self.histogram.size).reshape(self.histogram.shape)
+
+    def add(self, other: Totals) -> None:
+        """Include the totals of other inputs, which are on the host, as these are."""
+        np.maximum(self.amax, other.amax, out=self.amax)
+        self.tokens += other.tokens
+        if self.histogram is not None:
+            self.histogram += other.histogram
+
+    def on_host(self) -> Totals:
+        """Return a copy with NumPy arrays."""
+        parts = (self.amax, self.tokens, self.histogram)
+        return Totals(*(None if part is None else np.array(imports.to_host(part)) for part in parts))

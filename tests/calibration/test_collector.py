@@ -1,0 +1,376 @@
+"""Test Collector: amaxes, counts and histograms of NumPy, PyTorch and JAX arrays, experts, merging, ranks and files."""
+
+import json
+import re
+import tempfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exhaustive import sampled
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from examples.train_fp4 import on_threads
+from fp4kit.calibration import Collector, input_global_scale, input_scale
+from fp4kit.calibration.collector_file import ENTRY
+from fp4kit.training.communicators import SingleProcess
+
+STACK = "model.layers.0.mlp.experts.up_proj"
+FLOATS = (np.float32, np.float16, ml_dtypes.bfloat16)
+
+
+def expert(i):
+    return f"model.layers.0.mlp.experts.{i}.up_proj"
+
+
+def random(seed, rows=5, columns=40, dtype=np.float32):
+    return np.random.default_rng(seed).standard_normal((rows, columns)).astype(dtype)
+
+
+def collected(*calls, **options):
+    """Return a Collector after calls of collect, each given as (layer, x) or (layer, x, {keyword: value})."""
+    collector = Collector(**options)
+    for layer, x, *keywords in calls:
+        collector.collect(layer, x, **(keywords[0] if keywords else {}))
+    return collector
+
+
+def contents(collector, folder=None):
+    """Return the bytes of the file x.safetensors that a Collector saves in a folder, by default a temporary one.
+
+    Equal bytes prove equal amaxes, counts and histograms.
+    """
+    if folder is None:
+        with tempfile.TemporaryDirectory() as temporary:
+            return contents(collector, Path(temporary))
+    collector.save(folder / "x.safetensors")
+    return (folder / "x.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_amax_and_tokens(dtype):
+    x = random(0, 12, 40, dtype).reshape(3, 4, 40)
+    collector = collected(("a", x), ("a", -2 * x[0]), ("b", x[0, 0]))
+    assert collector.amaxes() == {"a": 2 * np.abs(x[0]).max().astype(np.float32), "b": np.abs(x[0, 0]).max()}
+    assert collector.tokens() == {"a": 16, "b": 1} and collector.columns() == {"a": 40, "b": 40}
+    assert collector.layers == ("a", "b")
+
+
+def test_histogram_counts_every_nonzero_block_of_every_token(tmp_path):
+    """Rows that end with a part of a block are padded, and zero blocks are not counted."""
+    x = np.zeros((2, 20), np.float32)
+    x[0, 3], x[1, 17] = 1.0, -0.25
+    tensors = load(contents(collected(("a", x)), tmp_path))
+    assert tensors["bins"].tolist() == [[0, 243], [0, 256]] and tensors["counts"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("library", ["torch", "jax.numpy"])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_other_libraries_give_the_same_bits(library, dtype, tmp_path):
+    module, x = pytest.importorskip(library), random(3, dtype=dtype)
+    if library == "torch":
+        other = module.from_numpy(x.astype(np.float32)).to(getattr(module, np.dtype(dtype).name)).requires_grad_()
+    else:
+        other = module.asarray(x)
+    assert contents(collected(("a", other)), tmp_path) == contents(collected(("a", x)), tmp_path)
+
+
+EXTREMES = np.array([0, -0.0, 1e-45, -(2.0**-149), 2.0**-126, np.finfo(np.float32).max], np.float32)
+
+
+def test_subnormals_zeros_and_the_largest_number():
+    assert collected(("a", EXTREMES[:4])).amaxes()["a"] == np.float32(1e-45)
+    assert collected(("a", -EXTREMES)).amaxes()["a"] == EXTREMES[-1]
+    assert collected(("a", EXTREMES[:2])).found() == {"a": 0}
+
+
+@pytest.mark.parametrize(("value", "kind"), [(np.nan, "NaN"), (np.inf, "infinity"), (-np.inf, "infinity")])
+@pytest.mark.parametrize("owner", [{}, {"expert": 1}, {"expert": np.zeros(5, int), "experts": 2}])
+def test_nonfinite_inputs_are_refused_and_change_nothing(value, kind, owner, tmp_path):
+    x = random(1)
+    collector = collected((STACK, x, owner))
+    before = contents(collector, tmp_path)
+    x[3, 4] = value
+    with pytest.raises(ValueError, match=rf"collect: {re.escape(STACK)}: x holds {kind}; needs finite inputs"):
+        collector.collect(STACK, x, **owner)
+    assert contents(collector, tmp_path) == before
+
+
+@sampled(40, 200, st.data(), st.integers(1, 5), st.booleans())
+def test_calls_merging_and_order_do_not_matter(data, experts, histogram):
+    """Tokens given at once, one by one in any order, or to several collectors that are merged, give equal bits."""
+    x = random(experts, 12) * np.exp2(np.arange(12, dtype=np.float32) - 6)[:, None]
+    owner = np.random.default_rng(experts).integers(0, experts, 12)
+    whole = contents(collected((STACK, x, {"expert": owner, "experts": experts}), histogram=histogram))
+    parts = [Collector(histogram=histogram) for _ in range(data.draw(st.integers(1, 3)))]
+    for i in data.draw(st.permutations(range(12))):
+        part = parts[data.draw(st.integers(0, len(parts) - 1))]
+        if data.draw(st.booleans()):
+            part.collect(STACK, x[i], expert=int(owner[i]), experts=experts)
+        else:
+            part.collect(expert(owner[i]), x[i : i + 1])
+    parts[0].add_layer(STACK, 40, experts)
+    assert contents(Collector.merge(data.draw(st.permutations(parts)))) == whole
+
+
+def test_merging_leaves_the_collectors_as_they_were(tmp_path):
+    a, b = collected(("a", random(0))), collected(("a", random(1)))
+    before = contents(a, tmp_path), contents(b, tmp_path)
+    merged = Collector.merge([a, b])
+    merged.collect("a", 100 * random(2))
+    assert (contents(a, tmp_path), contents(b, tmp_path)) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_ranks(ranks, tmp_path):
+    """Every rank gets what one process would have collected of all inputs, layers of only one rank included."""
+
+    def gather(comm):
+        calls = [("all", random(comm.rank)), (f"only {comm.rank}", random(7))]
+        return collected(*calls, (STACK, random(comm.rank), {"expert": comm.rank, "experts": ranks})).gather(comm)
+
+    calls = [call for i in range(ranks) for call in (("all", random(i)), (f"only {i}", random(7)))]
+    stack = [(STACK, random(i), {"expert": i, "experts": ranks}) for i in range(ranks)]
+    expected = contents(collected(*calls, *stack), tmp_path)
+    assert [contents(one, tmp_path) for one in on_threads(ranks, gather)] == [expected] * ranks
+    assert contents(collected(*calls, *stack).gather(SingleProcess()), tmp_path) == expected
+
+
+def test_experts_by_number_by_name_and_by_token(tmp_path):
+    x, owner = random(2, 6), np.array([0, 2, 2, 0, 0, 2])
+    by_token = collected((STACK, x.reshape(2, 3, 40), {"expert": owner.reshape(2, 3), "experts": 4}))
+    by_number = collected(*((STACK, x[owner == i], {"expert": i, "experts": 4}) for i in (0, 2)))
+    by_name = collected(*((expert(i), x[owner == i]) for i in (0, 2)))
+    for i in (1, 3):
+        by_name.add_layer(expert(i), 40)
+    assert contents(by_token, tmp_path) == contents(by_number, tmp_path) == contents(by_name, tmp_path)
+    assert by_token.tokens() == {expert(0): 3, expert(1): 0, expert(2): 3, expert(3): 0}
+
+
+@pytest.mark.parametrize("numbers", ["torch", "jax.numpy"])
+def test_expert_numbers_of_other_libraries(numbers, tmp_path):
+    module, owner = pytest.importorskip(numbers), np.array([0, 1, 1, 0, 1])
+    found = collected((STACK, random(1), {"expert": module.asarray(owner), "experts": 2}))
+    assert contents(found, tmp_path) == contents(
+        collected((STACK, random(1), {"expert": owner, "experts": 2})), tmp_path
+    )
+
+
+# ---- experts that saw no token
+
+
+def seen_by(*numbers, experts=4):
+    collector = Collector()
+    collector.add_layer(STACK, 16, experts)
+    collector.add_layer("attn.q_proj", 16)
+    collector.collect("attn.q_proj", np.full(16, 9, np.float32))
+    for i in numbers:
+        collector.collect(STACK, np.full(16, i + 1, np.float32), expert=i, experts=experts)
+    return collector
+
+
+def test_unseen_experts_are_an_error():
+    text = f"amaxes: 2 layers have seen no input other than zero: {expert(1)}, {expert(3)}; run more tokens"
+    with pytest.raises(ValueError, match=rf"{re.escape(text)}.*unseen='layer' takes the largest amax"):
+        seen_by(0, 2).amaxes()
+
+
+def test_unseen_experts_get_the_largest_amax_of_their_layer():
+    found = seen_by(0, 2).amaxes(unseen="layer")
+    assert found == {"attn.q_proj": 9, expert(0): 1, expert(1): 3, expert(2): 3, expert(3): 3}
+
+
+def test_unseen_experts_are_left_out():
+    assert seen_by(0, 2).amaxes(unseen="none") == {"attn.q_proj": 9, expert(0): 1, expert(2): 3}
+
+
+def test_an_expert_that_saw_only_zeros_counts_as_unseen():
+    collector = seen_by(0, 2)
+    collector.collect(STACK, np.zeros((3, 16), np.float32), expert=1, experts=4)
+    assert collector.tokens()[expert(1)] == 3 and collector.amaxes(unseen="layer")[expert(1)] == 3
+
+
+@pytest.mark.parametrize("unseen", ["error", "layer"])
+def test_a_layer_of_which_no_expert_saw_a_token(unseen):
+    with pytest.raises(ValueError, match="4 layers have seen no input other than zero"):
+        seen_by().amaxes(unseen=unseen)
+
+
+@pytest.mark.parametrize("unseen", ["error", "layer", "none"])
+def test_a_layer_that_is_no_expert_needs_an_input(unseen):
+    collector = Collector()
+    collector.add_layer("lm.down_proj", 16)
+    with pytest.raises(ValueError, match=r"1 layer has seen no input other than zero: lm\.down_proj; run more tokens"):
+        collector.amaxes(unseen=unseen)
+
+
+def test_headroom_fills_with_amaxes_of_the_same_rule():
+    collector = seen_by(0, 2)
+    assert collector.amaxes("headroom", unseen="layer")[expert(1)] == collector.found("headroom")[expert(2)] > 3
+
+
+# ---- input scales
+
+
+@sampled(200, 2000, st.integers(1, 0x7F7FFFFF))
+def test_scales_are_those_of_the_producers(bits):
+    """Model-Optimizer divides by 2688. compressed-tensors multiplies the rounded reciprocal by 2688."""
+    torch, amax = pytest.importorskip("torch"), np.uint32(bits).view(np.float32)
+    assert input_scale(amax).tobytes() == (torch.tensor(amax) / (6.0 * 448.0)).numpy().tobytes()
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
+    tensor = torch.tensor([float(amax)])
+    assert input_global_scale(amax).tobytes() == helpers.generate_gparam(-tensor, tensor).numpy().tobytes()
+
+
+@pytest.mark.parametrize(("amax", "expected"), [(0, 1), (1e-45, 1), (1e-38, 1), (np.nan, 1), (2688, 1), (1344, 2)])
+def test_divisors_that_overflow_are_one(amax, expected):
+    assert input_global_scale(amax) == expected
+
+
+def test_input_scales_of_a_collector():
+    assert seen_by(0, 2).input_scales(unseen="layer")[expert(3)] == input_scale(3) == np.float32(3) / np.float32(2688)
+
+
+# ---- files
+
+
+def test_a_file_holds_everything(tmp_path):
+    collector = seen_by(0, 2)
+    collector.save(tmp_path / "a.safetensors")
+    again = Collector.load(tmp_path / "a.safetensors")
+    assert contents(again, tmp_path) == contents(collector, tmp_path) and again.layers == collector.layers
+    twice = Collector.load(tmp_path / "a.safetensors", str(tmp_path / "a.safetensors"))
+    assert twice.tokens() == {name: 2 * n for name, n in collector.tokens().items()}
+    assert twice.found() == collector.found()
+
+
+@pytest.mark.parametrize("histogram", [True, False])
+def test_an_empty_collector(histogram, tmp_path):
+    data = contents(Collector(histogram=histogram), tmp_path)
+    assert Collector.load(tmp_path / "x.safetensors").layers == () and len(data) < 700
+
+
+def rewritten(tensors, facts):
+    return save(tensors, {ENTRY: json.dumps(facts)})
+
+
+DAMAGE = {
+    "negative amax": (lambda t, f: t["amax"].__setitem__(0, -1), "an amax is negative, NaN or infinite"),
+    "NaN amax": (lambda t, f: t["amax"].__setitem__(0, np.nan), "an amax is negative, NaN or infinite"),
+    "negative tokens": (lambda t, f: t["tokens"].__setitem__(0, -1), "a number of tokens or columns is impossible"),
+    "amax without tokens": (lambda t, f: t["tokens"].__setitem__(0, 0), "a number of tokens or columns is impossible"),
+    "no columns": (lambda t, f: t["columns"].__setitem__(0, 0), "a number of tokens or columns is impossible"),
+    "bin": (lambda t, f: t["bins"].__setitem__((0, 1), 512), "a histogram entry is out of range"),
+    "negative bin": (lambda t, f: t["bins"].__setitem__((0, 1), -1), "a histogram entry is out of range"),
+    "layer of a bin": (lambda t, f: t["bins"].__setitem__((0, 0), 9), "a histogram entry is out of range"),
+    "count": (lambda t, f: t["counts"].__setitem__(0, 0), "a histogram entry is out of range"),
+    "unseen layer with blocks": (lambda t, f: t["amax"].__setitem__(0, 0), "histograms do not belong to its amaxes"),
+    "names": (lambda t, f: f.update(layers=["a", 3]), "its layers have no names"),
+    "order": (lambda t, f: f.update(layers=f["layers"][::-1]), "its layers are not sorted, or occur twice"),
+    "number of names": (lambda t, f: f["layers"].append("z"), "its tensors have the shapes"),
+    "dtype": (lambda t, f: t.update(amax=t["amax"].astype(np.float64)), "its tensors have other dtypes"),
+    "tensor": (lambda t, f: t.pop("counts"), "its tensors have the shapes"),
+    "histogram": (lambda t, f: f.update(histogram=False), "it has histogram entries, and says that it has none"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_damaged_files(name, tmp_path):
+    change, text = DAMAGE[name]
+    tensors = {
+        key: array.copy()
+        for key, array in load(contents(collected(("a", random(0)), ("b", random(1))), tmp_path)).items()
+    }
+    facts = {"version": 1, "layers": ["a", "b"], "histogram": True}
+    change(tensors, facts)
+    (tmp_path / "bad").write_bytes(rewritten(tensors, facts))
+    with pytest.raises(ValueError, match=f"load: bad: is damaged: .*{text}.*; collect again"):
+        Collector.load(tmp_path / "bad")
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"", "load: bad: not a usable safetensors file"),
+        (save({"a": np.zeros(3)}), "load: bad: holds no activations; needs a file that fp4kit"),
+        (rewritten({}, {"version": 2}), "load: bad: has version 2; needs version 1; update fp4kit"),
+    ],
+)
+def test_other_files(data, text, tmp_path):
+    (tmp_path / "bad").write_bytes(data)
+    with pytest.raises(ValueError, match=text):
+        Collector.load(tmp_path / "bad")
+
+
+def test_loading_nothing():
+    with pytest.raises(ValueError, match="load: got no path; needs one or more files"):
+        Collector.load()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "error", "text"),
+    [
+        ((3, random(0)), {}, TypeError, "collect: layer is 3; needs a string"),
+        (("", random(0)), {}, ValueError, "needs a name and positive numbers"),
+        (("a", [1.0]), {}, TypeError, "collect: a: x is a builtins.list; needed is"),
+        (("a", random(0).astype(np.float64)), {}, TypeError, "collect: a: x is float64"),
+        (("a", np.float32(1)), {}, ValueError, r"collect: a: x has shape \(\); needs \(\.\.\., K\)"),
+        (("a", np.zeros((3, 0), np.float32)), {}, ValueError, r"collect: a: x has shape \(3, 0\)"),
+        (("a", random(0)), {"expert": 0}, ValueError, "'a' is given with an expert; needs the name of a layer of all"),
+        (
+            (expert(3), random(0)),
+            {"expert": 0},
+            ValueError,
+            "is given with an expert; needs the name of a layer of all",
+        ),
+        ((STACK, random(0)), {"expert": -1}, ValueError, "expert is -1; needs 0"),
+        ((STACK, random(0)), {"expert": 4, "experts": 4}, ValueError, "expert is 4; needs 0 to 3"),
+        ((STACK, random(0)), {"expert": True}, TypeError, "expert is"),
+        ((STACK, random(0)), {"expert": np.zeros(5, int)}, ValueError, "expert is an array; needs experts="),
+        ((STACK, random(0)), {"expert": np.zeros(5), "experts": 2}, TypeError, "expert is float64; needs an integer"),
+        ((STACK, random(0)), {"expert": np.zeros(4, int), "experts": 2}, ValueError, r"has shape \(4,\); needs \(5,\)"),
+        ((STACK, random(0)), {"expert": np.full(5, 2), "experts": 2}, ValueError, "experts are 2 to 2; needs 0 to 1"),
+        (("seen", random(0, 5, 32)), {}, ValueError, "seen has 32 columns, but had 40 before; needs one number"),
+    ],
+)
+def test_refusals(arguments, keywords, error, text, tmp_path):
+    collector = collected(("seen", random(0)))
+    before = contents(collector, tmp_path)
+    with pytest.raises(error, match=text):
+        collector.collect(*arguments, **keywords)
+    assert contents(collector, tmp_path) == before
+
+
+def test_columns_that_differ_between_files():
+    with pytest.raises(ValueError, match="merge: a has 32 columns, but had 40 before; needs one number"):
+        Collector.merge([collected(("a", random(0))), collected(("a", random(0, 5, 32)))])
+
+
+@pytest.mark.parametrize(
+    ("collectors", "error", "text"),
+    [
+        ([], ValueError, "merge: collectors are none; needs one or more"),
+        ([Collector(), Collector(histogram=False)], ValueError, "merge: collectors are some without histograms"),
+        ([Collector(), 3], TypeError, "merge: collectors has a int; needs Collectors"),
+        (3, TypeError, "merge: collectors is a int; needs a sequence"),
+    ],
+)
+def test_collectors_that_cannot_be_merged(collectors, error, text):
+    with pytest.raises(error, match=text):
+        Collector.merge(collectors)
+
+
+@pytest.mark.parametrize("rule", ["mean", None, 3])
+def test_unknown_rule(rule):
+    with pytest.raises(ValueError, match=r"amaxes: rule is .*; needs 'max' or 'headroom', or a Headroom"):
+        Collector().amaxes(rule)
+
+
+def test_unknown_policy():
+    with pytest.raises(ValueError, match="amaxes: unseen is 'skip'; needs one of error, layer, none"):
+        Collector().amaxes(unseen="skip")
