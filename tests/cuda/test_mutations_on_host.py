@@ -177,7 +177,13 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
         GROUP_AMAX,
         SEEN,
     ),
-    "the member before": ("grouped.cuh", "% kSmallGroup] <= i", "% kSmallGroup] < i", GROUP_AMAX, SEEN),
+    "the member before": (
+        "grouped.cuh",
+        "% kSmallGroup] <= i",
+        "% kSmallGroup] < i",
+        GROUP_AMAX,
+        SEEN + "|a kernel was stopped",
+    ),
     "the next member too soon": (
         *("grouped.cuh", "if (turn + gridDim.x < count) __syncthreads();  // before", "//"),
         *(GROUP, SEEN + "|a kernel was stopped"),
