@@ -64,7 +64,10 @@ _ELSEWHERE = {
 if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
 
     def __getattr__(name: str) -> NoReturn:
-        """Raise AttributeError for an attribute that does not exist, with the import that provides it."""
+        """Raise AttributeError for a name that this module does not have.
+
+        For a name that users may expect here, such as fp4kit.torch, the message says which import provides it.
+        """
         way_out = _ELSEWHERE.get(name, "")
         raise AttributeError(
             f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name, obj=sys.modules[__name__]

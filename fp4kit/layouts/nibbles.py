@@ -43,9 +43,9 @@ def check_pairs(shape: tuple[int, ...]) -> None:
 
 
 def check_array(op: str, name: str, array: Any) -> None:
-    """Raise TypeError unless array is a NumPy or CuPy array, because the layout functions call methods of such arrays.
+    """Raise TypeError unless array is a NumPy or CuPy array. The message begins with op and calls the array `name`.
 
-    The message begins with op and calls the array `name`.
+    The layout functions need such an array, because they call its methods.
     """
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
         kind = f"{type(array).__module__}.{type(array).__qualname__}"

@@ -18,7 +18,7 @@ def decode_scale(codes: np.ndarray) -> np.ndarray:
 
 
 def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
-    """Return 1 / (value of an E8M0 code), which is 2^(127 - code), as float32.
+    """Return the reciprocals of E8M0 scales, 2^(127 - code), from their codes: float32.
 
     Code 254 gives 2^-127, a subnormal, and code 255 gives NaN.
     """

@@ -31,7 +31,10 @@ ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a nu
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * tensor_scale), or value * tensor_scale without block scales."""
+    """Return value * (block_scale * tensor_scale), or value * tensor_scale if the recipe has no block scales.
+
+    This is the decode rule of every recipe that names no other.
+    """
     if scales is None:
         return values * tensor.decode
     return values * (decode(scales, E4M3)[..., None] * tensor.decode)

@@ -55,8 +55,8 @@ class TensorScale(NamedTuple):
 def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return float32 x rounded to dtype (nearest even), stored as float32.
 
-    If x is the result of a float32 operation, it is rounded twice. For the 8 and 11 bits of bfloat16 and float16 this
-    equals a single rounding.
+    If x is the result of a float32 operation, that result is thus rounded twice. For bfloat16 and float16, whose
+    significands have 8 and 11 bits, this equals a single rounding.
     """
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
