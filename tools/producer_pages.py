@@ -89,7 +89,7 @@ def page(name: str, recipes: list[Recipe]) -> str:
     lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
     relative = _relative(recipes[0])
     if relative:
-        lines += ["## Nearest relative", "", *relative]
+        lines += ["## Similar recipes of other producers", "", *relative]
     return "\n".join(lines) + "\n"
 
 
@@ -176,14 +176,16 @@ def _relative(r: Recipe) -> list[str]:
     lines = []
     if alike:
         lines += [
-            f"For ordinary bfloat16 weights, `{r.id}` gives the same bytes as {', '.join(f'`{id}`' for id in alike)}.",
+            f"For one matrix of random bfloat16 weights, `{r.id}` gives the same bytes as"
+            f" {', '.join(f'`{id}`' for id in alike)}. For other matrices these recipes may differ"
+            " ([which recipes agree on all ordinary data](../recipes.md#what-equals-what)).",
             "",
         ]
     if parted:
         other = min(parted, key=parted.__getitem__)
         lines += [
-            f"Among the recipes of other producers that give other bytes, `{other}` differs least. In this block, the"
-            " two recipes differ:",
+            f"Among the recipes that give other bytes for this matrix, `{other}` differs least from `{r.id}`. In this"
+            " block, the two recipes differ:",
             "",
         ]
         lines += [_worked(r, other, mine, candidates[other]), ""]
