@@ -4,7 +4,7 @@ require.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
@@ -58,6 +58,15 @@ def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield finding(_READER.get(used, "vLLM"), "error", _CONFIG, text)
 
 
+# Container -> algorithms of Model-Optimizer whose layers have its tensors, perhaps with more beside them.
+_STORED_LIKE = {
+    "NVFP4": ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8"),
+    "W4A16_NVFP4": ("NVFP4_AWQ", "NVFP4_SVD"),
+    "mxfp4": ("W4A8_MXFP4_FP8",),
+}
+_KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> those of these algorithms that it loads
+
+
 def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors: algorithm, input
     activations, group size.
@@ -65,6 +74,12 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     text = f"quantization_config.quant_algo is {algo!r}; the tensors are {needed!r}"
+    stored = str(algo).upper() in _STORED_LIKE.get(needed, ())  # another use of the tensors, such as AWQ
+    if stored:
+        for engine in ("vLLM", "SGLang"):
+            if str(algo).upper() not in _KNOWN_TO[engine]:
+                yield finding(engine, "warning", _CONFIG, f"fails: it does not know quant_algo {algo!r}")
+        return
     if str(algo).upper() != needed.upper():
         yield finding("vLLM", "error", _CONFIG, text)
     if algo != needed:
@@ -87,6 +102,48 @@ def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]
             yield finding(
                 engine, "error", _CONFIG, f"quantization_config.group_size is {size!r}; the tensors have {needed}"
             )
+
+
+def is_mixed(config: Mapping[str, Any]) -> bool:
+    """Return whether a config.json declares Model-Optimizer's MIXED_PRECISION, with an algorithm per layer."""
+    declared = quantization_config(config)
+    method = str(declared.get("quant_method", "")).lower()
+    return method.startswith("modelopt") and str(declared.get("quant_algo", "")).upper() == "MIXED_PRECISION"
+
+
+def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterator[str]:
+    """Yield the quantized layers that ``quantized_layers`` names neither themselves nor by the module that holds them.
+
+    layers: the names of all quantized layers.
+    """
+    listed = set(_section(quantization_config(config), "quantized_layers"))
+    for name in layers:
+        parts = name.split(".")
+        if not any(".".join(parts[:count]) in listed for count in range(1, len(parts) + 1)):
+            yield name
+
+
+def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json that declares only what a mixed checkpoint declares for its layers of one container.
+
+    A config of one format is returned unchanged. ``quantized_layers`` of Model-Optimizer gives the algorithm;
+    ``config_groups`` of compressed-tensors are reduced to those with the container's format.
+
+    kind: the kind of the layers, such as "nvfp4". container: the container as requirements list it.
+    """
+    declared = quantization_config(config)
+    layers = declared.get("quantized_layers")
+    if isinstance(layers, Mapping) and is_mixed(config):
+        algorithms = {str(each.get("quant_algo")) for each in layers.values() if isinstance(each, Mapping)}
+        fitting = sorted(one for one in algorithms if one.upper().endswith(kind.upper()))
+        if fitting:
+            return {**config, "quantization_config": {**declared, "quant_algo": fitting[0]}}
+    form = container.removeprefix("compressed-tensors ")
+    found = declared.get("config_groups")
+    if declared.get("format") == "mixed-precision" and isinstance(found, Mapping):
+        own = {n: each for n, each in found.items() if isinstance(each, Mapping) and each.get("format") == form}
+        return {**config, "quantization_config": {**declared, "format": form, "config_groups": own}}
+    return config
 
 
 _CT_WEIGHTS: dict[str, dict[str, Any]] = {

@@ -12,6 +12,7 @@ of the safetensors metadata is an *item* of one of four groups:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple, Protocol
@@ -535,7 +536,33 @@ def _groups(value: Any, layers: _Layers) -> str:
         why = _scheme(group["weights"], layers) if group.get("weights") is not None else ""
         if why:
             return f"has {shown(name)}, whose scheme of weights {why}"
+    return _targets(list(value.values()), layers)
+
+
+def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
+    """Compare the formats that config groups declare for their targets with the tensors of each layer.
+
+    Only groups with a format are compared. A layer that several groups match must fit one of them.
+    """
+    if not all(group.get("format") for group in groups) or len(groups) < 2:
+        return ""
+    for name, form in layers.forms.items():
+        kinds = {kind for group in groups if _matches(group, name) for kind in _FORMATS[group["format"]]}
+        if form.kind not in kinds:
+            says = ", ".join(sorted(kinds)) or "nothing"
+            return f"declares {says} for {shown(name)}, but its tensors are {form}"
     return ""
+
+
+def _matches(group: Mapping[str, Any], name: str) -> bool:
+    """Return whether a config group names a layer: by its class Linear, by its name, or by a pattern ("re:...")."""
+    for target in group.get("targets") or ():
+        pattern = str(target)
+        if pattern in ("Linear", name) or name.endswith(f".{pattern}"):
+            return True
+        if pattern.startswith("re:") and re.match(pattern[3:], name):
+            return True
+    return False
 
 
 def _transform(value: Any, layers: _Layers) -> str:

@@ -11,8 +11,16 @@ from typing import Any
 
 from fp4kit.checkpoint.containers import ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import DEEPSEEK_V4_NVFP4, INPUT_SCALE, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.container import (
+    DEEPSEEK_V4_NVFP4,
+    INPUT_SCALE,
+    MODELOPT_NVFP4,
+    MODELOPT_STACKS,
+    TENSOR_SCALE,
+    Container,
+)
 from fp4kit.checkpoint.loaders import exclusions, requirements
+from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_layers
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
@@ -88,12 +96,57 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     if form is not None and form.format == mlx.FORMAT:
         forms = {name: weight.container for name, weight in model.layers.items() if weight.container is not None}
         return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]
+    if form is None and model.unrecognised:
+        return [Issue("warning", "model", "the requirements of loaders are not known for this format, so not checked")]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
+    others = _other_layers(model, form)
+    unknown = [_unknown(container, names) for container, names in others.items()]
     if name not in requirements.REQUIRED:
-        return [Issue("warning", "model", f"{name}: the requirements of loaders are not known, so not checked")]
-    tensors = {tensor: (entry.dtype, entry.shape) for tensor, (_, entry) in model.tensors.items()}
-    findings = requirements.findings(name, tensors, tensor_scales, config, model.hf_quant_config)
-    return [_issue(one) for one in (*findings, *_exclusions(model, name, form))]
+        return [_unknown(name, [n for n, w in model.layers.items() if w.container is form]), *unknown]
+    left_out = {
+        place.entry.name for names in others.values() for n in names for place in model.layers[n].parts.values()
+    }
+    tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if t not in left_out}
+    scales = {tensor: scale for tensor, scale in tensor_scales.items() if tensor not in left_out}
+    if form is not None and form.format == "modelopt" and is_mixed(config):
+        declared = declared_for(form.kind, name, config)
+        findings = requirements.findings(name, tensors, scales, declared)
+        unlisted = (Issue("error", layer, _UNLISTED, "vLLM") for layer in unlisted_layers(config, model.layers))
+        return [*map(_issue, findings), *unlisted, *unknown]
+    declared = declared_for(form.kind, name, config) if others and form is not None else config
+    findings = requirements.findings(name, tensors, scales, declared, model.hf_quant_config)
+    return [*(_issue(one) for one in (*findings, *_exclusions(model, name, form))), *unknown]
+
+
+_UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
+
+
+def _unknown(container: str, names: list[str]) -> Issue:
+    """Return a warning that what engines require of some layers is not known."""
+    text = f"{container}: the requirements of loaders are not known, so {len(names)} layers are not checked"
+    return Issue("warning", "model", text)
+
+
+def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[str]]:
+    """Return container -> names of its layers, for the layers of a mixed checkpoint that are not in ``form``.
+
+    Layers that engines expect beside those of ``form``, as in DeepSeek-V4, are left out.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    beside = is_deepseek_v4(model.config or {})
+    for name, weight in model.layers.items():
+        other = weight.container
+        if other is not None and form is not None and other.name != form.name and not beside:
+            found[other.name].append(name)
+    return {name: layers for name, layers in found.items() if not _is_checked_with(form, name)}
+
+
+def _is_checked_with(form: Container | None, name: str) -> bool:
+    """Return whether layers of the container ``name`` are checked by the requirements of ``form``.
+
+    Model-Optimizer's stacks of experts are, together with its single layers.
+    """
+    return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
 
 
 def _issue(found: Finding) -> Issue:
