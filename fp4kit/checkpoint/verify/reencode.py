@@ -30,6 +30,7 @@ from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.ops.fake_quantize import fake_quantize
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
@@ -354,10 +355,22 @@ def _rows(origin: Origin, start: int, count: int) -> Origin:
 
 
 def differing_bytes(stored: Located, source: Located) -> int:
-    """Return how many bytes differ between an unconverted tensor and the source's tensor of the same name."""
+    """Return how many bytes differ between an unconverted tensor and the source's tensor of the same name.
+
+    If their float dtypes differ, the source's values are rounded to the stored dtype first.
+    """
     found = 0
+    have, want = (NUMPY_DTYPES.get(place.entry.dtype) for place in (stored, source))
+    if stored.entry.dtype == source.entry.dtype or have is None or want is None:
+        have = want = np.dtype(np.uint8)
+    step = run_job.PIECE // 4
     with Readers() as readers:
-        for start in range(0, stored.entry.nbytes, run_job.PIECE):
-            count = min(run_job.PIECE, stored.entry.nbytes - start)
-            found += int(np.count_nonzero(readers.bytes(stored, start, count) != readers.bytes(source, start, count)))
+        for start in range(0, stored.entry.nbytes // have.itemsize, step):
+            count = min(step, stored.entry.nbytes // have.itemsize - start)
+            x = readers.bytes(source, start * want.itemsize, count * want.itemsize)
+            with np.errstate(over="ignore", invalid="ignore"):
+                rounded = x if have == want else x.view(want).astype(have).view(np.uint8)
+            found += int(
+                np.count_nonzero(readers.bytes(stored, start * have.itemsize, count * have.itemsize) != rounded)
+            )
     return found
