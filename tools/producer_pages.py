@@ -178,7 +178,7 @@ def _relative(r: Recipe) -> list[str]:
         lines += [
             f"For one matrix of random bfloat16 weights, `{r.id}` gives the same bytes as"
             f" {', '.join(f'`{id}`' for id in alike)}. For other matrices these recipes may differ"
-            " ([which recipes agree on all ordinary data](../recipes.md#what-equals-what)).",
+            " ([recipes that agree on more data](../recipes.md#what-equals-what)).",
             "",
         ]
     if parted:
