@@ -196,7 +196,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
             continue
         adapter = adapter_trouble(name)
         if adapter:
-            yield Item(REFUSED, "tensor", name, adapter)
+            yield Item(REFUSED, "tensor", name, adapter, f"{entry.dtype} {list(entry.shape)}")
             continue
         above = _layer_above(name, quantized)
         if above is not None:
@@ -292,7 +292,7 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
     best = ""
     for container in CONTAINERS:
         names = {part: module + suffix for part, suffix in container.suffixes.items()}
-        if CODES not in names or names[CODES] not in tensors or container.in_blocks or TAG in names:
+        if names[CODES] not in tensors or container.in_blocks or {TAG, COLUMN_SCALE} & set(names):
             continue
         missing = [names[part] for part in (SCALES, TENSOR_SCALE) if part in names and names[part] not in tensors]
         shape = container.shape_of(tensors[names[CODES]][1].shape)

@@ -1,0 +1,322 @@
+"""Test that everything beside a quantized layer is understood, carried or refused by name, and never ignored.
+
+Most tests change one thing in a sound checkpoint: they add, drop, rename or retype a tensor or a config key. Then a
+command refuses it by name, or the decoded values are those of the sound checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import synthetic
+from exhaustive import exhaustive
+from oracle import Loaded
+from synthetic import refused
+
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.model.closed_world import CARRIED, IGNORED, REFUSED, UNDERSTOOD
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.manifest import MANIFEST
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.reconcile import reconcile
+from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.storage.errors import CheckpointError
+
+LAYER = "model.layers.0.self_attn.o_proj"
+SOUND = (
+    ("nvfp4-modelopt", "modelopt"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp4-compressed-tensors", "compressed-tensors"),
+    ("mxfp8-modelopt", "modelopt"),
+    ("mxfp8-modelopt", "sglang-mxfp8"),
+    ("mxfp4-mlx-cpu", "mlx"),
+)
+
+
+class Sound:
+    """A sound checkpoint as plain data, to change and to write.
+
+    tensors: name -> (safetensors dtype, shape, bytes). config: the content of config.json. metadata: of its file.
+    values: tensor name -> bytes of the decoded model.
+    """
+
+    def __init__(self, root: Path, recipe: str, form: str) -> None:
+        synthetic.dense(root / "source")
+        convert(root / "source", root / "sound", recipe, format=form, input_scale=0.5 if "nvfp4" in recipe else None)
+        self.tensors = oracle.load(root / "sound")
+        self.config: dict[str, Any] = json.loads((root / "sound" / "config.json").read_text())
+        self.metadata = {"format": "pt"}
+        self.values = decoded(root / "sound", root / "decoded")
+
+
+def decoded(model: Path, to: Path, **options: Any) -> Loaded:
+    """Return the tensors of a model that convert decodes to BF16."""
+    convert(model, to, format="bf16", **options)
+    return oracle.load(to)
+
+
+def write(root: Path, tensors: Loaded, config: dict[str, Any], metadata: dict[str, str]) -> Path:
+    """Write a model directory with one file, whatever dtypes and shapes the tensors declare."""
+    root.mkdir()
+    header: dict[str, Any] = {"__metadata__": metadata}
+    at = 0
+    for name, (dtype, shape, data) in tensors.items():
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, at + len(data)]}
+        at += len(data)
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    body = b"".join(data for _, _, data in tensors.values())
+    (root / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + body)
+    (root / "config.json").write_text(json.dumps(config))
+    return root
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Sound]:
+    """Return a function that makes the sound checkpoint of a recipe and format, once per module."""
+    made: dict[tuple[str, str], Sound] = {}
+
+    def of(recipe: str, form: str) -> Sound:
+        if (recipe, form) not in made:
+            made[recipe, form] = Sound(tmp_path_factory.mktemp("sound"), recipe, form)
+        return made[recipe, form]
+
+    return of
+
+
+SUFFIXES = (
+    ".weight",
+    ".weight_packed",
+    ".weight_scale",
+    ".weight_scale_2",
+    ".weight_scale_inv",
+    ".weight_global_scale",
+    ".input_scale",
+    ".input_global_scale",
+    ".pre_quant_scale",
+    ".weight_zero_point",
+    ".g_idx",
+    ".scales",
+    ".biases",
+    ".global_scale",
+    ".comfy_quant",
+    ".lora_A.weight",
+    ".smooth_factor",
+    ".k_scale",
+    ".bias",
+    ".codebook",
+)
+CHANGES = ("add", "drop", "rename", "retype", "config", "metadata")
+
+
+def change(sound: Sound, rng: np.random.Generator) -> tuple[str, Loaded, dict[str, Any], dict[str, str]]:
+    """Change one thing in a sound checkpoint. Return what was changed, and the changed tensors, config and metadata."""
+    tensors, config, metadata = dict(sound.tensors), json.loads(json.dumps(sound.config)), dict(sound.metadata)
+    kind = CHANGES[rng.integers(len(CHANGES))]
+    parts = [name for name in tensors if name.startswith(LAYER)]
+    name = parts[rng.integers(len(parts))]
+    other = LAYER + SUFFIXES[rng.integers(len(SUFFIXES))]
+    dtype, shape, data = tensors[name]
+    if kind == "add":
+        width = int(rng.choice([1, 4, 32, 64]))
+        tensors[other] = ("F32", (width,), rng.standard_normal(width).astype(np.float32).tobytes())
+    elif kind == "drop":
+        del tensors[name]
+    elif kind == "rename":
+        del tensors[name]
+        tensors[other] = (dtype, shape, data)
+    elif kind == "retype":
+        size = len(data) // max(int(np.prod(shape)), 1)
+        usable = {1: ("U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 2: ("BF16", "F16"), 4: ("F32", "I32", "U32")}[size]
+        tensors[name] = (usable[rng.integers(len(usable))], shape, data)
+        other = name
+    elif kind == "config":
+        declared = config.get("quantization_config", config.get("quantization"))
+        keys = [key for key in declared if key not in ("ignore", "fp4kit", "producer", "modules_to_not_convert")]
+        key = str(rng.choice([*keys, "rotation", "transform_config", "codebook"]))
+        declared[key] = [None, 7, "other", {"config_groups": {"R1": {"type": "hadamard"}}}][rng.integers(4)]
+        other = key
+    else:
+        other = str(rng.choice(["_quantization_metadata", "quantization", "rotation_matrix", "author"]))
+        metadata[other] = str(rng.choice(["{}", "x", '{"layers": {"' + LAYER + '": {"format": "nvfp4"}}}']))
+    return f"{kind} {name} {other}", tensors, config, metadata
+
+
+@pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 60))])
+@pytest.mark.parametrize(("recipe", "form"), SOUND)
+def test_a_change_is_refused_or_does_not_change_values(
+    recipe: str, form: str, seed: int, sound: Callable[[str, str], Sound], tmp_path: Path
+) -> None:
+    """After a change, convert either refuses with a message, or decodes the values of the sound checkpoint."""
+    start = sound(recipe, form)
+    what, tensors, config, metadata = change(start, np.random.default_rng([seed, len(recipe), len(form)]))
+    model = write(tmp_path / "m", tensors, config, metadata)
+    try:
+        values = decoded(model, tmp_path / "out")
+    except CheckpointError as error:
+        assert len(str(error)) > 20, what
+        return
+    changed = [name for name, tensor in start.values.items() if values.get(name) != tensor]
+    assert not changed, what
+    extra = set(values) - set(start.values)
+    items = {item.name: item for item in open_checkpoint(model).items}
+    assert all(items[name].group == CARRIED for name in extra), what
+
+
+@pytest.mark.parametrize(
+    ("suffix", "text"),
+    [
+        (".codebook", "not known beside a layer of modelopt NVFP4"),
+        (".weight_zero_point", "zero points, which no 4-bit float format has"),
+        (".weight_quantizer._svdquant_lora_a", "low-rank part of the weight (SVDQuant)"),
+        (".lora_A.weight", "a tensor of an adapter (LoRA), not of a model"),
+        (".bias_2", "not known beside"),
+    ],
+)
+def test_every_command_refuses_an_unknown_tensor_by_name(
+    suffix: str, text: str, sound: Callable[[str, str], Sound], tmp_path: Path
+) -> None:
+    start = sound("nvfp4-modelopt", "modelopt")
+    tensors = {**start.tensors, LAYER + suffix: ("F32", (4,), np.ones(4, np.float32).tobytes())}
+    model = write(tmp_path / "m", tensors, start.config, start.metadata)
+    source = model.parent / "source"
+    synthetic.dense(source)
+    for command in (
+        lambda: convert(model, tmp_path / "out", format="bf16"),
+        lambda: convert(model, tmp_path / "out", format="compressed-tensors"),
+        lambda: identify_checkpoint(model, source),
+        lambda: reconcile(model, None),
+    ):
+        with refused(f"{LAYER}{suffix} (F32 [4]): {text}"):
+            command()
+    assert not (tmp_path / "out").exists()
+    assert any(issue.severity == "error" and LAYER + suffix in issue.subject for issue in verify(model).issues)
+    comparison = compare_checkpoints(model, source)
+    assert [item.name for item in comparison.refused] == [LAYER + suffix] and not comparison.layers
+    assert open_checkpoint(model).unrecognised == (LAYER + suffix,)
+
+
+def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """--ignore leaves an unknown tensor and an unknown key out; the manifest records it; other patterns are errors."""
+    start = sound("nvfp4-modelopt", "modelopt")
+    tensors = {**start.tensors, f"{LAYER}.codebook": ("F32", (4,), np.ones(4, np.float32).tobytes())}
+    config = json.loads(json.dumps(start.config))
+    config["quantization_config"]["rotation"] = "hadamard"
+    model = write(tmp_path / "m", tensors, config, start.metadata)
+    ignore = (f"{LAYER}.codebook", "quantization_config.rotation")
+    plan = make_plan(model, format="bf16", ignore=ignore)
+    assert [item.name for item in plan.items if item.group == IGNORED] == list(ignore)
+    assert decoded(model, tmp_path / "out", ignore=ignore) == start.values
+    assert list(ignore) in json.loads((tmp_path / "out" / MANIFEST).read_text())["request"].values()
+    with refused("quantization_config.rotation"):
+        make_plan(model, format="bf16", ignore=ignore[:1])
+    with refused("--ignore *.bias: matches nothing that is refused; leave it out"):
+        make_plan(model, format="bf16", ignore=(*ignore, "*.bias"))
+    issues = verify(model, ignore=ignore).issues
+    assert [issue.severity for issue in issues if "left out by --ignore" in issue.text] == ["warning", "warning"]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("transform_config", {"config_groups": {"R1": {"type": "hadamard"}}}, "declares rotations of the weights"),
+        ("sparsity_config", {"format": "sparse-24-bitmask"}, "declares the sparse format"),
+        ("quantization_status", "initialized", 'is "initialized", which is not supported'),
+        ("format", "mxfp4-pack-quantized", "but there are layers of nvfp4"),
+        ("format", "marlin-24", 'is "marlin-24", which is not known'),
+        ("quant_method", "hqq", 'is "hqq", which is not known'),
+        ("config_groups", {"g": {"weights": {"type": "int", "num_bits": 4}, "targets": ["Linear"]}}, "type"),
+        ("config_groups", {"g": {"weights": {}, "rotation": 1}}, "with the key rotation, which is not known"),
+        ("anything", 1, "an entry that is not known"),
+    ],
+)
+def test_config_keys(key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    start = sound("nvfp4-compressed-tensors", "compressed-tensors")
+    config = json.loads(json.dumps(start.config))
+    config["quantization_config"][key] = value
+    with refused(text) as caught:
+        make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
+    assert f"config.json: quantization_config.{key}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("quant_algo", "MXFP8", 'is "MXFP8", but there are layers of nvfp4'),
+        ("quant_algo", "NVFP2", 'is "NVFP2", which is not known'),
+        ("group_size", 32, "is 32, but the tensors have blocks of 16"),
+        ("has_zero_point", True, "is true, which is not supported"),
+        (
+            "quantized_layers",
+            {LAYER: {"quant_algo": "FP8"}},
+            f"declares {LAYER} as FP8, but its tensors are modelopt NVFP4",
+        ),
+        ("quantized_layers", {LAYER: {"quant_algo": "NVFP4", "codebook": 1}}, "has the key codebook"),
+    ],
+)
+def test_config_keys_of_modelopt(
+    key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path
+) -> None:
+    start = sound("nvfp4-modelopt", "modelopt")
+    config = json.loads(json.dumps(start.config))
+    config["quantization_config"][key] = value
+    with refused(f"config.json: quantization_config.{key}: {text}"):
+        make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
+
+
+def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    start = sound("mxfp4-mlx-cpu", "mlx")
+    for number, (key, value) in enumerate((("mode", "nvfp4"), ("bits", 8), ("group_size", 16))):
+        config = json.loads(json.dumps(start.config))
+        config["quantization"][key] = value
+        with refused("but its tensors are mlx mxfp4"):
+            make_plan(write(tmp_path / str(number), start.tensors, config, start.metadata), format="bf16")
+
+
+def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """A sound checkpoint has understood and carried items only; biases and KV scales are carried."""
+    start = sound("nvfp4-modelopt", "modelopt")
+    one = ("F32", (1,), np.ones(1, np.float32).tobytes())
+    more = {
+        f"{LAYER}.bias": one,
+        "model.layers.0.self_attn.k_proj.k_scale": one,
+        "model.layers.0.self_attn.v_scale": one,
+    }
+    model = write(tmp_path / "m", {**start.tensors, **more}, start.config, start.metadata)
+    found = {item.name: item for item in open_checkpoint(model).items}
+    assert {found[name].group for name in more} == {CARRIED}
+    assert found[f"{LAYER}.weight"].why == "codes of modelopt NVFP4"
+    assert {item.group for item in found.values()} == {UNDERSTOOD, CARRIED} and REFUSED not in found
+
+
+def test_a_missing_scale_is_named(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    start = sound("nvfp4-modelopt", "modelopt")
+    tensors = {name: tensor for name, tensor in start.tensors.items() if name != f"{LAYER}.weight_scale_2"}
+    with refused(f"modelopt NVFP4, but {LAYER}.weight_scale_2 is missing"):
+        make_plan(write(tmp_path / "m", tensors, start.config, start.metadata), format="bf16")
+
+
+@pytest.mark.parametrize("dtype", ["F8_E8M0", "U8", "F4", "I8"])
+def test_dtypes_of_the_same_bytes_are_read(dtype: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """Scales as F8_E8M0 or U8, codes as I8 or F4 (which counts elements) decode to the same values."""
+    start = sound(
+        "mxfp4-compressed-tensors" if dtype == "F8_E8M0" else "nvfp4-modelopt",
+        "modelopt" if dtype != "F8_E8M0" else "compressed-tensors",
+    )
+    tensors = dict(start.tensors)
+    for name, (own, shape, data) in start.tensors.items():
+        if own in ("U8", "F8_E4M3") and name.endswith("weight_scale") and dtype in ("F8_E8M0", "U8"):
+            tensors[name] = (dtype, shape, data)
+        elif own == "U8" and dtype in ("F4", "I8") and not name.endswith("scale"):
+            tensors[name] = (dtype, (*shape[:-1], shape[-1] * (2 if dtype == "F4" else 1)), data)
+    assert tensors != start.tensors
+    model = write(tmp_path / "m", tensors, start.config, start.metadata)
+    assert decoded(model, tmp_path / "out") == start.values
