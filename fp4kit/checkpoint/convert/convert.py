@@ -398,7 +398,8 @@ def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
 def _facts(plan: Plan) -> dict[str, Any]:
     """Return what the manifest records of a conversion: version, format, source and request."""
     facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
-    return facts | {"request": request_facts(plan.request)}
+    carried = {"codes": "carried"} if plan.carries_codes else {}
+    return facts | {"request": request_facts(plan.request)} | carried
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
@@ -412,7 +413,8 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         return found | {CONFIG: config}
     own: dict[str, Any] = {
         "version": __version__,
-        **({"recipe": plan.request.recorded} if plan.request.recorded else {}),
+        **({"recipe": plan.recorded} if plan.recorded else {}),
+        **({"codes": "carried"} if plan.carries_codes else {}),
     }
     if plan.request.search is not None:
         own["scale_search"] = plan.request.search.words.removeprefix("searched by ")

@@ -140,6 +140,19 @@ class Plan:
         return self.request.recipe
 
     @property
+    def carries_codes(self) -> bool:
+        """True if every converted layer keeps the codes of the source, so that ``recipe`` made none of them."""
+        return {tensor.action for tensor in self.converted} == {RENAME} and not self.request.codes
+
+    @property
+    def recorded(self) -> str:
+        """The id of the recipe that made the written codes; "" if it is unknown.
+
+        For carried codes, it is the recipe that the source records.
+        """
+        return recorded_recipe(self.source) if self.carries_codes else self.request.recorded
+
+    @property
     def is_file(self) -> bool:
         """True if the output is a single GGUF file; False if it is a directory."""
         return gguf.is_gguf_config(self.source.config)
@@ -352,7 +365,8 @@ class _Planner:
                 "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
                 " format than bf16"
             )
-        shards = tuple(self._shard(file) for file in self.source.files)
+        recorded = self._recorded()
+        shards = tuple(self._shard(file, recorded) for file in self.source.files)
         _check_outputs(shards)
         scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
         ignore, warnings = self._exclusions()
@@ -361,11 +375,20 @@ class _Planner:
         form, has_scale = self.form, self.has_input_scale
         return Plan(self.source, self.request, form, has_scale, shards, ignore, warnings, auxiliary, self.items)
 
-    def _shard(self, file: SafetensorsFile) -> ShardPlan:
-        """Return the plan for the output file that corresponds to one source file."""
+    def _recorded(self) -> str:
+        """Return the id of the recipe to record in the files; "" for unquantized output or an unknown recipe."""
+        if self.form is None:
+            return ""
+        kept = set(self.actions.values()) == {RENAME} and not self.request.codes
+        return recorded_recipe(self.source) if kept else self.request.recorded
+
+    def _shard(self, file: SafetensorsFile, recorded: str) -> ShardPlan:
+        """Return the plan for the output file that corresponds to one source file.
+
+        recorded: the id of the recipe to record in its metadata, or "".
+        """
         parts = (part_names(self.weights.values()) - set(self.weights)) | self.left_out
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
-        recorded = "" if self.form is None else self.request.recorded
         own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
         taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
         if self.form is not None and self.form.format == mlx.FORMAT:

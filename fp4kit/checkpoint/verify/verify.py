@@ -234,11 +234,13 @@ def _settings(
     """Return how the checkpoint was made, and issues about this. What the user says (wanted, search) precedes manifest
     and config.
     """
-    request = (load_manifest(model.path) or {}).get("request")
+    manifest = load_manifest(model.path) or {}
+    request = manifest.get("request")
     request = request if isinstance(request, dict) else {}
     declared = (model.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
-    recorded = request.get("recipe") or (own.get("recipe") if isinstance(own, dict) else None)
+    made_new = request.get("recipe") if manifest.get("codes") != "carried" else None
+    recorded = made_new or (own.get("recipe") if isinstance(own, dict) else None)
     issues = []
     found = None if wanted is None else recipe(wanted)
     if found is None and recorded is not None:

@@ -162,7 +162,7 @@ def test_converting_a_quantized_file_again(tmp_path: Path) -> None:
     convert(tmp_path / "m.gguf", tmp_path / "a.gguf", "mxfp4-ocp")
     convert(tmp_path / "a.gguf", tmp_path / "b.gguf", "mxfp4-te")
     assert content(tmp_path / "b.gguf") == content(tmp_path / "a.gguf")
-    assert read_gguf(tmp_path / "b.gguf").metadata["fp4kit.recipe"] == "mxfp4-te"
+    assert read_gguf(tmp_path / "b.gguf").metadata["fp4kit.recipe"] == "mxfp4-ocp"  # the codes are those of a.gguf
     report = convert(tmp_path / "a.gguf", tmp_path / "c.gguf", "nvfp4-te")
     assert report.actions["cast"] == 11 + 2 * EXPERTS and not report.inexact
     convert(tmp_path / "c.gguf", tmp_path / "d.gguf", format="bf16")

@@ -561,3 +561,18 @@ def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     (model / "model-00001-of-00002.safetensors").write_bytes(b"\x00" * 40)
     with pytest.raises(CheckpointError, match="not a usable safetensors file"):
         verify(model, source)
+
+
+def test_carried_codes_record_no_recipe_of_their_own(tmp_path: Path) -> None:
+    """Codes that are carried into another container keep their recorded recipe, or none: not the default recipe."""
+    model, source = made(tmp_path, recipe="nvfp4-modelopt")
+    convert(model, tmp_path / "renamed", format="compressed-tensors")
+    own = json.loads((tmp_path / "renamed" / "config.json").read_text())["quantization_config"]["fp4kit"]
+    assert (own["recipe"], own["codes"]) == ("nvfp4-modelopt", "carried")
+    assert verify(tmp_path / "renamed", source).clean and verify(tmp_path / "renamed", model).clean
+    edit(model / "config.json", lambda config: config["quantization_config"].pop("fp4kit"))
+    convert(model, tmp_path / "unknown", format="compressed-tensors")
+    own = json.loads((tmp_path / "unknown" / "config.json").read_text())["quantization_config"]["fp4kit"]
+    assert "recipe" not in own and own["codes"] == "carried"
+    report = verify(tmp_path / "unknown", source)
+    assert report.clean and report.recipe is None
