@@ -244,7 +244,7 @@ def _check_grad(x: Any, name: str) -> None:
 
 
 def _variable(name: str) -> str:
-    """Return the last word of `name`, the argument's own name: "quantize: x" gives "x"."""
+    """Return the last word of `name`, which is the name of the argument: "quantize: x" gives "x"."""
     return name.rpartition(" ")[2]
 
 
@@ -292,9 +292,9 @@ def untraced(function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
 
 
 def _leave_untraced() -> bool:
-    """Tell torch.compile not to trace the function `untraced`. Always return True.
+    """Tell torch.compile not to trace the function `untraced`. Return True, which is_traced returns to its caller.
 
-    torch.compile runs this function itself while it traces, instead of tracing it.
+    While torch.compile traces is_traced, it runs this function as ordinary Python instead of tracing it.
     """
     if not hasattr(untraced, "_torchdynamo_disable"):
         why = "fp4kit's functions are not traced; in a graph, call those of fp4kit.torch, such as fp4kit.torch.quantize"
@@ -343,7 +343,7 @@ def to_device(host: np.ndarray) -> Any:
 
 
 def on_device(array: Any) -> bool:
-    """Return whether an array is a CuPy array. It must be a result of import_arrays, so it is NumPy's otherwise."""
+    """Return True for a CuPy array, False for a NumPy array. `array` must be a result of import_arrays."""
     return not isinstance(array, np.ndarray)
 
 

@@ -1,4 +1,4 @@
-"""JAX arrays: how results become JAX arrays, and which facts about arguments a cached call is looked up by."""
+"""JAX arrays: how results become JAX arrays, and which facts about JAX arguments are part of a call cache's key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from fp4kit.arrays import imports
 def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
     """Yield a function that converts results to JAX arrays on the device of x.
 
-    The with block itself changes nothing. It exists because other libraries, such as PyTorch, need one around a call.
+    Entering the context changes nothing. It exists because ArrayLibrary.call_context is a context manager for every
+    library, and that of PyTorch sets the stream and the allocator.
     """
 
     yield lambda array: giver(x)(array)

@@ -104,7 +104,7 @@ def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
         if "torch._dynamo" in sys.modules and imports.is_traced():
             return imports.untraced(call, *args, **kwargs)
         x: Any = args[0] if args else kwargs.get(first)
-        if isinstance(x, Iterator):  # it is iterated twice: here for its library, and by the function
+        if isinstance(x, Iterator):  # x is iterated twice: here to find its library, and later by the function
             again: Any = call
             return again(list(x), *args[1:], **{name: value for name, value in kwargs.items() if name != first})
         library = None if type(x) is np.ndarray else library_of(x)
@@ -134,8 +134,9 @@ def mark_written(out: Any) -> Any:
 class PlanLibrary:
     """Convert the results of a plan's methods to the library of the plan's tensors.
 
-    A plan returns the same arrays in every call. For PyTorch they are converted once, and later calls return the same
-    tensors. JAX arrays cannot be written to, so each call returns new copies.
+    A plan is a GroupedPlan or a MasterWeightsPlan. It overwrites and returns the same arrays in every call. For PyTorch
+    the arrays are converted once, and later calls return the same tensors. JAX arrays cannot be written to, so each
+    call returns new copies.
     """
 
     def __init__(self, arrays: Any) -> None:

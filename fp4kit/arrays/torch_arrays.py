@@ -14,8 +14,8 @@ import numpy as np
 
 from fp4kit.arrays import imports
 
-ALIGNMENT = 16  # bytes; sizes are rounded up to a multiple of it, and to at least one multiple
-_CACHED_STREAMS, _CACHED_OUTLINES = 64, 1024  # cache sizes
+ALIGNMENT = 16  # bytes: `allocate` rounds every size up to a multiple of it, and 0 to one multiple
+_CACHED_STREAMS, _CACHED_OUTLINES = 64, 1024  # the largest numbers of cached streams and cached outlines
 _NAMES = (
     "float64",
     "float32",

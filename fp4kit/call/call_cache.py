@@ -1,8 +1,8 @@
 """The cache of calls: a repeated call skips the checks, which take longer than the work on small arrays.
 
 - Key: everything that the checks and the work depend on, except values. For each array that is its type, shape, dtype,
-  strides, device and alignment (its facts); all other arguments count whole. If one call passes its checks, every call
-  with an equal key passes them too.
+  strides, device and alignment (its facts). All other arguments are part of the key as they are. If one call passes its
+  checks, every call with an equal key passes them too.
 - Cached call: a function that an engine makes for a key (cuda/engine/cached_calls.py, cpu/cached_calls.py). It takes
   the arrays and returns the result, or None if it cannot compute this call.
 - Driver: the function that computes a parsed call. It runs if there is no cached call or the cached call returns None.

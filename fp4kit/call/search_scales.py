@@ -148,7 +148,7 @@ def _number(op: str, value: Any) -> float:
 
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
-    """Raise ValueError if a Hessian was given."""
+    """Raise ValueError if a Hessian was given for a recipe whose search takes none: one without 16-column blocks."""
     if hessian is not None:
         raise ValueError(
             f"{op}: a hessian was given, but {r.id} has no blocks of 16 columns; leave it out, or pass weights"

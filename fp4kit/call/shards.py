@@ -70,24 +70,24 @@ def square_block(op: str, r: Recipe, length: int) -> int:
 
 
 class Partition(NamedTuple):
-    """The pieces of all processes: a piece is the range of elements of one matrix that one process owns.
+    """Hold where the shards of all processes begin and end. Each process owns one shard of each matrix.
 
     Attributes:
-        starts, ends: int64 (processes, matrices), the first element of each piece in its flattened matrix, and the
-            element after its last.
+        starts, ends: int64 (processes, matrices), the index of the first element of each shard in its flattened
+            matrix, and the index after its last element.
     """
 
     starts: np.ndarray
     ends: np.ndarray
 
     def pieces(self, unit: int) -> np.ndarray:
-        """Return the length of each piece in units of ``unit`` elements.
+        """Return the length of each shard in units of ``unit`` elements: int64 (processes, matrices).
 
-        Units begin at multiples of ``unit`` in the matrix. A unit that two pieces share counts for both.
+        Units begin at multiples of ``unit`` in the matrix. A unit that two shards share counts for both.
         """
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return the offset of each piece in the message of its process, in units of ``unit`` elements."""
+        """Return the offset of each shard in the message of its process, in units of ``unit`` elements."""
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths

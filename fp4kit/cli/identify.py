@@ -37,7 +37,10 @@ def register(subparsers: Any) -> None:
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0 if recipes explain all layers and nothing went wrong with their bytes, else 1."""
+    """Run the command and return 0 if recipes alone explain every layer, else 1.
+
+    The result is also 1 if a fault between quantizer and file, a mishap, is needed to explain the bytes.
+    """
     total = sum(weight.nbytes for weight in open_checkpoint(args.path).layers.values())
     with out.progress("identifying", total) as tick:
         verdict = identify_checkpoint(args.path, args.source, tick, args.ignore)

@@ -21,7 +21,8 @@ from fp4kit.types import RoundingMode
 class StaticOptions(NamedTuple):
     """Hold the arguments of a fake quantization that JAX treats as static.
 
-    It is hashable, and two are equal if they mean the same. seed is an int, or None if no seed or an array was given.
+    Instances are hashable, and two instances are equal if they describe one operation. So JAX traces a function again
+    only if an option changes. seed is an int, or None if the caller passed no seed or an array.
     """
 
     recipe: Recipe
@@ -55,12 +56,13 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> jax.Array:
-    """Return x with the error of quantization. The function is differentiable.
+    """Return the values of x after quantization and dequantization. The function is differentiable.
 
         forward: dequantize(quantize(x))
         backward: grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
 
-    The forward pass is fp4kit.fake_quantize, and the gradient is fp4kit.fake_quantize_backward.
+    Here grad is the gradient with respect to the result. The forward pass is fp4kit.fake_quantize, and the gradient
+    is fp4kit.fake_quantize_backward.
 
     Works under jax.jit, grad, vmap, scan and checkpoint; recipe, axis, rounding and pass_through are static. An array
     with values is processed where it is, on the CPU or on CUDA (through DLPack). In a program that JAX traces, the call
@@ -70,7 +72,7 @@ def fake_quantize(
     - CUDA with CuPy: a handler of XLA's foreign function interface, on the program's buffers and stream.
     - CUDA without CuPy: a jax.pure_callback, through the host.
 
-    Under jax.vmap it is a loop over the mapped axis: each entry has its own amax, and all have one seed.
+    Under jax.vmap it is a loop over the mapped axis: each slice has its own amax, and all slices use one seed.
 
     Args:
         x: float32, float16 or bfloat16 array of JAX or NumPy, of any shape.
@@ -81,7 +83,7 @@ def fake_quantize(
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer array, which may be traced, or the random bytes, uint8 in the
             shape of x.
-        pass_through: whether the gradient is grad itself; otherwise it is clipped at amax.
+        pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax.
         amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward; None means tensor_amax if that is
             given. It gets no gradient.
 
@@ -206,7 +208,7 @@ _fake_quantize.defvjp(_forward, _backward)
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
     """Return grad with 0 where |x| > amax.
 
-    The gradient of this function treats it as linear in grad and constant in x and amax.
+    When JAX differentiates this function again, it is linear in grad, and x and amax are constants.
     """
     arguments = {
         "grad": grad,

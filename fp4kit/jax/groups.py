@@ -114,7 +114,7 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
     """Return grads with 0 where |x| > amax.
 
-    The gradient of this function treats it as linear in grads and constant in xs and amaxes.
+    When JAX differentiates this function again, it is linear in grads, and xs and amaxes are constants.
     """
     arguments = {
         "grads": grads,

@@ -50,7 +50,7 @@ _OTHER_NAMES = {
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """A quantized array: value = decode(code) * block_scale * tensor_scale.
+    """Hold a quantized array: value = decode(code) * block_scale * tensor_scale.
 
     recipe.decode_rule states the order of the products. Let x be the array that was quantized, and x' be x with the
     quantized axis moved last, of shape (..., K). All arrays must be of one library (NumPy, CuPy, PyTorch or JAX) and on
@@ -274,9 +274,9 @@ class Quantized:
             dtype: dtype of x. Most checkpoints are made from bfloat16, the default.
             axis: the axis of x along which blocks run.
             scale_layout: layout of block_scale.
-            tensor_scale_divides: whether the stored tensor scale divides on decode, as the weight_global_scale of
+            tensor_scale_divides: True if the stored tensor scale divides on decode, as the weight_global_scale of
                 compressed-tensors does.
-            high_nibble_first: whether the even element of a pair of codes is in the high nibble.
+            high_nibble_first: True if the even element of a pair of codes is in the high nibble.
 
         Returns:
             A Quantized with arrays in the library of packed. tensor_amax is None, because no checkpoint stores it. All
@@ -294,8 +294,8 @@ class Quantized:
             device.
 
         Exact:
-            A divisor is stored as its reciprocal. Values equal the producer's unless the producer also writes another
-            divisor with an equal reciprocal.
+            A divisor is stored as its float32 reciprocal, from which decoding recovers the divisor. Values equal the
+            producer's, except where two divisors that the producer can write have one float32 reciprocal.
 
         Examples:
             >>> import ml_dtypes, numpy as np

@@ -158,7 +158,7 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
         packed: the imported codes.
         shapes: the allowed shapes. If one of them differs from the shape of given only by axes of length 1 at the end,
             the result gets that shape.
-        divides: whether the stored scale divides on decode. If so, the result is 1 / given, rounded to nearest even.
+        divides: True if the stored scale divides on decode. Then the result is 1 / given, rounded to nearest even.
 
     Raises:
         TypeError: given is not of a float dtype.

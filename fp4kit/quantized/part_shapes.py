@@ -51,10 +51,10 @@ def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) ->
 
 
 def in_order(shape: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Return whether numbers of `shape`, one per block, are certainly in the order of the shape `wanted`.
+    """Return whether an array with one number per block can safely be reshaped from `shape` to `wanted`.
 
-    They are if they have one axis, or if both shapes end with equal lengths, not counting axes of length 1. Otherwise
-    they may be ordered along another axis that happens to have as many blocks.
+    It can if the sizes agree and either the array has one axis, or both shapes end with equal lengths. Axes of length 1
+    do not count. Otherwise the numbers may be ordered along another axis that happens to have as many blocks.
     """
     own_lengths, wanted_lengths = ([n for n in lengths if n != 1] for lengths in (shape, wanted))
     return prod(shape) == prod(wanted) and (len(own_lengths) <= 1 or own_lengths[-1:] == wanted_lengths[-1:])

@@ -89,18 +89,19 @@ def fake_quantize(
     pass_through: bool = True,
     amax: Any = None,
 ) -> Tensor:
-    """Return x with the error of quantization. The function is differentiable.
+    """Return the values of x after quantization and dequantization. The function is differentiable.
 
         forward: dequantize(quantize(x))
         backward: grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
 
-    The forward pass is fp4kit.fake_quantize, and the gradient is fp4kit.fake_quantize_backward.
+    Here grad is the gradient with respect to the result. The forward pass is fp4kit.fake_quantize, and the gradient
+    is fp4kit.fake_quantize_backward.
 
     Works under torch.compile(fullgraph=True), torch.export, torch.func, checkpointing and CUDA graphs, because it is
-    one operator, torch.ops.fp4kit.fake_quantize. Under torch.vmap it is a loop over the mapped axis: each entry has its
-    own amax, and all have one seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode. PyTorch
-    raises an error for forward-mode tangents, and for torch.func.grad inside torch.compile, which has no gradients of
-    custom operators.
+    one operator, torch.ops.fp4kit.fake_quantize. Under torch.vmap it is a loop over the mapped axis: each slice has its
+    own amax, and all slices use one seed. Under torch.autocast it keeps the dtype of x. Gradients are reverse-mode.
+    PyTorch raises an error for forward-mode tangents, and for torch.func.grad inside torch.compile, which has no
+    gradients of custom operators.
 
     Args:
         x: float32, float16 or bfloat16 tensor of any shape, on the CPU or a CUDA device.
@@ -110,7 +111,7 @@ def fake_quantize(
         block_amax: calibrated block amaxes, as in fp4kit.fake_quantize. They get no gradient.
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
-        pass_through: whether the gradient is grad itself; otherwise it is clipped at amax.
+        pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax.
         amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward; None means tensor_amax if that is
             given. It gets no gradient.
 
@@ -168,8 +169,8 @@ def fake_quantize_grouped(
         amax: None, or one clip limit of the gradient per tensor.
 
     Returns:
-        A list of new tensors, one per tensor of xs. It can be traced like fake_quantize, because it is the operator
-        torch.ops.fp4kit.fake_quantize_grouped.
+        A list of new tensors, one per tensor of xs. PyTorch can trace the call as it traces fake_quantize, because
+        it is the operator torch.ops.fp4kit.fake_quantize_grouped.
 
     Raises:
         TypeError: an entry of xs is not a tensor.
@@ -226,7 +227,9 @@ def quantize(
     hadamard: bool | str = False,
     block_amax: Any = None,
 ) -> Quantized:
-    """Quantize a tensor to codes and scales, as fp4kit.quantize does. It can be compiled, but has no gradient.
+    """Quantize a tensor to codes and scales, as fp4kit.quantize does.
+
+    It works under torch.compile, but has no gradient.
 
     Args:
         x: float32, float16 or bfloat16 tensor, on the CPU or a CUDA device. It may require grad.
@@ -270,7 +273,9 @@ def quantize(
 
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the values of a Quantized as a tensor, as fp4kit.dequantize does. It can be compiled; no gradient.
+    """Return the values of a Quantized as a tensor, as fp4kit.dequantize does.
+
+    It works under torch.compile, but has no gradient.
 
     Args:
         q: a Quantized of tensors.

@@ -61,7 +61,7 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
 
     Afterwards layer.weight is the fake-quantized parameter, and layer.parametrizations.weight.original is the trained
     one. Tied parameters are quantized under each of their names that the settings match, and stay tied. A module with
-    several names is quantized if the settings match one of them.
+    several names is quantized if the settings match one of its names.
 
     Args:
         model: a torch.nn.Module, which is changed in place.
@@ -133,7 +133,10 @@ def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, 
 
 
 def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules that PyTorch adds to `module` to hold its parametrizations."""
+    """Yield the modules that PyTorch adds to `module` to hold its parametrizations.
+
+    _parameters skips these modules, so that it yields each parametrized parameter once.
+    """
     found: Any = module.parametrizations
     return found.modules()
 
@@ -173,7 +176,10 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
 
 
 def _warn_of_vectors(names: list[str]) -> None:
-    """Warn if parameters with less than two dimensions are quantized, which no engine does."""
+    """Warn if `names` is not empty: these parameters have less than two dimensions and are about to be quantized.
+
+    Inference engines leave biases and the weights of norms unquantized, so the settings are probably wrong.
+    """
     if names:
         shown = ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
         warnings.warn(

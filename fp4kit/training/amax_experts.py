@@ -1,6 +1,6 @@
 """Handle experts in amax states: their number, global numbering, stacking into one array, and the exchange among ranks.
 
-A key without an expert number is a base; its experts are numbered 0 ... N - 1. ``op`` begins every error message.
+A key without an expert number is a base; its experts are numbered 0 ... N - 1. Every error message begins with ``op``.
 """
 
 from __future__ import annotations
@@ -133,9 +133,9 @@ def unstack(
 
 
 def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    """Return {base: N}, the number of experts that the file (``stated``) and the caller (``requested``) give.
+    """Return {base: N}: the number of experts per quantizer, which the file (``stated``) or the caller gives.
 
-    Raises ValueError if they disagree.
+    ``requested`` is the caller's {wildcard: N}. Raises ValueError if file and caller give different numbers.
     """
     if not isinstance(stated, dict) or not all(
         type(n) is int and n > 0 and AmaxName.find(key) for key, n in stated.items()

@@ -201,7 +201,7 @@ def _import_mpi() -> Any:
 
 
 class Nccl:
-    """A group of processes with one GPU each, connected by NCCL.
+    """Connect a group of processes that have one GPU each, through NCCL.
 
     Calls run on the current stream, do not wait for it, and can be captured in a CUDA graph. NumPy arrays are accepted
     too; they travel through the device, and the call waits.

@@ -78,11 +78,13 @@ def cast_master_weights(
         ValueError: on every process, if the shards miss or repeat an element, or if processes name different matrices.
             On a CPU also for NaN, which a GPU does not check.
 
-    Exact: equals quantize of the whole matrix in every byte.
+    Exact:
+        Equals quantize of the whole matrix in every byte.
 
-    Source: the algorithm of TE's quantize_master_weights, also correct at odd offsets and for K % 64 != 0.
+    Source:
+        The algorithm of Transformer Engine's quantize_master_weights, also correct at odd offsets and for K % 64 != 0.
 
-    Example:
+    Examples:
         >>> import fp4kit, numpy as np
         >>> from fp4kit.training.communicators import SingleProcess
         >>> w = np.ones((16, 32), np.float32)
@@ -175,22 +177,23 @@ class MasterWeightsPlan:
                 stage()
         return self._result
 
-    def _make_stages(self, s: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _make_stages(self, work: Any) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield (name, function) of each stage of cast.
 
-        With one process, the stages that send messages are left out.
+        work: the object of the CPU or GPU engine that computes the stages and holds their buffers. With one process,
+        the stages that send messages are left out.
         """
         alone = self._comm.size == 1
-        yield "amax", s.amax
+        yield "amax", work.amax
         if not alone:
-            yield "reduce", lambda: _reduce(s.bits, self._comm)
-        yield "scales", s.scales
-        yield "cast", s.cast
+            yield "reduce", lambda: _reduce(work.bits, self._comm)
+        yield "scales", work.scales
+        yield "cast", work.cast
         if not alone:
-            yield "gather", lambda: _gather(s.message, s.counts, s.gathered, self._comm)
-            yield "place", s.place
-        if s.columnwise:
-            yield "transpose", s.transpose
+            yield "gather", lambda: _gather(work.message, work.counts, work.gathered, self._comm)
+            yield "place", work.place
+        if work.columnwise:
+            yield "transpose", work.transpose
 
 
 def _reduce(bits: Any, comm: Communicator) -> None:
@@ -219,7 +222,7 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
 
 
 def _kind(values: Any) -> tuple[np.dtype, tuple[int, ...], str]:
-    """Return (dtype, shape, device) of an array, which must not change in refresh."""
+    """Return (dtype, shape, device) of an array. refresh accepts only arrays for which all three stay equal."""
     return values.dtype, values.shape, device_name(values)
 
 
