@@ -424,7 +424,13 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     if plan.form.format == "deepseek-v4":
         config["expert_dtype"] = "fp4"
     layers = [piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is plan.form]
-    config["quantization_config"], beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+    declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+    if plan.kv_cache is not None:
+        scheme, algorithm = plan.kv_cache.declaration(plan.form.format)
+        declared = {**declared, "kv_cache_scheme": scheme}
+        if beside is not None:
+            beside = {**beside, "quantization": {**beside["quantization"], "kv_cache_quant_algo": algorithm}}
+    config["quantization_config"] = declared
     return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
 
 

@@ -27,7 +27,7 @@ from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import INDEX, Source, open_source
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
-from fp4kit.checkpoint.plan import gguf, scale_search
+from fp4kit.checkpoint.plan import gguf, kv_cache, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
@@ -65,6 +65,7 @@ class TensorPlan:
     pieces: the units of work for a weight; empty for a tensor that is copied.
     place: where to read a tensor that is copied; None for a weight.
     group: output module -> group of modules that share its tensor scale; None or {} if there are no groups.
+    renamed: the name under which a tensor is copied; "" for its own name.
     """
 
     name: str
@@ -76,12 +77,13 @@ class TensorPlan:
     pieces: tuple[Piece, ...]
     place: Located | None = None
     group: Mapping[str, str] | None = None
+    renamed: str = ""
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
         """The output tensors that are written for this source tensor or weight, without duplicates."""
         if self.place is not None:
-            return (OutputTensor(self.name, self.dtype, self.shape),)
+            return (OutputTensor(self.renamed or self.name, self.dtype, self.shape),)
         return tuple(dict.fromkeys(output for piece in self.pieces for output in piece.outputs))
 
     @property
@@ -122,6 +124,7 @@ class Plan:
         warnings: messages for the user.
         auxiliary: the other files to copy or skip.
         items: what the source stores beside its quantized layers (see model/closed_world.py).
+        kv_cache: the quantized KV cache of the source; None if it has none.
     """
 
     source: Source
@@ -133,6 +136,7 @@ class Plan:
     warnings: tuple[str, ...]
     auxiliary: side_files.AuxiliaryFiles
     items: tuple[closed_world.Item, ...] = ()
+    kv_cache: kv_cache.KvCache | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -270,6 +274,9 @@ class _Planner:
         self.items = items
         self.left_out = {item.name for item in items if item.group == closed_world.IGNORED}
         self.form = request.form_for(self.config)
+        self.kv_cache = kv_cache.kv_cache_of(source)
+        if not self.kv_cache.is_carried("" if self.form is None else self.form.format):
+            self.left_out |= set(self.kv_cache.tensors)
         self.decisions = self._decisions()
         self.selected = {
             name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted
@@ -373,7 +380,20 @@ class _Planner:
         names = {file.name for file in self.source.files} | {INDEX}
         auxiliary = side_files.scan(self.source.root, names)
         form, has_scale = self.form, self.has_input_scale
-        return Plan(self.source, self.request, form, has_scale, shards, ignore, warnings, auxiliary, self.items)
+        format = "" if form is None else form.format
+        warnings += tuple(kv_cache.warnings(self.kv_cache, format, "bf16" if form is None else str(form)))
+        return Plan(
+            self.source,
+            self.request,
+            form,
+            has_scale,
+            shards,
+            ignore,
+            warnings,
+            auxiliary,
+            self.items,
+            self.kv_cache if self.kv_cache.is_carried(format) else None,
+        )
 
     def _recorded(self) -> str:
         """Return the id of the recipe to record in the files; "" for unquantized output or an unknown recipe."""
@@ -409,7 +429,11 @@ class _Planner:
             return self._decoded(weight, f"{reason}; decoded, because the output has another container")
         if weight is not None and weight.container is not None:
             return self._copied_whole(weight, reason)
-        return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), located(file, entry))
+        renamed = ""
+        if self.form is not None and entry.name in self.kv_cache.tensors:
+            renamed, reason = self.kv_cache.name(entry.name, self.form.format), "scale of the KV cache"
+        place = located(file, entry)
+        return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
 
     def _stays_quantized(self) -> bool:
         """Return whether layers that are quantized already and not converted stay in their containers.

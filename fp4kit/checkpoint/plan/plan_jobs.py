@@ -22,7 +22,7 @@ def jobs_of(
     number = 0
     for tensor in plan.tensors:
         if tensor.place is not None:
-            path, at = positions[tensor.name]
+            path, at = positions[tensor.outputs[0].name]
             # Keys of the other jobs end in "#" and a number. A name with "#" gets another "#", so that it equals none.
             key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
             yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))

@@ -319,7 +319,7 @@ class _SourceComparison:
             if name not in self._made and name not in self._original.tensors and not rest_of_kv(name)
         ]
         accounted_for = {*self._used, *self._alike, *self._unlike}
-        missing = [name for name in self._original.tensors if name not in accounted_for]
+        missing = [name for name in self._original.tensors if name not in accounted_for and not rest_of_kv(name)]
         found = [Issue("error", name, "is not in the source") for name in dict.fromkeys([*strange, *extra])]
         found += [Issue("error", name, "is missing; the source has it") for name in missing]
         found += [Issue("error", name, text) for name, text in self._unlike.items()]

@@ -1,0 +1,90 @@
+"""Carry the scales of a quantized KV cache through a conversion: under the names, and with the declaration, of the output.
+
+An attention module P has one scale for keys and one for values. Both multiply on decode in all formats.
+
+| format             | tensors                                        | declared in                                               |
+|--------------------|------------------------------------------------|-----------------------------------------------------------|
+| modelopt           | P.k_proj.k_scale, P.v_proj.v_scale F32 []      | kv_cache_scheme, and kv_cache_quant_algo of hf_quant_config |
+| compressed-tensors | P.k_scale, P.v_scale                           | kv_cache_scheme                                           |
+
+Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 quantization/lifecycle.
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+from fp4kit.checkpoint.model.model_files import Source
+
+_LEAVES = {"k_scale": "k_proj", "v_scale": "v_proj"}
+FORMATS = ("modelopt", "compressed-tensors")
+_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
+_FP8_COMPRESSED = {**_FP8, "strategy": "tensor", "symmetric": True}
+
+
+class KvCache(NamedTuple):
+    """Describe the quantized KV cache that a source declares.
+
+    scheme: ``kv_cache_scheme`` of config.json; None if it has none.
+    algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json; None if it has none.
+    format: the format that declares it, "modelopt" or "compressed-tensors"; "" for another.
+    tensors: the names of its scales.
+    """
+
+    scheme: Mapping[str, Any] | None
+    algorithm: str | None
+    format: str
+    tensors: tuple[str, ...]
+
+    @property
+    def is_fp8(self) -> bool:
+        """True if keys and values are FP8 with static scales, the one scheme that both formats have."""
+        scheme = self.scheme or {}
+        return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic")
+
+    @property
+    def is_declared(self) -> bool:
+        """True if the source declares a quantized KV cache or stores scales for one."""
+        return bool(self.scheme or self.algorithm or self.tensors)
+
+    def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
+        """Return (kv_cache_scheme, kv_cache_quant_algo) to declare in the output; (None, None) if it is not carried."""
+        if not self.is_carried(format):
+            return None, None
+        if format == self.format:
+            return self.scheme, self.algorithm
+        return (_FP8, "FP8") if format == "modelopt" else (_FP8_COMPRESSED, None)
+
+    def is_carried(self, format: str) -> bool:
+        """Return whether the output format can have this KV cache: FP8, or any scheme that stays in its own format."""
+        return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8)
+
+    def name(self, tensor: str, format: str) -> str:
+        """Return the name of a scale in the output format."""
+        attention, _, leaf = tensor.rpartition(".")
+        projection = _LEAVES.get(leaf)
+        if projection is None:
+            return tensor
+        attention = attention.removesuffix(f".{projection}")
+        return f"{attention}.{projection}.{leaf}" if format == "modelopt" else f"{attention}.{leaf}"
+
+
+def kv_cache_of(source: Source) -> KvCache:
+    """Return the quantized KV cache that a source declares and stores."""
+    declared = source.config.get("quantization_config")
+    declared = declared if isinstance(declared, Mapping) else {}
+    scheme = declared.get("kv_cache_scheme")
+    beside = (source.hf_quant_config or {}).get("quantization")
+    algorithm = beside.get("kv_cache_quant_algo") if isinstance(beside, Mapping) else None
+    method = str(declared.get("quant_method", "")).lower()
+    form = next((one for one in FORMATS if method.startswith(one)), "")
+    tensors = tuple(name for name in source.tensors if name.rpartition(".")[2] in _LEAVES)
+    return KvCache(scheme if isinstance(scheme, Mapping) else None, algorithm or None, form, tensors)
+
+
+def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
+    """Yield a warning if a KV cache that the source declares is left out of the output."""
+    if cache.is_declared and not cache.is_carried(format):
+        scales = f" and its {len(cache.tensors)} scales are" if cache.tensors else " is"
+        yield f"the quantized KV cache of the source{scales} left out: {format_name} has no place for it"

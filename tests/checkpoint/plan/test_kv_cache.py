@@ -1,0 +1,82 @@
+"""Test that the scales of a quantized KV cache follow a conversion, under the names and declaration of the output."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import synthetic
+
+from fp4kit.checkpoint import convert, make_plan
+from fp4kit.checkpoint.verify.verify import verify
+
+ATTENTION = "model.layers.{}.self_attn."
+SCHEME = {"dynamic": False, "num_bits": 8, "type": "float"}
+NAMES = {
+    "modelopt": ("k_proj.k_scale", "v_proj.v_scale"),
+    "compressed-tensors": ("k_scale", "v_scale"),
+}
+RECIPES = {"modelopt": "nvfp4-modelopt", "compressed-tensors": "nvfp4-compressed-tensors"}
+
+
+def with_cache(root: Path, form: str, scheme: dict[str, object] = SCHEME) -> Path:
+    """Write a checkpoint of a format with KV scales 0.5, 0.75, ... and the given scheme; return its path."""
+    synthetic.dense(root / "m")
+    convert(root / "m", root / "q", RECIPES[form], format=form)
+    tensors = oracle.arrays(oracle.load(root / "q"))
+    for number, name in enumerate(ATTENTION.format(layer) + leaf for layer in range(2) for leaf in NAMES[form]):
+        tensors[name] = np.float32(0.5 + number / 4)
+    config = json.loads((root / "q" / "config.json").read_text())
+    config["quantization_config"]["kv_cache_scheme"] = scheme
+    synthetic.write_model(root / "kv", config, tensors)
+    return root / "kv"
+
+
+@pytest.mark.parametrize("to", NAMES)
+@pytest.mark.parametrize("form", NAMES)
+def test_scales_and_scheme_are_carried(form: str, to: str, tmp_path: Path) -> None:
+    model = with_cache(tmp_path, form)
+    convert(model, tmp_path / "out", RECIPES[to], format=to)
+    have = oracle.load(tmp_path / "out")
+    for number, name in enumerate(ATTENTION.format(layer) + leaf for layer in range(2) for leaf in NAMES[to]):
+        assert have[name] == ("F32", (), np.float32(0.5 + number / 4).tobytes())
+    assert sum(name.endswith(("k_scale", "v_scale")) for name in have) == 4
+    declared = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]["kv_cache_scheme"]
+    assert {key: declared[key] for key in SCHEME} == SCHEME
+    beside = tmp_path / "out" / "hf_quant_config.json"
+    if to == "modelopt":
+        algorithm = json.loads(beside.read_text())["quantization"]["kv_cache_quant_algo"]
+        assert algorithm == ("FP8" if form != to else None)  # the source has no hf_quant_config.json
+    report = verify(tmp_path / "out", model)
+    assert report.clean, report.issues
+
+
+@pytest.mark.parametrize(
+    ("form", "to", "recipe", "scheme"),
+    [
+        ("modelopt", "bf16", "nvfp4-te", SCHEME),
+        ("modelopt", "compressed-tensors", "nvfp4-te", {"num_bits": 4, "type": "float", "group_size": 16}),
+        ("compressed-tensors", "modelopt", "nvfp4-te", {**SCHEME, "dynamic": True}),
+    ],
+)
+def test_a_cache_without_a_place_is_left_out_with_a_warning(
+    form: str, to: str, recipe: str, scheme: dict[str, object], tmp_path: Path
+) -> None:
+    model = with_cache(tmp_path, form, scheme)
+    plan = make_plan(model, recipe, format=to)
+    assert any("the quantized KV cache of the source and its 4 scales are left out" in line for line in plan.warnings)
+    convert(model, tmp_path / "out", recipe, format=to)
+    assert not [name for name in oracle.load(tmp_path / "out") if name.endswith(("k_scale", "v_scale"))]
+    declared = json.loads((tmp_path / "out" / "config.json").read_text()).get("quantization_config", {})
+    assert not declared.get("kv_cache_scheme")
+
+
+def test_another_scheme_stays_in_its_own_format(tmp_path: Path) -> None:
+    scheme = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+    model = with_cache(tmp_path, "modelopt", scheme)
+    convert(model, tmp_path / "out", "nvfp4-modelopt", format="modelopt")
+    declared = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert declared["kv_cache_scheme"] == scheme
