@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 from engine_cases import NEEDS_ENGINE, agree, assert_equal
-from exhaustive import exhaustive
+from exhaustive import exhaustive, half
 from float_modes import BITS, NEEDS_ENVIRONMENT, WORD, mode, tiny
 from inputs import BF16, ordinary
 
@@ -139,8 +139,9 @@ DEFAULT = "import fp4kit, os; print(fp4kit.num_threads(), len(os.sched_getaffini
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no affinity here")
-@pytest.mark.parametrize("asked, expected", [("1", 1), ("3", 3), ("5,2", 5), ("", None), ("0", None), ("many", None)])
-def test_the_default_number(asked, expected):
+@pytest.mark.parametrize("asked", half(["3", "1", "5,2", "0", "many", ""]))
+def test_the_default_number(asked):
+    expected = {"1": 1, "3": 3, "5,2": 5}.get(asked)
     environment = os.environ | {"OMP_NUM_THREADS": asked}
     found = subprocess.run([sys.executable, "-c", DEFAULT], env=environment, capture_output=True, text=True, check=True)
     threads, processors = map(int, found.stdout.split())

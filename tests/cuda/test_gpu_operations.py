@@ -6,10 +6,12 @@ Without a GPU, the kernels run on the CPU.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, gpu_only
 from rounding_cases import TE_SCALES
 
@@ -211,9 +213,12 @@ def test_amax_of_blocks_with_nan(name) -> None:
         assert differing(gpu, cpu) == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3000, 1), (701, 3), (1, 520), (4099, 16), (1031, 37), (257, 1000), (5, 3, 129, 96)])
-def test_amax_of_rows_and_columns(shape, dtype) -> None:
+SHAPES = ((3000, 1), (701, 3), (1, 520), (4099, 16), (1031, 37), (257, 1000), (5, 3, 129, 96))
+
+
+@pytest.mark.parametrize("case", half(product(SHAPES, DTYPES)), ids=str)
+def test_amax_of_rows_and_columns(case) -> None:
+    shape, dtype = case
     x = np.random.default_rng(6).standard_normal(shape).astype(dtype)
     x.reshape(-1)[[1, x.size // 2]] = np.inf, np.nan
     whole = cupy.zeros(x.size + 1, dtype)

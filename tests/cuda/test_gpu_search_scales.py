@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import by_default, exhaustive
+from exhaustive import by_default, exhaustive, half
 from host.alone import put_powers
 from inputs import extreme, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
@@ -244,12 +244,13 @@ OBJECTIVES = [
 ]
 
 
-@pytest.mark.parametrize(("objective", "dtype", "side"), OBJECTIVES)
-def test_objectives(objective, dtype, side) -> None:
+@pytest.mark.parametrize("case", half(OBJECTIVES), ids=str)
+def test_objectives(case) -> None:
     """Every objective gives the specification's choice, also for blocks that are not finite and scales that underflow.
 
     Some searches try only scales near the block's own amax.
     """
+    objective, dtype, side = case
     x, given = searched_blocks(dtype), SIDES[side] | {"objective": objective}
     for options in ({"tensor_amax": 4.0}, {"tensor_amax": 1e-38}, {"tensor_amax": 0.03, "candidates": "near"}):
         check(x, **options, **given)
@@ -326,7 +327,7 @@ def test_powers_of_two(recipe) -> None:
     check(finite(BF16), r, objective="max", weights=WEIGHTS)
 
 
-@pytest.mark.parametrize("objective", by_default(("mse", "p2.4"), ("mse", "mae", "max", "p2.4")))
+@pytest.mark.parametrize("objective", by_default(("p2.4",), ("mse", "mae", "max", "p2.4")))
 def test_objectives_of_powers(objective) -> None:
     for dtype in (np.float32, np.float16):
         check(finite(dtype), "mxfp4-ocp", objective=objective, weights=WEIGHTS)

@@ -47,14 +47,15 @@ def test_500_steps():
     assert result.stdout.count("equal in every bit") == 3
 
 
-@pytest.mark.parametrize("size", [2, *exhaustive([4])])
-def test_500_steps_on_mpi_processes(mpiexec, size):
+@pytest.mark.parametrize("case", [(2, 126), *exhaustive([(4, 500)])], ids=str)
+def test_steps_on_mpi_processes(mpiexec, case):
     """MPI processes, each with a part of the master weights and samples, must give the losses of one process."""
-    command = [*mpiexec, "-n", str(size), sys.executable, str(EXAMPLE), "--mpi"]
+    size, steps = case
+    command = [*mpiexec, "-n", str(size), sys.executable, str(EXAMPLE), "--mpi", "--steps", str(steps)]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
-    assert LOSSES[499] in result.stdout
+    assert LOSSES[steps - 1] in result.stdout
     assert re.search(
         rf"flat shards, {size} MPI processes +every loss and the last codes are equal in every bit", result.stdout
     )

@@ -9,11 +9,13 @@ import os
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import gguf_files
 import pytest
 import synthetic
+from exhaustive import half
 from processes import RENAME, Run, content, in_this_process, signalled
 
 from fp4kit.checkpoint import convert
@@ -224,12 +226,15 @@ def test_resuming_what_was_finished(tmp_path: Path, called: Callable[..., Run], 
     assert run.code == 2 and f"{out}: exists; name a new directory" in run.err
 
 
-@pytest.mark.parametrize("extra", [(), ("--resume", "--nonfinite", "keep"), ("--remove-stale",)], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+AGAIN = half(product(KINDS, [(), ("--resume", "--nonfinite", "keep"), ("--remove-stale",)]))
+
+
+@pytest.mark.parametrize("case", AGAIN, ids=str)
 def test_converting_again_what_was_finished(
-    tmp_path: Path, called: Callable[..., Run], kind: str, extra: tuple[str, ...]
+    tmp_path: Path, called: Callable[..., Run], case: tuple[str, tuple[str, ...]]
 ) -> None:
     """Converting to a finished destination is an error, but first the leftovers of the killed run are removed."""
+    kind, extra = case
     source, out = finished(tmp_path, kind)
     run = called("convert", *RECIPE[kind], source, out, *extra)
     assert run.code == 2 and f"{out}: exists; name a new directory" in run.err and out.exists() and not left(out)

@@ -114,7 +114,7 @@ def test_by_default():
         by_default(("d",), "abc")
 
 
-@pytest.mark.parametrize(("arguments", "sees"), [((), False), (("-m", "exhaustive"), True), (("-m", "not gpu"), True)])
+@pytest.mark.parametrize(("arguments", "sees"), [((), False), (("-m", "not gpu"), True)])
 def test_the_long_rest_runs_when_it_is_asked_for(arguments, sees):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-qq", *arguments, "tests/cpu/test_sanitized.py"],
