@@ -13,7 +13,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class AbstractArray:
-    """The shape and dtype of an array. Lengths are ints, or a tracer's symbols that support the arithmetic of ints."""
+    """Hold the shape and dtype of an array without values.
+
+    Lengths are ints, or a tracer's symbols that support the arithmetic of ints.
+    """
 
     shape: tuple[Any, ...]
     dtype: Any

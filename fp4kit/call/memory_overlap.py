@@ -41,7 +41,7 @@ def _refuse(op: str, out: str, other: str) -> None:
 
 
 class _Memory(NamedTuple):
-    """The memory of a Quantized.
+    """Hold which memory a Quantized occupies.
 
     arrays: its parts. spans: on a device, the span of each part. whole: on a device, the span that contains all parts.
     parts_are_disjoint: whether no two parts share memory.
@@ -72,8 +72,9 @@ def _memory_of(q: Quantized) -> _Memory:
 def are_disjoint(read: Any, out: Any) -> bool:
     """Return whether a cached call writes to no memory that it reads, and to no byte twice.
 
-    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other one is a Quantized. If out is None, the
-    result is True. It is called with the new arrays of every cached call, because the cache's key holds no addresses.
+    One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other argument is a Quantized. If out is
+    None, the result is True. Public functions make this check when a call is cached, because the cache's key holds
+    no addresses.
     """
     if out is None:
         return True

@@ -30,14 +30,14 @@ SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is determinist
 
 
 class Declined(NotImplementedError):
-    """An engine cannot do a call; the text says why.
+    """Report that an engine cannot do a call; the text says why.
 
     It is raised before any work, so that the next engine can be tried.
     """
 
 
 class QuantizeOptions(NamedTuple):
-    """The options of quantize besides recipe and axis, as the caller passed them."""
+    """Hold the options of quantize besides recipe and axis, as the caller passed them, unchecked."""
 
     scale_layout: ScaleLayout = "linear"
     rounding: RoundingMode = "nearest"
@@ -46,7 +46,7 @@ class QuantizeOptions(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A parsed call: everything an engine needs, already checked.
+    """Hold a parsed call: everything an engine needs, already checked.
 
     Attributes:
         op: the public function, with which error messages begin.
@@ -279,7 +279,10 @@ def _seed(op: str, seed: Any) -> int:
 
 
 def check_seed(op: str, seed: int, most: int = 2**64 - 1) -> int:
-    """Return a seed unchanged. Raise ValueError unless it is from 0 to `most`: the key of the stream has 64 bits."""
+    """Return a seed unchanged. Raise ValueError unless it is from 0 to `most`.
+
+    The default of `most` is the largest key of the random stream, which has 64 bits.
+    """
     if not 0 <= seed <= most:
         raise ValueError(f"{op}: seed is {seed}; needs 0 to 2^64 - {2**64 - most}")
     return seed

@@ -35,7 +35,7 @@ _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class Terms(NamedTuple):
-    """The loss and the candidates of a search.
+    """Hold the loss and the candidates of a search.
 
     Attributes:
         weights: float32 (K,), in the memory (host or device) of x; None for all ones.
@@ -56,7 +56,7 @@ DEFAULT_TERMS = Terms()
 
 
 class SearchRequest(NamedTuple):
-    """Options of search_scales, as the caller passed them."""
+    """Hold the options of search_scales as the caller passed them, unchecked."""
 
     objective: Any = "mse"
     weights: Any = None
@@ -65,7 +65,7 @@ class SearchRequest(NamedTuple):
 
 
 class Search(NamedTuple):
-    """A parsed call of search_scales."""
+    """Hold a parsed call of search_scales, whose arguments are checked."""
 
     call: Call
     terms: Terms = DEFAULT_TERMS
@@ -179,7 +179,7 @@ def check_e4m3_search(op: str, r: Recipe) -> None:
 
 
 def unfit_for_search(r: Recipe) -> str | None:
-    """Return the field because of which the E4M3 scales of a recipe cannot be searched; None if they can."""
+    """Return the name of a recipe field that rules out a search of its E4M3 scales; None if they can be searched."""
     return unfit_for_sweep(r) or (None if r.static or r.search == "modelopt_sweep" else "static")
 
 

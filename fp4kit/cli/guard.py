@@ -37,7 +37,7 @@ _REPEAT_WINDOW = 0.5
 
 
 class GuardedCommand:
-    """Hold what is known of a running command, to write its last line on stderr.
+    """Hold the name and destination of a running command, with which its last line on stderr is written.
 
     name: the name of the command; None before it is parsed.
     destination: the directory or file that the command will create, or None.

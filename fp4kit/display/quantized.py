@@ -93,8 +93,8 @@ def _block(q: Quantized) -> str:
 
 
 def _largest(q: Quantized) -> str:
-    """Return the magnitude from which values count as saturated.
+    """Return the text of the magnitudes that count as saturated, such as "6 or more".
 
-    It says "or more" because the negative range of two's complement reaches one further.
+    The words "or more" are for integers in two's complement, whose negative range reaches one further.
     """
     return f"{q.recipe.element.max:g} or more"

@@ -179,7 +179,7 @@ def tensor_scale(op: str, given: Stored | None, packed: Any, shapes: tuple[tuple
 
 
 def _like(array: Any, host: np.ndarray) -> Any:
-    """Return a NumPy array, or a copy of it on the device of `array` if that is a CuPy array."""
+    """Return `host` itself if `array` is a NumPy array. If `array` is a CuPy array, return a copy on its device."""
     if isinstance(array, np.ndarray):
         return host
     with making_current(array.device.id):

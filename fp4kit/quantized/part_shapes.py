@@ -68,7 +68,7 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 class PartShapes(NamedTuple):
-    """The shapes that the parts of a Quantized must have.
+    """Hold the shapes that the parts of a Quantized must have.
 
     axis: the quantized axis as a non-negative number. packed: the shape of the codes. block_scale: the shape of the
     block scales, or None if there are none. tensor_scale: the shapes that the tensor scale may have; empty if there is

@@ -43,7 +43,8 @@ _NAMES = {
     11: "int64",
     12: "float64",
 }
-_MAX_AXES, _MAX_SHOWN = 4, 4096  # axes per tensor; bytes per string: GgufFile.metadata has the digest of a longer one
+_MAX_AXES = 4  # the most axes of a tensor
+_MAX_SHOWN = 4096  # bytes; for a longer string value, GgufFile.metadata has the length and the digest
 _CHUNK = 1 << 20
 
 

@@ -57,5 +57,5 @@ def _string(text: str) -> bytes:
 
 
 def _aligned(position: int, alignment: int) -> int:
-    """Return the smallest multiple of ``alignment`` that is not below ``position``."""
+    """Return ``position`` rounded up to a multiple of ``alignment``."""
     return -(-position // alignment) * alignment

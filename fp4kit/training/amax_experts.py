@@ -63,7 +63,7 @@ def join(
     offsets: dict[AmaxName, int],
     rank: int,
 ) -> None:
-    """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for gather.
+    """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather.
 
     The rank's experts are stored under their global numbers. A name that is not an expert's is on several ranks, and
     the maximum is stored.
