@@ -46,10 +46,10 @@ def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -
 
 
 def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """Return the caller's tensor_amax: float32 in its canonical shape, in the memory (host or device) of x.
+    """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none.
 
-    Return None if the caller passed none. Values on the host are checked. Values on a device are not, because reading
-    them would wait for the device.
+    on_device: whether the quantized array is on a GPU; the result is in the memory of that array. Values on the host
+    are checked. Values on a device are not, because reading them would wait for the device.
     """
     if given is None:
         return None
@@ -146,10 +146,10 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
 
 
 def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
-    """Return the caller's block amaxes: float32 (..., K/block), in the memory (host or device) of x.
+    """Return the caller's block amaxes as float32 (..., K/block), or None if the caller passed none.
 
-    Return None if the caller passed none. If x is on a device, they must be a float32 CuPy array, and their values are
-    not checked.
+    on_device: whether the quantized array is on a GPU. If so, the block amaxes must be a float32 CuPy array, and their
+    values are not checked. Otherwise the result is a NumPy array with checked values.
     """
     if given is None:
         return None

@@ -39,9 +39,9 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
 
 
 def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
-    """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints. Return None for None.
+    """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints.
 
-    Raise ValueError if an axis does not exist or is named twice.
+    If axis is None, return None. Raise ValueError if an axis does not exist or is named twice.
     """
     if axis is None:
         return None

@@ -48,10 +48,10 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
 
 
 def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
-    """Return the caller's tensor_scale as float32 in its canonical shape, in the memory (host or device) of x.
+    """Return the caller's tensor_scale as float32 in its canonical shape, or None if the recipe has no tensor scale.
 
-    Return None if the recipe has no tensor scale. Raise ValueError for negative values, and for NaN if the recipe never
-    gives NaN. Values on a device are not read.
+    on_device: whether the quantized array is on a GPU; the result is in the memory of that array. Raise ValueError for
+    negative values, and for NaN if the recipe never gives NaN. Values on a device are not read.
     """
     if r.tensor_scaling == "none":
         return None

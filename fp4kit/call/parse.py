@@ -274,7 +274,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 
 
 def _seed(op: str, seed: Any) -> int:
-    """Return a seed as an int."""
+    """Return a seed as an int. Raise TypeError if it is not an integer, and ValueError if it exceeds 64 bits."""
     return check_seed(op, as_index(op, "seed", seed))
 
 

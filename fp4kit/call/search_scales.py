@@ -35,7 +35,7 @@ _POWER = re.compile(r"p\d+(\.\d+)?")
 
 
 class Terms(NamedTuple):
-    """Hold the loss and the candidates of a search.
+    """Hold the loss and the candidates of a search of scales for an array x of shape (..., K).
 
     Attributes:
         weights: float32 (K,), in the memory (host or device) of x; None for all ones.
@@ -184,7 +184,10 @@ def unfit_for_search(r: Recipe) -> str | None:
 
 
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
-    """Return the smallest and largest offset that `candidates` names; None for all. Raise ValueError otherwise."""
+    """Return the smallest and largest offset that `candidates` names, or None if it is "all".
+
+    Raise ValueError for any other string, and for anything but two ints (low, high) with low <= high.
+    """
     if isinstance(candidates, str):
         if candidates in ("all", "near"):
             return None if candidates == "all" else NEAR_OFFSETS
@@ -197,9 +200,9 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
-    """Return an argument as a contiguous float32 array in the memory (host or device) of x; None for None.
+    """Return an argument as a contiguous float32 array in the memory (host or device) of call.x.
 
-    Raise an error if its dtype or shape does not fit.
+    If the argument is None, return None. Raise an error if its dtype or shape does not fit.
     """
     if given is None:
         return None

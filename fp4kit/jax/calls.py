@@ -39,7 +39,10 @@ def is_traced(*arguments: Any) -> bool:
 
 
 def outline(a: Any) -> Any:
-    """Return the shape and dtype of an array that has values, for checks that read none; anything else unchanged."""
+    """Return the shape and dtype of an array of JAX (traced ones included) or NumPy, for checks that read no values.
+
+    Return anything else unchanged.
+    """
     return AbstractArray(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
 
 
@@ -64,12 +67,18 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
 
 
 def _on_host(text: str, results: list[Any], *arrays: Array) -> list[Array]:
-    """Return the traced results of a call that jax.pure_callback runs on the host."""
+    """Insert the call that `text` describes into a traced program, and return its traced results.
+
+    When the program runs, jax.pure_callback makes the call on the host.
+    """
     return jax.pure_callback(partial(run, text), results, *arrays, vmap_method="sequential")
 
 
 def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
-    """Return the traced results of a call that the XLA handler of ffi.register runs on the device."""
+    """Insert the call that `text` describes into a traced program, and return its traced results.
+
+    When the program runs, the XLA handler of ffi.register makes the call on the device.
+    """
     return list(jax.ffi.ffi_call(ffi.TARGET, results, vmap_method="sequential")(*arrays, call=text))
 
 

@@ -47,8 +47,9 @@ class Stored(NamedTuple):
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
     """Return the arrays of a checkpoint by name, imported as NumPy or CuPy arrays without a copy.
 
-    All must be on one device. None stays None, and a Python float becomes a float64 array. A PyTorch tensor with one
-    byte per element is imported as uint8, because CuPy and some PyTorch versions do not export the narrow floats.
+    All arrays must be on one device. An argument that is None stays None, and a Python float becomes a float64
+    array. A PyTorch tensor with one byte per element is imported as uint8, because CuPy and some PyTorch versions
+    do not export the narrow floats.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     imported = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})

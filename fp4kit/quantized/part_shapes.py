@@ -42,9 +42,9 @@ def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
-    """Return the first allowed shape that differs from `shape` only by axes of length 1 at the end, or None.
+    """Return the first allowed shape that differs from `shape` only by axes of length 1 at the end.
 
-    If shape itself is allowed, it is returned.
+    If `shape` itself is allowed, return it. If no allowed shape fits, return None.
     """
     fitting = [other for other in allowed if _trimmed(other) == _trimmed(shape)]
     return shape if shape in fitting else next(iter(fitting), None)

@@ -123,7 +123,7 @@ def same_bits(a: Quantized, b: Any) -> bool:
 
 
 def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
-    """Return whether two arrays have equal shapes and equal bits. Two Nones are the same."""
+    """Return whether two arrays have equal shapes and equal bits, or are both None."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and np.array_equal(bit_patterns(a), bit_patterns(b))

@@ -40,7 +40,10 @@ def fake_quantize_grouped(
     amax: list[Tensor],
     pass_through: bool,
 ) -> list[Tensor]:
-    """Return fp4kit.fake_quantize_grouped of xs. Only the gradient, _backward, uses amax and pass_through."""
+    """Return fp4kit.fake_quantize_grouped of xs.
+
+    amax and pass_through do not change the result. They are arguments because the gradient, _backward, needs them.
+    """
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:
         each(op, lambda x, a: check_backward(op, x, x, recipe, axis, a), arrays, or_none(amax, len(xs)))

@@ -94,7 +94,10 @@ def fake_quantize(
     amax: Tensor | None,
     pass_through: bool,
 ) -> Tensor:
-    """Return fp4kit.fake_quantize of x. Only the gradient, `backward`, uses amax and pass_through."""
+    """Return fp4kit.fake_quantize of x.
+
+    amax and pass_through do not change the result. They are arguments because the gradient, `backward`, needs them.
+    """
     x = x.detach()
     if not pass_through and amax is not None:
         check_backward("fake_quantize", x, x, recipe, axis, amax)

@@ -16,7 +16,7 @@ TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 
 
 def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
-    """Return the shape and dtype of a tensor, for checks that read no values; None for None.
+    """Return the shape and dtype of a tensor, for checks that read no values. If tensor is None, return None.
 
     Under torch.compile and torch.export its lengths may be symbols.
     """
@@ -39,7 +39,10 @@ def check_tensor(op: str, x: Any, name: str = "x") -> None:
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """Return a tensor detached from autograd, because the operator defines its own gradient; None for None."""
+    """Return a tensor detached from autograd, because the operator defines its own gradient.
+
+    If tensor is None, return None.
+    """
     return None if tensor is None else tensor.detach()
 
 
