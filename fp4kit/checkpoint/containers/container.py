@@ -294,15 +294,16 @@ class Container:
     def same_codes(self, other: Container) -> bool:
         """Return whether a layer can be moved to the container ``other`` without changing its codes and block scales.
 
-        Names, layout and the direction of the tensor scale may differ.
+        Names, layout and the direction of the tensor scale may differ. A layer without a tensor scale can be moved to a
+        container with one, where it is 1.
         """
-        return self._values == other._values
+        return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
 
     @property
     def _values(self) -> tuple[object, ...]:
         """The properties that determine a layer's decoded values, apart from the stored numbers."""
         per_column = COLUMN_SCALE in self.suffixes
-        return self.element, self.scale, self.block, self.has_tensor_scale, per_column, self.rounds
+        return self.element, self.scale, self.block, per_column, self.rounds
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the number of bytes of a layer of shape [..., N, K] in this container, without input scales."""

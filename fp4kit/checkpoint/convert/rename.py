@@ -38,5 +38,7 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
                 output.put(part, np.array([stored], np.float32))
             else:
                 put(job, output, source_form.multiplier(stored))
+        elif output.has(part) and part == TENSOR_SCALE:
+            put_tensor_scale(job, output, np.float32(1))
         elif output.has(part):
             put_given_input_scale(job, output)

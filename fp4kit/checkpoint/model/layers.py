@@ -73,6 +73,28 @@ def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any
     return tuple(name for e in range(weight.experts) for name, _ in parts_of(weight, e, config))
 
 
+# mlx-lm's names of the experts of a Mixtral model -> those of Hugging Face.
+_MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
+
+
+def expert_name(stack: str, expert: int) -> str:
+    """Return the name of the layer that one expert of a stack becomes.
+
+    mlx-lm calls the module of the stacks ``switch_mlp``; Hugging Face calls the module of the experts ``experts``.
+    """
+    parent, _, leaf = stack.rpartition(".")
+    if not is_mlx_stack(stack):
+        return f"{parent}.{expert}.{leaf}"
+    holder = parent.removesuffix(".switch_mlp")
+    leaf = _MIXTRAL.get(leaf, leaf) if holder.endswith(".block_sparse_moe") else leaf
+    return f"{holder}.experts.{expert}.{leaf}"
+
+
+def is_mlx_stack(name: str) -> bool:
+    """Return whether a stack of experts has the name that mlx-lm gives it."""
+    return name.rpartition(".")[0].endswith(".switch_mlp")
+
+
 def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield (module name, (first row, end row)) for each layer that one expert of a stack becomes.
 
@@ -84,7 +106,7 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
     if leaf not in _HALVES:
-        yield f"{parent}.{expert}.{leaf}", (0, rows)
+        yield expert_name(weight.name, expert), (0, rows)
         return
     if is_interleaved(config) and weight.order is None:
         raise CheckpointError(
@@ -128,10 +150,18 @@ def members(weight: Weight) -> dict[int, Rows]:
 def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight unquantized, one piece per matrix.
 
+    A stack stays one tensor, except that mlx-lm's stacks become one tensor per expert, as Hugging Face has them.
+
     dtype: the safetensors dtype of the output. transposed: True to write a stack as [E, K, N].
     """
     rows, columns = weight.shape[-2:]
     stack = len(weight.shape) == 3
+    if stack and is_mlx_stack(weight.name):
+        for e in range(weight.experts):
+            name = expert_name(weight.name, e)
+            one = OutputTensor(f"{name}.weight", dtype, (rows, columns), VALUES)
+            yield Piece(weight, e, (0, rows), name, None, (one,), rows)
+        return
     shape = (*weight.shape[:-2], columns, rows) if transposed else weight.shape
     plain_name = stack and not weight.tensor.endswith(".weight")
     output = OutputTensor(weight.name if plain_name else f"{weight.name}.weight", dtype, shape, VALUES)

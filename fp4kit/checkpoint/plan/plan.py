@@ -274,6 +274,7 @@ class _Planner:
         self.items = items
         self.left_out = {item.name for item in items if item.group == closed_world.IGNORED}
         self.form = request.form_for(self.config)
+        mlx.check_source(self.form, [weight.name for weight in weights.values()])
         self.kv_cache = kv_cache.kv_cache_of(source)
         if not self.kv_cache.is_carried("" if self.form is None else self.form.format):
             self.left_out |= set(self.kv_cache.tensors)

@@ -90,7 +90,7 @@ def _role(part: str) -> Role | None:
         return "embedding"
     if part in _ROUTERS:
         return "router"
-    if part == "experts":
+    if part in ("experts", "switch_mlp"):  # mlx-lm calls the stacks switch_mlp
         return "experts"
     if part in _SHARED_EXPERTS:
         return "shared"

@@ -222,8 +222,9 @@ def test_global_scales(tmp_path: Path) -> None:
     assert [layer.dtype for layer in model.layers.values()] == ["mlx nvfp4 global"]
     assert verify(tmp_path / "q").issues == ()
     convert(tmp_path / "q", tmp_path / "b", format="bf16")
-    (name, x), (stored,) = *tensors.items(), arrays_of(tmp_path / "b")[1].values()
-    for part, values in zip(x, stored, strict=True):
+    ((name, x),), stored = tensors.items(), arrays_of(tmp_path / "b")[1]
+    for number, part in enumerate(x):  # Hugging Face has one tensor per expert
+        values = stored[name.replace("switch_mlp", f"experts.{number}")]
         q = fp4kit.quantize(part, "nvfp4-te")
         assert values.tobytes() == fp4kit.dequantize(q, np.float32).astype(ml_dtypes.bfloat16).tobytes(), name
 
@@ -334,3 +335,37 @@ def test_forms_are_told_apart_by_their_shapes() -> None:
             specs = a.specs((8, 192))
             shape = b.shape_of(specs["codes"][1])
             assert a is b or shape is None or b.specs(shape)["scales"] != specs["scales"]
+
+
+def test_experts_get_the_names_of_hugging_face(tmp_path: Path) -> None:
+    """Stacks that mlx-lm calls switch_mlp become one layer per expert; Mixtral's are called w1, w2 and w3."""
+    for holder, leaves in (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))):
+        parts = {}
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            q = fp4kit.quantize(synthetic.random(holder + leaf, (3, 64, 64)), "nvfp4-mlx-cpu")
+            module = f"model.layers.0.{holder}.switch_mlp.{leaf}"
+            parts |= {f"{module}.weight": q.packed.view(np.uint32), f"{module}.scales": q.block_scale}
+        own = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
+        root = tmp_path / holder
+        synthetic.write_model(root / "q", config("mixtral", **own), parts)
+        wanted = {f"model.layers.0.{holder}.experts.{e}.{leaf}" for e in range(3) for leaf in leaves}
+        convert(root / "q", root / "bf16", format="bf16")
+        assert set(arrays_of(root / "bf16")[1]) == {f"{module}.weight" for module in wanted}
+        convert(root / "q", root / "ct", "nvfp4-te", format="compressed-tensors")  # a tensor scale of 1: same codes
+        model = open_checkpoint(root / "ct")
+        assert set(model.layers) == wanted
+        assert verify(root / "ct", root / "q").clean
+        convert(root / "ct", root / "again", format="bf16")
+        have, want = (arrays_of(root / name)[1] for name in ("again", "bf16"))
+        assert {name: x.tobytes() for name, x in have.items()} == {name: x.tobytes() for name, x in want.items()}
+
+
+def test_attention_that_mlx_lm_rewrote_is_refused(tmp_path: Path) -> None:
+    q = fp4kit.quantize(synthetic.random("embed", (2, 64, 64)), "nvfp4-mlx-cpu")
+    module = "model.layers.0.self_attn.embed_q"
+    own = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
+    parts = {f"{module}.weight": q.packed.view(np.uint32), f"{module}.scales": q.block_scale}
+    synthetic.write_model(tmp_path / "q", config("deepseek_v3", **own), parts)
+    for form in ("bf16", "modelopt"):
+        with synthetic.refused(f"{module}: mlx-lm made it from kv_b_proj"):
+            convert(tmp_path / "q", tmp_path / "out", format=form)
