@@ -47,7 +47,7 @@ def facts(a: Any) -> Hashable:
     kind = type(a)
     if kind.__name__ != "ArrayImpl" or a.is_deleted() or len(a.devices()) != 1 or a.device.platform != "cpu":
         raise TypeError(kind)
-    view = np.asarray(a)  # waits for the values; its strides are those of the array's layout
+    view = np.asarray(a)  # waits for the values of `a`; the view has the strides of its layout
     return kind, a.shape, a.dtype, view.strides, view.flags.num, a.device, getattr(a, "committed", True)
 
 

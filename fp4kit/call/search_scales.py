@@ -186,7 +186,8 @@ def unfit_for_search(r: Recipe) -> str | None:
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     """Return the smallest and largest offset that `candidates` names, or None if it is "all".
 
-    Raise ValueError for any other string, and for anything but two ints (low, high) with low <= high.
+    "near" gives NEAR_OFFSETS, and two ints (low, high) give themselves, cut to -MAX_OFFSET ... MAX_OFFSET. Raise
+    ValueError for anything else.
     """
     if isinstance(candidates, str):
         if candidates in ("all", "near"):

@@ -115,8 +115,9 @@ def add_scale_search(parser: Any) -> None:
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options that choose which layers are converted: --preset, --keep-first, --keep-last, --keep and
-    --only.
+    """Add the options that choose which layers are converted.
+
+    They are --preset, --keep-first, --keep-last, --keep and --only.
     """
     group = parser.add_argument_group("which layers")
     text = "which kinds of layers to convert (default: %(default)s)"
@@ -340,8 +341,9 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
-    """Return the SQNR in dB of a layer without and with the scale search, under the names that the JSON document
-    uses.
+    """Return the SQNR in dB of a layer without and with the scale search.
+
+    The keys are those of the JSON document.
     """
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 

@@ -1,5 +1,6 @@
-"""The command fuzz: compare random calls with the specification. Print counts, and a program that reproduces each
-failure.
+"""The command fuzz: compare random calls with the specification.
+
+It prints counts, and for each failure a program that reproduces the failure.
 """
 
 from __future__ import annotations

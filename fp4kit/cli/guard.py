@@ -53,8 +53,9 @@ class GuardedCommand:
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 
     def outcome(self, stopped: bool) -> str:
-        """Return what became of the destination, as a clause to append to the last line; empty if there is nothing to
-        say.
+        """Return what became of the destination, as a clause to append to the last line.
+
+        The clause is an empty string if there is nothing to say.
 
         stopped: True if a signal stopped the command, False if an error did.
         """
@@ -69,8 +70,9 @@ class GuardedCommand:
 
 
 class _Signals:
-    """Raise Stopped for a signal while a command runs. After the command, let a signal only end the process, with the
-    command's exit code.
+    """Raise Stopped if a signal arrives while a command runs.
+
+    A signal that arrives after the command only ends the process, with the command's exit code.
 
     keep_handling: True if signals stay handled after the command, because the process ends with it.
     """
@@ -98,14 +100,15 @@ class _Signals:
     def stop_listening(self, number: int) -> int:
         """Ignore signals from now on, so that the last line can be written.
 
-        Return the first signal received, or ``number`` if there was none.
+        Return the number of the first signal received, or the argument ``number`` if no signal was received.
         """
         self._ignoring = True
         return self.number or number
 
     def fix_exit_code(self, code: int) -> None:
-        """Fix the exit code, so that later signals cannot change it. If the process goes on, restore the old
-        handlers.
+        """Fix the exit code, so that later signals cannot change it.
+
+        If the process goes on after the command, restore the old signal handlers.
         """
         self.code = code
         if not self._keep_handling:
@@ -126,10 +129,10 @@ class _Signals:
             raise Stopped(number)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Replace sys.unraisablehook, which Python calls for exceptions that it drops, such as those raised in a
-        destructor.
+        """Handle an exception that Python drops, such as one raised in a destructor.
 
-        If the exception is Stopped, send the signal again, so that it is not lost. Any other goes to the old hook.
+        Python calls this method as sys.unraisablehook. If the exception is Stopped, send the signal again, so that it
+        is not lost. Pass any other exception to the old hook.
         """
         if isinstance(unraisable.exc_value, Stopped):
             self._since = -math.inf
@@ -213,8 +216,9 @@ def _described(error: Exception) -> str:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device. Otherwise Python would fail again at exit, when it writes the rest of its
-    buffer.
+    """Redirect stdout to the null device.
+
+    Otherwise Python would fail again at exit, when it writes the rest of the buffer of stdout.
     """
     with suppress(OSError, ValueError):
         null = os.open(os.devnull, os.O_WRONLY)

@@ -45,8 +45,9 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
 
 
 def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.ProducerResult]:
-    """Run all producers one after another, and return their results. Draw a line of progress if stderr is a
-    terminal.
+    """Run all producers one after another, and return their results.
+
+    If stderr is a terminal, draw a line of progress.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     shown = not out.quiet and sys.stderr.isatty()

@@ -134,8 +134,9 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 class PrintCompletion(argparse.Action):
-    """Define the option that prints a shell's completion script and exits. The optional package shtab writes the
-    script.
+    """Define the option that prints a shell's completion script and exits.
+
+    The optional package shtab writes the script.
     """
 
     def __call__(

@@ -1,5 +1,6 @@
-"""The commands recipes and formats: list recipes and number formats, and check recipes against recorded or installed
-producers.
+"""The commands recipes and formats: list recipes and number formats.
+
+The command recipes also checks recipes against recorded outputs of producers, or against installed producers.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ Row = Sequence[str]
 
 
 def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis: str = "…") -> list[str]:
-    """Return the lines of a table that is at most ``width`` columns wide. If ``width`` is None, it is as wide as its
-    cells need.
+    """Return the lines of a table that is at most ``width`` columns wide.
+
+    If ``width`` is None, the table is as wide as its cells need.
 
     columns: the titles. A leading ``#`` marks a column of numbers, which is aligned at the right.
     rows: cells, each one line of text. The first column holds names.
@@ -51,8 +52,9 @@ def shortened(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Return ``text`` as lines of at most ``width`` columns, broken at spaces only. If ``width`` is None, it stays one
-    line.
+    """Return ``text`` as lines of at most ``width`` columns, broken at spaces only.
+
+    If ``width`` is None, the text stays one line.
 
     indent: what lines after the first begin with.
     """

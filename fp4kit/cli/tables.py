@@ -33,8 +33,9 @@ def rule_text(r: Recipe) -> str:
 
 
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
-    """Return the table of recipes. A row has id with aliases, block, scale rule, what the recipe equals, versions and
-    source.
+    """Return the table of recipes, one row per id.
+
+    The cells of a row are: the id with its aliases, block, scale rule, what the recipe equals, versions and source.
     """
     return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
 
