@@ -66,8 +66,8 @@ def overview() -> str:
     """Return the Markdown page that lists all producers."""
     rows = [(f"[{TITLES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
     text = (
-        "You find one page per producer here. It lists the recipes that reproduce the producer, their formulas, and how"
-        " many recorded outputs of the producer were compared.\n\n"
+        "This section has one page per producer. It lists the recipes that reproduce the producer, their formulas, and"
+        " how many recorded outputs of the producer were compared.\n\n"
     )
     return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
 
@@ -80,7 +80,7 @@ def page(name: str, recipes: list[Recipe]) -> str:
         if compared
         else "No outputs of this producer are recorded; the recipes were written from its source code."
     )
-    about = f"You find the recipes that reproduce {TITLES[name]} here, and the formulas that they use. {recorded}"
+    about = f"This page lists the recipes that reproduce {TITLES[name]}, and the formulas that they use. {recorded}"
     lines = [f"# {TITLES[name]}", "", about, ""]
     lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", ""]
     lines += [*(_entry(r) for r in recipes), ""]
