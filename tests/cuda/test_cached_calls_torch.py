@@ -239,7 +239,7 @@ def test_tensors_of_the_host_have_a_key_of_their_own(monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_new_tensors(monkeypatch, shape, dtype, straight):
     if not straight:
-        monkeypatch.setattr(torch_arrays, "_straight_maker", lambda kind: None)
+        monkeypatch.setattr(torch_arrays, "_direct_allocator", lambda kind: None)
     for zeros in (False, True):
         make = torch_arrays.maker(torch.device("cpu"), shape, torch_arrays.numpy_dtype("", dtype), zeros)
         a, b = make(), make()
@@ -249,5 +249,5 @@ def test_new_tensors(monkeypatch, shape, dtype, straight):
 
 
 def test_this_pytorch_allocates_straight():
-    assert torch_arrays._straight_maker("cpu") and torch_arrays._straight_maker("cuda")
-    assert torch_arrays._straight_maker("abacus") is None
+    assert torch_arrays._direct_allocator("cpu") and torch_arrays._direct_allocator("cuda")
+    assert torch_arrays._direct_allocator("abacus") is None
