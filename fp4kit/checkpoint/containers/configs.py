@@ -28,7 +28,7 @@ from fp4kit.checkpoint.containers.container import (
 )
 
 FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
-ALL_FORMATS = (*FORMATS, "mlx")  # the modules in loaders/ cover FORMATS only
+ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
 # Containers that a conversion can write with one of FORMATS.
 WRITTEN = (
     MODELOPT_NVFP4,

@@ -52,6 +52,7 @@ transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, ml
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,6 +215,8 @@ class Container:
         height, width = self.for_columns(columns).block
         codes = (*lead, rows, columns * self.element.bits // self._unit_bits)
         scales = (*lead, -(-rows // height), -(-columns // width))
+        if self.swizzled:
+            scales = (*lead, -(-scales[-2] // 128) * 128, -(-scales[-1] // 4) * 4)
         if self.stack == "blocks":
             codes = (*lead, rows, columns // width, width * self.element.bits // 8)
         elif self.stack == "columns":
@@ -223,11 +226,22 @@ class Container:
             found[SCALES] = (self.scales_dtype, scales)
         if COLUMN_SCALE in self.suffixes:
             found[COLUMN_SCALE] = ("BF16", (columns,))
+        if TAG in self.suffixes:
+            found[TAG] = ("U8", (len(self.tag(shape)),))
         if self.has_tensor_scale:
             found[TENSOR_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
         if has_input_scale:
             found[INPUT_SCALE] = ("F32", tuple(lead) or self.tensor_scale_shape)
         return found
+
+    def tag(self, shape: tuple[int, ...]) -> bytes:
+        """Return the tag of a layer of ``shape`` that ComfyUI reads: JSON text in UTF-8."""
+        return json.dumps({"format": self.name.removeprefix("comfy "), "orig_shape": list(shape)}).encode()
+
+    @property
+    def slab_rows(self) -> int:
+        """The number of rows of which every slab but the last must be a multiple when a layer is written."""
+        return 128 if self.swizzled else 1
 
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
         """Return the tensors to write for the layer ``module`` of shape [..., N, K].
@@ -266,8 +280,7 @@ class Container:
         usual = self.specs(shape)[SCALES][1]
         *lead, rows, columns = usual
         if self.swizzled:
-            high, wide = -(-rows // 128), -(-columns // 4)
-            return (*lead, high * 128, wide * 4), (*lead, high * 32, wide * 16)
+            return usual, (*lead, rows // 4, columns * 4)
         if not self.block[1]:
             return usual, (*lead, rows)
         return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
@@ -444,16 +457,18 @@ AUTO_ROUND = tuple(
 )
 
 
-def _comfy(like: Container, name: str, **more: Any) -> Container:
+def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Container:
     """Return one of ComfyUI's containers: names as Model-Optimizer's, swizzled scales, and a tag beside the codes."""
     suffixes = {**like.suffixes, INPUT_SCALE: ".input_scale", TAG: ".comfy_quant"}
-    return replace(like, name=f"comfy {name}", format="", suffixes=suffixes, swizzled=like.scale is not None, **more)
+    return replace(
+        like, name=f"comfy {name}", format=format, suffixes=suffixes, swizzled=like.scale is not None, **more
+    )
 
 
 COMFY_NVFP4 = _comfy(MODELOPT_NVFP4, "nvfp4", high_first=True)
-COMFY_AWQ = _comfy(MODELOPT_AWQ, "nvfp4 with pre_quant_scale", high_first=True)
+COMFY_AWQ = _comfy(MODELOPT_AWQ, "nvfp4 with pre_quant_scale", "", high_first=True)
 COMFY_MXFP8 = _comfy(MODELOPT_MXFP8, "mxfp8")
-COMFY_FP8 = _comfy(FP8_LAYERS[0], "float8_e4m3fn")
+COMFY_FP8 = _comfy(FP8_LAYERS[0], "float8_e4m3fn", "")
 
 
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:

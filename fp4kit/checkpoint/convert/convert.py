@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import declarations
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
@@ -410,6 +410,8 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         found[INDEX] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
     config = _without_declarations(plan.source.config)
     if plan.form is None:
+        return found | {CONFIG: config}
+    if plan.form.format == comfy.FORMAT:  # its tags are in the safetensors file
         return found | {CONFIG: config}
     own: dict[str, Any] = {
         "version": __version__,

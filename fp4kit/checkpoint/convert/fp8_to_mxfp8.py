@@ -69,7 +69,7 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None
     height, width = have.block
-    for slab in slabs(readers, job.weight, job.expert, job.span):
+    for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
         assert slab.codes is not None and slab.scales is not None
         codes = _exponent_codes(slab.scales).astype(np.uint8)
         rows = np.repeat(codes, height, axis=0)[: len(slab.codes)]

@@ -14,7 +14,7 @@ import numpy as np
 from fp4kit.arrays import torch_arrays
 from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
-from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
 from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
@@ -63,6 +63,8 @@ class Rules:
             raise CheckpointError(
                 "format bf16: the tensors are unquantized already; do not call convert_tensors for it"
             )
+        if self.format == comfy.FORMAT:
+            raise CheckpointError("format comfy: convert_tensors does not write files of ComfyUI; use convert")
         # reject a model that the container cannot store now, not at its first tensor
         mlx.check(self.form, self.config, ())
         check_input_scale(self.form, self.input_scale is not None)

@@ -78,7 +78,7 @@ def write(job: Job, readers: Readers, output: Sink, high: int) -> None:
 
     high: the largest exponent of all blocks that share the tensor scale.
     """
-    for slab in slabs(readers, job.weight, job.expert, job.span):
+    for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
         put_rows(job, output, slab.codes, block_scales(job.weight, slab, high))
     scale = np.float32(1) if high < -(1 << 19) else np.ldexp(np.float32(1), high - _HIGHEST)
     put_scalars(job, output, np.float32(scale))

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from fp4kit.checkpoint.containers.container import CODES, SCALES
 from fp4kit.checkpoint.plan.job import Job, Sink
-from fp4kit.layouts import pack_gguf
+from fp4kit.layouts import pack_gguf, swizzle_scales
 
 
 def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
     """Write some rows of a layer: packed codes of shape (rows, bytes per row), and their block scales.
 
     If the container stores blocks (GGUF), codes and scales are interleaved in one tensor; otherwise they are two
-    tensors.
+    tensors. If it stores swizzled scales, ``codes`` must be whole tiles of 128 rows, except at the end of the layer.
     """
     form = job.container
     if form.in_blocks:
         output.put(CODES, pack_gguf(codes, scales, form.kind))
-    else:
-        output.put(CODES, codes)
-        output.put(SCALES, scales)
+        return
+    if form.high_first:
+        codes = (codes << np.uint8(4)) | (codes >> np.uint8(4))
+    output.put(CODES, codes)
+    output.put(SCALES, swizzle_scales(scales, "swizzled_128x4") if form.swizzled else scales)

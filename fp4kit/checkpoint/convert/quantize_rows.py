@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import lcm
 
 import ml_dtypes
 import numpy as np
@@ -32,7 +33,8 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
     tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
     replaced, q, losses = 0, None, Losses()
     weights = None if job.columns is None else readers.array(job.columns)
-    for slab in slabs(readers, job.weight, job.expert, job.span, job.new_recipe.block_rows, job.slab_bytes):
+    height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
+    for slab in slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes):
         x = values_of(job.weight, slab)
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)

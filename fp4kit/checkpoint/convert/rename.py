@@ -27,7 +27,7 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
     """
     source_form = job.weight.container
     assert source_form is not None
-    for slab in slabs(readers, job.weight, job.expert, job.span):
+    for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
         put_rows(job, output, slab.codes, slab.scales)
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
         if output.has(part) and part in job.weight.parts:

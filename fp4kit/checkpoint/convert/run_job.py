@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import VALUES
+from fp4kit.checkpoint.containers.container import TAG, VALUES
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, quantize_rows, rename
 from fp4kit.checkpoint.model.slabs import (
     Readers,
@@ -144,6 +144,8 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None
         replaced, losses = quantize_rows.write(job, readers, output, np.float32(shared.amax))
+    if output.has(TAG):
+        output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
     return Made(action, replaced, losses)
 
 

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp4kit.checkpoint.containers.container import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE
+from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, RECIPE
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source
@@ -179,11 +179,16 @@ class _Names:
 
 
 def recorded_recipe(source: Source) -> str:
-    """Return the id of the recipe that a model's config records, or "" if it records none."""
+    """Return the id of the recipe that a model's config records, or "" if it records none.
+
+    The metadata of its files counts only if the config declares no quantization, as for ComfyUI.
+    """
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
     found = own.get("recipe") if isinstance(own, Mapping) else None
-    return found if isinstance(found, str) else ""
+    if isinstance(found, str) or isinstance(declared, Mapping) or _is_file(source):
+        return found if isinstance(found, str) else ""
+    return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
 
 
 def check_values_agree(

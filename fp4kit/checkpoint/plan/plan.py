@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit import __version__
-from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import INPUT_SCALE, Container, OutputTensor
 from fp4kit.checkpoint.containers.ggml_names import RECIPE, VERSION
@@ -284,6 +284,7 @@ class _Planner:
         }
         self.has_input_scale = self._has_input_scale()
         mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
+        comfy.check(self.form, {weight.name: weight.shape for weight in self.selected.values()})
         gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
         check_input_scale(self.form, self.has_input_scale)
         self.groups = self._groups()

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fp4kit.checkpoint.containers import mlx
+from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, WRITTEN
 from fp4kit.checkpoint.containers.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
 from fp4kit.checkpoint.loaders import support
@@ -90,6 +90,8 @@ class Request:
             return None
         if self.format == mlx.FORMAT:
             return self._mlx_form()
+        if self.format == comfy.FORMAT:
+            return comfy.form_for(self.recipe)
         kind, family = kind_of(self.recipe), support.family_of(config)
         # If no format fits, "modelopt" leads to a refusal that says what to do.
         wanted = self.format or support.best_format(kind, family) or "modelopt"

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fp4kit.checkpoint.containers import ggml_names, mlx
+from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import (
     DEEPSEEK_V4_NVFP4,
@@ -96,6 +96,13 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     if form is not None and form.format == mlx.FORMAT:
         forms = {name: weight.container for name, weight in model.layers.items() if weight.container is not None}
         return [Issue("error", name, text, mlx.ENGINE) for name, text in mlx.troubles(config, forms)]
+    if form is not None and form.format == comfy.FORMAT:
+        own = {
+            n: (w.container, w.shape)
+            for n, w in model.layers.items()
+            if w.container and w.container.format == comfy.FORMAT
+        }
+        return [Issue("error", name, text, comfy.ENGINE) for name, text in comfy.troubles(own)]
     if form is None and model.unrecognised:
         return [Issue("warning", "model", "the requirements of loaders are not known for this format, so not checked")]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)

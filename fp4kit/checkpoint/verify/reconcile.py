@@ -128,6 +128,7 @@ def _layers(source: Source) -> dict[str, Weight]:
         and weight.container.has_tensor_scale
         and len(weight.shape) == 2
         and weight.container.tensor_scale_unit == 1
+        and not weight.container.swizzled
     }
 
 

@@ -1,0 +1,55 @@
+"""Write files for ComfyUI: choose the container, and check what its loader needs.
+
+A layer P has the tensors of Model-Optimizer's container, with the even element of each pair in the high nibble, block
+scales swizzled as cuBLAS wants them, and a tag, P.comfy_quant: JSON text with the format and the layer's shape.
+
+Sources: ComfyUI comfy/ops.py and comfy/quant_ops.py; comfy-kitchen 0.2.40 tensor/nvfp4.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from fp4kit.checkpoint.containers.container import COMFY_MXFP8, COMFY_NVFP4, Container
+from fp4kit.recipes import RECIPES, Recipe, several
+from fp4kit.storage.errors import CheckpointError, shown
+
+FORMAT, ENGINE = COMFY_NVFP4.format, "ComfyUI"
+FORMS = (COMFY_NVFP4, COMFY_MXFP8)
+_ROWS = {"nvfp4": 16, "mxfp8": 32}  # ComfyUI pads the rows of a layer to a multiple of this
+
+
+def form_for(recipe: Recipe) -> Container:
+    """Return the container of ComfyUI that stores a recipe's codes and scales.
+
+    Raises CheckpointError if ComfyUI has none.
+    """
+    form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
+    if form is None:
+        usable = several([id for id, r in RECIPES.items() if any(form.stores(r) for form in FORMS)], recipe)
+        raise CheckpointError(f"recipe {recipe.id}: cannot be stored for ComfyUI; use one of {usable}")
+    return form
+
+
+def check(form: Container | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise CheckpointError if ComfyUI could not load one of the quantized layers.
+
+    form: the container to write. Containers of other formats than ComfyUI's, and None, always pass.
+    shapes: name of a layer -> its shape.
+    """
+    if form is not None and form.format == FORMAT:
+        for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
+            raise CheckpointError(f"{shown(name)}: {text}; leave it out with --keep")
+
+
+def troubles(layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:
+    """Yield (layer, fault) for each layer that ComfyUI's loader would pad or reject.
+
+    layers: name -> (container, shape).
+    """
+    for name, (form, shape) in layers.items():
+        multiple = _ROWS[form.kind]
+        if len(shape) != 2:
+            yield name, f"has {len(shape)} axes; {ENGINE} has no stacks of experts"
+        elif shape[0] % multiple:
+            yield name, f"has {shape[0]} rows; {ENGINE} needs a multiple of {multiple} for {form.kind}"
