@@ -7,12 +7,14 @@ are already in memory.
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute
 from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.errors import CheckpointError
 
 __all__ = [
+    "Activations",
     "CheckpointError",
     "ConversionReport",
     "Options",

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
+from fp4kit.calibration.collector import RULES, UNSEEN
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import (
     ConversionReport,
@@ -24,6 +25,7 @@ from fp4kit.checkpoint.convert.convert import (
 from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan import scale_search
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
@@ -74,6 +76,7 @@ def register(subparsers: Any) -> None:
             ("fp4kit convert Llama Llama-NVFP4", "quantize a Hugging Face model directory with nvfp4-te"),
             ("fp4kit convert Llama Llama-NVFP4 --dry-run", "print what would be converted, and write nothing"),
             ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
+            ("fp4kit convert Llama Llama-W4A4 --activations act.safetensors", "also quantize activations, as measured"),
             ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
         ),
     )
@@ -96,6 +99,7 @@ def register(subparsers: Any) -> None:
     form.hints = _FORMAT_HINTS
     _add_selection(parser)
     _add_numbers(parser)
+    _add_activations(parser)
     add_scale_search(parser.add_argument_group("search of block scales"))
     _add_execution(parser)
 
@@ -160,6 +164,30 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         metavar="X",
         help="write this input scale, such as 1.0, for every layer, uncalibrated; engines then quantize activations"
         " too (NVFP4 instead of W4A16_NVFP4)",
+    )
+
+
+def _add_activations(parser: argparse.ArgumentParser) -> None:
+    """Add the options --activations, --activation-rule and --unseen-experts."""
+    group = parser.add_argument_group("input scales from activations")
+    group.add_argument(
+        "--activations",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="write an input scale per layer, from the inputs that fp4kit.torch.collect or"
+        " fp4kit.calibration.Collector measured; repeatable, files of several ranks are merged. NVFP4 only",
+    )
+    group.add_argument(
+        "--activation-rule",
+        choices=RULES,
+        help="max: the largest input; headroom: an amax above it, so that larger inputs do not saturate (default: max)",
+    )
+    group.add_argument(
+        "--unseen-experts",
+        choices=UNSEEN,
+        help="for experts that saw no token: error: stop and name them; layer: take the largest amax of the experts of"
+        " their layer; none: write no input scale (default: error)",
     )
 
 
@@ -271,8 +299,23 @@ def _plan(args: argparse.Namespace) -> Plan:
         nonfinite=args.nonfinite,
         codes=args.codes,
         search=search,
+        activations=_activations(args),
         ignore=args.ignore,
     )
+
+
+def _activations(args: argparse.Namespace) -> Activations | None:
+    """Return the activations in the files that --activations names; None without that option.
+
+    Raise CheckpointError for options that need it.
+    """
+    given = {"--activation-rule": args.activation_rule, "--unseen-experts": args.unseen_experts}
+    alone = [option for option, value in given.items() if value is not None]
+    if not args.activations:
+        if alone:
+            raise CheckpointError(f"{alone[0]}: says how input scales follow from activations; add --activations FILE")
+        return None
+    return Activations.of(args.activations, args.activation_rule or "max", args.unseen_experts or "error")
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:
@@ -318,6 +361,7 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
         "source": plan.source.root,
         "recipe": plan.recipe.id,
         "scale_search": plan.request.search and plan.request.search.facts(),
+        "activations": plan.request.activations and plan.request.activations.facts,
         "format": plan.format_name,
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,

@@ -14,11 +14,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
+import oracle
 import processes
 import pytest
 import synthetic
 
 from fp4kit.arrays import imports
+from fp4kit.calibration import Collector, input_scale
 from fp4kit.checkpoint import ConversionReport, Options, Plan, convert
 from fp4kit.checkpoint.convert import demo
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
@@ -33,6 +35,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
     return processes.in_this_process(capsys)
 
 
+QUERY = "encoder.layer.0.attention.self.query"
 NEEDED = "a model directory, a .safetensors or a GGUF file is needed"
 
 
@@ -118,6 +121,27 @@ def test_convert_input_scale(tmp_path: Path, run: Run) -> None:
     synthetic.bert(tmp_path / "m")
     result = run("convert", tmp_path / "m", tmp_path / "out", "--input-scale", "1.0", "--format", "modelopt")
     assert result.code == 0 and "(modelopt NVFP4): 5 tensors" in result.out
+
+
+def test_convert_activations(tmp_path: Path, run: Run) -> None:
+    """Files are merged; rule and policy for experts are options, which are refused without a file."""
+    synthetic.bert(tmp_path / "m")
+    for rank in (0, 1):
+        collector = Collector()
+        for layer in ("query", "key", "value"):
+            collector.add_layer(f"encoder.layer.0.attention.self.{layer}", 64)
+        for layer, columns in (("attention.self.query", 64), ("attention.output.dense", 64)):
+            collector.collect(f"encoder.layer.0.{layer}", np.full(columns, rank + 1, np.float32))
+        collector.save(tmp_path / f"rank{rank}")
+    command = ("convert", tmp_path / "m", tmp_path / "out", "--format", "modelopt", "--only", "*.attention.*")
+    files = ("--activations", tmp_path / "rank0", "--activations", tmp_path / "rank1")
+    result = run(*command, *files, "--activation-rule", "headroom", "--unseen-experts", "layer")
+    assert result.code == 0 and "(modelopt NVFP4): 4 tensors" in result.out
+    expected = input_scale(Collector.load(tmp_path / "rank0", tmp_path / "rank1").found("headroom")[QUERY])
+    assert oracle.load(tmp_path / "out")[f"{QUERY}.input_scale"][2] == expected.tobytes()
+    for option, value in (("--activation-rule", "max"), ("--unseen-experts", "none")):
+        result = run(*command, option, value)
+        assert result.code == 2 and f"{option}: says how input scales follow from activations; add" in result.err
 
 
 @pytest.mark.parametrize(

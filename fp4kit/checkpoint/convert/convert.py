@@ -22,6 +22,7 @@ from fp4kit.checkpoint.convert.scheduler import JobScheduler
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Done, Job, Measured
 from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.plan.plan_jobs import jobs_of
@@ -110,6 +111,7 @@ def convert(
     nonfinite: str = "error",
     codes: str | Path | None = None,
     search: ScaleSearch | None = None,
+    activations: Activations | None = None,
     options: Options | None = None,
     ignore: Iterable[str] = (),
 ) -> ConversionReport:
@@ -119,7 +121,8 @@ def convert(
     Args:
         source: the model directory or GGUF file to read.
         destination: the directory or file to create.
-        recipe, format, wishes, input_scale, requantize, nonfinite, codes, search, ignore: as for make_plan.
+        recipe, format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore: as for
+            make_plan.
         options: workers, devices and other choices that do not change the result; None for the defaults.
 
     Returns:
@@ -142,6 +145,7 @@ def convert(
         nonfinite=nonfinite,
         codes=codes,
         search=search,
+        activations=activations,
         ignore=ignore,
     )
     return execute(plan, destination, options)

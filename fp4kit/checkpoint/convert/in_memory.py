@@ -16,12 +16,13 @@ from fp4kit.arrays.imports import to_device
 from fp4kit.arrays.returns import library_of
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
-from fp4kit.checkpoint.convert.put_scalars import usable_tensor_scale
+from fp4kit.checkpoint.convert.put_scalars import input_scale_of, usable_tensor_scale
 from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
 from fp4kit.checkpoint.model.closed_world import adapter_trouble
 from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, stack_shape
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
@@ -44,7 +45,7 @@ class Rules:
 
     config: the model's config.json; its numbers of layers and heads and its model type are needed.
     format: the container's name; None for the container that most engines load.
-    recipe, wishes, input_scale: as for make_plan.
+    recipe, wishes, input_scale, activations: as for make_plan.
     """
 
     recipe: Recipe
@@ -52,6 +53,7 @@ class Rules:
     format: str | None = None
     wishes: Wishes = field(default_factory=Wishes)
     input_scale: float | None = None
+    activations: Activations | None = None
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
@@ -67,14 +69,19 @@ class Rules:
             raise CheckpointError("format comfy: convert_tensors does not write files of ComfyUI; use convert")
         # reject a model that the container cannot store now, not at its first tensor
         mlx.check(self.form, self.config, ())
-        check_input_scale(self.form, self.input_scale is not None)
+        check_input_scale(self.form, self._request.gives_input_scales)
 
     @lazy_property
     def form(self) -> Container:
         """The container that convert_tensors writes."""
-        found = Request(self.recipe, self.format, self.wishes, self.input_scale).form_for(self.config)
+        found = self._request.form_for(self.config)
         assert found is not None
         return found
+
+    @lazy_property
+    def _request(self) -> Request:
+        """The request of a conversion with these rules."""
+        return Request(self.recipe, self.format, self.wishes, self.input_scale, activations=self.activations)
 
     @lazy_property
     def _facts(self) -> Any:
@@ -354,8 +361,10 @@ def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
     """Quantize layers that share a tensor scale by their largest amax, and yield the (name, array) pairs of all."""
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None
+    columns = {module: int(matrix.shape[-1]) for module, matrix in members}
+    inputs = {} if rules.activations is None else rules.activations.of_layers(columns)
     for module, matrix in members:
-        yield from _parts(module, matrix, shared, rules)
+        yield from _parts(module, matrix, shared, rules, inputs.get(module))
 
 
 def _finite_amax(module: str, matrix: Any) -> np.float32:
@@ -368,11 +377,14 @@ def _finite_amax(module: str, matrix: Any) -> np.float32:
     return found
 
 
-def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) -> Iterator[Named]:
+def _parts(
+    module: str, matrix: Any, shared: np.float32 | None, rules: Rules, input_amax: np.float32 | None
+) -> Iterator[Named]:
     """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale, as far
     as the container has them.
 
     shared: the largest amax of the layers that share the tensor scale; None if the container has no tensor scale.
+    input_amax: the amax of the layer's inputs; None if it was not measured.
     """
     form = rules.form
     q = quantize(matrix, rules.recipe, tensor_amax=shared)
@@ -387,6 +399,8 @@ def _parts(module: str, matrix: Any, shared: np.float32 | None, rules: Rules) ->
     if rules.input_scale is not None:
         input_scale = np.float32(rules.input_scale)
         scales.append((INPUT_SCALE, np.float32(1) / input_scale if form.divides else input_scale))
+    if input_amax is not None:
+        scales.append((INPUT_SCALE, input_scale_of(form, input_amax)))
     for part, value in scales:
         array = np.full(form.tensor_scale_shape, value, np.float32)
         yield module + form.suffixes[part], _in_library(array, packed)

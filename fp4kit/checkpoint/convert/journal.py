@@ -56,6 +56,7 @@ def request_facts(request: Request) -> dict[str, Any]:
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
     ignore = {"ignore": list(request.ignore)} if request.ignore else {}
+    activations = {} if request.activations is None else {"activations": dict(request.activations.facts)}
     return {
         "recipe": recipe,
         "format": request.format,
@@ -65,6 +66,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "nonfinite": request.nonfinite,
         **codes,
         **search,
+        **activations,
         **ignore,
     }
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE
+from fp4kit.calibration.scales import input_global_scale, input_scale
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.storage.errors import CheckpointError, shown
@@ -72,12 +73,21 @@ def check_input_scale(job: Job, stored: np.float32) -> None:
         )
 
 
-def put_given_input_scale(job: Job, output: Sink) -> None:
-    """Write the input scale that the user gave for a layer with new codes.
+def input_scale_of(form: Container, amax: np.float32) -> np.float32:
+    """Return the number that a container stores as the input scale of a layer whose inputs have this amax."""
+    return input_global_scale(amax) if form.divides else input_scale(amax)
 
-    Raise CheckpointError if the user gave none, because the source's input scale belongs to the old codes.
+
+def put_given_input_scale(job: Job, output: Sink) -> None:
+    """Write the input scale of a layer that has no valid one: from its measured activations, or as the user gave it.
+
+    Raise CheckpointError if there is neither, because the source's input scale belongs to the old codes.
     """
+    if job.input_amax is not None:
+        stored = input_scale_of(job.container, np.float32(job.input_amax))
+        output.put(INPUT_SCALE, np.array([stored], np.float32))
+        return
     if job.input_scale is None:
         why = "gets new codes, so its old input scale is not valid; other layers have input scales"
-        raise CheckpointError(f"{shown(job.name)}: {why}; give one with --input-scale")
+        raise CheckpointError(f"{shown(job.name)}: {why}; give one with --input-scale, or --activations")
     put_input_scale(job, output, np.float32(job.input_scale))

@@ -96,6 +96,7 @@ class Job:
     device: the CUDA device that computes; None for the CPU.
     search: the error that a search of block scales minimizes; "" for no search.
     columns: the column weights of that error, or None.
+    input_amax: the amax of the inputs, from which the input scale of a layer without one follows; or None.
     """
 
     key: str
@@ -113,6 +114,7 @@ class Job:
     device: int | None = None
     search: str = ""
     columns: Located | None = None
+    input_amax: float | None = None
 
     @property
     def name(self) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
@@ -29,6 +31,7 @@ from fp4kit.checkpoint.model.model_files import INDEX, Source, open_source
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.checkpoint.plan import gguf, kv_cache, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
@@ -37,7 +40,7 @@ from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_f
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, check, decide
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 # Action -> the words for it in the reasons of a plan.
@@ -125,6 +128,7 @@ class Plan:
         auxiliary: the other files to copy or skip.
         items: what the source stores beside its quantized layers (see model/closed_world.py).
         kv_cache: the quantized KV cache of the source; None if it has none.
+        input_amaxes: output layer -> amax of its inputs, for layers whose input scale follows from activations.
     """
 
     source: Source
@@ -137,6 +141,7 @@ class Plan:
     auxiliary: side_files.AuxiliaryFiles
     items: tuple[closed_world.Item, ...] = ()
     kv_cache: kv_cache.KvCache | None = None
+    input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
 
     @property
     def recipe(self) -> Recipe:
@@ -198,6 +203,7 @@ def make_plan(
     nonfinite: str = "error",
     codes: str | Path | None = None,
     search: scale_search.ScaleSearch | None = None,
+    activations: Activations | None = None,
     ignore: Iterable[str] = (),
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
@@ -212,7 +218,8 @@ def make_plan(
             "bf16" to decode all layers. None chooses the format that most engines can load for this recipe and model.
         wishes: which layers to quantize; None for the default, all linear layers.
         input_scale: a positive float32 activation scale to write for every layer. It makes the checkpoint NVFP4 (4-bit
-            activations) instead of W4A16_NVFP4. fp4kit does not calibrate; 1.0 suits loaders that ignore the value.
+            activations) instead of W4A16_NVFP4. Use activations for measured scales;
+            1.0 suits loaders that ignore the value.
         requantize: True to allow changing the values of layers that are already quantized. If False, their values are
             kept, except for MXFP4 layers that become NVFP4 and whose exponents are too far apart; the report names
             these.
@@ -221,6 +228,8 @@ def make_plan(
         codes: a quantized version of the model, whose codes are used in place of the source's own values. It must be a
             directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id`` determines the container to
             write. Layers that are not quantized there stay unquantized.
+        activations: measured activations, from which every layer gets its own input scale, for example
+            Activations.of(["activations.safetensors"]). Layers that keep their codes and have an input scale keep it.
         search: search the block scale of smallest error in place of computing it from the block's amax, for example
             ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static and the format modelopt or
             compressed-tensors.
@@ -242,6 +251,7 @@ def make_plan(
         requantize,
         nonfinite,
         search=search,
+        activations=activations,
         ignore=tuple(ignore),
     )
     model = open_source(Path(source))
@@ -289,6 +299,7 @@ class _Planner:
         check_input_scale(self.form, self.has_input_scale)
         self.groups = self._groups()
         self.actions = self._actions()
+        self.input_amaxes = self._input_amaxes()
         if not request.requantize:
             fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
 
@@ -342,7 +353,7 @@ class _Planner:
         """
         if self.form is None or not self.form.has_tensor_scale:
             return False
-        if self.request.input_scale is not None:
+        if self.request.gives_input_scales:
             return True
         same = [w for w in self.selected.values() if w.container is not None and w.container.kind == self.form.kind]
         have = [weight for weight in same if INPUT_SCALE in weight.parts]
@@ -350,9 +361,38 @@ class _Planner:
             without = next(name for name, weight in self.selected.items() if weight not in have)
             raise CheckpointError(
                 f"{shown(without)}: has no input scale, but {len(have)} of {len(self.selected)} layers have one;"
-                " --input-scale X writes X for those without, --keep leaves them as they are"
+                " --activations FILE or --input-scale X writes one for those without, --keep leaves them as they are"
             )
         return bool(have)
+
+    def _input_amaxes(self) -> dict[str, np.float32]:
+        """Return output layer -> amax of its inputs, for the layers whose input scale follows from activations.
+
+        Experts that saw no token may be left out, if the user wants this. Layers that keep their codes and have an
+        input scale keep that one.
+        """
+        if self.request.activations is None or self.form is None:
+            return {}
+        columns = {
+            name: weight.shape[-1]
+            for tensor, weight in self.selected.items()
+            if not self._keeps_input_scale(tensor)
+            for name in layer_names(weight, self.form, self.config)
+        }
+        if self.selected and not columns:
+            raise CheckpointError(
+                "activations: every layer keeps its codes and its own input scale; leave the activations out"
+            )
+        return self.request.activations.of_layers(columns)
+
+    def _keeps_input_scale(self, tensor: str) -> bool:
+        """Return whether a weight keeps its codes and an input scale of its own. tensor: the name of its codes."""
+        return self.actions[tensor] == RENAME and INPUT_SCALE in self.selected[tensor].parts
+
+    def _without_input_scale(self, weight: Weight, piece: Piece) -> bool:
+        """Return whether a layer gets no input scale, because it is an expert that saw no token."""
+        measured = self.request.activations is not None and piece.module not in self.input_amaxes
+        return measured and not self._keeps_input_scale(weight.tensor)
 
     def _groups(self) -> dict[str, str]:
         """Return module -> name of its group, for the modules that share a tensor scale with others.
@@ -381,6 +421,7 @@ class _Planner:
         ignore, warnings = self._exclusions()
         names = {file.name for file in self.source.files} | {INDEX}
         auxiliary = side_files.scan(self.source.root, names)
+        warnings += self._unmeasured(shards)
         form, has_scale = self.form, self.has_input_scale
         format = "" if form is None else form.format
         warnings += tuple(kv_cache.warnings(self.kv_cache, format, "bf16" if form is None else str(form)))
@@ -395,7 +436,20 @@ class _Planner:
             auxiliary,
             self.items,
             self.kv_cache if self.kv_cache.is_carried(format) else None,
+            self.input_amaxes,
         )
+
+    def _unmeasured(self, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
+        """Return a warning that names the experts without an input scale, if there are any."""
+        converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in self.selected)
+        names = [
+            piece.module
+            for tensor in converted
+            for piece in tensor.pieces
+            if self._without_input_scale(self.selected[tensor.name], piece)
+        ]
+        text = "saw no token and get no input scale; vLLM and SGLang read 1.0 in its place"
+        return (f"{len(names)} experts {text}: {listed(names)}",) if names else ()
 
     def _recorded(self) -> str:
         """Return the id of the recipe to record in the files; "" for unquantized output or an unknown recipe."""
@@ -462,7 +516,12 @@ class _Planner:
         if self.form is None:
             return self._decoded(weight, f"{weight.dtype}: decoded")
         action = self.actions[weight.tensor]
-        found = tuple(pieces(weight, self.form, self.config, self.has_input_scale))
+        found = tuple(
+            replace(piece, outputs=tuple(output for output in piece.outputs if output.part != INPUT_SCALE))
+            if self._without_input_scale(weight, piece)
+            else piece
+            for piece in pieces(weight, self.form, self.config, self.has_input_scale)
+        )
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
         shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
         words = _WORDS[action] + scale_search.words_of(self.request.search, action)

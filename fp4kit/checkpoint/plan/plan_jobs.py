@@ -48,7 +48,8 @@ def _job(
     key = f"{piece.module}#{piece.number}"
     group = (tensor.group or {}).get(piece.module, key)
     request, search = plan.request, plan.request.search
-    searched = () if search is None else (search.objective, search.columns_of((piece.module, piece.weight)))
+    searched = ("", None) if search is None else (search.objective, search.columns_of((piece.module, piece.weight)))
+    input_amax = plan.input_amaxes.get(piece.module)
     return Job(
         key,
         tensor.action,
@@ -64,4 +65,5 @@ def _job(
         piece.transposed,
         device,
         *searched,
+        None if input_amax is None else float(input_amax),
     )

@@ -14,6 +14,7 @@ from fp4kit.checkpoint.containers.configs import ALL_FORMATS, WRITTEN
 from fp4kit.checkpoint.containers.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.plan import gguf
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -36,6 +37,7 @@ class Request:
     nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
     codes: identifies the quantized model from which codes are copied (--codes); "" if there is none.
     made_by: the id of the recipe that made the copied codes; "" if that model does not record it.
+    activations: measured activations, from which every layer gets its own input scale; None to measure nothing.
     search: how to search block scales; None to compute them from each block's amax.
     ignore: globs of what to leave out although it is not known (see model/closed_world.py).
     """
@@ -49,7 +51,13 @@ class Request:
     codes: str = ""
     made_by: str = ""
     search: ScaleSearch | None = None
+    activations: Activations | None = None
     ignore: tuple[str, ...] = ()
+
+    @property
+    def gives_input_scales(self) -> bool:
+        """True if the user gives an input scale, or activations from which input scales follow."""
+        return self.input_scale is not None or self.activations is not None
 
     @property
     def recorded(self) -> str:
@@ -69,6 +77,8 @@ class Request:
             raise CheckpointError(
                 f"input scale: got {self.input_scale}; a positive normal float32 is needed, such as 1.0"
             )
+        if self.input_scale is not None and self.activations is not None:
+            raise CheckpointError("activations: are given with an input scale for all layers; use only one of them")
 
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors.
@@ -87,6 +97,8 @@ class Request:
         if gguf.is_gguf_config(config):
             return self._gguf_form()
         if self.format == UNQUANTIZED:
+            if self.activations is not None:
+                self._refuse_input_scales("unquantized layers have no input scale")
             return None
         if self.format == mlx.FORMAT:
             return self._mlx_form()
@@ -107,16 +119,20 @@ class Request:
             raise CheckpointError(
                 f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {several(usable, self.recipe)}"
             )
-        if self.input_scale is not None and not form.has_tensor_scale:
-            raise CheckpointError(
-                f"input scale: {self.recipe.id} has no input scale; leave it out, or use an NVFP4 recipe"
-            )
+        if not form.has_tensor_scale:
+            self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
         return form
+
+    def _refuse_input_scales(self, why: str, more: str = "") -> None:
+        """Raise CheckpointError with a reason if the user gives input scales. more: another way out than none."""
+        if self.activations is not None:
+            raise CheckpointError(f"activations: {why}; leave them out{more}")
+        if self.input_scale is not None:
+            raise CheckpointError(f"input scale: {why}; leave it out{more}")
 
     def _mlx_form(self) -> Container:
         """Return the MLX container for the recipe. Raises CheckpointError if none fits or an input scale is given."""
-        if self.input_scale is not None:
-            raise CheckpointError("input scale: mlx-lm reads no input scales; leave it out")
+        self._refuse_input_scales("mlx-lm reads no input scales")
         return mlx.form_for(self.recipe)
 
     def _gguf_form(self) -> Container | None:
@@ -131,6 +147,7 @@ class Request:
             )
         if self.input_scale is not None:
             raise CheckpointError("input scale: llama.cpp supports only calibrated input scales; leave it out")
+        self._refuse_input_scales("fp4kit writes no input scales to GGUF files")
         return None if self.format == UNQUANTIZED else gguf.form_for(self.recipe)
 
 
@@ -152,7 +169,7 @@ def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
     if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(
             "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
-            "add one, for example --input-scale 1.0 (not calibrated)"
+            "measure activations for --activations, or add --input-scale 1.0 (not calibrated)"
         )
 
 

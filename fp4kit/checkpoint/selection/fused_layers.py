@@ -102,6 +102,20 @@ def group_of(module: str) -> tuple[str, int] | None:
     return None if fusion is None else (group_name(parent, fusion), len(fusion.members))
 
 
+def same_input_names(module: str) -> tuple[str, ...]:
+    """Return the names under which the inputs of a module may have been measured.
+
+    These are the module itself, the layers that loaders fuse with it because they read the same input, and the fused
+    layer: for "mlp.up_proj", also "mlp.gate_proj" and "mlp.gate_up_proj".
+    """
+    parent, leaf = split_module(module)
+    fusion = _FUSION_OF.get(leaf)
+    if fusion is None:
+        return (module,)
+    leaves = (leaf, *fusion.members, *([fusion.alias] if fusion.alias else []))
+    return tuple(dict.fromkeys(join_module(parent, other) for other in leaves))
+
+
 def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
     """Return one message per quantized gate or up projection of a gated MLP whose counterpart is missing.
 

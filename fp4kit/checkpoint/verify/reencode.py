@@ -195,7 +195,8 @@ def _job(
     search = settings.search
     searched = () if search is None else (search.objective, search.columns_of((stored.name, origin.weight)))
     nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
-    targets = _targets(stored, expert, settings.input_scale is not None or INPUT_SCALE in origin.weight.parts)
+    kept = action == RENAME and INPUT_SCALE in origin.weight.parts
+    targets = _targets(stored, expert, settings.input_scale is not None or kept)
     return Job(
         f"{stored.name}#{expert}",
         action,

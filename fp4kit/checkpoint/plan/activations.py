@@ -1,0 +1,183 @@
+"""Give every layer of a conversion an input scale, from measured activations (fp4kit.calibration).
+
+The inputs of a layer may have been measured under the name of the layer itself, of a layer that loaders fuse with it
+because both read the same input, or of the fused layer. All of these share the largest amax, so fused layers agree.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4kit.calibration.collector import UNSEEN, Collector, Rule, Unseen, filled
+from fp4kit.calibration.expert_names import expert_name, expert_of
+from fp4kit.calibration.headroom import Headroom
+from fp4kit.calibration.scales import input_global_scale, input_scale
+from fp4kit.checkpoint.model.manifest import file_digest
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.formats import FLT_MAX, FLT_MIN
+from fp4kit.lazy import lazy_property
+from fp4kit.storage.errors import CheckpointError, listed, shown
+
+_WAY_OUT = "run the model in fp4kit.torch.collect, or leave the layers unquantized with --keep"
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Hold measured activations, and how input scales follow from them.
+
+    Args:
+        amaxes: layer -> amax of its inputs; 0 for a layer or an expert that saw no input other than zero.
+        columns: layer -> K, the number of inputs per token.
+        unseen: what happens to experts that saw no token, as for Collector.amaxes: "error", "layer" or "none".
+        facts: what the manifest records about them.
+
+    Raises:
+        CheckpointError: if there is no layer, or ``unseen`` is unknown.
+    """
+
+    amaxes: Mapping[str, np.float32] = field(repr=False)
+    columns: Mapping[str, int] = field(repr=False)
+    unseen: Unseen = "error"
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.unseen not in UNSEEN:
+            raise CheckpointError(f"unseen experts: {self.unseen} is unknown; use one of {', '.join(UNSEEN)}")
+        if not self.amaxes:
+            raise CheckpointError("activations: no layer was measured; run the model in fp4kit.torch.collect")
+
+    @classmethod
+    def of(
+        cls, source: Collector | Iterable[str | Path], rule: Rule | Headroom = "max", unseen: Unseen = "error"
+    ) -> Activations:
+        """Return the activations that a Collector holds, or that its files hold together.
+
+        Args:
+            source: a Collector; or the paths of files that Collector.save wrote, such as one per rank.
+            rule: how an amax follows from the inputs, as for Collector.amaxes.
+            unseen: what happens to experts that saw no token.
+
+        Returns:
+            The Activations.
+
+        Raises:
+            CheckpointError: if a file cannot be used, or if rule or policy are unknown.
+
+        Examples:
+            >>> import numpy as np
+            >>> from fp4kit.calibration import Collector
+            >>> from fp4kit.checkpoint import Activations
+            >>> collector = Collector()
+            >>> collector.collect("mlp.up_proj", np.full((1, 16), 3, np.float32))
+            >>> Activations.of(collector).of_layers({"mlp.gate_proj": 16})
+            {'mlp.gate_proj': np.float32(3.0)}
+        """
+        try:
+            if isinstance(source, Collector):
+                collector, files = source, []
+            else:
+                paths = [Path(path) for path in source]
+                collector = Collector.load(*paths)
+                files = [{"name": path.name, "sha256": file_digest(path)} for path in paths]
+            amaxes = collector.found(rule)
+        except (ValueError, OSError) as error:
+            raise CheckpointError(f"activations: {error}") from None
+        digest = hashlib.sha256(repr([(name, float(amax)) for name, amax in amaxes.items()]).encode()).hexdigest()
+        facts = {"files": files, "rule": str(rule), "unseen": unseen, "amaxes_sha256": digest}
+        return cls(amaxes, collector.columns(), unseen, facts)
+
+    def of_layers(self, layers: Mapping[str, int]) -> dict[str, np.float32]:
+        """Return the amax of the inputs of each layer.
+
+        Args:
+            layers: layer -> K, its number of columns.
+
+        Returns:
+            Layer -> amax. With the policy "none", experts that saw no token are left out.
+
+        Raises:
+            CheckpointError: with the names, if a layer was not measured, saw no input other than zero, has another
+                number of columns, or has an amax of which no engine can use the input scale.
+        """
+        amaxes = {layer: self._amax_of(layer) for layer in layers}
+        stacks = {expert.stack for expert in map(expert_of, layers) if expert is not None}
+        experts = {stack: self._experts_of(stack) for stack in stacks}
+        missing = [layer for layer, amax in amaxes.items() if amax is None and not _is_among(layer, experts)]
+        if missing:
+            raise CheckpointError(
+                f"activations: {len(missing)} of {len(layers)} layers were not measured: {listed(missing)}; {_WAY_OUT}"
+            )
+        self._check_columns(layers)
+        others = {name: amax for group in experts.values() for name, amax in group.items() if self.unseen == "layer"}
+        try:
+            found = filled(
+                "activations", {**others, **{name: amax or np.float32(0) for name, amax in amaxes.items()}}, self.unseen
+            )
+        except ValueError as error:
+            raise CheckpointError(str(error).replace("unseen='layer'", "--unseen-experts layer")) from None
+        return _usable({layer: found[layer] for layer in layers if layer in found})
+
+    def _amax_of(self, layer: str) -> np.float32 | None:
+        """Return the largest amax measured under the names of a layer; None if there is none."""
+        names = fused_layers.same_input_names(layer)
+        return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
+
+    def _experts_of(self, stack: str) -> dict[str, np.float32]:
+        """Return the name and the amax of all measured experts of a layer, under the name that the layer has.
+
+        stack: the name of the layer in all experts, without a number.
+        """
+        measured = {name for same in fused_layers.same_input_names(stack) for name in self._numbered.get(same, ())}
+        names = {expert_name("activations", stack, number) for number in measured}
+        return {name: self._amax_of(name) or np.float32(0) for name in sorted(names)}
+
+    @lazy_property
+    def _numbered(self) -> Mapping[str, set[int]]:
+        """A map from the name of a layer of all experts to the numbers of the experts that were measured."""
+        found: dict[str, set[int]] = defaultdict(set)
+        for name in self.amaxes:
+            expert = expert_of(name)
+            if expert is not None:
+                found[expert.stack].add(expert.number)
+        return found
+
+    def _check_columns(self, layers: Mapping[str, int]) -> None:
+        """Raise CheckpointError if a layer was measured with another number of columns than it has."""
+        for layer, columns in layers.items():
+            for name in fused_layers.same_input_names(layer):
+                if self.columns.get(name, columns) != columns:
+                    raise CheckpointError(
+                        f"activations: {shown(name)}: was measured with {self.columns[name]} columns, and"
+                        f" {shown(layer)} has {columns}; measure the model that is converted"
+                    )
+
+
+def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
+    """Return whether a layer is an expert of which other experts were measured.
+
+    experts: layer of all experts -> its measured experts.
+    """
+    expert = expert_of(layer)
+    return expert is not None and bool(experts[expert.stack])
+
+
+def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
+    """Return the amaxes, or raise CheckpointError with the layers whose input scale is not a normal float32."""
+    unusable = [
+        layer
+        for layer, amax in amaxes.items()
+        if not FLT_MIN <= input_scale(amax) <= FLT_MAX or not FLT_MIN <= input_global_scale(amax) <= FLT_MAX
+    ]
+    if unusable:
+        raise CheckpointError(
+            f"activations: {len(unusable)} layers have an amax whose input scale is not a normal float32:"
+            f" {listed(unusable)}; {_WAY_OUT}"
+        )
+    return amaxes
