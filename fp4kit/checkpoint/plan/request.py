@@ -103,7 +103,7 @@ class Request:
         if self.format == mlx.FORMAT:
             return self._mlx_form()
         if self.format == comfy.FORMAT:
-            return comfy.form_for(self.recipe)
+            return self._with_input_scales(comfy.form_for(self.recipe))
         kind, family = kind_of(self.recipe), support.family_of(config)
         # If no format fits, "modelopt" leads to a refusal that says what to do.
         wanted = self.format or support.best_format(kind, family) or "modelopt"
@@ -119,6 +119,10 @@ class Request:
             raise CheckpointError(
                 f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {several(usable, self.recipe)}"
             )
+        return self._with_input_scales(form)
+
+    def _with_input_scales(self, form: Container) -> Container:
+        """Return a container. Raise CheckpointError if the user gives input scales and the container has none."""
         if not form.has_tensor_scale:
             self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
         return form
