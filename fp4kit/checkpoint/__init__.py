@@ -7,6 +7,8 @@ are already in memory.
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute
 from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
+from fp4kit.checkpoint.delta.apply import apply
+from fp4kit.checkpoint.delta.diff import diff
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -23,8 +25,10 @@ __all__ = [
     "ScaleSearch",
     "TensorConverter",
     "Wishes",
+    "apply",
     "convert",
     "convert_tensors",
+    "diff",
     "execute",
     "make_plan",
 ]

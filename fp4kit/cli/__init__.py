@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp4kit import __version__, startup
-from fp4kit.cli import compare, convert, fuzz, guard, identify, inspect, recipes, reconcile, selftest, verify
+from fp4kit.cli import compare, convert, delta, fuzz, guard, identify, inspect, recipes, reconcile, selftest, verify
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import SHELLS, GroupedHelp, Parser, PrintCompletion, UsageError
 
@@ -20,7 +20,7 @@ _EXIT_CODES = (
 )
 # The headings of `fp4kit --help` -> the modules whose commands are listed under them.
 _GROUPS = {
-    "convert and serve": (convert, reconcile),
+    "convert and serve": (convert, reconcile, delta),
     "check and compare": (verify, compare),
     "find out": (inspect, identify, recipes),
     "measure and prove": (selftest, fuzz),
@@ -33,7 +33,6 @@ _HINTS = {
     "list": "; did you mean recipes?",
     "info": "; did you mean inspect?",
     "show": "; did you mean inspect?",
-    "diff": "; did you mean compare?",
     "check": "; did you mean verify?",
 }
 

@@ -11,6 +11,7 @@ import synthetic
 
 from fp4kit import cli
 from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.delta.diff import diff
 from fp4kit.cli import guard, main
 from fp4kit.cli.output import Output
 from fp4kit.cli.selftest import report
@@ -25,6 +26,8 @@ COMMANDS = {
     "convert.stale/1": "convert --remove-stale new",
     "inspect/1": "inspect m",
     "compare/1": "compare m m",
+    "diff/1": "diff m m -o p.patch",
+    "apply/1": "apply m p.patch new",
     "verify/1": "verify q --source m",
     "identify/1": "identify q --source m",
     "reconcile/1": "reconcile --dry-run q",
@@ -54,6 +57,8 @@ def test_documents_have_their_entries(
     if " q" in COMMANDS[schema]:
         convert(tmp_path / "m", tmp_path / "q")
     monkeypatch.chdir(tmp_path)
+    if schema == "apply/1":
+        diff("m", "m", "p.patch")
     # Replace the comparison of all recipes, which cli/test_recipes.py tests.
     monkeypatch.setattr(agreement, "agreeing", lambda dtype: (("nvfp4-te", "nvfp4-torchao"),))
     assert main([*COMMANDS[schema].split(), "--json"]) == 0

@@ -147,7 +147,7 @@ def test_formats_and_agreement(capsys) -> None:
         ),
         (["convert", "a", "b", "--format", "vllm"], "there is no 'vllm'; leave --format out, which writes the format"),
         (["convert", "a", "b", "--format", "nvfp4"], "no 'nvfp4'; formats are containers; use --recipe nvfp4"),
-        (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of convert, reconcile, verify, "),
+        (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of convert, reconcile, diff, "),
         (
             ["--print-completion", "fish"],
             "fp4kit: argument --print-completion: there is no 'fish'; needs one of bash, zsh",

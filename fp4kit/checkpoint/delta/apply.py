@@ -1,0 +1,167 @@
+"""Apply a patch: write the new version of a checkpoint from the old one and a patch file."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from fp4kit.checkpoint.delta.diff import positions_of
+from fp4kit.checkpoint.delta.patch_file import (
+    BYTES,
+    CHUNK,
+    COUNTS,
+    LENGTHS,
+    STARTS,
+    WHOLE,
+    FileFacts,
+    Patch,
+    open_patch,
+)
+from fp4kit.checkpoint.model.model_files import existing_file
+from fp4kit.checkpoint.run import staging
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import TensorReader
+
+Tick = Callable[[int], None]
+
+
+def apply(
+    base: str | Path, patch: str | Path, destination: str | Path, resume: bool = False, progress: Tick | None = None
+) -> Path:
+    """Write the new version of a checkpoint, given the old version and a patch that ``diff`` wrote.
+
+    Every file is hashed while it is read and written. Memory does not grow with the model.
+
+    Args:
+        base: the old version, a model directory.
+        patch: the patch file.
+        destination: the new directory; it appears when all files are complete.
+        resume: True to continue an interrupted run; files that are complete are kept.
+        progress: called with the number of bytes written since the last call.
+
+    Returns:
+        The destination.
+
+    Raises:
+        CheckpointError: the patch is malformed; a file of ``base`` is missing, or is not the one that the patch was
+            made from; and what convert raises for a destination.
+    """
+    root, target, tick = Path(base), Path(destination), progress or (lambda count: None)
+    opened = open_patch(Path(patch))
+    _check_base(root, opened)
+    staging.check_destination(root, target)
+    if not resume:
+        staging.check_space(target, sum(facts.nbytes for facts in opened.result.values()))
+    key = hashlib.sha256(str(sorted(opened.result.items())).encode()).hexdigest()
+    with staging.staged_directory(target, resume) as stage, TensorReader(opened.file) as reader:
+        journal = stage.folder / staging.JOURNAL
+        if resume and (not journal.is_file() or journal.read_text() != key):
+            raise CheckpointError(f"{target}: the interrupted run applied another patch; run again without --resume")
+        stage.is_ours = True
+        journal.write_text(key)
+        for name, facts in opened.result.items():
+            _write_file(name, facts, root, opened, reader, stage.folder, tick)
+    return target
+
+
+def _check_base(root: Path, patch: Patch) -> None:
+    """Raise CheckpointError if a file that the patch needs is missing in the old version, or has another size."""
+    if not root.is_dir():
+        raise CheckpointError(f"{root}: is no directory; the model directory that the patch was made from is needed")
+    for name in patch.result:
+        needed = patch.base.get(name)
+        if patch.entry(name, WHOLE) is None and needed is not None:
+            size = existing_file(root, name).stat().st_size
+            if size != needed.nbytes:
+                raise CheckpointError(
+                    f"{shown(name)}: has {size} bytes in {root}; the patch was made from a file of {needed.nbytes}"
+                )
+
+
+def _write_file(
+    name: str, facts: FileFacts, root: Path, patch: Patch, reader: TensorReader, folder: Path, tick: Tick
+) -> None:
+    """Write one file of the new version, and compare its SHA-256, and that of the old file, with the patch."""
+    target = folder / name
+    if target.is_file() and _digest(target) == facts.sha256:  # complete since the interrupted run
+        tick(facts.nbytes)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)
+    whole = patch.entry(name, WHOLE)
+    written, read = hashlib.sha256(), hashlib.sha256()
+    with target.open("xb") as out:
+        if whole is not None:
+            for start in range(0, facts.nbytes, CHUNK):
+                data = reader.read_bytes(whole, start, min(CHUNK, facts.nbytes - start)).tobytes()
+                written.update(data)
+                out.write(data)
+                tick(len(data))
+        else:
+            _patched(name, root, patch, reader, out, written, read, tick)
+        out.flush()
+        os.fsync(out.fileno())
+    if whole is None and read.hexdigest() != patch.base[name].sha256:
+        raise CheckpointError(f"{shown(name)}: in {root} is not the file that the patch was made from")
+    if written.hexdigest() != facts.sha256:
+        raise CheckpointError(f"{shown(name)}: the patch is damaged; its result has another SHA-256 than it says")
+
+
+def _patched(
+    name: str, root: Path, patch: Patch, reader: TensorReader, out: object, written: object, read: object, tick: Tick
+) -> None:
+    """Copy a file of the old version chunk by chunk, with the changed bytes of the patch in place."""
+    counts_entry = patch.entry(name, COUNTS)
+    counts = None if counts_entry is None else reader.read_bytes(counts_entry).view(np.int64).reshape(-1, 2)
+    parts = {part: patch.entry(name, part) for part in (STARTS, LENGTHS, BYTES)}
+    if counts is not None:
+        _check_counts(name, counts, *(entry.shape[0] for entry in (parts[STARTS], parts[BYTES]) if entry is not None))
+    runs = at = 0
+    with existing_file(root, name).open("rb") as stream:
+        for index in range(-(-patch.result[name].nbytes // CHUNK)):
+            data = stream.read(CHUNK)
+            read.update(data)  # type: ignore[attr-defined]
+            if counts is not None and counts[index, 0]:
+                number, size = (int(count) for count in counts[index])
+                starts, lengths = (
+                    reader.read_bytes(entry, runs * 8, number * 8).view(np.int64)
+                    for part, entry in parts.items()
+                    if part != BYTES and entry is not None
+                )
+                values = parts[BYTES]
+                assert values is not None
+                data = _overlaid(name, data, starts - index * CHUNK, lengths, reader.read_bytes(values, at, size))
+                runs, at = runs + number, at + size
+            written.update(data)  # type: ignore[attr-defined]
+            out.write(data)  # type: ignore[attr-defined]
+            tick(len(data))
+
+
+def _check_counts(name: str, counts: np.ndarray, runs: int, nbytes: int) -> None:
+    """Raise CheckpointError if the runs and bytes per chunk do not add up to what the patch stores."""
+    within = counts.min(initial=0) >= 0 and counts.max(initial=0) <= CHUNK
+    if not within or counts.sum(axis=0).tolist() != [runs, nbytes]:
+        raise CheckpointError(f"{shown(name)}: the patch is damaged; its runs do not add up")
+
+
+def _overlaid(name: str, data: bytes, starts: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> bytes:
+    """Return a chunk with runs of new bytes in place. Raises CheckpointError if a run lies outside the chunk."""
+    within = lengths.min() >= 1 and lengths.max() <= len(data) and starts.min() >= 0 and starts.max() < len(data)
+    if not within or (starts + lengths).max() > len(data) or int(lengths.sum()) != values.size:
+        raise CheckpointError(f"{shown(name)}: the patch is damaged; a run of bytes lies outside its chunk")
+    chunk = np.frombuffer(data, np.uint8).copy()
+    chunk[positions_of(starts, lengths)] = values
+    return chunk.tobytes()
+
+
+def _digest(path: Path) -> str:
+    """Return the SHA-256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while data := stream.read(CHUNK):
+            digest.update(data)
+    return digest.hexdigest()

@@ -1,0 +1,299 @@
+"""Make a patch: find the bytes that differ between two versions of a checkpoint, and count the codes that flipped."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.containers.container import CODES, SCALES
+from fp4kit.checkpoint.delta.patch_file import (
+    BYTES,
+    CHUNK,
+    COUNTS,
+    LENGTHS,
+    PARTS,
+    STARTS,
+    WHOLE,
+    FileFacts,
+    metadata_of,
+)
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.manifest import MANIFEST, names_in
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.whole_file import whole_file
+from fp4kit.storage.writer import SafetensorsWriter
+
+_GAP = 16  # runs with at most this many equal bytes between them are joined, because a run costs 16 bytes itself
+_ITEM_BYTES = {COUNTS: 8, STARTS: 8, LENGTHS: 8, BYTES: 1}  # bytes per element of a part
+Tick = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class LayerFlips:
+    """Count what changed in a quantized layer.
+
+    codes: the number of codes that differ, of ``elements``. scales: the number of bytes of block scales that differ, of
+    ``scale_bytes``.
+    """
+
+    name: str
+    codes: int
+    elements: int
+    scales: int
+    scale_bytes: int
+
+
+@dataclass(frozen=True)
+class PatchReport:
+    """Report what ``diff`` wrote.
+
+    patch: the patch file, and its size in bytes.
+    unchanged, changed, whole: the number of files that are equal, stored as changed bytes, and stored as a whole.
+    changed_bytes: the number of bytes that differ in files stored as changed bytes.
+    layers: the quantized layers of the new version that changed.
+    """
+
+    patch: Path
+    nbytes: int
+    unchanged: int
+    changed: int
+    whole: int
+    changed_bytes: int
+    layers: tuple[LayerFlips, ...]
+
+
+class _Spec(NamedTuple):
+    """Describe a tensor of the patch file."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | None = None) -> PatchReport:
+    """Write a patch that turns the checkpoint ``base`` into ``new``: only the bytes that changed, and whole new files.
+
+    Both are read once, chunk by chunk, so memory does not grow with the model.
+
+    Args:
+        base: the old version, a model directory.
+        new: the new version, a model directory. Hidden files are left out.
+        patch: the file to write; it appears when it is complete.
+        progress: called with the number of bytes of ``new`` done since the last call.
+
+    Returns:
+        A PatchReport. Its layers say how many codes flipped, so that weights that oscillate between steps show.
+
+    Raises:
+        CheckpointError: a directory is not a checkpoint; the patch exists already.
+    """
+    old, young, target = Path(base), Path(new), Path(patch)
+    for root in (old, young):
+        if not root.is_dir():
+            raise CheckpointError(f"{root}: is no directory; a model directory is needed")
+    if target.exists():
+        raise CheckpointError(f"{target}: exists; name a new file, or remove it first")
+    flips = _Flips(young)
+    tick = progress or (lambda count: None)
+    sides: tuple[dict[str, FileFacts], dict[str, FileFacts]] = ({}, {})
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".fp4kit-diff-"))
+        stored: list[_Stored] = []
+        for name in [*names_in(young), *_manifest(young)]:
+            found = _compare(name, old, young, Path(folder) / str(len(stored)), flips, tick)
+            sides[1][name] = found.result
+            stored.append(found)
+        for name in [*names_in(old), *_manifest(old)]:
+            seen = next((one.base for one in stored if one.name == name and one.base is not None), None)
+            sides[0][name] = seen or _facts_of(old / name)
+        with whole_file(target) as temporary:
+            _write(temporary, stored, young, metadata_of(*sides))
+    kinds = [one.kind for one in stored]
+    return PatchReport(
+        target,
+        target.stat().st_size,
+        kinds.count("unchanged"),
+        kinds.count("changed"),
+        kinds.count("whole"),
+        sum(one.changed for one in stored if one.kind == "changed"),
+        flips.layers(),
+    )
+
+
+def _manifest(root: Path) -> list[str]:
+    """Return [the manifest's name] if a directory has one; names_in leaves it out."""
+    return [MANIFEST] if (root / MANIFEST).is_file() else []
+
+
+def _facts_of(path: Path) -> FileFacts:
+    """Return the size and the SHA-256 of a file."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as stream:
+        while data := stream.read(CHUNK):
+            digest.update(data)
+            size += len(data)
+    return FileFacts(size, digest.hexdigest())
+
+
+class _Stored(NamedTuple):
+    """Say how a file of the new version is stored.
+
+    kind: "unchanged", "changed" or "whole". spool: the common beginning of the names of the files with its parts.
+    changed: the number of bytes that differ.
+    """
+
+    name: str
+    kind: str
+    base: FileFacts | None
+    result: FileFacts
+    spool: Path
+    changed: int = 0
+
+
+def _compare(name: str, old: Path, new: Path, spool: Path, flips: _Flips, tick: Tick) -> _Stored:
+    """Compare one file of the new version with that of the old one, and spool the parts of its runs."""
+    before, after = old / name, new / name
+    if not before.is_file() or before.stat().st_size != after.stat().st_size:
+        tick(after.stat().st_size)
+        return _Stored(name, "whole", None, _facts_of(after), spool)
+    digests = hashlib.sha256(), hashlib.sha256()
+    changed = size = 0
+    same_layout = flips.has_layout(name, before)
+    with ExitStack() as stack:
+        a, b = stack.enter_context(before.open("rb")), stack.enter_context(after.open("rb"))
+        out: dict[str, IO[bytes]] = {part: stack.enter_context(_part(spool, part).open("wb")) for part in PARTS}
+        while True:
+            data = a.read(CHUNK), b.read(CHUNK)
+            if not data[1]:
+                break
+            for digest, raw in zip(digests, data, strict=True):
+                digest.update(raw)
+            x, y = (np.frombuffer(raw, np.uint8) for raw in data)
+            at = np.flatnonzero(x != y)
+            changed += at.size
+            _spool_runs(out, at, y, size)
+            if same_layout and at.size:
+                flips.add(name, at + size, x[at] ^ y[at])
+            size += len(data[1])
+            tick(len(data[1]))
+    base, result = (FileFacts(size, digest.hexdigest()) for digest in digests)
+    return _Stored(name, "changed" if changed else "unchanged", base, result, spool, changed)
+
+
+def _part(spool: Path, part: str) -> Path:
+    """Return the temporary file with one part of a file's runs."""
+    return spool.with_name(f"{spool.name}.{part}")
+
+
+def _spool_runs(
+    out: Mapping[str, IO[bytes]], at: npt.NDArray[np.intp], data: npt.NDArray[np.uint8], first: int
+) -> None:
+    """Append the runs of one chunk to the parts.
+
+    at: the indices of the bytes that differ. data: the new chunk. first: its position in the file.
+    """
+    if not at.size:
+        out[COUNTS].write(np.zeros(2, np.int64).tobytes())
+        return
+    breaks = np.flatnonzero(np.diff(at) > _GAP)
+    starts, ends = at[np.r_[0, breaks + 1]], at[np.r_[breaks, at.size - 1]] + 1
+    lengths = ends - starts
+    out[COUNTS].write(np.array([starts.size, lengths.sum()], np.int64).tobytes())
+    out[STARTS].write((starts + first).astype(np.int64).tobytes())
+    out[LENGTHS].write(lengths.astype(np.int64).tobytes())
+    out[BYTES].write(data[positions_of(starts, lengths)].tobytes())
+
+
+def positions_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return the position of every byte of runs that begin at ``starts`` and have ``lengths`` bytes, in order."""
+    before = np.cumsum(lengths) - lengths
+    found: npt.NDArray[np.int64] = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
+    return found
+
+
+def _write(path: Path, stored: list[_Stored], new: Path, metadata: dict[str, str]) -> None:
+    """Write the patch file from the spooled parts and the whole files."""
+    specs, sources = [], {}
+    for one in stored:
+        if one.kind == "whole":
+            specs.append(_Spec(f"{one.name}/{WHOLE}", "U8", (one.result.nbytes,)))
+            sources[specs[-1].name] = new / one.name
+        for part in PARTS if one.kind == "changed" else ():
+            count = _part(one.spool, part).stat().st_size // _ITEM_BYTES[part]
+            shape = (count // 2, 2) if part == COUNTS else (count,)
+            specs.append(_Spec(f"{one.name}/{part}", "U8" if part == BYTES else "I64", shape))
+            sources[specs[-1].name] = _part(one.spool, part)
+    with SafetensorsWriter(path, specs, metadata) as writer:
+        for name, source in sources.items():
+            with source.open("rb") as stream:
+                while data := stream.read(CHUNK):
+                    writer.write(name, np.frombuffer(data, np.uint8))
+        writer.finish()
+
+
+class _Flips:
+    """Count the codes and block scales that differ, per quantized layer of the new version."""
+
+    def __init__(self, root: Path) -> None:
+        self._model = open_checkpoint(root)
+        self._counts: dict[tuple[str, str], int] = {}
+        self._parts = {
+            place.entry.name: (weight, part)
+            for weight in self._model.layers.values()
+            for part, place in weight.parts.items()
+            if part in (CODES, SCALES)
+        }
+        self._starts = {
+            file.name: (np.array([entry.start for entry in sorted(file.entries, key=lambda e: e.start)]), file)
+            for file in self._model.files
+        }
+
+    def has_layout(self, name: str, before: Path) -> bool:
+        """Return whether a file of the old version has the header of the new one, so that its tensors lie alike."""
+        if name not in self._starts or not self._starts[name][1].entries:
+            return False
+        file = self._starts[name][1]
+        first = min(entry.start for entry in file.entries)
+        with before.open("rb") as a, file.path.open("rb") as b:
+            return a.read(first) == b.read(first)
+
+    def add(self, name: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]) -> None:
+        """Count changed bytes of a file. at: their positions. changes: the XOR of the old and the new byte."""
+        starts, file = self._starts[name]
+        entries = sorted(file.entries, key=lambda entry: entry.start)
+        owner = np.searchsorted(starts, at, side="right") - 1
+        for index in np.unique(owner[owner >= 0]):
+            weight, part = self._parts.get(entries[index].name, (None, ""))
+            if weight is not None:
+                count = _changed_items(weight, part, changes[owner == index])
+                self._counts[weight.name, part] = self._counts.get((weight.name, part), 0) + count
+
+    def layers(self) -> tuple[LayerFlips, ...]:
+        """Return the layers of which something changed, in the order of the files."""
+        return tuple(self._of_layers())
+
+    def _of_layers(self) -> Iterator[LayerFlips]:
+        """Yield the counts of each layer of which something changed."""
+        for weight in self._model.layers.values():
+            codes, scales = (self._counts.get((weight.name, part), 0) for part in (CODES, SCALES))
+            if codes or scales:
+                elements = int(np.prod(weight.shape))
+                held = weight.parts[SCALES].entry.nbytes if SCALES in weight.parts else 0
+                yield LayerFlips(weight.name, codes, elements, scales, held)
+
+
+def _changed_items(weight: Weight, part: str, changes: npt.NDArray[np.uint8]) -> int:
+    """Return how many codes, or bytes of scales, differ in changed bytes. changes: the XOR of the old and new bytes."""
+    assert weight.container is not None
+    if part == CODES and weight.container.element.bits == 4:
+        return int(np.count_nonzero(changes & 0x0F) + np.count_nonzero(changes & 0xF0))
+    return int(changes.size)

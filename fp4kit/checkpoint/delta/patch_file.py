@@ -1,0 +1,128 @@
+"""Define the patch file: what changed between two versions of a checkpoint, as one safetensors file.
+
+A file of the new version is one of three things in a patch:
+
+- unchanged: nothing is stored but its name, size and SHA-256.
+- changed, with the size of the old file: runs of changed bytes. The file is divided into chunks of CHUNK bytes, and no
+  run crosses a chunk. Tensors: FILE/counts I64 [chunks, 2], the number of runs and of bytes per chunk; FILE/starts I64,
+  the first byte of each run in the file; FILE/lengths I64; FILE/bytes U8, the new bytes of all runs.
+- new, or of another size: the whole file, as the tensor FILE/whole U8.
+
+The metadata entry "fp4kit.patch" is JSON: the version of this format, and of the files of both versions their sizes in
+bytes and SHA-256.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import parse_object
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+
+KEY, VERSION = "fp4kit.patch", 1
+CHUNK = 8 << 20
+COUNTS, STARTS, LENGTHS, BYTES, WHOLE = "counts", "starts", "lengths", "bytes", "whole"
+PARTS = (COUNTS, STARTS, LENGTHS, BYTES)
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """Hold the size in bytes and the SHA-256 of a file."""
+
+    nbytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Patch:
+    """Describe an opened patch file.
+
+    file: its header.
+    base, result: name -> facts, of the files of the old and of the new version.
+    """
+
+    file: SafetensorsFile
+    base: Mapping[str, FileFacts]
+    result: Mapping[str, FileFacts]
+
+    def entry(self, name: str, part: str) -> TensorEntry | None:
+        """Return the tensor with a part of the file ``name``; None if the patch has none."""
+        wanted = f"{name}/{part}"
+        return next((entry for entry in self.file.entries if entry.name == wanted), None)
+
+
+def metadata_of(base: Mapping[str, FileFacts], result: Mapping[str, FileFacts]) -> dict[str, str]:
+    """Return the metadata of a patch file."""
+    files = {
+        side: {name: {"bytes": one.nbytes, "sha256": one.sha256} for name, one in sorted(facts.items())}
+        for side, facts in (("base", base), ("result", result))
+    }
+    return {KEY: json.dumps({"version": VERSION, **files})}
+
+
+def open_patch(path: Path) -> Patch:
+    """Open a patch file. Raises CheckpointError if it is not one, or is malformed."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is no file; a patch that fp4kit diff wrote is needed")
+    file = read_header(path)
+    if KEY not in file.metadata:
+        raise CheckpointError(f"{path}: has no {KEY} entry; a patch that fp4kit diff wrote is needed")
+    content = parse_object(file.metadata[KEY].encode(), f"{path.name}: {KEY}")
+    if content.get("version") != VERSION:
+        raise CheckpointError(f"{path}: is a patch of version {content.get('version')}; {VERSION} is needed")
+    patch = Patch(file, _facts(path, content.get("base")), _facts(path, content.get("result")))
+    for name, facts in patch.result.items():
+        _check_parts(path, patch, name, facts)
+    return patch
+
+
+def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
+    """Return the facts of one side of a patch. Raises CheckpointError for unsafe names and wrong types."""
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path}: its {KEY} entry is malformed; make the patch again")
+    found = {}
+    for name, one in content.items():
+        parts = PurePosixPath(name).parts
+        safe = (
+            bool(parts) and not any(part in ("..", "/") or part.startswith(".") for part in parts) and "\\" not in name
+        )
+        if (
+            not safe
+            or not isinstance(one, dict)
+            or type(one.get("bytes")) is not int
+            or len(str(one.get("sha256"))) != 64
+        ):
+            raise CheckpointError(
+                f"{path}: its entry for the file {shown(str(name))} is malformed; make the patch again"
+            )
+        found[name] = FileFacts(one["bytes"], one["sha256"])
+    return found
+
+
+def _check_parts(path: Path, patch: Patch, name: str, facts: FileFacts) -> None:
+    """Raise CheckpointError if the tensors of a file do not fit together, or not to the file's size."""
+    base = patch.base.get(name)
+    whole, counts = patch.entry(name, WHOLE), patch.entry(name, COUNTS)
+    if whole is not None:
+        fits = whole.shape == (facts.nbytes,)
+    elif counts is not None:
+        sizes = [patch.entry(name, part) for part in PARTS]
+        starts, lengths = (patch.entry(name, part) for part in (STARTS, LENGTHS))
+        fits = (
+            None not in sizes
+            and base is not None
+            and base.nbytes == facts.nbytes
+            and counts.shape == (-(-facts.nbytes // CHUNK), 2)
+            and starts is not None
+            and lengths is not None
+            and starts.shape == lengths.shape
+        )
+    else:
+        fits = base == facts
+    if not fits:
+        raise CheckpointError(f"{path}: its parts for the file {shown(name)} do not fit; make the patch again")

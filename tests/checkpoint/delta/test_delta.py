@@ -1,0 +1,182 @@
+"""Test patches between two versions of a checkpoint: fp4kit diff and fp4kit apply."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import synthetic
+from synthetic import refused
+
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.delta import patch_file
+from fp4kit.checkpoint.delta.apply import apply
+from fp4kit.checkpoint.delta.diff import diff, positions_of
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.storage.safetensors_file import read_header
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    """Return the bytes of all files below a directory."""
+    return {str(path.relative_to(root)): path.read_bytes() for path in sorted(root.rglob("*")) if path.is_file()}
+
+
+def two_steps(root: Path, changed: float = 1e-3) -> tuple[Path, Path]:
+    """Write two quantized versions of a model: of the second, some weights of each layer have moved."""
+    synthetic.dense(root / "m0")
+    shutil.copytree(root / "m0", root / "m1")
+    rng = np.random.default_rng(1)
+    for path in (root / "m1").glob("*.safetensors"):
+        data = np.frombuffer(path.read_bytes(), np.uint8).copy()
+        for entry in read_header(path).entries:
+            if len(entry.shape) == 2:  # turn the signs of some BF16 values
+                high = data[entry.start + 1 : entry.start + entry.nbytes : 2]
+                high[rng.random(high.size) < changed] ^= 0x80
+        path.write_bytes(data.tobytes())
+    for number in "01":
+        convert(root / f"m{number}", root / f"q{number}", "nvfp4-modelopt", format="modelopt")
+    return root / "q0", root / "q1"
+
+
+def test_apply_gives_the_new_version_in_every_byte(tmp_path: Path) -> None:
+    old, new = two_steps(tmp_path)
+    report = diff(old, new, tmp_path / "p.fp4patch")
+    assert apply(old, tmp_path / "p.fp4patch", tmp_path / "out") == tmp_path / "out"
+    assert contents(tmp_path / "out") == contents(new)
+    assert verify(tmp_path / "out", tmp_path / "m1").clean
+    size = sum(len(data) for data in contents(new).values())
+    assert report.nbytes == (tmp_path / "p.fp4patch").stat().st_size < size / 8
+    assert report.changed and report.whole + report.unchanged + report.changed == len(contents(new))
+
+
+def test_flips_are_those_of_the_codes(tmp_path: Path) -> None:
+    """The report counts, per layer, the codes and the bytes of scales that differ."""
+    old, new = two_steps(tmp_path, 1e-2)
+    report = diff(old, new, tmp_path / "p")
+    a, b = (oracle.load(root) for root in (old, new))
+    for layer in report.layers:
+        x, y = (np.frombuffer(side[f"{layer.name}.weight"][2], np.uint8) for side in (a, b))
+        unpacked = [np.stack([codes & 15, codes >> 4]) for codes in (x, y)]
+        s, t = (np.frombuffer(side[f"{layer.name}.weight_scale"][2], np.uint8) for side in (a, b))
+        assert (layer.codes, layer.elements) == (int((unpacked[0] != unpacked[1]).sum()), 2 * x.size)
+        assert (layer.scales, layer.scale_bytes) == (int((s != t).sum()), s.size)
+    differing = {name.removesuffix(".weight") for name in a if name.endswith("proj.weight") and a[name] != b[name]}
+    assert {layer.name for layer in report.layers if layer.codes} == differing != set()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_files(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of any size and any changes, with chunks of a few bytes, become each other."""
+    for module in ("diff", "apply", "patch_file"):
+        monkeypatch.setattr(f"fp4kit.checkpoint.delta.{module}.CHUNK", 64)
+    rng = np.random.default_rng(seed)
+    synthetic.write_model(tmp_path / "a", {}, {"x.weight": synthetic.random("x", (int(rng.integers(1, 40)), 16))})
+    synthetic.write_model(tmp_path / "b", {"n": seed}, oracle.arrays(oracle.load(tmp_path / "a")))
+    for number, size in enumerate((0, 1, 63, 64, 65, 129, int(rng.integers(1000)))):
+        before = rng.integers(0, 256, size, np.uint8)
+        after = np.where(rng.random(size) < rng.choice([0, 0.01, 0.3, 1]), rng.integers(0, 256, size), before)
+        if rng.random() < 0.2:
+            after = after[: size // 2]
+        if rng.random() < 0.9:
+            (tmp_path / "a" / f"{number}.txt").write_bytes(before.tobytes())
+        if rng.random() < 0.9:
+            (tmp_path / "b" / "sub").mkdir(exist_ok=True)
+            name = f"{number}.txt" if rng.random() < 0.8 else f"sub/{number}.txt"
+            (tmp_path / "b" / name).write_bytes(after.astype(np.uint8).tobytes())
+    diff(tmp_path / "a", tmp_path / "b", tmp_path / "p")
+    apply(tmp_path / "a", tmp_path / "p", tmp_path / "c")
+    assert contents(tmp_path / "c") == contents(tmp_path / "b")
+
+
+def test_a_base_that_is_another_is_refused(tmp_path: Path) -> None:
+    old, new = two_steps(tmp_path)
+    diff(old, new, tmp_path / "p")
+    with refused("is not the file that the patch was made from"):
+        apply(new, tmp_path / "p", tmp_path / "out")  # the new version itself is not the base
+    assert not (tmp_path / "out").exists() and not staging.partial_of(tmp_path / "out").exists()
+    shard = sorted(old.glob("*.safetensors"))[0]
+    os.truncate(shard, 100)
+    with refused("has 100 bytes"):
+        apply(old, tmp_path / "p", tmp_path / "out")
+    shard.unlink()
+    with refused("is missing"):
+        apply(old, tmp_path / "p", tmp_path / "out")
+
+
+def test_a_damaged_patch_is_refused(tmp_path: Path) -> None:
+    """A patch with any of its bytes changed either is refused, or still gives the right result."""
+    old, new = two_steps(tmp_path)
+    diff(old, new, tmp_path / "p")
+    data = (tmp_path / "p").read_bytes()
+    rng = np.random.default_rng(2)
+    for number in range(40):
+        at = int(rng.integers(len(data)))
+        changed = bytearray(data)
+        changed[at] ^= 1 << int(rng.integers(8))
+        (tmp_path / "bad").write_bytes(changed)
+        target = tmp_path / f"out{number}"
+        try:
+            apply(old, tmp_path / "bad", target)
+        except synthetic.CheckpointError:
+            assert not target.exists()
+        else:
+            assert contents(target) == contents(new)
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", ".hidden", "a/../b", "a\\b", ""])
+def test_names_cannot_lead_out_of_the_directory(name: str, tmp_path: Path) -> None:
+    facts = {name: patch_file.FileFacts(1, "0" * 64)}
+    synthetic.write_file(tmp_path / "p", {f"{name}/whole": np.zeros(1, np.uint8)}, patch_file.metadata_of({}, facts))
+    with refused("is malformed; make the patch again"):
+        patch_file.open_patch(tmp_path / "p")
+
+
+def test_files_that_are_no_patch(tmp_path: Path) -> None:
+    synthetic.write_file(tmp_path / "x", {"a": np.zeros(1, np.uint8)})
+    with refused("has no fp4kit.patch entry; a patch that fp4kit diff wrote is needed"):
+        patch_file.open_patch(tmp_path / "x")
+    with refused("is no file; a patch that fp4kit diff wrote is needed"):
+        patch_file.open_patch(tmp_path / "y")
+    with refused("is no directory"):
+        diff(tmp_path / "x", tmp_path / "x", tmp_path / "z")
+    synthetic.dense(tmp_path / "m")
+    with refused("exists; name a new file, or remove it first"):
+        diff(tmp_path / "m", tmp_path / "m", tmp_path / "x")
+
+
+def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a kill, --resume keeps the files that are complete; without it, the leftovers are named."""
+    old, new = two_steps(tmp_path)
+    diff(old, new, tmp_path / "p")
+
+    class Killed(BaseException):
+        pass
+
+    done: list[str] = []
+    import fp4kit.checkpoint.delta.apply as module
+
+    real = module._write_file
+
+    def write_file(name: str, *rest: object) -> None:
+        if len(done) == 2:
+            raise Killed
+        done.append(name)
+        real(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(module, "_write_file", write_file)
+    with pytest.raises(Killed):
+        apply(old, tmp_path / "p", tmp_path / "out")
+    monkeypatch.setattr(module, "_write_file", real)
+    with refused("was left by an interrupted run"):
+        apply(old, tmp_path / "p", tmp_path / "out")
+    apply(old, tmp_path / "p", tmp_path / "out", resume=True)
+    assert contents(tmp_path / "out") == contents(new)
+
+
+def test_positions_of() -> None:
+    assert positions_of(np.array([2, 7]), np.array([3, 1])).tolist() == [2, 3, 4, 7]
