@@ -104,16 +104,12 @@ def run(code: str, runtime: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_calls_and_all_operations(kind, tmp_path):
-    _, runtime = sanitized(tmp_path, kind)
+    library, runtime = sanitized(tmp_path, kind)
     found = run(
         WORK.format(tests=SUPPORT, folder=str(tmp_path), cases=60 if kind == "address" else 30),
         runtime,
     )
     assert found.stdout.endswith("done\n"), found.stderr[-6000:]
-
-
-@pytest.mark.exhaustive
-def test_a_write_outside_of_an_array_is_seen(tmp_path):
-    library, runtime = sanitized(tmp_path, "address")
-    found = run(OVERRUN.format(library=str(library)), runtime)
-    assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr, found.stderr[-2000:]
+    if kind == "address":  # the sanitizer also sees a write outside of an array; building the library again takes 30 s
+        found = run(OVERRUN.format(library=str(library)), runtime)
+        assert found.returncode != 0 and "heap-buffer-overflow" in found.stderr, found.stderr[-2000:]

@@ -5,6 +5,7 @@ candidate.
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import ml_dtypes
@@ -68,10 +69,16 @@ def test_candidates(recipe, candidates) -> None:
 AROUND = ("all", "near", (-3, 1), (-100, -2), (4, 100), (0, 9), (-8, 5), (-9, 30), (-40, 8))
 
 
-@pytest.mark.parametrize("amax", [2688.0, *exhaustive([3.7, 2.0**-41, 1e12])])
-@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.float32])])
-@pytest.mark.parametrize("candidates", by_default(("all", "near", (0, 9)), AROUND))
-def test_blocks_at_bounds(candidates, dtype, amax) -> None:
+BOUNDED = list(product([BF16, np.float32], [2688.0, 3.7, 2.0**-41, 1e12]))
+AT_BOUNDS = [(candidates, *BOUNDED[0]) for candidates in ("all", "near", (0, 9))]
+AT_BOUNDS += exhaustive(("near", *pair) for pair in BOUNDED[1:])
+# Every other kind of candidates is tried with two pairs of a dtype and an amax.
+AT_BOUNDS += exhaustive((c, *BOUNDED[(i + k) % 8]) for i, c in enumerate(AROUND) if c != "near" for k in (1, 4))
+
+
+@pytest.mark.parametrize("case", AT_BOUNDS, ids=str)
+def test_blocks_at_bounds(case) -> None:
+    candidates, dtype, amax = case
     x = blocks_at_bounds(amax, 640).astype(dtype).reshape(-1, 64)
     check(x, tensor_amax=np.float32(amax), candidates=candidates)
     if candidates == "near":

@@ -46,8 +46,9 @@ def copied(folder, *more):
 
 def built(source, folder):
     """Build the wheel of a source folder or of a source distribution; return its path."""
+    environment = os.environ | {"FP4KIT_CPU_LEVELS": "base"}  # if it has setup.py; one level, because compiling is slow
     build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
-    subprocess.run([*PIP, *build], check=True, cwd=folder)
+    subprocess.run([*PIP, *build], check=True, cwd=folder, env=environment)
     (path,) = folder.glob("*.whl")
     return path
 

@@ -83,7 +83,7 @@ POOLS: dict[str, Pool] = {
     ),
     "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
 }
-FEW, MANY = 12, 60
+FEW, MANY = 12, 40
 
 
 @contextmanager
