@@ -67,7 +67,8 @@ def test_slices_of_stacks(data):
     """
     name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
     x = STACK if data.draw(st.booleans()) else STACK.reshape(3, 2, 64, 128)
-    axis = data.draw(st.sampled_from([x.ndim - 2, x.ndim - 1]))
+    axes = [x.ndim - 2, x.ndim - 1]
+    axis = data.draw(st.sampled_from([a for a in axes if x.shape[a] % RECIPES[name].length_multiple == 0]))
     experts = RECIPES[name].tensor_scaling == "tensor" and data.draw(st.booleans())
     q = fp4kit.quantize(x, name, axis=axis, tensor_amax=[300.0, 2.0, 7.0] if experts else None)
     a, b = sorted(data.draw(st.lists(st.integers(0, 3), min_size=2, max_size=2)))
