@@ -4,20 +4,23 @@
 - quantize returns a Quantized of tensors, and dequantize takes one.
 - fake_quantize_model trains a model with fake-quantized weights, by its parametrization FakeQuantized. Its argument
   FakeQuantSettings says which parameters, and with which recipe.
+- collect measures the inputs of a model's layers, from which input scales follow.
 
-All are custom operators. So torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast and CUDA
-graphs work, on CPU and CUDA. In compiled code, quantize, dequantize and recipes passed as Recipe objects need PyTorch
-2.13, because earlier versions do not trace objects made without their constructor.
+The operations are custom operators. So torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast
+and CUDA graphs work, on CPU and CUDA. In compiled code, quantize, dequantize and recipes passed as Recipe objects need
+PyTorch 2.13, because earlier versions do not trace objects made without their constructor.
 """
 
 from fp4kit.torch import trees
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
+from fp4kit.torch.input_hooks import collect
 from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
 from fp4kit.training.settings import FakeQuantSettings
 
 __all__ = [
     "FakeQuantSettings",
     "FakeQuantized",
+    "collect",
     "dequantize",
     "fake_quantize",
     "fake_quantize_grouped",

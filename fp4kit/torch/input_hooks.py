@@ -1,0 +1,216 @@
+"""Measure the inputs of the linear layers of a PyTorch model while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from fp4kit.calibration.collector import Collector
+from fp4kit.torch.saved_names import Renamed, renaming_of
+
+_WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
+_PRODUCTS = {
+    torch.nn.functional.linear,
+    torch.matmul,
+    torch.mm,
+    torch.bmm,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.mm,
+    torch.Tensor.bmm,
+}
+
+
+@contextmanager
+def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Collector]:
+    """Collect the inputs of every linear layer of a model that runs in the with block. Yield the Collector.
+
+        with fp4kit.torch.collect(model) as collector, torch.no_grad():
+            for batch in calibration_set:
+                model(**batch)
+        collector.save("activations.safetensors")
+
+    A forward hook on each torch.nn.Linear collects its inputs. The experts of a mixture-of-experts layer that are one
+    3-d parameter are collected where the parameter is multiplied, each expert by itself. Layers get the names that the
+    checkpoint has after model.save_pretrained. All linear layers are known to the Collector, also those that never run.
+
+    Args:
+        model: the model, not compiled. Its outputs do not change. While the block runs, models of transformers compute
+            experts one by one (the implementation "eager"), because faster implementations hide their inputs.
+        histogram: as for Collector.
+
+    Yields:
+        The Collector. Every row of inputs counts as a token, padding included.
+
+    Raises:
+        TypeError: if model is not a module.
+        ValueError: if the model is compiled or has no linear layer; in the model's forward, if an input holds NaN or
+            infinity (on a GPU, when results are read).
+
+    Exact:
+        The amaxes equal those of Model-Optimizer's input quantizers for the same calls (see Collector.amaxes).
+
+    Examples:
+        >>> import torch, fp4kit.torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> with fp4kit.torch.collect(model) as collector:
+        ...     y = model(torch.ones(3, 32))
+        >>> collector.tokens(), collector.amaxes()["0"]
+        ({'0': 3, '2': 3}, np.float32(1.0))
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"collect: model is a {type(model).__name__}; needs a torch.nn.Module")
+    _check_not_compiled(model)
+    root: Any = model.module if isinstance(model, _WRAPPERS) else model
+    collector, renamed = Collector(histogram=histogram), renaming_of(root)
+    linears = [(name, module) for name, module in root.named_modules() if _is_linear(module)]
+    stacks = _stacks_of(root, renamed)
+    if not linears and not stacks:
+        raise ValueError("collect: the model has no torch.nn.Linear and no stack of experts; nothing can be collected")
+    with ExitStack() as stack:
+        for name, module in linears:
+            layers = _layers(renamed(f"{name}.weight" if name else "weight", module.weight), name)
+            for layer in layers:
+                collector.add_layer(layer, module.in_features)
+            hook = module.register_forward_pre_hook(partial(_hook, collector, layers), with_kwargs=True)
+            stack.callback(hook.remove)
+        if stacks:
+            stack.enter_context(_eager_experts(root))
+            stack.enter_context(_Products(collector, stacks))
+        yield collector
+
+
+def _check_not_compiled(model: torch.nn.Module) -> None:
+    """Raise ValueError if a part of the model is compiled, because compiled code does not run new hooks."""
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"collect: {f'the module {name}' if name else 'the model'} is compiled, so its inputs cannot be seen;"
+                " collect before torch.compile, or pass the model that was compiled (model._orig_mod)"
+            )
+
+
+def _is_linear(module: torch.nn.Module) -> bool:
+    """Return whether a module is a linear layer whose weight is a matrix."""
+    return isinstance(module, torch.nn.Linear) and module.weight.ndim == 2
+
+
+def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
+    """Return the layers that the given tensors of a checkpoint belong to; ``name`` if there are none."""
+    return tuple(dict.fromkeys(n.removesuffix(".weight") for n in names)) or (name,)
+
+
+def _hook(
+    collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Collect the inputs of one call of a linear layer. Runs before the layer's forward."""
+    x = args[0] if args else kwargs["input"]
+    for layer in layers:
+        collector.collect(layer, x.detach())
+
+
+class _Stack(NamedTuple):
+    """Describe a 3-d parameter that holds one matrix per expert.
+
+    layers: for each expert, its layers in the checkpoint.
+    """
+
+    parameter: torch.Tensor
+    layers: tuple[tuple[str, ...], ...]
+
+
+def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stack]]:
+    """Return address of a storage -> the stacks of experts in it."""
+    found: dict[int, list[_Stack]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim != 3 or "experts" not in name.split(".")[:-1] or not parameter.is_floating_point():
+            continue
+        layers = _expert_layers(renamed(name, parameter), name, len(parameter))
+        found.setdefault(parameter.untyped_storage().data_ptr(), []).append(_Stack(parameter, layers))
+    return found
+
+
+def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple[str, ...], ...]:
+    """Return the layers of each expert of a stack, from the names of the tensors that it is saved as.
+
+    name: the name of the stack in the model.
+    """
+    separate = [tuple(n for n in saved if f".experts.{e}." in f".{n}") for e in range(experts)]
+    if all(separate):
+        return tuple(_layers(names, name) for names in separate)
+    parent, _, leaf = (saved[0] if len(saved) == 1 else name).removesuffix(".weight").rpartition("experts.")
+    return tuple((f"{parent}experts.{e}.{leaf}",) for e in range(experts))
+
+
+class _Products(TorchFunctionMode):
+    """Collect the first factor of every matrix product whose second factor is an expert, or a stack of experts."""
+
+    def __init__(self, collector: Collector, stacks: dict[int, list[_Stack]]) -> None:
+        super().__init__()
+        self._collector, self._stacks = collector, stacks
+        self._added: set[int] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Call ``func``. If it is a product with experts, collect its inputs before."""
+        if func in _PRODUCTS:
+            self._see(*_factors(args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+    def _see(self, x: Any, weight: Any) -> None:
+        """Collect the inputs x if ``weight`` is a part of a stack of experts."""
+        if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
+            return
+        for parameter, layers in self._stacks.get(weight.untyped_storage().data_ptr(), ()):
+            first, rest = divmod(int(weight.storage_offset() - parameter.storage_offset()), parameter.stride(0))
+            if rest or not 0 <= first < len(layers):
+                continue
+            self._add(layers, x.shape[-1])
+            if weight.ndim == 2:
+                self._collect(layers[first], x)
+            else:
+                for inputs, group in zip(x, layers[first:], strict=False):
+                    self._collect(group, _routed(inputs))
+
+    def _add(self, layers: tuple[tuple[str, ...], ...], columns: int) -> None:
+        """Add the layers of all experts of a stack to the Collector, at the first call of the stack."""
+        if id(layers) not in self._added:
+            self._added.add(id(layers))
+            for layer in (layer for group in layers for layer in group):
+                self._collector.add_layer(layer, columns)
+
+    def _collect(self, layers: Sequence[str], x: torch.Tensor) -> None:
+        """Collect the inputs of one expert under the names of its layers."""
+        for layer in layers:
+            self._collector.collect(layer, x.detach())
+
+
+def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """Return both factors of a product: F.linear(input, weight), torch.matmul(input, other), torch.mm(input, mat2)."""
+    second = next((kwargs[name] for name in ("weight", "other", "mat2") if name in kwargs), None)
+    return args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else second
+
+
+def _routed(inputs: torch.Tensor) -> torch.Tensor:
+    """Return the rows that are not all zero. A model that gives all tokens to all experts zeroes those not routed."""
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    return rows[(rows != 0).any(dim=-1)]
+
+
+@contextmanager
+def _eager_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Let models of transformers compute experts one by one in the with block."""
+    with ExitStack() as stack:
+        for module in model.modules():
+            config: Any = getattr(module, "config", None)
+            before = getattr(config, "_experts_implementation_internal", None)
+            if before not in (None, "eager"):
+                config._experts_implementation_internal = "eager"
+                stack.callback(setattr, config, "_experts_implementation_internal", before)
+        yield
