@@ -127,6 +127,8 @@ class TensorConverter:
         rules: recipe, container and selection.
         incomplete: what flush does with a group of which some layers never arrived: "error" raises, "quantize" gives
             those that arrived one tensor scale, for models that do not have the others.
+        since: the tensors that an earlier conversion yielded, name -> array. Tensors that are equal to theirs in dtype,
+            shape and every byte are not yielded again. None yields all.
 
     Raises:
         CheckpointError: ``incomplete`` is another text.
@@ -144,7 +146,7 @@ class TensorConverter:
         []
     """
 
-    def __init__(self, rules: Rules, incomplete: str = "error") -> None:
+    def __init__(self, rules: Rules, incomplete: str = "error", since: Mapping[str, Any] | None = None) -> None:
         if incomplete not in INCOMPLETE:
             raise CheckpointError(f"incomplete {incomplete!r}: unknown; use one of {', '.join(INCOMPLETE)}")
         self.rules = rules
@@ -152,6 +154,7 @@ class TensorConverter:
         self._waiting: dict[str, list[Named]] = {}
         self._converted: list[str] = []
         self._seen: set[str] = set()
+        self._since = since or {}
 
     def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """Yield the tensors of the quantized checkpoint that a bucket of a model's tensors completes.
@@ -165,6 +168,16 @@ class TensorConverter:
         Raises:
             CheckpointError: a name that came before; a tensor that is quantized already; and as for convert_tensors.
         """
+        yield from self._new(self._converted_of(tensors))
+
+    def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
+        """Yield the pairs whose arrays differ from those in ``since``."""
+        return (
+            (name, part) for name, part in pairs if name not in self._since or not _is_same(part, self._since[name])
+        )
+
+    def _converted_of(self, tensors: Iterable[Named]) -> Iterator[Named]:
+        """Yield the tensors that a bucket completes, whether they changed or not."""
         rules = self.rules
         for original, array in tensors:
             for name, part in _taken_apart(original, array, rules):
@@ -210,7 +223,7 @@ class TensorConverter:
                 ' or use incomplete="quantize" if the model does not have them'
             )
         waiting, self._waiting = self._waiting, {}
-        return (pair for members in waiting.values() for pair in _quantized(members, self.rules))
+        return self._new(pair for members in waiting.values() for pair in _quantized(members, self.rules))
 
 
 # The dtypes of 8-bit and packed arrays, as safetensors names them.
@@ -227,7 +240,28 @@ _EIGHT_BITS = {
 }
 
 
-def convert_tensors(tensors: Iterable[Named], rules: Rules, incomplete: str = "error") -> Iterator[Named]:
+def _is_same(a: Any, b: Any) -> bool:
+    """Return whether two arrays are equal in library, dtype, shape and every byte.
+
+    Arrays on a GPU are compared there; only the answer is read.
+    """
+    if type(a) is not type(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
+        return False
+    library = library_of(a)
+    if library is not None and library.name == "torch":
+        if a.device != b.device:
+            return False
+        x, y = (one.contiguous().reshape(-1).view(torch_arrays.dtype_named("uint8")) for one in (a, b))
+        return bool((x == y).all())
+    if library is not None:
+        return np.asarray(a).tobytes() == np.asarray(b).tobytes()
+    x, y = (one.reshape(-1).view(np.uint8) for one in (a, b))
+    return bool((x == y).all())
+
+
+def convert_tensors(
+    tensors: Iterable[Named], rules: Rules, incomplete: str = "error", since: Mapping[str, Any] | None = None
+) -> Iterator[Named]:
     """Yield the tensors of a quantized checkpoint, given those of a model; the result is what convert would write.
 
     A quantized layer is yielded as several tensors (codes, scales), under the names and dtypes of rules.form. A tensor
@@ -241,6 +275,8 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules, incomplete: str = "e
         rules: recipe, container and selection.
         incomplete: "error" to raise if some layers that share a tensor scale never arrive; "quantize" to quantize those
             that arrived, for models that do not have the others.
+        since: the tensors that an earlier call yielded, name -> array; those that did not change are not yielded again,
+            so that a rollout engine gets only what changed. None yields all.
 
     Yields:
         (name, array) pairs in the library of the input. 8-bit floats have the dtypes of PyTorch or ml_dtypes; in CuPy
@@ -263,7 +299,7 @@ def convert_tensors(tensors: Iterable[Named], rules: Rules, incomplete: str = "e
         model.layers.0.self_attn.o_proj.weight_packed uint8 (32, 32)
         model.layers.0.self_attn.o_proj.weight_scale uint8 (32, 2)
     """
-    converter = TensorConverter(rules, incomplete)
+    converter = TensorConverter(rules, incomplete, since)
     yield from converter.convert(tensors)
     yield from converter.flush()
 

@@ -125,6 +125,33 @@ def test_buckets_share_scales_and_flush_proves_that_nothing_is_left():
         check(got, wanted)
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_since_yields_only_what_changed(library):
+    """Tensors that equal those of an earlier call are left out; applying the rest gives the whole new version."""
+    module = None if library == "numpy" else pytest.importorskip(library)
+    give = {"numpy": lambda x: x, "torch": lambda x: module.from_numpy(x), "jax": lambda x: module.device_put(x)}
+    rng = np.random.default_rng(7)
+    first = {
+        f"model.layers.{i}.{name}.weight": rng.standard_normal((32, 32), dtype=np.float32)
+        for i in range(3)
+        for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm")
+    }
+    second = {name: x.copy() for name, x in first.items()}
+    second["model.layers.1.mlp.up_proj.weight"][3, 4] = 9  # the tensor scale of gate and up grows
+    second["model.layers.2.mlp.down_proj.weight"][5, :16] *= -1
+    rules = Rules.of("nvfp4-te", format="modelopt", wishes=Wishes(keep=("*.input_layernorm",)))
+    go = give[library]
+    old = dict(convert_tensors([(n, go(x)) for n, x in first.items()], rules))
+    new = dict(convert_tensors([(n, go(x)) for n, x in second.items()], rules))
+    some = dict(convert_tensors([(n, go(x)) for n, x in second.items()], rules, since=old))
+    raw_of = (lambda x: as_bytes(x).tobytes()) if library == "torch" else (lambda x: np.asarray(x).tobytes())
+    raw = {side: {n: raw_of(x) for n, x in have.items()} for side, have in (("old", old), ("new", new))}
+    changed = {name for name in new if raw["new"][name] != raw["old"][name]}
+    assert set(some) == changed and 2 < len(changed) < len(new) / 2
+    assert list(convert_tensors([(n, go(x)) for n, x in first.items()], rules, since=old)) == []
+    assert raw["new"] == {**raw["old"], **{name: raw_of(x) for name, x in some.items()}}
+
+
 def test_an_incomplete_group_is_refused_or_quantized():
     w = np.ones((16, 32), np.float32)
     named = [(f"model.layers.0.self_attn.{n}_proj.weight", w) for n in "qv"]
