@@ -26,6 +26,7 @@ from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
+from fp4kit.checkpoint.verify.input_scales import input_scale_issues
 from fp4kit.checkpoint.verify.integrity import Issue, loader_issues, refused_items, stored_issues
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.lazy import lazy_property
@@ -200,6 +201,7 @@ def prepare(
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
     issues = [*refused_items(items_of(model, model.weights, ignore)), *loader_issues(model, scales)]
+    issues += input_scale_issues(model.layers.values(), scales)
     settings, settings_issues = _settings(model, recipe, options or Options(), search)
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))

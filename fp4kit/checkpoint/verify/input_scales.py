@@ -1,0 +1,85 @@
+"""Check the input scales of a checkpoint against each other: outliers, an inverted direction, and fused layers.
+
+The requirements of engines cover input scales that are missing, zero, negative, NaN or infinite (loaders/requirements).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from statistics import median
+
+from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.verify.integrity import Issue
+from fp4kit.formats import NVFP4
+
+_FAR = 1024.0  # the largest usual ratio of an amax and the median of its kind, massive activations included
+_FEWEST = 4  # layers that a median needs
+_INVERTED = float(
+    1 << 19
+)  # medians of measured amaxes are smaller, also with headroom; those of inverted scales are not
+_NUMBER = re.compile(r"\b\d+\b")
+
+
+def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -> Iterator[Issue]:
+    """Yield a warning for every input scale that contradicts those of other layers.
+
+    stored: tensor name -> stored value. Values that no engine can use are left out.
+    """
+    layers = [weight for weight in weights if weight.container is not None and weight.container.kind == "nvfp4"]
+    amaxes = {weight.name: _amax_of(weight, stored) for weight in layers}
+    known = {name: amax for name, amax in amaxes.items() if amax}
+    if known and median(known.values()) > _INVERTED:
+        yield Issue(
+            "warning",
+            "model",
+            f"the input scales stand for inputs of up to {median(known.values()):.3g} in half of the layers, as they do"
+            " if they are inverted; input_scale is amax / 2688, and input_global_scale is 2688 / amax",
+        )
+    yield from _outliers(known)
+    divides = {weight.name for weight in layers if weight.container is not None and weight.container.divides}
+    yield from _unequal(known, divides)
+
+
+def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
+    """Return the amax of a layer's inputs that its input scale stands for; 0 if it has no usable one."""
+    place, form = weight.parts.get(INPUT_SCALE), weight.container
+    value = 0.0 if place is None else stored.get(place.entry.name, 0.0)
+    if form is None or not (math.isfinite(value) and value > 0):
+        return 0.0
+    return NVFP4.max / value if form.divides else NVFP4.max * value
+
+
+def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
+    """Yield a warning for every layer whose amax is far from the median of the layers that differ only in numbers."""
+    kinds: dict[str, list[str]] = defaultdict(list)
+    for name in amaxes:
+        kinds[_NUMBER.sub("#", name)].append(name)
+    for names in kinds.values():
+        middle = median(amaxes[name] for name in names)
+        for name in names if len(names) >= _FEWEST else ():
+            ratio = amaxes[name] / middle
+            if not 1 / _FAR <= ratio <= _FAR:
+                yield Issue(
+                    "warning",
+                    name,
+                    f"its input scale stands for inputs of up to {amaxes[name]:.3g}, {ratio:.2g} times the median of"
+                    f" {len(names)} layers of its kind; measure the activations again",
+                )
+
+
+def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:
+    """Yield a warning for every group of fused layers that have different input scales.
+
+    divides: the layers whose containers store divisors.
+    """
+    for key, members in fused_layers.fused_groups(amaxes).items():
+        found = {amaxes[name] for name in members}
+        if len(found) > 1:
+            used = "the smallest amax, so larger inputs saturate" if divides & {*members} else "the largest amax"
+            text = f"input scales differ by a factor of {max(found) / min(found):.4g}, although the layers read one"
+            yield Issue("warning", fused_layers.group_name(*key), f"{text} input; vLLM uses {used}")
