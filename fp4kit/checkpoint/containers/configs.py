@@ -95,6 +95,20 @@ def declarations(
     return declared, {"producer": _producer(), "quantization": {**quantization, "exclude_modules": list(ignore)}}
 
 
+def awq_declarations(
+    declared: Mapping[str, Any], beside: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return Model-Optimizer's configs for NVFP4 layers of which some have a factor per column, as AWQ makes them.
+
+    declared, beside: the configs for NVFP4, as ``declarations`` returns them.
+    """
+    config = {key: value for key, value in declared.items() if key != "config_groups"} | {"quant_algo": "NVFP4_AWQ"}
+    if beside is None:
+        return config, None
+    awq = {"quant_algo": "NVFP4_AWQ", "has_zero_point": False, "pre_quant_scale": True}
+    return config, {**beside, "quantization": {**beside["quantization"], **awq}}
+
+
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     """Return Model-Optimizer's ``quantization_config``. It has ``config_groups`` only for NVFP4."""
     config: dict[str, Any] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import (
     check_input_scale,
@@ -18,6 +18,7 @@ from fp4kit.checkpoint.convert.put_scalars import (
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
 from fp4kit.checkpoint.model.weights import TENSOR_SCALE
 from fp4kit.checkpoint.plan.job import Job, Sink
+from fp4kit.storage.errors import CheckpointError, shown
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
@@ -42,3 +43,10 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
             put_tensor_scale(job, output, np.float32(1))
         elif output.has(part):
             put_given_input_scale(job, output)
+    if output.has(COLUMN_SCALE):
+        place = job.weight.parts[COLUMN_SCALE]
+        if place.entry.dtype != "BF16":
+            raise CheckpointError(
+                f"{shown(place.entry.name)}: is {place.entry.dtype}; BF16 is needed to keep AWQ layers"
+            )
+        output.put(COLUMN_SCALE, readers.bytes(place))

@@ -303,7 +303,7 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
             usual = container.specs(shape)[SCALES]
             if missing and scales.dtype == usual[0] and scales.shape in container.shapes_of_scales(shape):
                 return f"{container}, but {missing[0]} is missing"
-            if not missing and scales.dtype == usual[0]:
+            if not missing and scales.dtype == usual[0] and not best:
                 best = f"{container} has scales of shape {list(usual[1])}, but {names[SCALES]} is {list(scales.shape)}"
         elif missing and SCALES in names and not best:
             best = f"{container}, but {missing[0]} is missing"

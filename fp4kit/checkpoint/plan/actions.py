@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE, action_of
+from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE, action_of, target_of
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -23,7 +23,7 @@ def actions_of(
     form: the container to write.
     Raises CheckpointError if a weight would be requantized and the request does not allow that.
     """
-    found = {name: action_of(weight.container, form) for name, weight in selected.items()}
+    found = {name: action_of(weight.container, target_of(weight.container, form)) for name, weight in selected.items()}
     mixed: dict[str, str] = {}
     for group, names in groups.items():
         _check_dtypes(group, [selected[name] for name in names], request)

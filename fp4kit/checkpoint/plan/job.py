@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.container import MODELOPT_AWQ, MODELOPT_NVFP4, Container
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.recipes import Recipe
 
@@ -45,6 +45,14 @@ class Sink(Protocol):
 
     def put(self, part: str, array: Any) -> None:
         """Write ``array`` after everything that was put into this part before."""
+
+
+def target_of(have: Container | None, form: Container) -> Container:
+    """Return the container to write for a weight, if the output format is that of ``form``.
+
+    It is ``form``, except that Model-Optimizer's AWQ layers keep their factor per column in its own format.
+    """
+    return MODELOPT_AWQ if have is MODELOPT_AWQ and form is MODELOPT_NVFP4 else form
 
 
 def action_of(have: Container | None, form: Container | None) -> str:

@@ -33,7 +33,7 @@ from fp4kit.checkpoint.plan import gguf, kv_cache, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
-from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE
+from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, target_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
@@ -516,11 +516,12 @@ class _Planner:
         if self.form is None:
             return self._decoded(weight, f"{weight.dtype}: decoded")
         action = self.actions[weight.tensor]
+        form = target_of(weight.container, self.form) if action == RENAME else self.form
         found = tuple(
             replace(piece, outputs=tuple(output for output in piece.outputs if output.part != INPUT_SCALE))
             if self._without_input_scale(weight, piece)
             else piece
-            for piece in pieces(weight, self.form, self.config, self.has_input_scale)
+            for piece in pieces(weight, form, self.config, self.has_input_scale)
         )
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
         shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""

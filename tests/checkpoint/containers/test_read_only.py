@@ -1,0 +1,189 @@
+"""Test containers that are only read: FP8, AWQ, groups of 32, torchao. Values are compared with formulas in NumPy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import oracle
+import pytest
+import synthetic
+from synthetic import BF16, E4M3, refused
+
+import fp4kit
+from fp4kit.checkpoint import convert, make_plan
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.verify.verify import verify
+
+NAME = "model.layers.0.mlp.down_proj"
+SHAPE = (256, 384)
+
+
+def written(
+    root: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None, **declared: Any
+) -> Path:
+    """Write a model with the parts of one layer, given by their suffixes; return its path."""
+    root.mkdir(parents=True)
+    synthetic.write_file(root / "model.safetensors", {NAME + end: x for end, x in tensors.items()}, metadata)
+    (root / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": declared}))
+    return root
+
+
+def check(model: Path, wanted: np.ndarray, container: str) -> None:
+    """Compare the container and the decoded values of a model with what is wanted, in every bit but the sign of 0."""
+    assert [layer.dtype for layer in open_checkpoint(model).layers.values()] == [container]
+    convert(model, model.parent / "bf16", format="bf16")
+    found = oracle.arrays(oracle.load(model.parent / "bf16"))[f"{NAME}.weight"]
+    zero = BF16.type(0)
+    assert (found + zero).tobytes() == (wanted.astype(BF16) + zero).tobytes()
+
+
+def fp8(seed: str = "w") -> np.ndarray:
+    """Return codes of E4M3, all of them, without NaN."""
+    codes = np.random.default_rng(3).integers(0, 256, SHAPE, np.uint8)
+    return np.where(codes & 0x7F == 0x7F, np.uint8(0), codes).view(E4M3)
+
+
+SCALES = {  # kind -> (shape of the scales, how each is spread over the matrix)
+    "": ((), lambda s: s),
+    " per row": ((256, 1), lambda s: s),
+    " 128x128": ((2, 3), lambda s: np.repeat(np.repeat(s, 128, 0), 128, 1)),
+}
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("method", ["modelopt", "compressed-tensors", "quark"])
+def test_fp8(method: str, kind: str, dtype: Any, tmp_path: Path) -> None:
+    """FP8 decodes to the product in float32; compressed-tensors rounds it to the dtype of the scales."""
+    shape, spread = SCALES[kind]
+    codes, scales = fp8(), np.exp(synthetic.random("s", shape, 1.0, np.dtype(np.float32))).astype(dtype)
+    wanted = codes.astype(np.float32) * spread(scales.astype(np.float32))
+    if method == "compressed-tensors":
+        wanted = wanted.astype(dtype).astype(np.float32)
+    model = written(tmp_path / "m", {".weight": codes, ".weight_scale": scales}, quant_method=method)
+    check(model, wanted, f"{method} FP8{kind}")
+    assert verify(model).clean
+
+
+@pytest.mark.parametrize("shape", [(256,), (1,), (2, 1, 3, 1)])
+def test_fp8_scales_of_other_shapes(shape: tuple[int, ...], tmp_path: Path) -> None:
+    """Scales per row may lack the second axis, those of a layer may have one, those of blocks axes of length 1."""
+    codes, scales = fp8(), np.exp(synthetic.random("s", shape, 1.0, np.dtype(np.float32)))
+    kind = {256: " per row", 1: "", 6: " 128x128"}[scales.size]
+    usual = SCALES[kind][0]
+    wanted = codes.astype(np.float32) * SCALES[kind][1](scales.reshape(usual))
+    model = written(tmp_path / "m", {".weight": codes, ".weight_scale": scales}, quant_method="modelopt")
+    check(model, wanted, f"modelopt FP8{kind}")
+
+
+def nvfp4(x: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the parts of an NVFP4 layer of Model-Optimizer."""
+    q = fp4kit.quantize(x, "nvfp4-modelopt")
+    return {
+        ".weight": q.packed,
+        ".weight_scale": np.asarray(q.block_scale).view(E4M3),
+        ".weight_scale_2": np.asarray(q.tensor_scale),
+    }
+
+
+def test_awq_multiplies_the_columns(tmp_path: Path) -> None:
+    x = synthetic.random("awq", SHAPE)
+    parts = nvfp4(x)
+    factor = np.exp(synthetic.random("pre", (SHAPE[1],), 1.0, np.dtype(np.float32))).astype(BF16)
+    plain = fp4kit.dequantize(fp4kit.quantize(x, "nvfp4-modelopt"), np.float32)
+    declared = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "group_size": 16}
+    model = written(tmp_path / "m", {**parts, ".pre_quant_scale": factor}, **declared)
+    check(model, plain * factor.astype(np.float32), "modelopt NVFP4_AWQ")
+    with refused("is already quantized as modelopt NVFP4_AWQ"):
+        make_plan(model, "nvfp4-te", format="compressed-tensors")
+    convert(model, tmp_path / "kept", "nvfp4-modelopt", format="modelopt")
+    have, kept = oracle.load(model), oracle.load(tmp_path / "kept")
+    assert {name: kept[name] for name in have} == have
+    config = json.loads((tmp_path / "kept" / "config.json").read_text())["quantization_config"]
+    assert config["quant_algo"] == "NVFP4_AWQ" and "config_groups" not in config
+    beside = json.loads((tmp_path / "kept" / "hf_quant_config.json").read_text())["quantization"]
+    assert (beside["quant_algo"], beside["pre_quant_scale"], beside["has_zero_point"]) == ("NVFP4_AWQ", True, False)
+    assert verify(tmp_path / "kept", model).clean
+
+
+def test_awq_with_a_source_is_compared_by_its_own_values(tmp_path: Path) -> None:
+    """verify multiplies the columns too: W is near (W / f) * f."""
+    x = synthetic.random("awq", SHAPE)
+    factor = np.exp2(np.arange(SHAPE[1]) % 3 - 1).astype(np.float32)
+    declared = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}
+    parts = nvfp4((x.astype(np.float32) / factor).astype(BF16))
+    model = written(tmp_path / "m", {**parts, ".pre_quant_scale": factor.astype(BF16)}, **declared)
+    synthetic.write_model(tmp_path / "s", {"model_type": "llama"}, {f"{NAME}.weight": x})
+    report = verify(model, tmp_path / "s")
+    assert report.clean, report.issues
+    assert report.layers[0].tally.sqnr_db > 15
+    wrong = written(tmp_path / "w", {**parts, ".pre_quant_scale": (1 / factor).astype(BF16)}, **declared)
+    assert any("below what 4 bits usually give" in issue.text for issue in verify(wrong, tmp_path / "s").issues)
+
+
+def test_groups_of_32(tmp_path: Path) -> None:
+    """W4A8_NVFP4_FP8 has an E4M3 scale per 32 elements; without that declaration, the layer is refused."""
+    rng = np.random.default_rng(5)
+    codes = rng.integers(0, 256, (SHAPE[0], SHAPE[1] // 2), np.uint8)
+    scales = rng.integers(1, 0x7F, (SHAPE[0], SHAPE[1] // 32), np.uint8).view(E4M3)
+    parts = {".weight": codes, ".weight_scale": scales, ".weight_scale_2": np.float32(0.013)}
+    pairs = np.stack([codes & 15, codes >> 4], axis=-1).reshape(SHAPE)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)[pairs & 7]
+    values = np.where(pairs & 8, -values, values)
+    scale = scales.astype(np.float32) * np.float32(0.013)
+    wanted = values * np.repeat(scale, 32, axis=1)
+    declared = {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}
+    check(written(tmp_path / "m", parts, **declared), wanted, "modelopt NVFP4 group 32")
+    other = written(tmp_path / "n", parts, quant_method="modelopt", quant_algo="NVFP4", group_size=16)
+    with refused("modelopt NVFP4 has scales of shape [256, 24], but"):
+        make_plan(other, format="bf16")
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-torchao", "mxfp4-torchao-rceil", "mxfp8-torchao-rceil"])
+def test_torchao(recipe: str, tmp_path: Path) -> None:
+    """torchao shows swizzled scales as [32 * tiles, 16 * tiles]; its metadata names the class of each tensor."""
+    x = synthetic.random("torchao", SHAPE)
+    q = fp4kit.quantize(x, recipe, scale_layout="swizzled_128x4")
+    dtype = E4M3 if recipe.startswith("nvfp4") else synthetic.E8M0
+    scales = np.asarray(q.block_scale).reshape(-1)
+    parts = {
+        "._weight_qdata": q.packed.view(E4M3) if recipe.startswith("mxfp8") else q.packed,
+        "._weight_scale": scales.reshape(64, -1).view(dtype),
+    }
+    if recipe.startswith("nvfp4"):
+        parts["._weight_per_tensor_scale"] = np.asarray(q.tensor_scale)
+    kind = "NVFP4Tensor" if recipe.startswith("nvfp4") else "MXTensor"
+    entry = json.dumps({"_type": kind, "_data": {"is_swizzled_scales": True}})
+    model = written(tmp_path / "m", parts, {f"{NAME}.weight": entry}, quant_method="torchao", quant_type={})
+    check(model, fp4kit.dequantize(q, np.float32), f"torchao {recipe.partition('-')[0].upper()}")
+    linear = json.dumps({"_type": kind, "_data": {"is_swizzled_scales": False}})
+    other = written(tmp_path / "n", parts, {f"{NAME}.weight": linear}, quant_method="torchao", quant_type={})
+    with refused("declares scales that are not swizzled"):
+        make_plan(other, format="bf16")
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0])
+def test_scales_that_zero_or_turn_values_are_refused(scale: float, tmp_path: Path) -> None:
+    parts = nvfp4(synthetic.random("bad", SHAPE)) | {".weight_scale_2": np.float32(scale)}
+    model = written(tmp_path / "m", parts, quant_method="modelopt", quant_algo="NVFP4")
+    for form in ("bf16", "modelopt", "compressed-tensors"):
+        with refused(f"tensor scale is {scale}, which"):
+            convert(model, tmp_path / "out", "nvfp4-modelopt", format=form)
+    convert(model, tmp_path / "out", "nvfp4-modelopt", format="bf16", nonfinite="keep")  # insists
+
+
+def test_negative_block_scales_and_input_scales_are_refused(tmp_path: Path) -> None:
+    parts = nvfp4(synthetic.random("bad", SHAPE))
+    negative = parts[".weight_scale"].view(np.uint8).copy()
+    negative[3, 5] |= 0x80
+    declared = {"quant_method": "modelopt", "quant_algo": "NVFP4"}
+    model = written(tmp_path / "m", {**parts, ".weight_scale": negative.view(E4M3)}, **declared)
+    with refused("1 block scales are negative, which turns the signs of their blocks"):
+        convert(model, tmp_path / "out", "nvfp4-modelopt", format="compressed-tensors")
+    for number, value in enumerate((0.0, -0.5, np.nan, np.inf)):
+        model = written(tmp_path / f"i{number}", {**parts, ".input_scale": np.float32(value)}, **declared)
+        with refused(f"input scale is {np.float32(value)}; a positive normal float32 is needed"):
+            convert(model, tmp_path / "out", "nvfp4-modelopt", format="compressed-tensors")
