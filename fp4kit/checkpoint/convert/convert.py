@@ -4,6 +4,7 @@ complete.
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -116,12 +117,12 @@ def convert(
     options: Options | None = None,
     ignore: Iterable[str] = (),
 ) -> ConversionReport:
-    """Convert the model directory ``source`` into the new directory ``destination``, or a GGUF file into a new GGUF
-    file.
+    """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
     Args:
-        source: the model directory or GGUF file to read.
-        destination: the directory or file to create.
+        source: the model directory, GGUF file or safetensors file to read.
+        destination: the directory or file to create. A GGUF file becomes a GGUF file. A safetensors file becomes a
+            safetensors file if the name ends in .safetensors, otherwise a directory.
         recipe, format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore: as for
             make_plan.
         options: workers, devices and other choices that do not change the result; None for the defaults.
@@ -197,17 +198,64 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
     staging.check_space(target, bytes_to_write(plan))
 
 
+def file_to_write(plan: Plan, target: Path) -> str | None:
+    """Return the name that the only written file has in the partial directory; None if ``target`` is a directory."""
+    return plan.shards[0].name if plan.is_file or _is_safetensors(target) else None
+
+
+def _is_safetensors(path: Path) -> bool:
+    """Return whether a path is named like a safetensors file."""
+    return path.suffix.lower() == ".safetensors"
+
+
+def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
+    """Return messages about what a single safetensors file cannot hold: the config that its loader needs.
+
+    Return () for other destinations, and for containers that need no config.
+    """
+    if not _is_safetensors(target) or plan.form is None or plan.form.format == comfy.FORMAT:
+        return ()
+    declared = json.dumps(configs(plan)[CONFIG]["quantization_config"])
+    return (
+        f"a file holds no config.json, which loaders of {plan.form.format} need; convert to a directory to get it, or"
+        f" add to yours: {json.dumps('quantization_config')}: {declared}",
+    )
+
+
+def _check_file(plan: Plan, target: Path) -> None:
+    """Raise CheckpointError if ``target`` is named like a safetensors file and the plan cannot be written as one."""
+    if not _is_safetensors(target) or plan.is_file:
+        return
+    form = "" if plan.form is None else plan.form.format
+    if len(plan.shards) > 1 or (plan.source.root.is_dir() and form != comfy.FORMAT):
+        raise CheckpointError(
+            f"{target}: a model directory becomes a directory; name one without .safetensors, or, for ComfyUI, use"
+            f" --format {comfy.FORMAT} and a source with one file"
+        )
+    if form == mlx.FORMAT:
+        raise CheckpointError(f"{target}: mlx-lm decodes by config.json; name a directory, without .safetensors")
+
+
 def _check_name(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if ``target`` is named like a directory and the plan writes a GGUF file, or the other way
+    """Raise CheckpointError if ``target`` is named like a directory and the plan writes a file, or the other way
     round.
     """
-    if (target.suffix.lower() == ".gguf") != plan.is_file:
+    _check_file(plan, target)
+    check_gguf_name(plan.is_file, target)
+
+
+def check_gguf_name(is_gguf: bool, target: Path) -> None:
+    """Raise CheckpointError if ``target`` is not named like a GGUF file and the source is one, or the other way round.
+
+    is_gguf: True if the source is a GGUF file.
+    """
+    if (target.suffix.lower() == ".gguf") != is_gguf:
         made = (
             "a GGUF file becomes a GGUF file, whose name ends in .gguf"
-            if plan.is_file
+            if is_gguf
             else (
-                "a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it,"
-                " then convert that"
+                "a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it;"
+                " then run fp4kit convert FILE.gguf DST.gguf, with --codes DIR to take the codes of a quantized DIR"
             )
         )
         raise CheckpointError(f"{target}: {made}")
@@ -245,13 +293,13 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
     """Execute a plan in a partial directory, rename this to ``target`` at the end, and return what each job did."""
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
-    file = plan.shards[0].name if plan.is_file else None
+    file = file_to_write(plan, target)
     with (
         staging.staged_directory(target, options.resume, file) as stage,
         Journal(stage.folder / staging.JOURNAL, key) as journal,
     ):
         stage.is_ours = True
-        done = _Run(plan, stage.folder.absolute(), options, journal).run()
+        done = _Run(plan, stage.folder.absolute(), options, journal, file is not None).run()
         if key_of(plan.source, plan.request) != key:
             raise CheckpointError(
                 f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
@@ -302,10 +350,14 @@ def memory_per_process(plan: Plan) -> int:
 
 
 class _Run:
-    """Execute a plan once, in a partial directory."""
+    """Execute a plan once, in a partial directory.
 
-    def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal) -> None:
+    is_file: True if only the file of tensors is needed; False if configs and a manifest are needed beside it.
+    """
+
+    def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal, is_file: bool) -> None:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
+        self.is_file = is_file
 
     def run(self) -> tuple[Done, ...]:
         """Write all files into the partial directory, and return what each job did, in the order of the plan."""
@@ -323,7 +375,7 @@ class _Run:
         )
         with executor_of(executor_option, workers, by_threads) as executor:
             scheduler.run(executor, pending_limit(executor_option, workers))
-            if not self.plan.is_file:
+            if not self.is_file:
                 self._write_beside()
                 digests = self._digests(scheduler.digests, executor)
                 write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))

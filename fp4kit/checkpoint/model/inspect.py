@@ -17,6 +17,7 @@ from fp4kit.checkpoint.model.closed_world import REFUSED
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
     HF_QUANT_CONFIG,
+    check_kind_of_file,
     existing_file,
     hint_on_path,
     open_model_files,
@@ -92,7 +93,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         raise CheckpointError(
             f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"
         )
-    return Checkpoint(place, (read_any_header(place),), None, None)
+    try:
+        return Checkpoint(place, (read_any_header(place),), None, None)
+    except CheckpointError:
+        check_kind_of_file(place)
+        raise
 
 
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:

@@ -2,7 +2,8 @@
 
 A model is stored in one of three ways: as a single model.safetensors; as shards with model.safetensors.index.json,
 which maps every tensor to its shard; or as numbered shards without an index. All checks use headers only, so they run
-before any tensor is read. A GGUF file is also accepted as a model.
+before any tensor is read. A GGUF file, or a safetensors file that is not part of a model directory, is also accepted as
+a model.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_h
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
+MODEL_INDEX = "model_index.json"  # lists the components of a Diffusers pipeline, each a directory
 HF_QUANT_CONFIG = "hf_quant_config.json"
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 
 
 @dataclass(frozen=True)
 class Source:
-    """Describe a model that has passed all checks: a directory whose files agree with its index, or a GGUF file.
+    """Describe a model that has passed all checks: a directory whose files agree with its index, or a single file.
 
-    root: the directory or the GGUF file.
-    config: the content of config.json; for a GGUF file, facts from its header (see ggml_names.config_of).
+    root: the directory, or the GGUF or safetensors file.
+    config: the content of config.json; for a GGUF file, facts from its header (see ggml_names.config_of); for a
+        safetensors file, {}.
     files: the model's files, sorted by name.
     ignored: names of safetensors files in the directory that are not part of the model.
     has_index: True if the directory has a model.safetensors.index.json.
@@ -174,7 +177,7 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
     if not present:
         raise CheckpointError(
             f"{root}: no .safetensors file; a Hugging Face model directory with safetensors is needed"
-            f"{_hint_on_other_models(root)}"
+            f"{_hint_on_directory(root) or _hint_on_other_models(root)}"
         )
     _check_numbering(present)
     return present
@@ -237,6 +240,39 @@ def _hint_on_other_models(root: Path) -> str:
     return ""
 
 
+def _hint_on_directory(root: Path) -> str:
+    """Return advice for an error message if the model is in a directory inside ``root``; "" if there is none.
+
+    Advice exists for a model's directory in the cache of the Hugging Face Hub, and for the directory of a pipeline.
+    """
+    snapshots = root / "snapshots"
+    if root.name.startswith("models--") and snapshots.is_dir():
+        found = sorted(path.name for path in snapshots.iterdir() if path.is_dir())
+        if found:
+            return f"; this is a directory of the hub's cache; pass its snapshot, {shown(str(snapshots / found[-1]))}"
+        return "; this is a directory of the hub's cache without a snapshot; download the model with hf download"
+    folders = [path.parent.name for path in sorted(root.glob(f"*/{CONFIG}")) if _has_safetensors(path.parent)]
+    if not folders:
+        return ""
+    kind = "a pipeline" if (root / MODEL_INDEX).is_file() else "a directory of models"
+    return f"; this is {kind}; pass the directory of one model in it: {listed([f'{root / name}' for name in folders])}"
+
+
+def _has_safetensors(folder: Path) -> bool:
+    """Return whether a directory directly contains a safetensors file."""
+    return next(folder.glob("*.safetensors"), None) is not None
+
+
+def check_kind_of_file(path: Path) -> None:
+    """Raise CheckpointError if the name of a file is that of a model of a kind that fp4kit does not read."""
+    suffix = path.suffix.lower()
+    if suffix == ".gguf" or suffix not in (*_OTHER_MODELS, ".json"):
+        return
+    raise CheckpointError(
+        f"{shown(str(path))}: is not a safetensors or GGUF file, so fp4kit cannot read it{hint_on_path(path)}"
+    )
+
+
 def hint_on_path(path: Path) -> str:
     """Return advice for an error message about a path that is not a model directory; "" if there is none.
 
@@ -255,19 +291,35 @@ def hint_on_path(path: Path) -> str:
 
 
 def open_source(root: Path) -> Source:
-    """Open and check the model ``root``, a model directory or a GGUF file, without reading tensor data.
+    """Open and check the model ``root``, a model directory or a single file, without reading tensor data.
 
-    Return it as a Source. Raises CheckpointError if a file is missing or files are inconsistent.
+    Return it as a Source. A safetensors file that is part of a model directory is rejected, because the directory's
+    config belongs to the model. Raises CheckpointError if a file is missing or files are inconsistent.
     """
     if is_gguf(root):
         file = read_gguf(root)
         return Source(root, config_of(file.metadata), (file,), (), False)
+    if root.suffix.lower() == ".safetensors" and resolved(root).is_file() and not _is_part_of_model(root):
+        return Source(root, {}, (read_header(resolved(root), root.name),), (), False)
     if not resolved(root).is_dir():
         state = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root}: {state}; a Hugging Face model directory is needed{hint_on_path(root)}")
     files, ignored, has_index = open_model_files(root)
     config = load_object(existing_file(root, CONFIG), CONFIG)
     return Source(root, config, files, ignored, has_index)
+
+
+def _is_part_of_model(path: Path) -> bool:
+    """Return whether a safetensors file is one of the files of the model in its directory, which has a config.json."""
+    root = path.parent
+    if _NUMBERED.fullmatch(path.name) is not None:
+        return True
+    if not os.path.lexists(root / CONFIG):
+        return False
+    try:
+        return path.name in model_file_names(root, load_weight_map(root) if os.path.lexists(root / INDEX) else None)
+    except CheckpointError:
+        return False
 
 
 def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str, ...], bool]:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from fp4kit.checkpoint.containers import ggml_names
 from fp4kit.checkpoint.containers.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.selection.selection import Decision, no_multiple
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -73,15 +71,3 @@ def _check_scales(source: Source, modules: Collection[str]) -> None:
         plain = ", ".join(id for id, r in RECIPES.items() if GGUF_NVFP4.stores(r))
         way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
         raise CheckpointError(f"{shown(module)}{more}: {ggml_names.ENGINE}: {text}; {way_out}")
-
-
-def left_out(
-    source: Source, form: Container, weights: Mapping[str, Weight], decisions: Mapping[str, Decision]
-) -> Iterator[str]:
-    """Yield one message per matrix of a GGUF file that stays unquantized because of its row length.
-
-    Yields nothing for a model directory.
-    """
-    for name, weight in weights.items():
-        if is_gguf_config(source.config) and decisions[name].reason == no_multiple(weight.shape, form.row_multiple):
-            yield f"{shown(weight.name)}: {decisions[name].reason}; it stays {source.tensors[name][1].dtype}"

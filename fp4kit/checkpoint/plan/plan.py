@@ -37,7 +37,7 @@ from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, 
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
-from fp4kit.checkpoint.selection.selection import Decision, Wishes, check, decide
+from fp4kit.checkpoint.selection.selection import Decision, Wishes, check, decide, no_multiple
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
@@ -212,7 +212,7 @@ def make_plan(
     sample rows.
 
     Args:
-        source: a model directory, or a GGUF file, which becomes a GGUF file.
+        source: a model directory, a safetensors file, or a GGUF file, which becomes a GGUF file.
         recipe_id: the recipe for newly quantized tensors, or its id.
         format: the output format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or
             "bf16" to decode all layers. None chooses the format that most engines can load for this recipe and model.
@@ -540,6 +540,20 @@ class _Planner:
                     groups[self.groups[name]].add(tensor)
         return actions_of(self.selected, groups, self.form, self.request)
 
+    def _rows_of_other_length(self) -> list[str]:
+        """Return a warning per row length about layers that stay unquantized because their rows are no whole blocks."""
+        assert self.form is not None
+        rows: dict[str, list[str]] = defaultdict(list)
+        for name, weight in self.weights.items():
+            found, length = self.decisions.get(name), no_multiple(weight.shape, self.form.row_multiple)
+            if found is not None and found.reason == length:
+                dtype = "BF16" if weight.container is not None else self.source.tensors[name][1].dtype
+                rows[f"{length}; {{}} {dtype}"].append(weight.name)
+        return [
+            f"{_several(names)}: {why.format('it stays' if len(names) == 1 else 'they stay')}"
+            for why, names in rows.items()
+        ]
+
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return (exclusion list, warnings about layers that loaders may treat wrongly).
 
@@ -557,13 +571,18 @@ class _Planner:
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
         declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
         warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
-        warnings += gguf.left_out(self.source, self.form, self.weights, self.decisions)
+        warnings += self._rows_of_other_length()
         if declared is None or declared.syntax is None:
             return (), tuple(warnings)
         subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
         ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
         warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
         return ignore, tuple(warnings)
+
+
+def _several(layers: list[str]) -> str:
+    """Return the name of the only layer, or the number of layers and the first names."""
+    return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
 
 
 def _check_outputs(shards: Iterable[ShardPlan]) -> None:

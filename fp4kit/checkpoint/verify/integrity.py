@@ -103,6 +103,8 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
             if w.container and w.container.format == comfy.FORMAT
         }
         return [Issue("error", name, text, comfy.ENGINE) for name, text in comfy.troubles(own)]
+    if form is not None and model.path.is_file():
+        return [Issue("warning", "model", _ONE_FILE)]
     if form is None and model.unrecognised:
         return [Issue("warning", "model", "the requirements of loaders are not known for this format, so not checked")]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
@@ -125,6 +127,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     return [*(_issue(one) for one in (*findings, *_exclusions(model, name, form))), *unknown]
 
 
+_ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"
 _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
 
 

@@ -144,8 +144,9 @@ def reconcile(
     parts that disagree is copied byte for byte, including configs and index.
 
     Args:
-        source: a model directory with Model-Optimizer's or compressed-tensors' NVFP4.
-        destination: a new directory; None to report only and write nothing.
+        source: a model directory or safetensors file with Model-Optimizer's or compressed-tensors' NVFP4.
+        destination: a new directory, or a new safetensors file if the source is one; None to report only and write
+            nothing.
         progress: called with the number of bytes of tensors written since the last call.
         ignore: globs of tensors, config keys and metadata entries to copy although they are not known.
 
@@ -251,15 +252,20 @@ def _rescaled(
 
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
     """Write a copy of all files of the model, in which only the scales of ``changed`` have new bytes."""
+    is_file = target.suffix.lower() == ".safetensors"
+    if is_file and not model.root.is_file():
+        raise CheckpointError(f"{target}: a model directory becomes a directory; name one without .safetensors")
     beside = side_files.scan(model.root, {file.name for file in model.files} | {INDEX})
     own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX) if os.path.lexists(model.root / name)]
     configs = {name: existing_file(model.root, name) for name in own}
     staging.check_destination(model.root, target)
     staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
     new = {name: array for one in changed.values() for name, array in one.tensors()}
-    with staging.staged_directory(target) as stage:
+    with staging.staged_directory(target, file=model.files[0].name if is_file else None) as stage:
         for file in model.files:
             _write_file(file, stage.folder, new, readers, tick)
+        if is_file:
+            return
         for extra in beside.copied:
             if extra.name != MANIFEST:
                 staging.copy_file(extra.path, stage.folder / extra.name)

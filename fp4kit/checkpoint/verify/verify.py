@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
+from fp4kit.checkpoint.containers.ggml_names import RECIPE
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.model.closed_world import check_model, items_of, rest_of_kv
@@ -33,6 +34,7 @@ from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.recipes.to_dict import from_data
 from fp4kit.storage.errors import shown
+from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
@@ -242,7 +244,7 @@ def _settings(
     declared = (model.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None
     made_new = request.get("recipe") if manifest.get("codes") != "carried" else None
-    recorded = made_new or (own.get("recipe") if isinstance(own, dict) else None)
+    recorded = made_new or (own.get("recipe") if isinstance(own, dict) else None) or _recipe_of_file(model)
     issues = []
     found = None if wanted is None else recipe(wanted)
     if found is None and recorded is not None:
@@ -262,6 +264,12 @@ def _settings(
     return Settings(
         found, scale if isinstance(scale, float) else None, nonfinite, devices, search_used, weighted
     ), issues
+
+
+def _recipe_of_file(model: Checkpoint) -> str | None:
+    """Return the id of the recipe that a single safetensors file records in its metadata, or None."""
+    is_file = model.path.is_file() and not isinstance(model.files[0], GgufFile)
+    return model.files[0].metadata.get(RECIPE) if is_file else None
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:

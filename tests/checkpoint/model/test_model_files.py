@@ -376,6 +376,37 @@ def test_directories_with_other_model_files(tmp_path: Path, name: str, text: str
     )
 
 
+def test_directories_around_a_model(tmp_path: Path) -> None:
+    """For the hub's cache, a pipeline or a folder of models, the message names the directories to pass."""
+    cache = tmp_path / "models--a--b"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "snapshots").mkdir()
+    _refused(cache, "this is a directory of the hub's cache without a snapshot; download the model with hf download")
+    (cache / "snapshots" / "rev").mkdir()
+    _refused(cache, f"this is a directory of the hub's cache; pass its snapshot, {cache / 'snapshots' / 'rev'}")
+    pipeline = tmp_path / "pipe"
+    for name in ("transformer", "text_encoder", "scheduler"):
+        (pipeline / name).mkdir(parents=True)
+        (pipeline / name / "config.json").write_text("{}")
+        if name != "scheduler":
+            (pipeline / name / "model.safetensors").write_bytes(b"")
+    needed = f"pass the directory of one model in it: {pipeline / 'text_encoder'}, {pipeline / 'transformer'}"
+    for kind, index in (("a directory of models", False), ("a pipeline", True)):
+        if index:
+            (pipeline / "model_index.json").write_text("{}")
+        _refused(pipeline, f"this is {kind}; {needed}")
+        with refused(f"this is {kind}; {needed}"):
+            open_checkpoint(pipeline)
+
+
+def test_files_of_other_kinds(tmp_path: Path) -> None:
+    for name, text in (("pytorch_model.bin", "save_pretrained(DIR)"), ("m.onnx", "that the ONNX file was exported")):
+        (tmp_path / name).write_bytes(b"PK\3\4" + b"0" * 64)
+        with pytest.raises(CheckpointError, match="is not a safetensors or GGUF file") as found:
+            open_checkpoint(tmp_path / name)
+        assert text in str(found.value)
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123456789abcdef\nsize 12345\n"
 
 
