@@ -103,7 +103,7 @@ def register(subparsers: Any) -> None:
     form.hints = _FORMAT_HINTS
     _add_selection(parser)
     _add_numbers(parser)
-    _add_activations(parser)
+    add_activations(parser, "write an input scale per layer")
     add_scale_search(parser.add_argument_group("search of block scales"))
     _add_execution(parser)
 
@@ -171,16 +171,19 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_activations(parser: argparse.ArgumentParser) -> None:
-    """Add the options --activations, --activation-rule and --unseen-experts."""
+def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
+    """Add the options --activations, --activation-rule and --unseen-experts, which verify has as well.
+
+    does: what the command does with the activations, for the help.
+    """
     group = parser.add_argument_group("input scales from activations")
     group.add_argument(
         "--activations",
         action="append",
         default=[],
         metavar="FILE",
-        help="write an input scale per layer, from the inputs that fp4kit.torch.collect or"
-        " fp4kit.calibration.Collector measured; repeatable, files of several ranks are merged. NVFP4 only",
+        help=f"{does}, from the inputs that fp4kit.torch.collect or fp4kit.calibration.Collector measured; repeatable,"
+        " files of several ranks are merged. NVFP4 only",
     )
     group.add_argument(
         "--activation-rule",
@@ -305,15 +308,17 @@ def _plan(args: argparse.Namespace) -> Plan:
         nonfinite=args.nonfinite,
         codes=args.codes,
         search=search,
-        activations=_activations(args),
+        activations=activations_of(args),
         ignore=args.ignore,
     )
 
 
-def _activations(args: argparse.Namespace) -> Activations | None:
+def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = None) -> Activations | None:
     """Return the activations in the files that --activations names; None without that option.
 
     Raise CheckpointError for options that need it.
+
+    rule, unseen: the defaults of --activation-rule and --unseen-experts; None for those of a conversion.
     """
     given = {"--activation-rule": args.activation_rule, "--unseen-experts": args.unseen_experts}
     alone = [option for option, value in given.items() if value is not None]
@@ -321,7 +326,9 @@ def _activations(args: argparse.Namespace) -> Activations | None:
         if alone:
             raise CheckpointError(f"{alone[0]}: says how input scales follow from activations; add --activations FILE")
         return None
-    return Activations.of(args.activations, args.activation_rule or "max", args.unseen_experts or "error")
+    return Activations.of(
+        args.activations, args.activation_rule or rule or "max", args.unseen_experts or unseen or "error"
+    )
 
 
 def _source(paths: Sequence[str], demo: bool) -> Path:

@@ -10,10 +10,11 @@ from typing import Any
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
 from fp4kit.checkpoint.run.executors import cluster
+from fp4kit.checkpoint.verify.input_scales import recorded_activations
 from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.report_html import write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
-from fp4kit.cli.convert import add_scale_search, add_workers, devices_of
+from fp4kit.cli.convert import activations_of, add_activations, add_scale_search, add_workers, devices_of
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
@@ -49,6 +50,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a report with charts: one HTML file, readable offline"
     )
+    add_activations(parser, "compare with the input scales that follow")
     add_workers(parser)
 
 
@@ -60,17 +62,24 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
             raise CheckpointError(f"{option}: says how layers were made from a source; add --source SRC")
     objective = RECORDED if args.scale_search is None and args.column_weights is not None else args.scale_search
     search = ScaleSearch.of(objective, args.column_weights)
+    activations = activations_of(args, *recorded_activations(Path(args.path))) if _names_activations(args) else None
     if args.html is not None:
         _check_page(args.html, Path(args.path))
     with cluster(args.dask) as executor:
         options = Options(args.workers, executor, devices_of(args))
-        report = _run(prepare(args.path, args.source, args.recipe, options, search, args.ignore), options, out)
+        prepared = prepare(args.path, args.source, args.recipe, options, search, args.ignore, activations)
+        report = _run(prepared, options, out)
     if args.html is not None:
         write_report(report, args.html)
     out.document("verify/1", report.as_data())
     if out.text:
         _print(out, report)
     return DONE if report.clean else DIFFERENT
+
+
+def _names_activations(args: argparse.Namespace) -> bool:
+    """Return whether one of the options about activations is given."""
+    return bool(args.activations or args.activation_rule or args.unseen_experts)
 
 
 def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:

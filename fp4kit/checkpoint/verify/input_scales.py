@@ -9,10 +9,19 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from statistics import median
+from typing import Any
 
+import numpy as np
+
+from fp4kit.arguments import is_one_of
+from fp4kit.calibration.collector import RULES, UNSEEN
 from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.convert.put_scalars import input_scale_of
+from fp4kit.checkpoint.model.manifest import load_manifest
 from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.formats import NVFP4
@@ -43,6 +52,40 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
     yield from _outliers(known)
     divides = {weight.name for weight in layers if weight.container is not None and weight.container.divides}
     yield from _unequal(known, divides)
+
+
+def unlike_activations(
+    weights: Iterable[Weight], stored: Mapping[str, float], activations: Activations
+) -> Iterator[Issue]:
+    """Yield an error for every NVFP4 layer whose input scale is not the one that measured activations give.
+
+    Layers without an input scale are left out, because the requirements of engines name them. Raises CheckpointError if
+    the activations do not fit the layers (see Activations.of_layers).
+
+    stored: tensor name -> stored value.
+    """
+    layers = {
+        weight.name: weight
+        for weight in weights
+        if weight.container is not None and weight.container.kind == "nvfp4" and INPUT_SCALE in weight.parts
+    }
+    amaxes = activations.of_layers({name: weight.shape[-1] for name, weight in layers.items()})
+    for name, amax in amaxes.items():
+        form, entry = layers[name].container, layers[name].parts[INPUT_SCALE].entry
+        assert form is not None
+        expected = input_scale_of(form, amax)
+        if entry.name in stored and np.float32(stored[entry.name]) != expected:
+            text = f"{form.suffixes[INPUT_SCALE][1:]} is {stored[entry.name]:.9g}; the activations give {expected:.9g}"
+            yield Issue("error", name, text)
+
+
+def recorded_activations(root: Path) -> tuple[Any, Any]:
+    """Return (rule, policy for unseen experts) that the manifest of a converted checkpoint records; None if unknown."""
+    request = (load_manifest(root) or {}).get("request")
+    facts = request.get("activations") if isinstance(request, Mapping) else None
+    found = facts if isinstance(facts, Mapping) else {}
+    rule, unseen = found.get("rule"), found.get("unseen")
+    return rule if is_one_of(rule, RULES) else None, unseen if is_one_of(unseen, UNSEEN) else None
 
 
 def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:

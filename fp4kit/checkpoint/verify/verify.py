@@ -22,12 +22,13 @@ from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existin
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
+from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
-from fp4kit.checkpoint.verify.input_scales import input_scale_issues
+from fp4kit.checkpoint.verify.input_scales import input_scale_issues, unlike_activations
 from fp4kit.checkpoint.verify.integrity import Issue, loader_issues, refused_items, stored_issues
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.lazy import lazy_property
@@ -162,6 +163,7 @@ def verify(
     options: Options | None = None,
     search: ScaleSearch | None = None,
     ignore: Iterable[str] = (),
+    activations: Activations | None = None,
 ) -> VerifyReport:
     """Return what is wrong with the checkpoint in the directory ``destination``, or with a GGUF file.
 
@@ -177,14 +179,17 @@ def verify(
         search: the search of block scales; by default the one that the checkpoint records. If it had column weights,
             they must be given.
         ignore: globs of tensors, config keys and metadata entries that are not known and shall not be errors.
+        activations: measured activations. An input scale that they do not give is an error. They are not needed for
+            the other checks of input scales.
 
     Returns:
         A VerifyReport.
 
     Raises:
-        CheckpointError: a directory cannot be opened, or the recipe does not support the search.
+        CheckpointError: a directory cannot be opened, the recipe does not support the search, or the activations do not
+            fit the layers.
     """
-    return execute(prepare(destination, source, recipe, options, search, ignore), options)
+    return execute(prepare(destination, source, recipe, options, search, ignore, activations), options)
 
 
 def prepare(
@@ -194,6 +199,7 @@ def prepare(
     options: Options | None = None,
     search: ScaleSearch | None = None,
     ignore: Iterable[str] = (),
+    activations: Activations | None = None,
 ) -> Verification:
     """Prepare a verification: read headers and configs, match layers with those of the source, and check loader
     requirements.
@@ -204,6 +210,7 @@ def prepare(
     scales = _scalars(model.layers.values())
     issues = [*refused_items(items_of(model, model.weights, ignore)), *loader_issues(model, scales)]
     issues += input_scale_issues(model.layers.values(), scales)
+    issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     settings, settings_issues = _settings(model, recipe, options or Options(), search)
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,7 @@ from measured import whole
 from safetensors import safe_open
 
 from fp4kit.checkpoint import Activations, convert
+from fp4kit.checkpoint.verify.input_scales import recorded_activations
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -93,3 +95,25 @@ def test_unusable_scales_are_named_and_judge_no_others(factor: float, tmp_path: 
     assert {issue.subject for issue in found if "input_scale is" in issue.text} == {f"{EXPERTS}.2.up_proj"}
     assert all("a positive finite number is needed" in issue.text for issue in found if "input_scale is" in issue.text)
     assert not any("input scale" in issue.text for issue in found)
+
+
+@pytest.mark.parametrize("format", SUFFIX)
+def test_input_scales_of_other_activations(format: str, tmp_path: Path) -> None:
+    """Given activations, every input scale must be the one that they give, to the last bit."""
+    synthetic.moe(tmp_path / "m")
+    one = Activations.of(whole(tmp_path / "m"))
+    convert(tmp_path / "m", tmp_path / "out", format=format, activations=one)
+    assert verify(tmp_path / "out", activations=one).clean
+    layer = f"{EXPERTS}.2.down_proj"
+    other = Activations.of(whole(tmp_path / "m", {layer: float(np.nextafter(one.amaxes[layer], np.float32(9)))}))
+    found = [issue for issue in verify(tmp_path / "out", activations=other).issues if issue.severity == "error"]
+    assert [issue.subject for issue in found] == [layer]
+    assert re.fullmatch(rf"{SUFFIX[format]} is \S+; the activations give \S+", found[0].text)
+
+
+def test_rule_and_policy_are_those_that_the_manifest_records(tmp_path: Path) -> None:
+    synthetic.moe(tmp_path / "m")
+    collector = whole(tmp_path / "m", {f"{EXPERTS}.1.{leaf}": 0 for leaf in LEAVES})
+    convert(tmp_path / "m", tmp_path / "out", activations=Activations.of(collector, "headroom", "layer"))
+    assert recorded_activations(tmp_path / "out") == ("headroom", "layer")
+    assert recorded_activations(tmp_path / "m") == (None, None)
