@@ -398,6 +398,7 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
     return body | {
         "actions": report.actions,
         "inexact": report.inexact,
+        "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
         "replaced": report.replaced,
         "searched": searched,
     }
@@ -473,12 +474,25 @@ def _print_gains(out: Output, report: ConversionReport) -> None:
 
 
 def _print_losses(out: Output, report: ConversionReport) -> None:
-    """Print how many layers could not keep their codes, and how many NaN and infinities were replaced."""
-    if report.inexact:
-        total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(report.inexact)
+    """Print which layers could not keep their codes, and how many NaN and infinities were replaced."""
+    again = [name for name in report.inexact if name not in report.changes]
+    total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(again)
+    if again:
         out.line(
-            f"{len(report.inexact)} of {total} layers could not keep their codes, because their scales do not fit;"
+            f"{len(again)} of {total} layers could not keep their codes, because their scales do not fit;"
             " they were quantized again"
+        )
+    if report.changes:
+        out.table(
+            ("layer", "#new blocks", "#changed values", "#largest error"),
+            [
+                (shown(name), f"{c.blocks}", f"{c.values}", f"{c.largest_error:.3g}")
+                for name, c in report.changes.items()
+            ],
+        )
+        out.line(
+            f"{len(report.changes)} of {total} layers have blocks whose scales do not fit;"
+            " only these blocks have new codes"
         )
     if report.replaced:
         out.line(f"{report.replaced} values were NaN or infinite and were replaced")

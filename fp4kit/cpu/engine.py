@@ -86,7 +86,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
     return reference.dequantize(q, dtype, out, _FUNCTIONS)
 
 
-def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int]:
+def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.float32]:
     """Return a quantized array in the format of another recipe, as reference.requantize does."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))

@@ -33,7 +33,7 @@ from fp4kit.reference.matrices import stack
 from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
 from fp4kit.reference.quantize import encode_matrix, quantize_matrix
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
-from fp4kit.reference.requantize import keep_codes
+from fp4kit.reference.requantize import changed_values, keep_codes, with_encoded_blocks
 from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stochastic import GivenBytes, RandomBytes, RandomStream
@@ -289,18 +289,28 @@ def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunct
         functions.dequantize(packed[i], None if scales is None else scales[i], q.recipe, part, values[i])
 
 
-def requantize(q: Quantized, target: Recipe, functions: MatrixFunctions = MatrixFunctions()) -> tuple[Quantized, int]:  # noqa: B008  (immutable)
-    """Return q converted to another recipe, and how many of its values changed.
+def requantize(
+    q: Quantized,
+    target: Recipe,
+    functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
+) -> tuple[Quantized, int, np.float32]:
+    """Return q converted to another recipe, how many of its values changed, and the largest change.
 
-    The codes are kept if the two recipes allow it; otherwise the values of q are quantized again. NaN equals NaN.
+    The codes of all blocks in range are kept if the two recipes allow it; otherwise the values of q are quantized
+    again. NaN equals NaN.
     """
-    values, result = dequantize(q, np.dtype(np.float32), functions=functions), keep_codes(q, target)
-    if result is None:
+    float32 = np.dtype(np.float32)
+    values, kept = dequantize(q, float32, functions=functions), keep_codes(q, target)
+    if kept is None:
         call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
         result = replace(quantize(call, functions), dtype=q.dtype)
-    new_values = dequantize(result, np.dtype(np.float32), functions=functions)
-    same = (values.view(np.uint32) == new_values.view(np.uint32)) | (np.isnan(values) & np.isnan(new_values))
-    return result, int(same.size - np.count_nonzero(same))
+    elif kept.in_range.all():
+        result = kept.quantized
+    else:
+        amax = kept.quantized.tensor_amax
+        call = quantize_call("requantize", values, target, q.axis, tensor_amax=amax)
+        result = with_encoded_blocks(kept, quantize(call, functions))
+    return result, *changed_values(values, dequantize(result, float32, functions=functions))
 
 
 def fake_quantize(call: Call) -> np.ndarray:

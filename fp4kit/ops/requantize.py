@@ -16,13 +16,15 @@ from fp4kit.types import RecipeId
 class Requantized(NamedTuple):
     """The result of requantize.
 
-    On a GPU, exact and changed are CuPy arrays, bool () and int64 (). Reading them, as bool(exact) and int(changed) do,
-    waits for the device.
+    On a GPU, exact, changed and largest_error are CuPy arrays, bool (), int64 () and float32 (). Reading them, as
+    bool(exact) and int(changed) do, waits for the device.
 
     Attributes:
         quantized: the new Quantized.
         exact: whether every value stayed the same, bit for bit.
         changed: how many values did not.
+        largest_error: the largest |new - old| of a value, float32 (); 0 if none changed, and NaN if a NaN became a
+            number or a number NaN.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -30,11 +32,14 @@ class Requantized(NamedTuple):
         >>> found = fp4kit.requantize(q, "nvfp4")
         >>> found.quantized.recipe.id, found.exact, found.changed
         ('nvfp4-te', True, 0)
+        >>> float(found.largest_error)
+        0.0
     """
 
     quantized: Quantized
     exact: Any
     changed: Any
+    largest_error: Any
 
 
 @returns_in_library
@@ -45,25 +50,33 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
 
         tensor_scale = 2^m,   block_scale = 2^(k - m) for both halves of a block of 32
 
-    This is exact if and only if max(k) - min(k) <= 17, because E4M3 holds 2^-9 ... 2^8, and 2^m and 2688 * 2^m are
-    float32 numbers. Blocks of zeros get scale 0 and keep their codes. Every other case is quantize(dequantize(q,
-    np.float32), recipe), so no value is rounded to q's dtype in between.
+    E4M3 holds 2^-9 ... 2^8, so the codes stay in every block with k - m >= -9. Only the other blocks get new codes:
+    those of quantize(dequantize(q, np.float32), recipe, tensor_amax=2688 * 2^m), whose tensor scale is 2^m too. The
+    recipe's own block rule thus decides whether such a block becomes zeros. Blocks of zeros get scale 0 and keep their
+    codes.
+
+    If max(k) - min(k) <= 17, no block is out of range, and the cast is exact. Exception: a recipe that decodes -0 to +0
+    changes the sign of zeros.
+
+    Every other case is quantize(dequantize(q, np.float32), recipe), so no value is rounded to q's dtype in between.
+    This applies to other formats, to a scale of NaN, and if 2688 * 2^m is no float32 number or the recipe's tensor rule
+    does not make 2^m of it.
 
     Args:
         q: a Quantized with arrays of any library. Its axis, dtype and scale layout are kept.
         recipe: the id or Recipe to convert to.
 
     Returns:
-        A Requantized (quantized, exact, changed). exact is verified by decoding both arrays to float32; NaN equals NaN.
-        On a GPU nothing waits for the device: both methods are computed there, because only the device knows which one
-        applies, and exact and changed stay there.
+        A Requantized (quantized, exact, changed, largest_error). exact is verified by decoding both arrays to float32;
+        NaN equals NaN. On a GPU nothing waits for the device: new codes are computed for all blocks, because only the
+        device knows which blocks need them, and exact, changed and largest_error stay there.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for quantize, for example if a length is not a whole number of
             the target's blocks.
 
     Source:
-        Model-Optimizer utils/numeric_utils.py, the closed-form cast.
+        Model-Optimizer utils/numeric_utils.py, the closed-form cast of blocks in range.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -74,5 +87,5 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     q = checks.check_quantized("requantize", q)
     target = recipe_of("requantize", recipe)
     checks.check_has_codes("requantize", target)
-    result, changed = run("requantize", "requantize", on_device(q.packed), q, target)
-    return Requantized(result, changed == 0, changed)
+    result, changed, error = run("requantize", "requantize", on_device(q.packed), q, target)
+    return Requantized(result, changed == 0, changed, error)

@@ -1,9 +1,13 @@
-"""Requantize MXFP4 to NVFP4 exactly: keep the element codes, and express the scales, powers of two, in NVFP4.
+"""Requantize MXFP4 to NVFP4: keep the element codes, and express the scales, powers of two, in NVFP4.
 
-The tensor scale of the result is a power of two 2^m, and each block scale is the MXFP4 scale divided by 2^m.
+The tensor scale of the result is a power of two 2^m, and each block scale is the MXFP4 scale divided by 2^m. Only
+blocks whose scale E4M3 cannot hold get new codes.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,9 +19,12 @@ from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
+HIGHEST = int(np.log2(E4M3.max))  # E4M3 holds the powers of two from 2^-9 to 2^8
+LOWEST = int(np.log2(E4M3.min_subnormal))
+
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
-    """Return whether the formats and blocks of q and target allow the exact cast from MXFP4 to NVFP4.
+    """Return whether the formats and blocks of q and target allow a cast from MXFP4 to NVFP4.
 
     q must be MXFP4, target must be NVFP4 with one scale per tensor, and each block of q must consist of whole blocks of
     target. keep_codes also checks the values of the scales.
@@ -30,28 +37,78 @@ def may_keep_codes(q: Quantized, target: Recipe) -> bool:
     return target.block[0] == source.block[0] and source.block_size % target.block_size == 0
 
 
-def keep_codes(q: Quantized, target: Recipe) -> Quantized | None:
-    """Return q cast exactly from MXFP4 to the NVFP4 recipe target, or None if no exact cast exists."""
+class KeptCodes(NamedTuple):
+    """Hold the result of keep_codes.
+
+    quantized: the cast array; its blocks out of range are not meaningful.
+    in_range: bool, one per block of the source: whether E4M3 holds the new scale of the block.
+    """
+
+    quantized: Quantized
+    in_range: np.ndarray
+
+
+def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
+    """Return q cast from MXFP4 to the NVFP4 recipe target, with the codes of q.
+
+    The tensor scale is 2^m, where m is the largest exponent of a block with a nonzero code, minus 8. Return None if the
+    recipes do not allow the cast, if a scale is NaN, or if the tensor rule of target cannot give 2^m.
+    """
     if not may_keep_codes(q, target):
         return None
     source = q.recipe
     scales = unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape)
-    exponents = _exponents(q, scales)
-    if exponents is None:
+    if (scales == E8M0.nan_code).any():
         return None
-    nonzero, m = exponents
-    shifted = np.where(nonzero, scales.astype(np.int32) - 127 - m, 0)  # a zero block's scale may be out of range
-    values = np.where(nonzero, np.ldexp(np.float32(1), shifted), np.float32(0)).astype(np.float32)
+    nonzero = (unpack(q.packed).reshape(*scales.shape, -1) & 7).any(axis=-1)
+    k = scales.astype(np.int32) - E8M0.bias
+    m = int(k[nonzero].max()) - HIGHEST if nonzero.any() else 0
+    in_range = ~nonzero | (k - m >= LOWEST)
+    amax = _amax_of(m, target, (q.dtype,) if in_range.all() else (q.dtype, np.dtype(np.float32)))
+    if amax is None:
+        return None
+    held = nonzero & in_range  # the scale of any other block may be out of range
+    values = np.where(held, np.ldexp(np.float32(1), np.where(held, k - m, 0)), np.float32(0)).astype(np.float32)
     block_scale = np.repeat(encode(values, E4M3), source.block_size // target.block_size, axis=-1)
-    with np.errstate(over="ignore"):
-        amax = np.ldexp(full_range(target), m).astype(np.float32)
-    decode_scale = np.asarray(tensor_scale(amax, target, q.dtype).decode, np.float32)
-    if not np.isfinite(amax) or decode_scale != np.ldexp(np.float32(1), m):
-        return None
     layout = swizzle_scales(block_scale, q.scale_layout)
-    return Quantized(
-        _kept_codes(q), layout, decode_scale, np.asarray(amax), q.shape, q.dtype, q.axis, target, q.scale_layout
-    )
+    parts = (_kept_codes(q), layout, np.asarray(np.ldexp(np.float32(1), m)), amax)
+    return KeptCodes(Quantized(*parts, q.shape, q.dtype, q.axis, target, q.scale_layout), in_range)
+
+
+def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> np.ndarray | None:
+    """Return the tensor amax for which target's tensor scale is 2^m, or None if there is none for one of the dtypes."""
+    with np.errstate(over="ignore"):
+        amax = np.asarray(np.ldexp(full_range(target), m), np.float32)
+    scales = [np.float32(tensor_scale(amax, target, dtype).decode) for dtype in dtypes]
+    return amax if np.isfinite(amax) and all(scale == np.ldexp(np.float32(1), m) for scale in scales) else None
+
+
+def with_encoded_blocks(kept: KeptCodes, encoded: Quantized) -> Quantized:
+    """Return kept.quantized with the blocks out of range taken from `encoded`.
+
+    encoded: the values of the source, quantized with kept.quantized.tensor_amax, in the linear layout.
+    """
+    q, keeps = kept.quantized, kept.in_range
+    scales = unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape)
+    halves = np.repeat(keeps, scales.shape[-1] // keeps.shape[-1], axis=-1)
+    layout = swizzle_scales(np.where(halves, scales, encoded.block_scale), q.scale_layout)
+    blocks = (*keeps.shape, -1)
+    packed = np.where(keeps[..., None], q.packed.reshape(blocks), encoded.packed.reshape(blocks))
+    return replace(q, packed=packed.reshape(q.packed.shape), block_scale=layout)
+
+
+def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float32]:
+    """Return how many values of two float32 arrays differ, and the largest magnitude of their differences.
+
+    Values differ if their bits do, except that every NaN equals every NaN. The magnitude is 0 if no value differs, and
+    NaN if a NaN became a number or a number NaN.
+    """
+    same = (before.view(np.uint32) == after.view(np.uint32)) | (np.isnan(before) & np.isnan(after))
+    if same.all():
+        return 0, np.float32(0)
+    with np.errstate(over="ignore"):
+        error = np.float32(np.abs(after[~same] - before[~same]).max())
+    return int(same.size - np.count_nonzero(same)), np.float32(np.nan) if np.isnan(error) else error
 
 
 def _kept_codes(q: Quantized) -> np.ndarray:
@@ -63,21 +120,3 @@ def _kept_codes(q: Quantized) -> np.ndarray:
         return q.packed.copy()
     codes = unpack(q.packed)
     return pack(np.where(codes == E2M1.sign_bit, np.uint8(0), codes))
-
-
-def _exponents(q: Quantized, scales: np.ndarray) -> tuple[np.ndarray, int] | None:
-    """Return a mask of the blocks of q with a nonzero code, and the exponent m of the tensor scale 2^m of the cast.
-
-    Return None if a scale is NaN, or if the scales of these blocks span more powers of two than E4M3 has. scales: the
-    scale codes of q in linear layout.
-    """
-    if (scales == 255).any():
-        return None
-    codes = unpack(q.packed).reshape(*scales.shape, -1)
-    nonzero = (codes & 7).any(axis=-1)
-    if not nonzero.any():
-        return nonzero, 0
-    k = scales[nonzero].astype(np.int64) - 127
-    top = int(np.log2(E4M3.max))  # E4M3 holds the powers of two from 2^-9 to 2^8
-    low = int(np.log2(E4M3.min_subnormal))
-    return (nonzero, int(k.max()) - top) if k.max() - k.min() <= top - low else None

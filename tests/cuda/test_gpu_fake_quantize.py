@@ -241,8 +241,9 @@ def test_torch_tensors() -> None:
 def same_requantized(q: fp4kit.Quantized, target: str, exact: bool | None = None) -> None:
     cpu, gpu = fp4kit.requantize(q, target), fp4kit.requantize(on_gpu(q), target)
     assert_same(gpu.quantized, cpu.quantized)
-    assert isinstance(gpu.exact, cupy.ndarray) and isinstance(gpu.changed, cupy.ndarray)
+    assert all(isinstance(found, cupy.ndarray) for found in gpu[1:])
     assert (bool(gpu.exact), int(gpu.changed)) == (cpu.exact, cpu.changed)
+    assert differing(gpu.largest_error, np.asarray(cpu.largest_error)) == 0
     assert exact is None or cpu.exact == exact
 
 
@@ -267,6 +268,23 @@ def test_mxfp4_to_nvfp4(source, target) -> None:
     same_requantized(fp4kit.quantize(INPUTS["nonfinite"], source), target)
     same_requantized(fp4kit.quantize(np.zeros((2, 64), np.float32), source), target, exact=True)
     same_requantized(fp4kit.quantize(ordinary(4, (2, 3, 16, 64)), source), target)
+
+
+@pytest.mark.parametrize("target", ["nvfp4-te", "nvfp4-modelopt", "nvfp4-torchao", "nvfp4-te-4over6-mae-256"])
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=str)
+def test_only_blocks_out_of_range_get_new_codes(target, dtype) -> None:
+    rng = np.random.default_rng(7)
+    for top, spread in ((127, 18), (127, 40), (20, 20), (254, 60), (255, 2), (251, 251)):
+        codes, scales = rng.integers(0, 256, (16, 64), np.uint8), rng.integers(top - spread, top + 1, (16, 4), np.uint8)
+        codes[rng.random((16, 64)) < 0.2] = 0x80
+        codes[3], codes[5, 16:32] = 0, 0x88  # blocks of zeros
+        scales[0, 0] = top
+        parts = {"recipe": "mxfp4-ocp", "dtype": dtype}
+        same_requantized(fp4kit.Quantized.from_parts(codes, scales, None, **parts), target)
+        stack = (codes.reshape(2, 8, 64), scales.reshape(2, 8, 4))
+        q = fp4kit.Quantized.from_parts(*stack, None, **parts)
+        same_requantized(fp4kit.swizzle(q, "swizzled_128x4"), target)
+        same_requantized(fp4kit.Quantized.from_parts(codes, scales, None, axis=0, **parts), target)
 
 
 @pytest.mark.parametrize("target", ["mxfp8-te", "mxfp4-ocp", "fp8-modelopt", "nvfp4-te-2d"])

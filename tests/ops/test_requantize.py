@@ -1,6 +1,10 @@
-"""Test requantize: MXFP4 to NVFP4 keeps every value if the exponents span at most 17, and reports whether it does."""
+"""Test requantize: MXFP4 to NVFP4 keeps the codes of every block in range, and reports which values changed and by how
+much.
+"""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -9,6 +13,8 @@ import pytest
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.requantize import may_keep_codes
 
 TARGETS = (
     "nvfp4-te",
@@ -73,6 +79,131 @@ def test_all_zero_and_nan_scale() -> None:
     assert fp4kit.requantize(_mxfp4(np.full((2, 2), 127), fill=0), "nvfp4-te").exact
     nan = fp4kit.requantize(_mxfp4(np.array([[127, 255]])), "nvfp4-te")
     assert not nan.exact
+
+
+# ---- blocks out of range ----
+
+KEEPING = [name for name, r in RECIPES.items() if may_keep_codes(_mxfp4(np.array([[127]])), r) and "fake" not in name]
+
+
+def _drawn(seed: int) -> Quantized:
+    """Return an MXFP4 array of random bytes with blocks of zeros, zeros of both signs and blocks out of range."""
+    rng = np.random.default_rng(seed)
+    top = int(rng.integers(30, 240))
+    q = _mxfp4(rng.integers(max(top - int(rng.choice([18, 20, 24, 40])), 0), top + 1, (16, 6)), seed)
+    q.block_scale[0, 0] = top
+    q.packed[rng.random(q.packed.shape) < 0.2] = rng.choice([0x80, 0x08, 0x88])
+    q.packed[3], q.packed[5, 16:32] = 0, 0x88
+    return q
+
+
+def _ranges(q: Quantized) -> tuple[np.ndarray, int]:
+    """Return whether each block of q is in range, by the definition, and the exponent m of the tensor scale."""
+    k = q.block_scale.astype(int) - 127
+    holds = (fp4kit.unpack(q.packed).reshape(*k.shape, 32) & 7).any(axis=-1)
+    m = k[holds].max() - 8
+    return ~holds | (k - m >= -9), m
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("target", KEEPING)
+def test_only_blocks_out_of_range_change(target, seed) -> None:
+    """Other blocks keep their codes. Those out of range are the target's own, under the tensor scale 2^m."""
+    q = _drawn(seed)
+    result, exact, changed, largest_error = fp4kit.requantize(q, target)
+    in_range, m = _ranges(q)
+    assert result.tensor_scale == np.float32(2.0**m)
+    values = fp4kit.dequantize(q)
+    own = fp4kit.quantize(values, target, tensor_amax=result.tensor_amax)
+    assert own.tensor_scale == result.tensor_scale
+    codes = np.repeat(in_range, 16, axis=1)
+    expected = q.packed.copy()
+    expected[~codes] = own.packed[~codes]
+    assert_same_bits(result.packed, expected)
+    scales = np.repeat(in_range, 2, axis=1)
+    assert_same_bits(result.block_scale[~scales], own.block_scale[~scales])
+    after = fp4kit.dequantize(result)
+    differ = values.view(np.uint32) != after.view(np.uint32)
+    assert changed == np.count_nonzero(differ) and exact == (changed == 0)
+    assert_same_bits(np.asarray(largest_error), np.asarray(np.abs(after - values).max()))
+    values_in_range = np.repeat(in_range, 32, axis=1)
+    assert np.array_equal(values[values_in_range], after[values_in_range])
+
+
+@pytest.mark.parametrize("below", range(10, 16))
+@pytest.mark.parametrize("target", KEEPING)
+def test_new_codes_are_as_near_as_a_clamped_scale(target, below) -> None:
+    """Keeping the codes under the smallest scale, 2^-9, is never nearer, for any code and distance below the range."""
+    q = _mxfp4(np.array([[127, 127 - 8 - below]] * 8))
+    m = -8
+    q.packed[:4, 16:] = np.arange(256, dtype=np.uint8).reshape(16, 16)[:4]
+    values, after = fp4kit.dequantize(q), fp4kit.dequantize(fp4kit.requantize(q, target).quantized)
+    clamped = values * np.float32(2.0 ** (below - 9))
+    assert np.all(np.abs(after - values)[:, 32:] <= np.abs(clamped - values)[:, 32:])
+    assert (
+        np.array_equal(after[:, :32], values[:, :32]) and fp4kit.requantize(q, target).quantized.tensor_scale == 2.0**m
+    )
+
+
+def test_one_block_out_of_range_does_not_change_the_others() -> None:
+    x = np.random.default_rng(0).standard_normal((64, 256)).astype(np.float32)
+    x[5, 32:64] *= np.float32(2.0**-25)
+    q = fp4kit.quantize(np.where(x == 0, 1, np.abs(x)), "mxfp4-ocp")
+    found = fp4kit.requantize(q, "nvfp4-modelopt")
+    differ = fp4kit.dequantize(q) != fp4kit.dequantize(found.quantized)
+    assert 0 < found.changed <= 32 and found.changed == np.count_nonzero(differ) == np.count_nonzero(differ[5, 32:64])
+    assert 0 < found.largest_error <= np.abs(x[5, 32:64]).max() * 1.5
+
+
+def test_underflow_follows_the_recipe() -> None:
+    """A scale of 2^-10 rounds to 0 in nvfp4-te. nvfp4-modelopt clamps it to 2^-9."""
+    q = _mxfp4(np.array([[127, 109]]), fill=0x77)
+    assert fp4kit.requantize(q, "nvfp4-te").quantized.block_scale[0, 2:].tolist() == [0, 0]
+    clamped = fp4kit.requantize(q, "nvfp4-modelopt")
+    assert clamped.quantized.block_scale[0, 2:].tolist() == [1, 1] and clamped.exact and clamped.largest_error == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
+@pytest.mark.parametrize("target", TARGETS)
+def test_shapes_and_layouts_with_blocks_out_of_range(target, layout, dtype) -> None:
+    """Stacks, axis 0 and swizzled scales give the blocks of the linear matrix."""
+    q = replace(_drawn(1), dtype=np.dtype(dtype))
+    result = fp4kit.requantize(q, target)
+    assert result.changed
+    shapes = {"stack": (2, 8, 192), "axis 0": (192, 16)}
+    for name, shape in shapes.items():
+        lead = shape[:-1] if name == "stack" else (16,)
+        parts = {"packed": q.packed.reshape(*lead, -1), "block_scale": q.block_scale.reshape(*lead, -1)}
+        other = replace(q, **parts, shape=shape, axis=-1 if name == "stack" else 0)
+        found = fp4kit.requantize(fp4kit.swizzle(other, layout), target)
+        assert found.quantized.scale_layout == layout and found[1:] == result[1:]
+        linear = fp4kit.unswizzle(found.quantized)
+        assert_same_bits(linear.packed.reshape(16, -1), result.quantized.packed)
+        assert_same_bits(linear.block_scale.reshape(16, -1), result.quantized.block_scale)
+        assert_same_bits(linear.tensor_scale, result.quantized.tensor_scale)
+
+
+@pytest.mark.parametrize("change", [{"block": (1, 32)}, {"block": (1, 8)}, {"scale_max": 256}], ids=str)
+def test_variants_with_blocks_out_of_range(change) -> None:
+    target: Recipe = replace(fp4kit.recipe("nvfp4-torchao"), **change)
+    q = _drawn(2)
+    in_range = np.repeat(_ranges(q)[0], 32, axis=1)
+    found = fp4kit.requantize(q, target)
+    before, after = fp4kit.dequantize(q), fp4kit.dequantize(found.quantized)
+    assert not in_range.all() and np.array_equal(before[in_range], after[in_range])
+    assert found.changed == np.count_nonzero(before.view(np.uint32) != after.view(np.uint32))
+
+
+@pytest.mark.parametrize("scales", [[[127, 255, 60]], [[125, 100, 125]], [[254, 253, 252]]], ids=str)
+def test_the_whole_tensor_is_quantized_again_without_a_tensor_scale_or_with_nan(scales) -> None:
+    q = _mxfp4(np.array(scales) + (127 if scales[0][0] == 125 else 0))
+    found = fp4kit.requantize(q, "nvfp4-te")
+    with np.errstate(all="ignore"):
+        values = fp4kit.dequantize(q, np.float32)
+        assert_same_bits(found.quantized, fp4kit.quantize(values, "nvfp4-te"))
+        after = fp4kit.dequantize(found.quantized)
+    assert not found.exact and np.isnan(found.largest_error) == np.any(np.isnan(values) != np.isnan(after))
 
 
 def test_layout_axis_and_dtype_are_kept() -> None:

@@ -85,7 +85,11 @@ def readers(q: fp4kit.Quantized, x: np.ndarray) -> Iterator[object]:
     """Yield results of requantize and compare. identify is left out, because it is too slow for every recipe."""
     for target in ("nvfp4-te", "mxfp4-ocp"):
         requantized = fp4kit.requantize(q, target)
-        yield from (requantized.quantized, np.array([requantized.exact, requantized.changed]))
+        yield from (
+            requantized.quantized,
+            np.array([requantized.exact, requantized.changed]),
+            requantized.largest_error,
+        )
     result = fp4kit.compare(q, np.full(x.shape, 1e-40))
     yield np.array([result.values[0], result.max_ulp], np.uint64)
     yield np.array([result.max_error, result.sqnr])

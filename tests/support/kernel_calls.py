@@ -145,7 +145,7 @@ def pack(place: Place, call: KernelCall) -> list[Any]:
 
 def requantize(place: Place, call: KernelCall) -> list[Any]:
     found = fp4kit.requantize(quantized(place, call), "nvfp4-te")
-    return [*parts(found.quantized), found.changed]
+    return [*parts(found.quantized), found.changed, found.largest_error]
 
 
 def search_scales(place: Place, call: KernelCall) -> list[Any]:

@@ -25,7 +25,7 @@ from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manife
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Done, Job, Measured
+from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
 from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, make_plan
 from fp4kit.checkpoint.plan.plan_jobs import jobs_of
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
@@ -78,12 +78,25 @@ class ConversionReport:
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The layers that were planned to keep their codes but were requantized, because the new format cannot hold
+        """The layers that were planned to keep their codes but got new ones, because the new format cannot hold all
         their scales.
+
+        These are layers that were requantized, and those in which single blocks changed; see changes.
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
-        again = (one.key.rpartition("#")[0] for one in self.done if one.action == REQUANTIZE)
-        return tuple(dict.fromkeys(name for name in again if planned[name] != REQUANTIZE))
+        done = ((one.key.rpartition("#")[0], one) for one in self.done)
+        lossy = (name for name, one in done if one.action == REQUANTIZE or Changes(*one.changes).values)
+        return tuple(dict.fromkeys(name for name in lossy if planned[name] != REQUANTIZE))
+
+    @lazy_property
+    def changes(self) -> dict[str, Changes]:
+        """Layer -> what its cast from MXFP4 to NVFP4 could not keep, for the layers with blocks out of range."""
+        found: dict[str, Changes] = {}
+        for one in self.done:
+            changes, name = Changes(*one.changes), one.key.rpartition("#")[0]
+            if changes.blocks:
+                found[name] = found.get(name, Changes()).plus(changes)
+        return found
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:

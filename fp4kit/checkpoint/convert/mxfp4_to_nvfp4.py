@@ -1,10 +1,10 @@
-"""Convert MXFP4 to NVFP4 without loss: keep the codes, and turn power-of-two scales into E4M3 block scales and a tensor
-scale.
+"""Convert MXFP4 to NVFP4: keep the codes, and turn power-of-two scales into E4M3 block scales and a tensor scale.
 
 Let k be the exponents of the blocks that contain a nonzero code, and m = max(k) - 8, with the maximum over all layers
 that share the tensor scale. Then tensor_scale = 2^m, and block_scale = 2^(k - m) for both halves of a block of 32. This
-is exact if and only if max(k) - min(k) <= 17. fp4kit.requantize does this for one array. This module does it slab by
-slab (some rows at a time). Source: Model-Optimizer utils/numeric_utils.py.
+is exact if and only if max(k) - min(k) <= 17. Otherwise blocks with k - m < -9 are out of range: their values are
+quantized by the recipe under the tensor scale 2^m, and all other blocks keep their codes. fp4kit.requantize does this
+for one array. This module does it slab by slab (some rows at a time). Source: Model-Optimizer utils/numeric_utils.py.
 """
 
 from __future__ import annotations
@@ -12,12 +12,17 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from fp4kit.checkpoint.convert import quantize_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import put_scalars, usable_tensor_scale
-from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.plan.job import Job, Sink
+from fp4kit.checkpoint.plan.job import Changes, Job, Sink
 from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.recipes import Recipe
+from fp4kit.reference.requantize import changed_values
+from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
 _HIGHEST = 8  # exponent of 256, the largest power of two of E4M3
 _RANGE = 17  # E4M3 has the powers of two from 2^-9 to 2^8: their exponents differ by at most 17
@@ -73,12 +78,68 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
     return np.repeat(codes, 2, axis=1)
 
 
-def write(job: Job, readers: Readers, output: Sink, high: int) -> None:
-    """Write a job's codes unchanged, and its new block scales and tensor scale.
+def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
+    """Return whether a cast keeps the codes of all blocks in range.
+
+    If blocks are out of range, their new codes need a recipe that makes the tensor scale 2^(high - 8) of an amax.
+
+    low, high: the smallest and the largest exponent of all blocks that share the tensor scale.
+    """
+    if high < low or high - low <= _RANGE:
+        return is_exact(low, high)
+    if not is_exact(high, high) or recipe.tensor_scaling != "tensor" or recipe.block_rows > 1:
+        return False
+    made = tensor_scale(_amax(recipe, high), recipe, np.dtype(np.float32)).decode
+    return bool(np.float32(made) == np.ldexp(np.float32(1), high - _HIGHEST))
+
+
+def _amax(recipe: Recipe, high: int) -> np.float32:
+    """Return the tensor amax of which `recipe` makes the tensor scale 2^(high - 8)."""
+    return np.float32(np.ldexp(full_range(recipe), high - _HIGHEST))
+
+
+def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
+    """Write a job's codes, its new block scales and tensor scale. Return what changed.
+
+    Only blocks out of range get new codes.
 
     high: the largest exponent of all blocks that share the tensor scale.
     """
+    changes = Changes()
     for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
-        put_rows(job, output, slab.codes, block_scales(job.weight, slab, high))
+        codes, scales = slab.codes, block_scales(job.weight, slab, high)
+        out = _out_of_range(job.weight, slab, high)
+        if out.any():
+            codes, scales, more = _encoded(job, slab, out, scales, _amax(job.new_recipe, high))
+            changes = changes.plus(more)
+        put_rows(job, output, codes, scales)
     scale = np.float32(1) if high < -(1 << 19) else np.ldexp(np.float32(1), high - _HIGHEST)
     put_scalars(job, output, np.float32(scale))
+    return changes
+
+
+def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_]:
+    """Return for each block whether it contains a nonzero code and E4M3 does not hold its new scale."""
+    assert slab.scales is not None
+    out: npt.NDArray[np.bool_] = slab.scales.astype(np.int32) - E8M0.bias < high - _RANGE
+    return out & _holds_something(weight, slab)
+
+
+def _encoded(
+    job: Job, slab: Slab, out: npt.NDArray[np.bool_], scales: npt.NDArray[np.uint8], amax: np.float32
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Changes]:
+    """Return the codes and block scales of a slab with new ones in the blocks out of range, and what changed.
+
+    out: the blocks of 32 that are out of range. scales: those of the blocks in range, for blocks of 16.
+    """
+    assert slab.codes is not None
+    rows = out.any(axis=1)
+    x, chosen = np.ascontiguousarray(values_of(job.weight, slab)[rows], np.float32), out[rows]
+    q = quantize_rows.quantized(x, job, amax)
+    quantize_rows.check_scales(job, q)
+    codes, scales = slab.codes.copy(), scales.copy()
+    codes[rows] = np.where(np.repeat(chosen, codes.shape[1] // out.shape[1], axis=1), q.packed, codes[rows])
+    scales[rows] = np.where(np.repeat(chosen, 2, axis=1), q.block_scale, scales[rows])
+    values = np.repeat(chosen, x.shape[1] // out.shape[1], axis=1)
+    count, error = changed_values(x[values], dequantize(q, np.float32)[values])
+    return codes, scales, Changes(int(np.count_nonzero(out)), count, float(error))

@@ -43,15 +43,15 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
             q, more = searched_rows.quantized(x, job, amax, weights)
             losses = losses.plus(more)
         else:
-            q = _quantized(x, job, tensor_amax)
-        _check_scales(job, q)
+            q = quantized(x, job, tensor_amax)
+        check_scales(job, q)
         put_rows(job, output, q.packed, q.block_scale)
     if q is not None and q.tensor_scale is not None:
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
     return replaced, losses
 
 
-def _quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
+def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
     """Quantize a slab on the job's device, and return the result as NumPy arrays."""
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
@@ -101,7 +101,7 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
     return np.nan_to_num(wide, nan=0.0, posinf=largest, neginf=-largest).astype(x.dtype), count
 
 
-def _check_scales(job: Job, q: Quantized) -> None:
+def check_scales(job: Job, q: Quantized) -> None:
     """Raise CheckpointError if block scales are NaN, because no loader can use them.
 
     Some recipes give NaN block scales for zeros or subnormals.

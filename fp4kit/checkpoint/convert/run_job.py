@@ -36,6 +36,7 @@ from fp4kit.checkpoint.plan.job import (
     QUANTIZE,
     RENAME,
     REQUANTIZE,
+    Changes,
     Done,
     Job,
     Measured,
@@ -113,13 +114,14 @@ def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
 
 
 class Made(NamedTuple):
-    """Report what a job did: the action taken, how many NaN and infinities were replaced, and the errors of a scale
-    search.
+    """Report what a job did: the action taken, how many NaN and infinities were replaced, the errors of a scale search,
+    and what a cast could not keep.
     """
 
     action: str
     replaced: int = 0
     losses: Losses = Losses()
+    changes: Changes = Changes()
 
 
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
@@ -127,8 +129,9 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
     shared: the measurements of the layers that share its tensor scale; None if the job needs none.
     If the planned action keeps the codes but the new format cannot hold the scales, the weight is requantized instead.
+    A cast to NVFP4 computes new codes only for the blocks whose scales are out of range, if its tensor scale is usable.
     """
-    action, replaced, losses = job.action, 0, Losses()
+    action, replaced, losses, changes = job.action, 0, Losses(), Changes()
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
         _copy(job.source, readers, output)
@@ -138,15 +141,20 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         rename.write(job, readers, output)
     elif action == CARRY and shared is not None and values_are_kept and shared.exact:
         fp8_to_mxfp8.write(job, readers, output)
-    elif action == CAST and shared is not None and values_are_kept and mxfp4_to_nvfp4.is_exact(shared.low, shared.high):
-        mxfp4_to_nvfp4.write(job, readers, output, shared.high)
+    elif action == CAST and shared is not None and values_are_kept and _is_castable(job, shared):
+        changes = mxfp4_to_nvfp4.write(job, readers, output, shared.high)
     else:
         action = REQUANTIZE if action != QUANTIZE else action
         assert shared is not None
         replaced, losses = quantize_rows.write(job, readers, output, np.float32(shared.amax))
     if output.has(TAG):
         output.put(TAG, np.frombuffer(job.container.tag(job.shape), np.uint8))
-    return Made(action, replaced, losses)
+    return Made(action, replaced, losses, changes)
+
+
+def _is_castable(job: Job, shared: Measured) -> bool:
+    """Return whether a job may be cast from MXFP4 to NVFP4. shared: the measurements of its group."""
+    return mxfp4_to_nvfp4.keeps_codes(job.new_recipe, shared.low, shared.high)
 
 
 def _copy(source: Located, readers: Readers, output: Sink) -> None:

@@ -4,7 +4,7 @@ Actions, the values of Job.action:
   copy: copy a tensor's bytes.
   quantize: quantize unquantized values.
   rename: keep codes and scales; only names, layout or direction of the tensor scale change.
-  cast: MXFP4 to NVFP4 with the same codes, if the exponents allow it.
+  cast: MXFP4 to NVFP4 with the same codes, except in blocks whose scales NVFP4 cannot hold.
   carry: FP8 with 128x128 scales to MXFP8 with the same codes, if the scales are powers of two.
   requantize: decode, then quantize.
   dequantize: decode to unquantized values.
@@ -191,6 +191,24 @@ class Measured(NamedTuple):
     exact: bool = True
 
 
+class Changes(NamedTuple):
+    """Count what a cast from MXFP4 to NVFP4 could not keep.
+
+    blocks: the number of blocks of 32 with new codes, because their scales are out of range.
+    values: the number of values that changed in these blocks.
+    largest_error: the largest |new - old| of these values; 0 if none changed.
+    """
+
+    blocks: int = 0
+    values: int = 0
+    largest_error: float = 0.0
+
+    def plus(self, other: Changes) -> Changes:
+        """Return the changes of two parts of a layer, or of two layers, combined into one."""
+        error = max(self.largest_error, other.largest_error)
+        return Changes(self.blocks + other.blocks, self.values + other.values, error)
+
+
 class Done(NamedTuple):
     """Record that a job has written its output.
 
@@ -199,6 +217,7 @@ class Done(NamedTuple):
     action: the action that was taken, which may differ from the planned one (a cast may become a requantization).
     replaced: the number of NaN and infinite values that were replaced.
     losses: the sums of scale_search.Losses, for a job that searches block scales.
+    changes: the fields of Changes, for a job that was cast.
     """
 
     key: str
@@ -206,3 +225,4 @@ class Done(NamedTuple):
     action: str
     replaced: int = 0
     losses: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    changes: tuple[int, int, float] = (0, 0, 0.0)

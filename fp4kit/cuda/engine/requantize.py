@@ -9,6 +9,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import QuantizeOptions, quantize_call
+from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.dequantize import dequantize
 from fp4kit.cuda.engine.layouts import swizzle
 from fp4kit.cuda.engine.quantize import quantize
@@ -17,32 +18,40 @@ from fp4kit.cuda.launch.geometry import as_aligned
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.requantize import may_keep_codes
+from fp4kit.types import ScaleLayout
 
 FLOAT32 = np.dtype(np.float32)
 
 
-def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any]:
-    """Return q quantized by another recipe, and how many of its values changed: int64 () on the device.
+def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
+    """Return q quantized by another recipe, how many of its values changed, and the largest change.
 
-    The values of q are dequantized and quantized. If the recipes allow it, the device then checks whether scales of the
-    target represent all values with the codes of q. If so, the result has the codes of q.
+    The last two stay on the device: int64 () and float32 (). The values of q are dequantized and quantized. If the
+    recipes allow it, the device finds the tensor scale for which codes can stay, and then keeps those of all blocks
+    whose new scale the target holds.
     """
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)
-        may_keep = may_keep_codes(q, target)
-        layout = "linear" if may_keep else q.scale_layout
-        call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(layout))
-        result = replace(quantize(call), dtype=q.dtype)
-        if may_keep:
-            source = (
-                as_aligned(q.packed),
-                as_aligned(_layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)),
-            )
-            kernels.keep_codes(*source, q.recipe, result)
+        result, layout = _requantized(q, target, values)
         before, after = (np.moveaxis(v, q.axis, -1) for v in (values, dequantize(result, FLOAT32)))
-        changed = kernels.count_changed(before, after)
+        changes = kernels.count_changed(before, after)
         scales = _layout_changed(result.block_scale, layout, q.scale_layout, result.scale_shape)
-        return replace(result, block_scale=scales, scale_layout=q.scale_layout), changed
+        return replace(result, block_scale=scales, scale_layout=q.scale_layout), *changes
+
+
+def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, ScaleLayout]:
+    """Return q quantized by another recipe, and the layout of the result's scales. values: the values of q."""
+    if not may_keep_codes(q, target):
+        call = quantize_call("requantize", values, target, q.axis, QuantizeOptions(q.scale_layout))
+        return replace(quantize(call), dtype=q.dtype), q.scale_layout
+    call = quantize_call("requantize", values, target, q.axis)
+    codes, scales = q.packed, _layout_changed(q.block_scale, q.scale_layout, "linear", q.scale_shape)
+    source = kernels.source_of(as_aligned(codes), as_aligned(scales), q.recipe, q.dtype)
+    amax = tensor_amax(call, imports.cupy().ascontiguousarray(call.moved))
+    kernels.power_amax(source, target, amax)
+    result = replace(quantize(call._replace(tensor_amax=amax)), dtype=q.dtype)
+    kernels.keep_codes(source, result)
+    return result, "linear"
 
 
 def _layout_changed(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:

@@ -1,13 +1,13 @@
 """Launch the kernels of requantize.
 
-requantize.cu keeps the codes of blocks under new scales if that changes no value. count_changed.cu counts changed
-values.
+requantize.cu keeps the codes of the blocks whose new scales the target holds. count_changed.cu counts changed values
+and finds the largest change.
 """
 
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,12 +23,12 @@ from fp4kit.recipes.rules import DECODE_RULES
 
 _POINTERS = ("source", "source_scales", "extent", "packed", "scales", "tensor_scale", "tensor_amax")
 _KEEP = np.dtype([(name, "u8") for name in _POINTERS] + [("blocks", "i8"), ("source_block", "i8")])
-_CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("count", "i8")])
+_CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("largest", "u8"), ("count", "i8")])
 
 
 @cache
 def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
-    """Return one of the two compiled kernels of requantize.cu."""
+    """Return one of the three compiled kernels of requantize.cu."""
     source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
     return loader.function(source, kernel, device)
 
@@ -42,23 +42,50 @@ def _keep_launch(
     return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
 
 
-def keep_codes(codes: Any, scales: Any, r: Recipe, result: Quantized) -> None:
-    """Overwrite the arrays of a result with the codes of its source, if that keeps every value.
+class Source(NamedTuple):
+    """Hold the array whose codes may be kept.
 
-    Scales of the target must represent the scales of the source exactly. Otherwise the result is left unchanged.
-
-    Args:
-        codes, scales: the source, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.
-        r: the recipe of the source.
+    codes, scales: contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.
+    recipe, dtype: those of the array.
+    extent: the range of the scales, uint32 (3,), which power_amax finds.
     """
-    extent = imports.cupy().zeros(3, np.uint32)
-    arrays = (codes, scales, extent, result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
-    unsigned_zero = DECODE_RULES[r.decode_rule].unsigned_zero
-    for kernel in ("requantize_range_kernel", "requantize_keep_kernel"):
-        launch = _keep_launch(
-            kernel, result.recipe, result.dtype, unsigned_zero, scales.size, r.block_size, codes.device.id
-        )
-        launch(*map(address, arrays))
+
+    codes: Any
+    scales: Any
+    recipe: Recipe
+    dtype: np.dtype
+    extent: Any
+
+
+def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> Source:
+    """Return the Source of some codes and scales, with memory for the range of its scales."""
+    return Source(codes, scales, r, dtype, imports.cupy().zeros(3, np.uint32))
+
+
+def power_amax(source: Source, target: Recipe, amax: Any) -> None:
+    """Overwrite the tensor amax of the source's values by one that gives the power of two for which codes can stay.
+
+    amax is left unchanged if there is none.
+    """
+    for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
+        _launch(kernel, source, target, None, None, None, amax)
+
+
+def keep_codes(source: Source, result: Quantized) -> None:
+    """Overwrite the blocks of a result whose codes can stay with the codes of the source.
+
+    result: the values of the source, quantized with the amax that power_amax left. The scales are linear.
+    """
+    arrays = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
+    _launch("requantize_keep_kernel", source, result.recipe, *arrays)
+
+
+def _launch(kernel: str, source: Source, target: Recipe, *arrays: Any) -> None:
+    """Launch one of the kernels. arrays: packed, scales, tensor_scale and tensor_amax of the result; None if unused."""
+    unsigned_zero = DECODE_RULES[source.recipe.decode_rule].unsigned_zero
+    sizes = (source.scales.size, source.recipe.block_size, source.codes.device.id)
+    launch = _keep_launch(kernel, target, source.dtype, unsigned_zero, *sizes)
+    launch(*map(address, (source.codes, source.scales, source.extent, *arrays)))
 
 
 @lru_cache(CACHE_SIZE)
@@ -68,12 +95,13 @@ def _changed_launch(count: int, device: int) -> Launch:
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
 
-def count_changed(x: Any, y: Any) -> Any:
-    """Return how many values of two contiguous float32 arrays differ: int64 (), on their device.
+def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
+    """Return how many values of two contiguous float32 arrays differ, int64 (), and the largest change, float32 ().
 
-    Values differ if their bits do, except that every NaN equals every NaN.
+    Both stay on the device. Values differ if their bits do, except that every NaN equals every NaN.
     """
-    changed = imports.cupy().zeros((), np.int64)
+    zeros = imports.cupy().zeros
+    changed, largest = zeros((), np.int64), zeros((), np.float32)
     if x.size:
-        _changed_launch(x.size, x.device.id)(*map(address, (x, y, changed)))
-    return changed
+        _changed_launch(x.size, x.device.id)(*map(address, (x, y, changed, largest)))
+    return changed, largest

@@ -16,6 +16,7 @@ import synthetic
 from oracle import load
 from synthetic import refused
 
+import fp4kit
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.convert.mxfp4_to_nvfp4 import is_exact
 from fp4kit.formats import FLT_MAX, FLT_MIN
@@ -80,15 +81,16 @@ def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize(("low", "high", "exact"), [(110, 119, True), (105, 122, False), (120, 124, True)])
-def test_a_cast_is_exact_for_all_of_a_group_or_for_none(tmp_path: Path, low: int, high: int, exact: bool) -> None:
-    """gate and up are cast from MXFP4 to NVFP4 together: exactly, or both are quantized again, although each alone is
-    exact.
+def test_layers_that_share_a_tensor_scale_are_cast_together(tmp_path: Path, low: int, high: int, exact: bool) -> None:
+    """gate and up are cast from MXFP4 to NVFP4 under one tensor scale. Blocks that it puts out of range get new codes,
+    although each layer alone is exact.
 
-    The cast is exact if the highest exponent is at most 17 above the lowest.
+    A block is in range if its exponent is at most 17 below the highest.
     """
     tensors = {**mxfp4("mlp.gate_proj", low, low + 3), **mxfp4("mlp.up_proj", high, high + 3)}
     loaded, report = written(tmp_path, tensors)
-    assert report.actions == ({"cast": 2} if exact else {"requantize": 2})
+    assert report.actions == {"cast": 2}
+    assert report.inexact == (() if exact else ("mlp.gate_proj",)) and list(report.changes) == list(report.inexact)
     expected = oracle.expected(
         tensors, "nvfp4-te", "modelopt", ["mlp.gate_proj.weight_packed", "mlp.up_proj.weight_packed"]
     )
@@ -104,8 +106,45 @@ def test_17_binades_and_no_more(tmp_path: Path) -> None:
     for span, exact in ((18, True), (19, False)):
         folder = tmp_path / str(span)
         folder.mkdir()
-        _, report = written(folder, {**mxfp4("a", 105, 105 + span)})
-        assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
+        tensors = mxfp4("a", 105, 105 + span)
+        loaded, report = written(folder, tensors)
+        assert report.actions == {"cast": 1} and report.inexact == (() if exact else ("a",))
+        assert loaded == oracle.expected(tensors, "nvfp4-te", "modelopt", ["a.weight_packed"])
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-modelopt", "nvfp4-te-4over6-mse-448"])
+@pytest.mark.parametrize("slabs", [False, True], ids=["whole", "slabs"])
+def test_only_blocks_out_of_range_change(tmp_path: Path, monkeypatch: Any, recipe: str, slabs: bool) -> None:
+    """The codes of all blocks in range are those of the source, and the report counts what changed in the others."""
+    tensors = mxfp4("a", 120, 128)
+    codes, scales = tensors["a.weight_packed"], tensors["a.weight_scale"]
+    scales[2, 1], scales[5, 0], scales[6, 0] = 109, 80, 3
+    codes[6, :16] = 0x80  # a block of zeros, which may have any scale
+    if slabs:
+        monkeypatch.setattr("fp4kit.checkpoint.model.slabs.SLAB_BYTES", 64)
+    loaded, report = written(tmp_path, tensors, recipe)
+    new = oracle.arrays(loaded)
+    q = fp4kit.Quantized.from_parts(codes, scales, None, recipe="mxfp4-ocp")
+    found = fp4kit.requantize(q, recipe)
+    assert np.array_equal(new["a.weight"], found.quantized.packed)
+    assert np.array_equal(new["a.weight_scale"].view(np.uint8), found.quantized.block_scale)
+    assert new["a.weight_scale_2"] == found.quantized.tensor_scale == 2.0**-8
+    same = np.ones((8, 32), bool)
+    same[2, 16:] = same[5, :16] = False
+    assert np.array_equal(new["a.weight"][same], codes[same])
+    before, after = (fp4kit.dequantize(one, np.float32) for one in (q, found.quantized))
+    differ = np.repeat(~same, 2, axis=1) & (before.view(np.uint32) != after.view(np.uint32))
+    error = float(np.abs(after - before)[differ].max())
+    assert report.changes == {"a": (2, np.count_nonzero(differ), error)} and error > 0
+    assert report.inexact == ("a",) and report.actions == {"cast": 1}
+
+
+def test_a_recipe_with_larger_blocks_quantizes_the_whole_layer_again(tmp_path: Path) -> None:
+    """A block of 16x16 holds blocks in range beside those out of range, so no code of the layer can stay."""
+    tensors = mxfp4("a", 105, 124)
+    tensors = {name: np.concatenate([array] * 2) for name, array in tensors.items()}
+    _, report = written(tmp_path, tensors, "nvfp4-te-2d")
+    assert report.actions == {"requantize": 1} and report.inexact == ("a",) and not report.changes
 
 
 @pytest.mark.parametrize(

@@ -201,7 +201,7 @@ def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
 def cast(group: list[Layer]) -> list[Parts] | None:
     """Convert the MXFP4 layers that share a tensor scale to NVFP4, by fp4kit.requantize of all their rows together.
 
-    Return None if NVFP4 cannot represent the values exactly.
+    Blocks out of range get new codes. Return None if loaders cannot use the tensor scale, or if a scale is NaN.
     """
     rows = np.cumsum([len(layer.x) for layer in group])[:-1]
     codes, scales = (
@@ -209,7 +209,8 @@ def cast(group: list[Layer]) -> list[Parts] | None:
     )
     q = fp4kit.Quantized.from_parts(codes, scales, None, recipe="mxfp4-ocp")
     new = fp4kit.requantize(q, "nvfp4-te")
-    if not new.exact:
+    scale = np.float32(new.quantized.tensor_scale)
+    if not (formats.FLT_MIN <= scale and np.isfinite(scale * np.float32(2688)) and np.log2(scale) % 1 == 0):
         return None
     parts = np.split(np.asarray(new.quantized.packed), rows), np.split(np.asarray(new.quantized.block_scale), rows)
     return [Parts(a, b, np.float32(new.quantized.tensor_scale)) for a, b in zip(*parts, strict=True)]

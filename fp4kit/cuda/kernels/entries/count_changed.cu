@@ -1,30 +1,42 @@
-// count_changed: how many float32 values differ between two arrays. Two values differ if their bits do, unless both are
-// NaN.
+// count_changed: how many float32 values differ between two arrays, and by how much at most. Two values differ if their
+// bits do, unless both are NaN.
 #include "types.cuh"
+
+constexpr u32 kNan = 0x7FC00000u;  // above the bits of every other magnitude
 
 // Arguments of the kernel.
 struct CountChangedArguments {
   const u32* x;
   const u32* y;
   u64* changed;  // the count is added to this
+  u32* largest;  // the bits of a float32, raised to the largest |y - x|; NaN if one of two differing values is NaN
   i64 count;
 };
 
-// Return how many of the values that this thread takes differ.
-FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid) {
+// Return how many of the values that this thread takes differ, and raise `largest` to the bits of the largest
+// difference.
+FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& largest) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
     const u32 x = a.x[i], y = a.y[i];
-    changed += x != y && !(is_nan(float_of(x)) && is_nan(float_of(y)));
+    if (x == y || (is_nan(float_of(x)) && is_nan(float_of(y)))) continue;
+    changed += 1u;
+    const float difference = float_of(y) - float_of(x);
+    largest = maximum(largest, is_nan(difference) ? kNan : bits_of(difference) & 0x7FFFFFFFu);
   }
   return changed;
 }
 
-// Count the values that differ between the two arrays, and add the count to *a.changed. Each thread takes one value at
-// a time. Launch with any grid.
+// Count the values that differ between the two arrays, add the count to *a.changed, and raise *a.largest to the largest
+// difference. Each thread takes one value at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
-  u32 changed = count_changed(a, whole_grid());
+  u32 largest = 0u, changed = count_changed(a, whole_grid(), largest);
 #pragma unroll
-  for (int distance = 1; distance < 32; distance *= 2) changed += __shfl_xor_sync(0xFFFFFFFFu, changed, distance);
-  if (threadIdx.x % 32 == 0 && changed != 0u) atomicAdd(a.changed, static_cast<u64>(changed));
+  for (int distance = 1; distance < 32; distance *= 2) {
+    changed += __shfl_xor_sync(0xFFFFFFFFu, changed, distance);
+    largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, distance));
+  }
+  if (threadIdx.x % 32 != 0 || changed == 0u) return;
+  atomicAdd(a.changed, static_cast<u64>(changed));
+  if (largest != 0u) atomicMax(a.largest, largest);
 }

@@ -1,13 +1,14 @@
-// requantize: convert blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m, without changing the
-// codes (ops/requantize.py).
+// requantize: convert blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m. Codes stay in every
+// block whose scale E4M3 holds (ops/requantize.py).
 //
-// Two launches. requantize_range_kernel finds the range of the source's scales. By that range, every thread of
-// requantize_keep_kernel decides whether E4M3 holds all scales; all threads decide alike. If so, the kernel overwrites
-// the codes, scales and tensor scale of a result that was computed by dequantizing and quantizing. If not, it leaves
-// that result.
+// Three launches. requantize_range_kernel finds the range of the source's scales. By that range, every later thread
+// decides whether 2^m can be the tensor scale; all threads decide alike. If so, requantize_amax_kernel replaces the
+// tensor amax of the values by the one that gives 2^m. The host then quantizes the values of the source with that
+// tensor amax, and requantize_keep_kernel overwrites the blocks of the result whose codes can stay. If 2^m cannot be
+// the tensor scale, the last two kernels do nothing.
 #include "block.cuh"
 
-// Arguments of requantize_range_kernel and requantize_keep_kernel.
+// Arguments of the three kernels.
 struct RequantizeArguments {
   const u8* source;         // packed codes of the source, two per byte, aligned to 8 bytes
   const u8* source_scales;  // one per source_block codes
@@ -15,7 +16,7 @@ struct RequantizeArguments {
   // scale code + 1, and 256 - the smallest scale code. extent[2]: 1 if a scale is NaN.
   u32* extent;
   // The output of requantize_keep_kernel: codes; scales of R::kBlock codes each; the tensor scale 2^m; and the amax
-  // that gives 2^m.
+  // that gives 2^m. requantize_amax_kernel writes only the amax.
   u8* packed;
   u8* scales;
   float* tensor_scale;
@@ -60,22 +61,34 @@ FP4KIT_DEVICE float power_of_two(i32 exponent) {
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Return whether the codes can stay: m is chosen such that the largest scale becomes as large as E4M3 allows; E4M3 must
-// then hold every other scale, and the tensor rule must give 2^m for some amax. Stores the exponent in `m` and that
-// amax in `amax`.
-template <class R, class In>
-FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
-  constexpr i32 kTop = R::Scale::kEmax, kBottom = R::Scale::kEmin - R::Scale::kMantissaBits;
-  const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;
-  const bool any = extent[0] != 0u;
-  m = any ? largest - kTop : 0;
-  if (extent[2] || (any && largest - smallest > kTop - kBottom)) return false;
-  amax = full_range<R>() * power_of_two(m);
-  return is_finite(amax) && R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
+// Return the smallest exponent of a power of two that the scale format of R holds: -9 for E4M3.
+template <class R>
+FP4KIT_DEVICE constexpr i32 lowest_exponent() {
+  return R::Scale::kEmin - R::Scale::kMantissaBits;
 }
 
-// If can_keep, write the source's codes, its scales as E4M3, and the tensor scale to the result. Otherwise do nothing.
-// kUnsignedZero: zeros lose their signs.
+// Return whether the tensor rule of R gives 2^m for an amax of a tensor with elements of type In.
+template <class R, class In>
+FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
+  return R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
+}
+
+// Return whether codes can stay: m is chosen such that the largest scale becomes as large as E4M3 allows, and the
+// tensor rule must give 2^m for some amax. If blocks are out of range, it must do so for float32 too, the type of the
+// values that are quantized. Stores the exponent in `m` and that amax in `amax`.
+template <class R, class In>
+FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
+  const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;
+  const bool any = extent[0] != 0u;
+  m = any ? largest - R::Scale::kEmax : 0;
+  if (extent[2]) return false;
+  amax = full_range<R>() * power_of_two(m);
+  const bool all_in_range = !any || smallest - m >= lowest_exponent<R>();
+  return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, float>(amax, m));
+}
+
+// If can_keep, write the codes of the source's blocks in range, their scales as E4M3, and the tensor scale to the
+// result. Otherwise do nothing. kUnsignedZero: zeros lose their signs.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -83,19 +96,21 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   if (!can_keep<R, In>(a.extent, m, amax)) return;
   const i64 words = a.source_block / 16, scales = a.source_block / R::kBlock;
   for (i64 block = first_item(grid); block < a.blocks; block += item_stride(grid)) {
+    if (block == 0) {
+      *a.tensor_scale = power_of_two(m);
+      *a.tensor_amax = amax;
+    }
+    const i32 exponent = static_cast<i32>(a.source_scales[block]) - 127 - m;
+    const bool holds = has_values(a, block);
+    if (holds && exponent < lowest_exponent<R>()) continue;  // this block has new codes
     for (i64 i = block * words; i < (block + 1) * words; ++i) {
       const u64 word = reinterpret_cast<const u64*>(a.source)[i];
       const u64 signs = kUnsignedZero ? (word & kMagnitudes) + kMagnitudes
                                       : ~kMagnitudes;  // the sign is kept if the magnitude is not 0
       reinterpret_cast<u64*>(a.packed)[i] = word & (kMagnitudes | signs);
     }
-    const i32 exponent = static_cast<i32>(a.source_scales[block]) - 127 - m;
-    const u8 code = has_values(a, block) ? static_cast<u8>(encode_scale<R>(power_of_two(exponent))) : u8{0};
+    const u8 code = holds ? static_cast<u8>(encode_scale<R>(power_of_two(exponent))) : u8{0};
     for (i64 i = block * scales; i < (block + 1) * scales; ++i) a.scales[i] = code;
-    if (block == 0) {
-      *a.tensor_scale = power_of_two(m);
-      *a.tensor_amax = amax;
-    }
   }
 }
 
@@ -105,8 +120,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(R
   find_scale_range(a, whole_grid());
 }
 
-// Write the result with unchanged codes to a.packed, a.scales and a.tensor_scale if a.extent allows it. A thread takes
-// one block at a time. Second launch, with any grid.
+// Store the tensor amax that gives 2^m in *a.tensor_amax if a.extent allows 2^m. Second launch, with any grid.
+extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(RequantizeArguments a) {
+  i32 m;
+  float amax;
+  if (first_item(whole_grid()) == 0 && can_keep<R, Input>(a.extent, m, amax)) *a.tensor_amax = amax;
+}
+
+// Write the blocks whose codes can stay to a.packed and a.scales if a.extent allows it. A thread takes one block at a
+// time. Third launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }
