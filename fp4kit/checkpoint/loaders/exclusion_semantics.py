@@ -17,6 +17,7 @@ from fnmatch import translate
 from typing import Literal
 
 from fp4kit.checkpoint.selection.fused_layers import join_module, split_module
+from fp4kit.checkpoint.selection.name_rules import GRANITE_STACKS
 from fp4kit.lazy import lazy_property
 
 _QKV = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -37,8 +38,12 @@ class PartsDisagree(ValueError):
 def container_of(module: str) -> str | None:
     """Return the container of experts that ``module`` is or lies in, such as ``model.layers.0.mlp.experts``.
 
-    Return None if there is no such container.
+    The stacks of GraniteMoE, ``block_sparse_moe.input_linear`` and ``block_sparse_moe.output_linear``, belong to
+    ``block_sparse_moe.experts``, because engines give their experts this name. Return None if there is no container.
     """
+    parent, leaf = split_module(module)
+    if leaf in GRANITE_STACKS and split_module(parent)[1] == "block_sparse_moe":
+        return f"{parent}.experts"
     if module.endswith(".experts"):
         return module
     cut = module.rfind(".experts.")

@@ -22,19 +22,26 @@ _GPT_OSS = ("gpt-oss",)
 _DEEPSEEK_V4 = ("deepseek-v4",)
 _BF16 = ("bf16",)
 
-_HF = "dense moe deepseek_v3 vlm"  # families with linear layers under Hugging Face names; dense includes llama
+# families with linear layers under Hugging Face names; dense includes llama
+_HF = "dense moe deepseek_v3 vlm stacked_moe"
 _NAMES = "its choice of method, exclusions, names, shapes and dtypes were tested, but not its values"
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
 _NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"
 _DEQUANTIZED = "run without a GPU, where it dequantizes to bfloat16"
-_NO_PACKED = "only attention layers were run with packed weights; no engine is known to load packed experts of gpt_oss"
+_NO_PACKED = "it has no place for the biases of packed experts (w2_bias)"
+SPLIT_EXPERTS = "it reads these experts only as stacks, and leaves separate experts at random values"
+_KEPT_EXPERTS = (
+    "experts stay unquantized, and the exclusion list must name their container, such as block_sparse_moe.experts"
+)
 
 RUNS: tuple[Row, ...] = (
     (_NVFP4, _HF, "vLLM", "loads", "run", ""),
     (_NVFP4, _HF, "SGLang", "loads", "run", _NAMES),
     (_NVFP4, "deepseek_v3", "SGLang", "loads", "run", _MTP),
     (_NVFP4, _HF, "transformers", "fails", "run", _NO_MODELOPT),
-    (_NVFP4, "gpt_oss", "vLLM", "unknown", "", _NO_PACKED),
+    (_NVFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
+    (_NVFP4, "granite_moe", "transformers", "fails", "run", _NO_MODELOPT),
+    (_NVFP4, "gpt_oss", "vLLM", "fails", "run", _NO_PACKED),
     (_NVFP4, "all", "Model-Optimizer", "loads", "run", ""),
     (_MXFP8, _HF, "vLLM", "loads", "run", ""),
     (_MXFP8, _HF, "SGLang", "fails", "run", "its mxfp8 method needs weight_scale_inv and rejects weight_scale"),
@@ -55,13 +62,16 @@ RUNS: tuple[Row, ...] = (
         "run",
         "it has no modelopt quantizer: it warns, and uses the E4M3 codes as weights",
     ),
+    (_MXFP8, "all", "Model-Optimizer", "loads", "run", ""),
     (_MXFP4, "all", "vLLM", "fails", "run", "its modelopt method does not support MXFP4"),
     (_MXFP4, "all", "SGLang", "fails", "run", "its modelopt method does not support MXFP4"),
     (_MXFP4, "all", "transformers", "fails", "run", _NO_MODELOPT),
     (_MXFP4, "all", "Model-Optimizer", "loads", "run", ""),
     (_CT_NVFP4, _HF, "vLLM", "loads", "run", "it inverts the stored divisor: values are off by up to 2 float32 ulp"),
     (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were tested, but not its values"),
-    (_CT_NVFP4, "dense", "transformers", "loads", "run", ""),
+    (_CT_NVFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
+    (_CT_NVFP4, "dense vlm granite_moe", "transformers", "loads", "run", ""),
+    (_CT_NVFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (
         _CT_NVFP4,
         "moe deepseek_v3",
@@ -71,6 +81,7 @@ RUNS: tuple[Row, ...] = (
         "it silently decodes experts without their global scale (transformers#48371)",
     ),
     (_CT_MXFP4, _HF, "vLLM", "loads", "run", ""),
+    (_CT_MXFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
     (
         _CT_MXFP4,
         "dense",
@@ -84,12 +95,17 @@ RUNS: tuple[Row, ...] = (
         "moe deepseek_v3",
         "SGLang",
         "fails",
-        "read",
-        "it has MXFP4 for experts only: it loads the checkpoint if no other linear layer is quantized",
+        "run",
+        "it has MXFP4 for experts only: it loads the checkpoint if only experts are quantized (--preset experts)",
     ),
-    (_CT_MXFP4, "dense moe deepseek_v3", "transformers", "loads", "run", ""),
+    (_CT_MXFP4, "dense moe deepseek_v3 vlm granite_moe", "transformers", "loads", "run", ""),
+    (_CT_MXFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (_CT_MXFP8, "dense", "vLLM", "loads", "read", ""),
-    (_CT_MXFP8, "dense", "transformers", "loads", "run", ""),
+    (_CT_MXFP8, "moe deepseek_v3 vlm stacked_moe", "vLLM", "loads", "run", ""),
+    (_CT_MXFP8, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
+    (_CT_MXFP8, "dense", "SGLang", "fails", "run", "it has no method for MXFP8 linear layers in this format"),
+    (_CT_MXFP8, "dense vlm granite_moe", "transformers", "loads", "run", ""),
+    (_CT_MXFP8, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (
         _CT_MXFP8,
         "moe deepseek_v3",
@@ -99,7 +115,7 @@ RUNS: tuple[Row, ...] = (
         "it multiplies experts by their scales as if they had no blocks",
     ),
     ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8), "all", "compressed-tensors", "loads", "run", ""),
-    (_SGLANG_MXFP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "run", ""),
+    (_SGLANG_MXFP8, _HF, "SGLang", "loads", "run", ""),
     (
         _SGLANG_MXFP8,
         "llama",
@@ -108,7 +124,8 @@ RUNS: tuple[Row, ...] = (
         "read",
         "the Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)",
     ),
-    (_SGLANG_MXFP8, "dense llama moe deepseek_v3", "transformers", "loads", "run", _DEQUANTIZED),
+    (_SGLANG_MXFP8, "dense llama moe deepseek_v3 vlm granite_moe", "transformers", "loads", "run", _DEQUANTIZED),
+    (_SGLANG_MXFP8, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (_SGLANG_MXFP8, _HF, "vLLM", "fails", "run", "its mxfp8 method needs weight_scale and reads only ignored_layers"),
     (_GPT_OSS, "gpt_oss", "vLLM", "loads", "run", ""),
     (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "intermediate_size must be a multiple of 32"),
@@ -124,8 +141,9 @@ RUNS: tuple[Row, ...] = (
         "read",
         "quantization_config must have moe_quant_algo NVFP4",
     ),
-    (_BF16, _HF, "vLLM", "loads", "read", ""),
-    (_BF16, _HF, "SGLang", "loads", "read", ""),
-    (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss", "transformers", "loads", "run", ""),
+    (_BF16, f"{_HF} granite_moe", "vLLM", "loads", "read", ""),
+    (_BF16, f"{_HF} granite_moe", "SGLang", "loads", "read", ""),
+    (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss granite_moe", "transformers", "loads", "run", ""),
+    (_BF16, "stacked_moe", "transformers", "loads", "run", f"only if experts are stacks: {SPLIT_EXPERTS}"),
     (_BF16, "vlm", "transformers", "loads", "read", ""),
 )

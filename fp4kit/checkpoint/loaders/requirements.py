@@ -31,7 +31,8 @@ from fp4kit.checkpoint.loaders import configs
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import SERVING, Finding, Severity, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS, container_of
-from fp4kit.checkpoint.loaders.support import engines_for, family_of, known_traps
+from fp4kit.checkpoint.loaders.observations import SPLIT_EXPERTS
+from fp4kit.checkpoint.loaders.support import cell, engines_for, family_of, known_traps
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, split_module
 from fp4kit.formats import FLT_MIN
 
@@ -283,8 +284,23 @@ def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Findi
         applies_to_experts = next(
             (of_experts for id, name, of_experts in _EXPERTS_ALONE if (id, name) == (container, engine)), None
         )
+        if SPLIT_EXPERTS in each.note:  # see split_experts
+            continue
         if each.status != "loads" and (applies_to_experts is None or applies_to_experts in experts):
             yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
+
+
+_SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
+
+
+def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator[Finding]:
+    """Yield a warning if experts are separate in a model whose experts transformers reads only as stacks.
+
+    container: one of ``containers.CONTAINERS``. family: the model's family. names: the names of its modules or tensors.
+    """
+    each = cell(container, family, "transformers")
+    if SPLIT_EXPERTS in each.note and any(map(_SEPARATE_EXPERT.search, names)):
+        yield finding("transformers", "warning", "model", f"wrong values: {SPLIT_EXPERTS}")
 
 
 def findings(
@@ -317,4 +333,5 @@ def findings(
         found.extend(_layer_findings(container, layer, parts, _required(container, parts, config), engines))
     found.extend(_scale_findings(layers, tensor_scales, engines))
     found.extend(_traps(container, family, layers))
+    found.extend(split_experts(container, family, tensors))
     return found

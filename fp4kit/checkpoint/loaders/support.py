@@ -16,7 +16,19 @@ from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, Loa
 from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
 from fp4kit.checkpoint.loaders.observations import RUNS
 
-FAMILIES = ("dense", "llama", "moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
+FAMILIES = ("dense", "llama", "moe", "stacked_moe", "granite_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
+# Models whose experts transformers reads only as stacks. "granite_moe": those of which fp4kit copies the stacks.
+_FAMILY_OF_STACKS = {
+    "llama4": "stacked_moe",
+    "llama4_text": "stacked_moe",
+    "qwen3_vl_moe": "stacked_moe",
+    "qwen3_vl_moe_text": "stacked_moe",
+    "granitemoe": "granite_moe",
+    "granitemoeshared": "granite_moe",
+    "granitemoehybrid": "granite_moe",
+    "aria": "granite_moe",
+    "aria_text": "granite_moe",
+}
 _FAMILY_OF = {
     "gpt_oss": "gpt_oss",
     "deepseek_v4": "deepseek_v4",
@@ -163,6 +175,9 @@ def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
 
 def family_of(config: Mapping[str, Any]) -> str:
     """Return the family of a model, one of FAMILIES, as its config.json shows it."""
+    by_stacks = _FAMILY_OF_STACKS.get(str(config.get("model_type", "")))
+    if by_stacks is not None:
+        return by_stacks
     text = config.get("text_config")
     if isinstance(text, Mapping) or "vision_config" in config:
         return "vlm"

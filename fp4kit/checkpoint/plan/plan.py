@@ -22,7 +22,7 @@ from fp4kit.checkpoint.containers.container import INPUT_SCALE, Container, Outpu
 from fp4kit.checkpoint.containers.ggml_names import RECIPE, VERSION
 from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
-from fp4kit.checkpoint.loaders import exclusions
+from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.model import closed_world, side_files
 from fp4kit.checkpoint.model.declared_quantization import check_declared
@@ -36,7 +36,7 @@ from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agr
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, target_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import fused_layers
-from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import UNSUPPORTED_STACK, Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, check, decide, no_multiple
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
@@ -561,7 +561,8 @@ class _Planner:
         quantized already and stay in their containers are not excluded.
         """
         if self.form is None:
-            return (), ()
+            family, names = support.family_of(self.config), [weight.name for weight in self.weights.values()]
+            return (), tuple(shown(str(found)) for found in requirements.split_experts("bf16", family, names))
         quantized = [
             w for name, w in self.weights.items() if name in self.selected or (w.container and self._stays_quantized())
         ]
@@ -571,18 +572,29 @@ class _Planner:
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
         declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
         warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
+        warnings += _kept_stacks(self.decisions)
         warnings += self._rows_of_other_length()
         if declared is None or declared.syntax is None:
             return (), tuple(warnings)
         subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
         ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)
         warnings += [shown(str(found)) for found in exclusions.check(declared.id, ignore, modules, converted)]
+        separate = requirements.split_experts(declared.id, support.family_of(self.config), converted)
+        warnings += [shown(str(found)) for found in separate]
         return ignore, tuple(warnings)
 
 
 def _several(layers: list[str]) -> str:
     """Return the name of the only layer, or the number of layers and the first names."""
     return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
+
+
+def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
+    """Return a warning if stacks of experts stay unquantized because their names are not supported, else nothing."""
+    kept = [name for name, found in decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
+    return (
+        [f"{_several(kept)}: kept unquantized, because expert stacks of such names are not supported"] if kept else []
+    )
 
 
 def _check_outputs(shards: Iterable[ShardPlan]) -> None:

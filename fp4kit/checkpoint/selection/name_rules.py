@@ -38,7 +38,8 @@ STACKS = (  # leaf names of stacks of experts
     "w3",
     "w13",
 )
-_GRANITE_STACKS = ("input_linear", "output_linear")
+UNSUPPORTED_STACK = "unsupported expert stack"  # the reason that _other_stack gives begins with it
+GRANITE_STACKS = ("input_linear", "output_linear")
 # Encoders of images, video and sound, the projectors that join them to the language model, and speech decoders.
 _TOWERS = re.compile(
     r"(vision|visual|image|video|audio|speech)(_\w+)?|\w*(projector|connector|aligner|qformer|resampler)(_model)?"
@@ -258,11 +259,11 @@ def model_facts(config: Mapping[str, Any]) -> Model:
 def _other_stack(tensor: Candidate) -> str | None:
     """Return why a stack of experts with an unknown leaf name or rank stays unquantized; None for other tensors."""
     rank, leaf = len(tensor.shape), tensor.parts[-1]
-    granite = rank == 3 and leaf in _GRANITE_STACKS
+    granite = rank == 3 and leaf in GRANITE_STACKS
     if rank < 2 or tensor.is_stack or not (granite or "experts" in tensor.roles):
         return None
     plain = rank == 2 and (tensor.is_weight or tensor.name.endswith("bias"))
-    return None if plain else f"unsupported expert stack ({leaf}, {rank}-D)"
+    return None if plain else f"{UNSUPPORTED_STACK} ({leaf}, {rank}-D)"
 
 
 def _not_a_weight(tensor: Candidate) -> str | None:

@@ -20,6 +20,7 @@ STATED = [
     ("modelopt MXFP8", "dense", "SGLang", "fails"),
     ("modelopt MXFP8", "llama", "SGLang", "wrong values"),
     ("modelopt MXFP8", "dense", "transformers", "wrong values"),
+    ("modelopt MXFP8", "moe", "Model-Optimizer", "loads"),
     *(("modelopt mxfp4", family, engine, "fails") for family in support.FAMILIES for engine in engines.SERVING),
     ("modelopt mxfp4", "dense", "Model-Optimizer", "loads"),
     ("compressed-tensors nvfp4-pack-quantized", "dense", "transformers", "loads"),
@@ -30,6 +31,19 @@ STATED = [
     ("compressed-tensors mxfp4-pack-quantized", "moe", "transformers", "loads"),
     ("compressed-tensors mxfp8-quantized", "llama", "vLLM", "loads"),
     ("compressed-tensors mxfp8-quantized", "moe", "transformers", "fails"),
+    *(("compressed-tensors mxfp8-quantized", family, "vLLM", "loads") for family in ("moe", "deepseek_v3", "vlm")),
+    ("compressed-tensors mxfp8-quantized", "dense", "SGLang", "fails"),
+    *(
+        (f"compressed-tensors {form}", "vlm", "transformers", "loads")
+        for form in ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
+    ),
+    *(
+        (id, "stacked_moe", "transformers", "wrong values")
+        for id in CONTAINERS
+        if id.startswith(("compressed-tensors", "sglang"))
+    ),
+    ("compressed-tensors mxfp4-pack-quantized", "granite_moe", "transformers", "loads"),
+    ("modelopt NVFP4", "granite_moe", "vLLM", "loads"),
     ("sglang-mxfp8", "dense", "SGLang", "loads"),
     ("sglang-mxfp8", "llama", "SGLang", "wrong values"),
     ("sglang-mxfp8", "llama", "transformers", "loads"),
@@ -39,7 +53,7 @@ STATED = [
     ("deepseek-v4", "deepseek_v4", "vLLM", "loads"),
     ("deepseek-v4", "deepseek_v4", "transformers", "loads"),
     ("deepseek-v4", "deepseek_v4", "SGLang", "unknown"),
-    ("modelopt NVFP4", "gpt_oss", "vLLM", "unknown"),
+    ("modelopt NVFP4", "gpt_oss", "vLLM", "fails"),
     ("modelopt NVFP4", "gpt_oss", "SGLang", "unknown"),
 ]
 
@@ -70,8 +84,10 @@ BEST = {
         "dense": "compressed-tensors",
         "llama": "compressed-tensors",
         "moe": "modelopt",
+        "stacked_moe": "modelopt",
+        "granite_moe": "compressed-tensors",
         "deepseek_v3": "modelopt",
-        "vlm": "modelopt",
+        "vlm": "compressed-tensors",
         "gpt_oss": None,
         "deepseek_v4": "deepseek-v4",
     },
@@ -79,6 +95,8 @@ BEST = {
         "dense": "compressed-tensors",
         "llama": "compressed-tensors",
         "moe": "compressed-tensors",
+        "stacked_moe": "compressed-tensors",
+        "granite_moe": "compressed-tensors",
         "deepseek_v3": "compressed-tensors",
         "vlm": "compressed-tensors",
         "gpt_oss": "gpt-oss",
@@ -88,8 +106,10 @@ BEST = {
         "dense": "sglang-mxfp8",
         "llama": "compressed-tensors",
         "moe": "sglang-mxfp8",
+        "stacked_moe": "modelopt",
+        "granite_moe": "compressed-tensors",
         "deepseek_v3": "sglang-mxfp8",
-        "vlm": "sglang-mxfp8",
+        "vlm": "compressed-tensors",
         "gpt_oss": None,
         "deepseek_v4": None,
     },
@@ -147,7 +167,8 @@ def test_known_traps() -> None:
     assert traps["transformers"].status == "wrong values" and "global scale" in traps["transformers"].note
     assert "2 float32 ulp" in traps["vLLM"].note
     assert "scales of 0" in dict(support.known_traps("modelopt MXFP8", "llama"))["SGLang"].note
-    assert not support.known_traps("modelopt NVFP4", "gpt_oss")  # nothing is known
+    assert "w2_bias" in dict(support.known_traps("modelopt NVFP4", "gpt_oss"))["vLLM"].note
+    assert not support.known_traps("modelopt NVFP4", "deepseek_v4")  # nothing is known
 
 
 @pytest.mark.parametrize(
@@ -167,7 +188,11 @@ def test_known_traps() -> None:
         ({"architectures": ["DeepseekV3ForCausalLM"]}, "deepseek_v3"),
         ({"model_type": "deepseek_v4"}, "deepseek_v4"),
         ({"architectures": ["DeepseekV4ForCausalLM"]}, "deepseek_v4"),
-        ({"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 4}}, "vlm"),
+        ({"model_type": "qwen3_vl_moe", "text_config": {"num_experts": 4}}, "stacked_moe"),
+        ({"model_type": "llama4_text", "num_local_experts": 4}, "stacked_moe"),
+        ({"model_type": "granitemoe", "num_local_experts": 4}, "granite_moe"),
+        ({"model_type": "aria", "text_config": {"moe_num_experts": 4}}, "granite_moe"),
+        ({"model_type": "gemma3", "text_config": {}}, "vlm"),
         ({"vision_config": {}}, "vlm"),
         ({"architectures": [1, None]}, "dense"),
         ({"architectures": "LlamaForCausalLM"}, "dense"),
