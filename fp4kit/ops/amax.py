@@ -36,8 +36,8 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 
     Args:
         x: float32, float16 or bfloat16 array of any shape.
-        recipe: a recipe id or a Recipe; None for no blocks. A recipe without blocks gives one amax per tensor scale: ()
-            or one per row.
+        recipe: a recipe id or a Recipe, which sets the blocks; None reduces over axes instead. A recipe without blocks
+            gives one amax per tensor scale: shape () or one per row.
         axis: the axes to reduce over; with a recipe, the axis along which blocks run (default -1).
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
@@ -64,7 +64,7 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
 def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> tuple[Any, tuple[Any, ...]]:
     """Check the arguments of amax. Return whether x is a CuPy array, and the arguments for the engine.
 
-    These are the arguments of the engine's plain_amax if recipe is None, otherwise those of its amax.
+    The engine's function to call with these arguments is plain_amax if recipe is None, and amax otherwise.
     """
     if recipe is None:
         (x,) = import_arrays(op, x=x)

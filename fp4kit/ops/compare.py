@@ -23,8 +23,8 @@ from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 
 Count = tuple[int, int]  # differing, compared
-_NAN_POSITION = 1 << 12  # the position of NaN: farther from zero, in steps, than any value of any format
-# Floats of ml_dtypes that convert to float32 exactly.
+_NAN_POSITION = 1 << 12  # stands for NaN in _positions: farther from zero, in steps, than any value of any format
+# ml_dtypes' floats that convert to float32 exactly.
 NARROW = (
     "bfloat16",
     "float8_e4m3",
@@ -45,12 +45,12 @@ WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtype
 
 @dataclass(frozen=True)
 class Comparison:
-    """The differences between a and b, as compare returns them.
+    """The differences between a and b, the two arguments of compare.
 
-    It prints as a table, and is true if everything is equal.
+    A Comparison prints as a table. Its truth value is True if everything is equal.
 
-    A count is a pair (differing, compared). It is (0, 0) if there is nothing to compare: the arguments are arrays, or
-    differ in format, block or axis.
+    A count is a pair (differing, compared). The counts of codes and scales are (0, 0) if they cannot be compared,
+    because an argument is a plain array, or because a and b differ in format, block or axis.
 
     Attributes:
         codes: count of element codes.
@@ -62,8 +62,8 @@ class Comparison:
         sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if a and b are equal.
         first: index in x of the first differing value, and the two values; None if all are equal.
         names: the names of a and b in the table.
-        max_steps: largest distance between two codes, in steps between neighbouring values of the element format. -0
-            counts as 0, and NaN is left out. None if codes are not compared.
+        max_steps: largest distance between two codes at equal indices, counted in steps between neighbouring values of
+            the element format. -0 counts as 0, and NaN is left out. None if codes are not compared.
         element: name of the element format that max_steps refers to.
 
     Examples:
@@ -143,8 +143,8 @@ class Comparison:
 def compare(a: Any, b: Any) -> Comparison:
     """Compare two Quantized, or two arrays of equal shape.
 
-    Codes and scales are compared, in linear layout, if both arguments are Quantized with equal formats, block and axis.
-    Values are always compared. Next to an array, a Quantized stands for its float32 values.
+    Values are always compared; those of a Quantized are its dequantized float32 values. Codes and scales are compared
+    too, in linear layout, if both arguments are Quantized with equal formats, block and axis.
 
     Two arrays of different dtypes are compared as numbers, exactly: in float64 if one of them is float64, otherwise in
     float32. Arrays on a GPU are first copied to the host, which waits for the device. a and b may be on different
@@ -162,9 +162,11 @@ def compare(a: Any, b: Any) -> Comparison:
         ValueError: the shapes differ.
 
     Numerics:
-        sqnr and max_error are computed in float64. Squares are summed pairwise in boxes of 2^16 values, and the sums of
-        the boxes pairwise. If anything differs, a NaN, or equal infinities at one place, makes sqnr and max_error NaN.
-        Needs at most 64 MiB beyond a and b, and a linear copy of swizzled scales.
+        sqnr and max_error are computed in float64. Squares are summed pairwise in boxes of 2^16 values, and then the
+        sums of the boxes are summed pairwise. If any value differs, then sqnr and max_error are NaN if a or b holds a
+        NaN, or if both hold the same infinity at one index.
+
+        The call needs at most 64 MiB of memory beyond a and b, and a linear copy of swizzled scales.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -195,7 +197,10 @@ def compare(a: Any, b: Any) -> Comparison:
 
 
 def _precision(name: str, a: Any) -> np.dtype:
-    """Return float64 for a float64 array, and float32 for any narrower float or a Quantized."""
+    """Return the dtype in which to compare an argument: float64 for a float64 array, otherwise float32.
+
+    Raise TypeError for an array that is not of floats. name: the argument's name.
+    """
     if isinstance(a, Quantized) or a.dtype.newbyteorder("=") in WIDENED:
         return np.dtype(np.float32)
     if a.dtype.newbyteorder("=") != np.float64:
@@ -216,14 +221,17 @@ def _linear(a: Any) -> Any:
 
 
 def _reader(a: Any) -> Reader:
-    """Return a function that returns the values of a box."""
+    """Return a function that returns the values of an argument of compare within a box."""
     if isinstance(a, Quantized):
         return lambda box: dequantize(box_of(a, box), np.float32)
     return lambda box: a[box]
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return, per axis, the multiple at which boxes may be cut: between the blocks of a Quantized."""
+    """Return, per axis, the number of elements of which the length of a box must be a multiple.
+
+    Boxes are cut between the blocks of a Quantized, so that box_of can slice it. An array can be cut anywhere.
+    """
     multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
     for q in operands:
         if isinstance(q, Quantized):
@@ -232,7 +240,7 @@ def _multiples(*operands: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
-    """Return how the table calls an argument of compare."""
+    """Return the name of an argument of compare in the table: for a Quantized, with the id of its recipe."""
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
@@ -249,9 +257,9 @@ def on_host(name: str, a: Any) -> Any:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
-    """Return the counts (differing, compared) of codes, of block scales and of tensor scales.
+    """Return three counts (differing, compared): of codes, of block scales and of tensor scales.
 
-    Each is (0, 0) if the formats, blocks or axes of a and b differ.
+    All are (0, 0) if the formats, blocks or axes of a and b differ.
     """
     comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
     if not comparable or a.recipe.block_size != b.recipe.block_size:
@@ -263,9 +271,9 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 
 @cache
 def _positions(fmt: ElementFormat) -> np.ndarray:
-    """Return, for each code, the position of its value among the values of the format, counted in steps from zero.
+    """Return a table that maps each code to the position of its value in the format, counted in steps from zero.
 
-    -0 has the position of 0. NaN codes have a position beyond every format.
+    Negative values have negative positions. -0 has position 0, and NaN codes have _NAN_POSITION.
     """
     codes = np.arange(2**fmt.bits)
     magnitude = codes & (fmt.sign_bit - 1)
@@ -283,10 +291,12 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
 
 
 def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
-    """Return the counts (differing, compared) of the entries of two arrays. NaN equals NaN.
+    """Return (differing, compared), the numbers of entries of two arrays. NaN equals NaN.
 
-    If one array is missing or the shapes differ, all entries differ. to_entries: a function that unpacks the entries of
-    an array; None if its elements are the entries.
+    Return (0, 0) if both arrays are None. If one is None or the shapes differ, all entries count as differing.
+
+    to_entries: a function that unpacks an array to one entry per element, such as packed codes to codes; None if the
+        array's elements are the entries.
     """
     if a is None and b is None:
         return 0, 0

@@ -21,10 +21,12 @@ First = tuple[tuple[int, ...], float, float]  # index and both values
 
 
 def boxes(shape: Sequence[int], multiples: Sequence[int] | None = None) -> Iterator[Box]:
-    """Yield boxes of at most BOX_ELEMENTS that cover an array, in a fixed order.
+    """Yield boxes of at most BOX_ELEMENTS elements that together cover an array, in row-major order.
 
-    Edges are at multiples of `multiples`, given per axis. Boxes are as long as possible along the last axes. A box of
-    one multiple along every axis may be larger than BOX_ELEMENTS.
+    Boxes are as long as possible along the last axes.
+
+    multiples: per axis, a number of elements; boxes begin at its multiples. None means 1 for all axes. The smallest
+        possible box has this length along every axis, even if it then has more than BOX_ELEMENTS elements.
     """
     smallest = [1] * len(shape) if multiples is None else multiples
     steps = list(smallest)
@@ -48,7 +50,10 @@ class Energy:
     parts: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, x: np.ndarray, scaled: bool) -> None:
-        """Add the squares of float64 x. If scaled, divide x first by the power of two above its largest magnitude."""
+        """Add the sum of the squares of x, a box of float64 values.
+
+        scaled: divide x first by the power of two above its largest magnitude, so that no square overflows.
+        """
         top = float(np.max(np.abs(x))) if scaled else 0.0
         exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
         if exponent:
@@ -87,9 +92,9 @@ class Differences:
     noise: Energy = field(default_factory=Energy)
 
     def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
-        """Add a box of float32 or float64 values, and return True.
+        """Compare x and y, the values of two arrays within a box, and add their differences.
 
-        If all values are equal, add nothing and return False.
+        Return True if any value differs. Otherwise add nothing and return False.
         """
         differ = bit_patterns(x) != bit_patterns(y)
         if differ.any():
@@ -102,9 +107,9 @@ class Differences:
         return count > 0
 
     def add_errors(self, x: np.ndarray, y: np.ndarray) -> None:
-        """Add a box to the sums of squares and to the largest error.
+        """Add the values x and y of a box to `signal` and `noise`, and update `max_error`.
 
-        Two equal infinities, or a NaN, give an error of NaN.
+        A NaN, or two equal infinities at one index, make the error NaN.
         """
         wide = x.astype(np.float64, copy=False)
         self.signal.add(wide, self.scaled)
@@ -131,9 +136,9 @@ class Differences:
 
 
 def ordered(x: np.ndarray) -> np.ndarray:
-    """Return floats without NaN as signed integers in the order of the values, so that neighbours differ by 1.
+    """Map floats to signed integers in the order of their values, so that neighbouring floats differ by 1.
 
-    -0 comes just below +0.
+    -0 comes just below +0. x must not hold NaN.
     """
     bits = x.view(np.dtype(f"i{x.dtype.itemsize}"))
     width = 8 * x.dtype.itemsize
@@ -141,23 +146,28 @@ def ordered(x: np.ndarray) -> np.ndarray:
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return the number of steps between two floats, as unsigned integers.
+    """Return, per element, the number of steps between neighbouring floats from x to y.
 
-    A signed integer could not hold the largest distance.
+    The result is unsigned, because a signed integer of this width could not hold the largest distance.
     """
     a, b = ordered(x), ordered(y)
     return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))
 
 
-Reader = Callable[[Box], Any]  # the values of a box
+Reader = Callable[[Box], Any]  # a function that returns the values of an array within a box
 
 
 def compare_values(
     read_x: Reader, read_y: Reader, shape: Sequence[int], multiples: Sequence[int], dtype: Any
 ) -> Differences:
-    """Return the differences of two arrays of a shape, whose boxes are read as dtype, float32 or float64.
+    """Compare two arrays box by box, and return their differences.
 
-    Boxes without a difference are read a second time for the sum of their squares, if any other box has a difference.
+    read_x(box) and read_y(box) return the values of a box, which are compared in `dtype`, float32 or float64.
+
+    Arrays that are equal everywhere need no sums of squares. So boxes without a difference are read a second time, for
+    these sums, only if another box has a difference.
+
+    multiples: as in boxes.
     """
     differences, equal_boxes = Differences(np.dtype(dtype) == np.float64), []
     with np.errstate(all="ignore"):

@@ -43,10 +43,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         float32 throughout, with one rounding to dtype (nearest even) at the end. float16 overflows to inf. A NaN scale
         gives NaN.
 
-        The values follow q.tensor_scale. Some decode rules also read the amax: TE's, compressed-tensors' and
-        Model-Optimizer's for integers. They use q.tensor_amax if the recipe makes exactly q.tensor_scale from it, and
-        otherwise the amax that q.tensor_scale implies (reference/implied_amax.py). If no amax gives the scale, as for
-        an arbitrary number in a checkpoint, value = decode(code) * (block_scale * tensor_scale).
+        The values follow q.tensor_scale. Some decode rules also read the tensor amax: TE's, compressed-tensors', and
+        Model-Optimizer's for integers. These rules use q.tensor_amax if the recipe makes exactly q.tensor_scale from
+        it, and otherwise the amax that q.tensor_scale implies (reference/implied_amax.py). If no amax gives this scale,
+        as for an arbitrary number in a checkpoint, value = decode(code) * (block_scale * tensor_scale).
 
     Exact:
         Equals what the recipe's producer decodes.
@@ -66,7 +66,10 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
 
 @returns_in_library
 def _dequantize(q: Quantized, dtype: Any, key: Any, *, out: Any) -> Any:
-    """Check the arguments and dequantize q. Unless key is None, store a cached call for it."""
+    """Check the arguments of dequantize, and return the values of q.
+
+    key: the key under which to store a cached call for later calls; None stores nothing.
+    """
     original, arguments = q, (q, out)
     q, out = checks.check_quantized("dequantize", q), import_out("dequantize", out)
     values_dtype = numpy_dtype("dequantize", q.dtype if dtype is None else dtype)

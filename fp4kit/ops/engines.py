@@ -1,6 +1,7 @@
-"""Choose the engine for a call by the place of its arrays: CUDA for CuPy arrays, a host engine for NumPy arrays.
+"""Choose the engine for a call: the CUDA engine for CuPy arrays, one of the two host engines for NumPy arrays.
 
-An engine that does not support a call declines it. Then the next engine is tried.
+The host engines are the compiled one (fp4kit.cpu) and the specification in NumPy (fp4kit.host). An engine that does not
+support a call raises Declined, and the next engine is tried.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ T = TypeVar("T")
 
 
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
-    """Return the cached call of an operation, which later calls with equal facts reuse.
+    """Return a cached call of an operation: a function that repeats the call on other arrays of equal shapes.
 
-    The CUDA engine makes it for arrays on a device, the compiled host engine otherwise. Return None if that engine
-    declines.
+    The CUDA engine makes it for arrays on a device, and the compiled host engine for others. Return None if this engine
+    does not support the call. arguments: those of the engine's function in cached_calls.py.
     """
     engine = cuda_cached if on_device else cpu_cached
     try:
@@ -48,9 +49,9 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
 
 
 def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
-    """Call a function that is decorated by returns_in_library, and return its result.
+    """Call a function that is decorated by returns_in_library, with x as the first argument, and return its result.
 
-    If x is a NumPy or CuPy array, nothing needs conversion. Then the undecorated function is called, which saves time.
+    If x is a NumPy or CuPy array, its result needs no conversion. Then call the undecorated function, to save time.
     """
     is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
     called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
@@ -95,19 +96,23 @@ class Engine(str):
 
 
 def is_compiled() -> bool:
-    """Return whether the compiled engine computes on NumPy arrays in this thread or task. It starts its own threads."""
+    """Return whether calls on NumPy arrays use the compiled engine in this thread or task.
+
+    Callers that run threads of their own ask this, because the compiled engine starts threads too.
+    """
     return not specification_only.get() and library().functions is not None
 
 
 def engine() -> Engine:
     """Return the name of the engine that computes on NumPy arrays in the current thread or task.
 
-    All engines give equal bytes. Calls that the compiled engine does not cover are computed by the specification.
+    Use it to find out why calls are slow. All engines give equal bytes. The specification computes calls that the
+    compiled engine does not support.
 
     Returns:
-        An Engine, which is a str. "cpu-avx512", "cpu-avx2" or "cpu-base" is the compiled engine, by the processor level
-        that it was compiled for. "reference" is the specification in NumPy. If a faster engine could run here, the
-        attribute `why` says what is missing.
+        An Engine, which is a str. "cpu-avx512", "cpu-avx2" and "cpu-base" are the compiled engine, by the processor
+        level that it was compiled for. "reference" is the specification in NumPy. If a faster engine could run on this
+        processor, the attribute `why` says why it is not used; otherwise `why` is "".
 
     Examples:
         >>> import fp4kit
@@ -127,7 +132,7 @@ def engine() -> Engine:
 
 @contextmanager
 def specification() -> Iterator[None]:
-    """Compute by the specification alone, for NumPy arrays, within a with block.
+    """Compute on NumPy arrays by the specification alone within a with block, for example to check the other engine.
 
     It applies to the current thread or task.
 
@@ -149,9 +154,11 @@ def specification() -> Iterator[None]:
 def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
     """Return the result of an operation from the first engine that supports the call.
 
-    Host engines run in IEEE arithmetic. If all engines decline, NotImplementedError with the last engine's reason is
-    raised. op: the public function that error messages name. operation: the engine's function. on_device: whether the
-    arrays are CuPy arrays.
+    Host engines run in IEEE arithmetic. If all engines decline the call, raise NotImplementedError with the last
+    engine's reason.
+
+    op: the public function that error messages name. operation: the name of the engine's function. on_device: whether
+    the arrays are CuPy arrays. arguments: those of the engine's function.
     """
     if on_device:
         return _first(op, operation, (cuda,), arguments)
@@ -163,7 +170,10 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
 
 
 def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
-    """Return the result of an operation from the first of the given engines that supports the call."""
+    """Return the result of an operation from the first of the given engines that supports the call.
+
+    Raise NotImplementedError if all engines decline it.
+    """
     reason = ""
     for engine in engines:
         try:
@@ -190,20 +200,24 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
-    """Return the result of an operation on one parsed call, from the first engine that supports it."""
+    """Return the result of an operation on a parsed call, from the first engine that supports it."""
     return run(call.op, operation, call.on_device, call, *arguments)
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return the Group that runs N parsed calls: in one launch for arrays on a GPU, otherwise in a loop on the host.
+    """Return a Group object that runs N parsed calls: in one launch for arrays on a GPU, otherwise in a loop.
 
-    stack: the device array that contains the arrays of all calls, or None.
+    op: the public function that error messages name. stack: the stacked array on a GPU whose items are the arrays of
+    the calls; None if they are separate arrays.
     """
     return cuda.Group(calls, stack) if calls and calls[0].on_device else host_group.Group(op, calls, r, _run_call)
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return the ClipGroup that clips N gradients: in one launch on a GPU, otherwise in a loop on the host."""
+    """Return a ClipGroup object that clips N gradients: in one launch on a GPU, otherwise in a loop.
+
+    amaxes: the clip limit of each call; None to compute it from the call's x.
+    """
     if calls and calls[0].on_device:
         return cuda.ClipGroup(calls, amaxes)
     return host_group.ClipGroup(calls, amaxes, _run_call)
@@ -212,7 +226,7 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
     """Return whether the shards of cast_master_weights are in host memory.
 
-    Raise an error if no engine can cast them.
+    Raise an error if the shards are on a GPU and its engine cannot cast them.
     """
     if not values or not imports.on_device(values[0]):
         return True
@@ -221,10 +235,10 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 
 
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
-    """Return the object that computes the stages of cast_master_weights.
+    """Return the object that computes the stages of cast_master_weights for the shards `values`.
 
-    It is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. facts: the further arguments
-    of both classes.
+    It is a HostStages for shards in host memory, and a DeviceStages for shards on a GPU. facts: the other arguments of
+    these two classes.
     """
     if imports.on_device(values[0]):
         return cuda.DeviceStages(values, *facts)
@@ -233,9 +247,10 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a cached call that saves only the parsing of the arguments, and then runs the usual engines.
+    """Return a cached call for calls that new_cached_call does not support.
 
-    Return None if x, the array as the caller passed it, is not a NumPy array, or if the caller passed an amax.
+    It saves only the parsing of the arguments, and then runs the usual engines. Return None if x, the array as the
+    caller passed it, is not a NumPy array, or if the caller passed tensor_amax.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

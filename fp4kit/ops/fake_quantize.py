@@ -28,9 +28,9 @@ def fake_quantize(
 ) -> ArrayT:
     """Return x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
-    A recipe with a fake_rule follows its producer's own fake quantizer instead. That one has no codes, and often
-    another arithmetic than the real quantizer (reference.fake states each). AMD Quark's MX recipes also differ, in
-    float16.
+    Two kinds of recipes differ from dequantize(quantize(x)). A recipe with a fake_rule follows its producer's own fake
+    quantizer, which makes no codes and often uses another arithmetic than the producer's real quantizer (reference.fake
+    states each). AMD Quark's MX recipes differ for float16 x.
 
     Args:
         x: float32, float16 or bfloat16 array of any shape, of any library. A tensor that requires grad is rejected:
@@ -73,7 +73,10 @@ def fake_quantize(
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
-    """Check the arguments and fake-quantize x. Unless key is None, store a cached call for it."""
+    """Check the arguments of fake_quantize, and fake-quantize x. `amaxes` holds tensor_amax and block_amax.
+
+    key: the key under which to store a cached call for later calls; None stores nothing.
+    """
     op = "fake_quantize"
     call, cached = fake_call(op, x, recipe, axis, options, **amaxes), None
     if key is not None:
@@ -95,7 +98,8 @@ def fake_quantize_backward(
 ) -> ArrayT:
     """Return the straight-through gradient of fake_quantize with respect to x.
 
-        grad if pass_through, otherwise grad where |x| <= amax, and 0 elsewhere
+        gradient = grad                                       if pass_through
+        gradient = grad where |x| <= amax, and 0 elsewhere    otherwise
 
     Args:
         grad: float32, float16 or bfloat16, in the shape of x.
@@ -103,12 +107,13 @@ def fake_quantize_backward(
         recipe: a recipe id, an alias or a Recipe.
         axis: the axis along which blocks run.
         amax: the clip limit, float32: (), one per row of x (axis last), one per block, or (E,) with one per expert, as
-            for tensor_amax of quantize. None takes the amax of the recipe's tensor scale; for MX recipes, the amax of
-            the tensor. On a GPU, a number or a float32 array there.
-        pass_through: whether to return grad unclipped.
+            for tensor_amax of quantize. None computes it from x, as quantize computes tensor_amax; for recipes without
+            a tensor scale (MX), it is the amax of the whole x. If x is on a GPU, a number or a float32 array on that
+            GPU.
+        pass_through: True returns grad unclipped. False sets it to 0 where |x| > amax.
 
     Returns:
-        grad itself with pass_through, otherwise a new array with the shape and dtype of grad.
+        grad itself if pass_through is True, otherwise a new array with the shape and dtype of grad.
 
     Raises:
         TypeError: an array has another dtype.

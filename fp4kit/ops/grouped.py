@@ -25,11 +25,12 @@ def amax_grouped(
 ) -> list[Any]:
     """Return the amax of each array of a group: [amax(x, recipe, axis=axis) for x in xs].
 
-    On a GPU this is one launch, and the results are views of one vector. The exception is a recipe whose blocks one
-    thread must read whole: blocks of several rows, or amax_nan="lanes".
+    On a GPU, one launch computes all amaxes, and the results are views of one vector. As an exception, recipes with
+    blocks of several rows or with amax_nan="lanes" take one launch per array, because one thread must read each of
+    their blocks whole.
 
     Args:
-        xs: a sequence of arrays of any shapes, or one stacked array, experts first.
+        xs: a sequence of arrays of any shapes, or one stacked array whose first axis counts the arrays (experts).
         recipe: as in amax.
         axis: as in amax.
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
@@ -64,19 +65,20 @@ def quantize_grouped(
     block_amax: Any = None,
     threads: int | None = None,
 ) -> list[Quantized]:
-    """Quantize each array of a group.
+    """Quantize each array of a group, such as the weights of all experts of a layer.
 
-    On a GPU this is one launch per dtype, after one launch for the amaxes if they are computed. A stacked array is not
-    copied, and its results are views of stacked arrays. To repeat a grouped call without work per tensor, use
-    GroupedPlan.
+    On a GPU, this takes one launch per dtype, and one launch before if amaxes are computed. A stacked array is not
+    copied, and its results are views of stacked arrays. If you quantize the same arrays in every step, use GroupedPlan,
+    which repeats the call without work per array.
 
     Args:
-        xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array, experts first.
+        xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array whose first axis
+            counts the arrays (experts).
         recipe: as in quantize, for all arrays.
         axis: as in quantize, for all arrays.
-        tensor_amax: None to compute it from each array; or one per array: a sequence of N, or an array whose first axis
-            is N. Each is as in quantize: a scalar, or one per row ([rows, 1] or [rows]) or block if the recipe scales
-            so.
+        tensor_amax: None to compute it from each array; or one entry per array: a sequence of N entries, or an array
+            whose first axis has length N. Each entry is as in quantize: a scalar; or amaxes per row, of shape (rows, 1)
+            or (rows,), or per block, if the recipe has one tensor scale per row or block.
         scale_layout: as in quantize, for all arrays.
         rounding: as in quantize, for all arrays.
         seed: as in quantize, for all arrays.
@@ -122,10 +124,11 @@ def fake_quantize_grouped(
     seed: Any = None,
     threads: int | None = None,
 ) -> list[Any]:
-    """Fake-quantize each array of a group.
+    """Fake-quantize each array of a group, such as the weights of all experts of a layer.
 
     Args:
-        xs: a sequence of arrays of any shapes and dtypes, or one stacked array, experts first.
+        xs: a sequence of arrays of any shapes and dtypes, or one stacked array whose first axis counts the arrays
+            (experts).
         recipe: as in fake_quantize, for all arrays.
         axis: as in fake_quantize, for all arrays.
         tensor_amax: None, or one per array, as in quantize_grouped.
@@ -165,10 +168,10 @@ def fake_quantize_grouped_backward(
         recipe: as in fake_quantize_backward, for all arrays.
         axis: as in fake_quantize_backward, for all arrays.
         amax: None, or one clip limit per array, each as in fake_quantize_backward.
-        pass_through: whether to return the gradients unclipped.
+        pass_through: True returns grads unclipped. False sets them to 0 where |x| > amax.
 
     Returns:
-        A list of gradients: grads themselves with pass_through, otherwise new arrays.
+        A list of gradients: the arrays of grads themselves if pass_through is True, otherwise new arrays.
 
     Raises:
         TypeError, ValueError: as for fake_quantize_backward.

@@ -22,13 +22,13 @@ from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
 class PlanInput(NamedTuple):
-    """Remember an argument of a plan and its content when the plan was made, to notice later changes.
+    """An argument of a GroupedPlan and its content when the plan was made, so that later changes are noticed.
 
     Attributes:
         value: the argument: a sequence of N entries, or an array.
         entries: the entries of the argument.
-        tensors: the entries that are PyTorch tensors, whose memory can be exchanged.
-        addresses: the address of each of these tensors.
+        tensors: the entries that are PyTorch tensors. Their memory can be replaced while the object stays.
+        addresses: the memory address of each of these tensors.
     """
 
     value: Any
@@ -38,15 +38,15 @@ class PlanInput(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Return a PlanInput with the present content of an argument. name: the argument's name."""
+        """Return the PlanInput of an argument with its current content. name: the argument's name in messages."""
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
-        """Return what has changed since the plan was made, as the end of an error message; None if nothing has.
+        """Return what has changed since the plan was made, as the end of an error message; None if nothing changed.
 
-        value: the present argument, if it is another object; None if it is the plan's object.
+        value: the current argument if the caller passed a new object; None if it is the plan's own object.
         """
         now = as_list("GroupedPlan", "xs", self.value if value is None else value)
         if len(now) != len(self.entries):
@@ -60,12 +60,16 @@ class PlanInput(NamedTuple):
 
 
 def as_list(op: str, name: str, value: Any) -> Any:
-    """Return a sequence unchanged, and a single array as a list of it."""
+    """Return an argument as a list or another sequence: a sequence unchanged, a single array in a list."""
     return [value] if is_array(value) else as_entries(op, name, value)
 
 
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
-    """Return one entry per tensor: the entries of a sequence, views of an array, or `count` times None."""
+    """Return a list with one entry per tensor: the items of a sequence, or views along an array's first axis.
+
+    If value is None, return a list of `count` times None. Raise ValueError if the number of entries is not `count`, or
+    if an entry is None. name: the argument's name in messages.
+    """
     if value is None:
         return [None] * count
     if not isinstance(value, Sequence) and getattr(value, "ndim", 0) == 0:
@@ -82,9 +86,9 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 
 
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
-    """Import the arrays of a grouped call. Return them as a list, and the stack that they came from.
+    """Import the arrays xs of a grouped call as NumPy or CuPy arrays. Return the pair (list of arrays, stack).
 
-    The stack is None unless xs is one stacked array.
+    If xs is one stacked array, stack is that array, imported; otherwise it is None.
     """
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
@@ -94,9 +98,9 @@ def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
 
 
 def check_stack(op: str, stack: Any, kind: str = "array") -> None:
-    """Raise ValueError unless an array has at least two dimensions, so that it is a stack of arrays.
+    """Raise ValueError unless an array has at least two dimensions, as a stack of arrays must.
 
-    kind: the word for it in the message, such as "array" or "tensor".
+    kind: the word for the array in the message, such as "array" or "tensor".
     """
     if stack.ndim < 2:
         raise ValueError(
@@ -105,36 +109,39 @@ def check_stack(op: str, stack: Any, kind: str = "array") -> None:
 
 
 class GroupedPlan:
-    """A plan that quantizes N tensors again and again. Outputs and, on a GPU, the table of pointers are made once.
+    """A plan that quantizes N tensors again and again, such as the weights of a model in every training step.
+
+    Outputs and, on a GPU, the table of pointers are made only once.
 
         plan = GroupedPlan(weights, "nvfp4-te")
         for step in range(steps):
             values = plan.fake_quantize()        # of the current weights: one launch for the amaxes, one for the values
-            ...                                  # changes the weights in place
+            ...                                  # update the weights in place
 
-    The methods return the plan's own arrays: the same objects in every call, which overwrites them. For a stacked array
-    on a GPU they are views of stacked arrays.
+    Every call of a method returns the plan's own arrays, and overwrites the values of the previous call in them. For a
+    stacked array on a GPU, they are views of stacked arrays.
 
-    A plan keeps its tensors alive and sees what is written into them. It does not follow an array that is replaced by
-    another. If an entry of the sequence, or the memory of a PyTorch tensor, was replaced, the methods raise ValueError
-    before any work. refresh() then makes the plan again. If the sequence itself is another object, pass it to the
-    method as xs.
+    A plan keeps its tensors alive, and every call reads their current values. If an entry of the sequence was replaced
+    by another array, or the memory of a PyTorch tensor was replaced, the methods raise ValueError before any work. Call
+    refresh() then, which makes the plan again. If you hold the tensors in a new sequence object, pass this object to
+    the methods as xs.
 
-    On a GPU a call is one launch per dtype, or two if amaxes are computed, on the current stream, without
+    On a GPU, a call takes one launch per dtype, or two if amaxes are computed, on the current stream and without
     synchronization. From a method's second call on there is no work per tensor, and the call can be captured in a CUDA
-    graph. Tensors that are not contiguous with `axis` last are copied first, one by one.
+    graph. Tensors that are not contiguous after `axis` is moved last are first copied, one by one.
 
     Args:
-        xs: a sequence of arrays of any shapes (zero rows included), or one stacked array, experts first.
+        xs: a sequence of arrays of any shapes (zero rows included), or one stacked array whose first axis counts the
+            arrays (experts).
         recipe: as in quantize, for all tensors.
         axis: as in quantize, for all tensors.
-        tensor_amax: None to compute it from xs in every call; or a sequence or array with one per tensor. Numbers are
-            read when the plan is made. Arrays are used in place, so later writes to them count.
+        tensor_amax: None to compute it from xs in every call; or a sequence or array with one entry per tensor. Numbers
+            are read when the plan is made. Arrays are used in place, so every call reads their current values.
         scale_layout: as in quantize, for all tensors.
         rounding: as in quantize, for all tensors.
         seed: as in quantize, for all tensors.
         hadamard: as in quantize, for all tensors.
-        block_amax: None, or a sequence with one per tensor, for static recipes.
+        block_amax: None, or a sequence with one entry per tensor, as in quantize.
         op: the name that error messages begin with.
 
     Raises:
@@ -173,7 +180,7 @@ class GroupedPlan:
         self.refresh(xs, tensor_amax=tensor_amax, block_amax=block_amax)
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
-        """Make the plan again, for what the sequences hold now. Earlier results stay unchanged.
+        """Make the plan again for the current entries of its sequences. Results of earlier calls stay unchanged.
 
         Args:
             xs: a new sequence or stacked array; None keeps the plan's.
@@ -193,7 +200,7 @@ class GroupedPlan:
         self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
-        """Make the plan for the given arguments."""
+        """Make the plan. values: the arguments xs, tensor_amax and block_amax, by name."""
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
         self._inputs = {name: PlanInput.of(name, value) for name, value in values.items()}
@@ -208,9 +215,9 @@ class GroupedPlan:
         self._group = new_group(self._op, calls, self.recipe, moved)
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
-        """Return one parsed call per array.
+        """Return one parsed call per array of xs. values: as in _make.
 
-        Amaxes that the caller gave are used in place, so later writes to them count.
+        Amaxes that the caller passed are not copied, so that every run reads their current values.
         """
         amaxes, blocks = (
             per_tensor(self._op, name, values.get(name), len(xs)) for name in ("tensor_amax", "block_amax")
@@ -231,21 +238,21 @@ class GroupedPlan:
 
         It is None if the caller passed the amaxes, or if the recipe has no tensor scale.
 
-        A method called with keep_amax=True uses the current content, such as maxima over several processes, or the
-        amaxes of an earlier step.
+        A method called with keep_amax=True computes no amaxes, and uses the content of this vector. So you can reduce
+        it over several processes first, or use the amaxes of an earlier step.
         """
         return self._group.vector if self._group.computes_amaxes else None
 
     @returns_in_plan_library
     def amax(self, xs: Any = None) -> list[Any]:
-        """Return the amax that each tensor's scale is made from, computed now or as given.
+        """Return the amax from which each tensor's scale is made: the caller's tensor_amax, or else computed now.
 
         Args:
-            xs: the sequence as it is now, if it is another object than the plan's.
+            xs: the current sequence, if it is another object than the one that the plan was made with.
 
         Returns:
-            A list of float32 arrays: (), one per row or one per block; None for recipes without a tensor scale.
-                Computed amaxes are in amax_vector; on a GPU one launch computes them.
+            A list with one entry per tensor: float32 of shape (), or with one amax per row or block; None for recipes
+                without a tensor scale. Computed amaxes are views of amax_vector; on a GPU, one launch computes them.
 
         Raises:
             ValueError: an entry or its memory was replaced after the plan was made.
@@ -258,8 +265,8 @@ class GroupedPlan:
         """Quantize each tensor into the plan's own arrays.
 
         Args:
-            xs: the sequence as it is now, if it is another object than the plan's.
-            keep_amax: whether to use the amaxes in amax_vector instead of computing them.
+            xs: the current sequence, if it is another object than the one that the plan was made with.
+            keep_amax: True uses the amaxes in amax_vector. False computes them first.
 
         Returns:
             A list of Quantized, overwritten by the next call.
@@ -276,8 +283,8 @@ class GroupedPlan:
         """Fake-quantize each tensor into the plan's own arrays.
 
         Args:
-            xs: the sequence as it is now, if it is another object than the plan's.
-            keep_amax: whether to use the amaxes in amax_vector instead of computing them.
+            xs: the current sequence, if it is another object than the one that the plan was made with.
+            keep_amax: True uses the amaxes in amax_vector. False computes them first.
 
         Returns:
             A list of arrays, overwritten by the next call.
@@ -298,16 +305,18 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def fake_quantize_backward(self, grads: Sequence[Any], xs: Any = None, *, pass_through: bool = True) -> list[Any]:
-        """Return the straight-through gradient of each tensor, clipped at the plan's amaxes unless pass_through is set.
+        """Return the straight-through gradient of each tensor, as fake_quantize_backward does.
 
         Args:
-            grads: N arrays in the shapes of xs. On a GPU, passing the arrays of the last call again needs no work per
-                array.
-            xs: the sequence as it is now, if it is another object than the plan's.
-            pass_through: whether to return the gradients unclipped.
+            grads: N arrays in the shapes of xs. On a GPU, if they are the arrays of the previous call, the call does no
+                work per array.
+            xs: the current sequence, if it is another object than the one that the plan was made with.
+            pass_through: True returns grads unclipped. False sets them to 0 where |x| exceeds the tensor's amax: the
+                plan's tensor_amax, or else computed from x.
 
         Returns:
-            A list of gradients: grads themselves with pass_through.
+            A list of gradients: the arrays of grads themselves if pass_through is True, otherwise new arrays or, on a
+                GPU, the plan's own arrays.
 
         Raises:
             ValueError: grads does not have one entry per tensor; an entry or its memory was replaced after the plan was
@@ -337,7 +346,10 @@ class GroupedPlan:
         return clipped
 
     def _check_unchanged(self, method: str, xs: Any) -> None:
-        """Raise ValueError if the content of an argument has changed since the plan was made."""
+        """Raise ValueError if an entry of an argument, or its memory, was replaced since the plan was made.
+
+        method: the method's name in the message. xs: the current sequence; None for the plan's own object.
+        """
         for name, argument in self._inputs.items():
             changed = argument.changed(xs if name == "xs" else None)
             if changed is not None:

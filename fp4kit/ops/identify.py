@@ -1,8 +1,8 @@
-"""identify: which recipe made a quantized array.
+"""identify: find out which recipe made a quantized array.
 
-A large array is first tried on a sample, a region of about SAMPLE elements. Variations (a recipe with a Hadamard
-transform or stochastic rounding) are first tried on a probe, a region of about PROBE elements. Results that survive are
-proved on all bytes.
+To save time, recipes are first tried on a small region of a large array: a sample of about SAMPLE elements. Variations
+(a recipe with a Hadamard transform or stochastic rounding) are first tried on a probe of about PROBE elements. Recipes
+and variations that match there are then proved, which means compared on all bytes.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
 SAMPLE = 1 << 18  # elements on which recipes are tried first, if the array has at least twice as many
 MAX_PROVED = 3  # recipes that are proved on all bytes if no recipe makes all bytes of the sample
-NEXT_TO_TIES = 1 / 1024  # the largest share of codes that may differ because the encode scale is off by one ulp
-# Rounding counts as stochastic only if at least this share of the elements between two values are not the nearest one.
+# In a probe, the largest share of codes that may differ, because the encode scale may be off by one ulp there.
+NEXT_TO_TIES = 1 / 1024
+# Rounding counts as stochastic only if at least this share of the elements that lie between two values of the format
+# have a code other than that of the nearest value.
 ELSEWHERE = 1 / 8
 
 
 class Variation(NamedTuple):
-    """Describe a recipe with options that reproduces a quantized array although no recipe alone does.
+    """A recipe together with options of quantize that reproduces a quantized array.
 
-    recipe: the name of the recipe. hadamard: the Hadamard transform of x. stochastic: whether rounding was stochastic.
+    recipe: the name of the recipe. hadamard: the argument hadamard of quantize. stochastic: True if rounding was
+    stochastic, False if it was to nearest.
     """
 
     recipe: str
@@ -52,14 +55,15 @@ class Variation(NamedTuple):
 
 @dataclass(frozen=True)
 class Identification:
-    """The recipes, ranked by how many bytes of a quantized array they reproduce. It prints as the verdict and a table.
+    """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
-    Recipes that reproduce all bytes cannot be distinguished on this tensor. Iterating yields the matches.
+    It prints as the verdict and a table. Iterating over it yields the matches. If several recipes reproduce all bytes,
+    this tensor does not tell them apart.
 
     Attributes:
         matches: one Match per recipe, best first.
-        variations: if no recipe reproduces all bytes, the combinations that do with a Hadamard transform, and those
-            that may have made every code by stochastic rounding.
+        variations: if no recipe reproduces all bytes, the recipes that do so together with a Hadamard transform, and
+            the recipes that may have made every code by stochastic rounding. Otherwise empty.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -79,7 +83,7 @@ class Identification:
 
     @property
     def verdict(self) -> str:
-        """The meaning of the ranking, in one sentence."""
+        """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes"."""
         if self.exact:
             return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
         if self.variations:
@@ -109,7 +113,7 @@ class Identification:
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the rows of the table."""
+        """Yield the rows of the table, one per match: the texts of the columns _COLUMNS."""
         for m in self.matches:
             share = "all" if m.equal == m.total else f"{100 * m.fraction:.4f}%"
             of = "" if m.whole else f" of {m.total:,} bytes"
@@ -117,12 +121,12 @@ class Identification:
 
 
 def either(names: Sequence[str]) -> str:
-    """Return names as "a, b or c"."""
+    """Return the names joined as "a, b or c". names: at least one."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
 def _sentence(variations: Sequence[Variation]) -> str:
-    """Return a sentence about the variations with the transform and the kind of rounding of the first one."""
+    """Return the verdict on variations: a sentence that names those with the same options as the first one."""
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     option = f" with hadamard={hadamard!r}" if hadamard else ""
@@ -134,23 +138,22 @@ def _sentence(variations: Sequence[Variation]) -> str:
 
 @ieee("identify")
 def identify(q: Quantized, x: Any) -> Identification:
-    """Rank the recipes by how many bytes of q they reproduce from x, and say which one made q.
+    """Rank the recipes by how many bytes of q they reproduce from x, and say which recipe made q.
 
-    Candidates are the recipes of the table in q's format. If q's recipe is a variant of one (dataclasses.replace), they
-    also include q's recipe and the table's recipes with its block shape.
+    Candidates are all recipes of fp4kit's table that have q's format. If q's recipe is a variant of a table recipe
+    (made by dataclasses.replace), the candidates also include q's recipe, and the table's recipes with q's block shape.
 
-    If no recipe reproduces all bytes, each is tried in variations: with hadamard=True and "no_signs", and with
-    stochastic rounding, alone and with those transforms. A stochastic variation counts under three conditions:
+    If no candidate reproduces all bytes, each is tried in variations: with hadamard=True and "no_signs", with
+    stochastic rounding, and with both. The random bytes of stochastic rounding cannot be known, so a stochastic
+    variation is accepted under three conditions:
 
-    - The recipe makes q's scales in every byte.
-    - Each code is one of the two that random bytes can choose.
-    - At least an eighth of the codes between two values are not the nearest.
-
-    The random numbers remain unknown.
+    - The recipe makes all bytes of q's scales.
+    - Each code is one of the two between which random bytes can choose.
+    - Among the elements that lie between two values of the format, at least an eighth do not have the nearest code.
 
     Args:
-        q: a Quantized of unknown origin, under any recipe of its format.
-        x: the array that it was made from, in q's shape and the producer's dtype: float32, float16 or bfloat16. The
+        q: a Quantized of unknown origin. Its recipe may be any recipe with the format of the codes and scales.
+        x: the array from which q was made, in q's shape and the producer's dtype: float32, float16 or bfloat16. The
             dtype matters, because some recipes round to it.
 
     Returns:
@@ -161,20 +164,21 @@ def identify(q: Quantized, x: Any) -> Identification:
         ValueError: the shapes of q and x differ.
 
     Numerics:
-        If q's recipe makes q.tensor_scale from q.tensor_amax, that amax is used. Otherwise each recipe is tried with
-        amaxes from which it makes q.tensor_scale: the amax of x, or one that the scale implies
+        If q's recipe makes q.tensor_scale from q.tensor_amax, this amax is used. Otherwise each recipe is tried with
+        the amaxes from which it makes q.tensor_scale: the amax of x, or an amax that the scale implies
         (reference/implied_amax.py).
 
-        SAMPLE, PROBE and MAX_PROVED are constants of this module. For 2 * SAMPLE or more elements, every recipe is
-        first tried on about SAMPLE elements at the start, in whole blocks. The recipes that reproduce this sample, or
-        else the best MAX_PROVED ones, are then compared on all bytes. The other matches keep the counts of the sample.
+        If x has 2 * SAMPLE elements or more, every recipe is first tried on a sample: about SAMPLE elements at the
+        start of x, in whole blocks. The recipes that reproduce all bytes of the sample, or else the best MAX_PROVED
+        recipes, are then compared on all bytes. The other matches keep the counts of the sample. (SAMPLE, PROBE and
+        MAX_PROVED are constants of this module.)
 
-        The time is that of several calls of quantize: one on the sample, or on a small x, per recipe and per amax that
-        its tensor scale allows; and one on the whole array per proved recipe. Variations take three more calls per
-        recipe on PROBE elements, and on the whole array if they fit there.
+        The time is that of several calls of quantize: one on the sample, or on a smaller x, per recipe and per amax
+        from which it makes the tensor scale; and one on the whole array per recipe compared on all bytes. Variations
+        take three more calls per recipe on PROBE elements, and on the whole array if they match there.
 
-        Arrays on a GPU are copied to the host, which waits for the device. For 2 * SAMPLE or more elements, all bytes
-        are proved on the GPU.
+        Arrays on a GPU are copied to the host, which waits for the device. If x has 2 * SAMPLE elements or more, the
+        comparison on all bytes is done on the GPU.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -198,10 +202,10 @@ def identify(q: Quantized, x: Any) -> Identification:
 
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
-    """Yield the recipes that q may be made with, given its own recipe.
+    """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    These are the table's recipes in its format. For a variant they also include itself, and the table's recipes with
-    its blocks.
+    These are the table's recipes with own's format. If own is not in the table, also yield own, and the table's recipes
+    with the block of own.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
@@ -218,15 +222,15 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
-    """Return whether two recipes store equal formats and blocks, so that their bytes can be compared."""
+    """Return whether the bytes of recipe b can be compared with those of recipe a: equal formats and block shapes."""
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
 class RecipeTrial(NamedTuple):
-    """Hold the result of trying a recipe on a region of an array.
+    """The result of trying a recipe on a sample of an array.
 
-    match: the best result over the tried amaxes. amaxes: all amaxes that give that result.
+    match: the best match over the tried amaxes. amaxes: the amaxes that give this match.
     """
 
     recipe: Recipe
@@ -243,8 +247,8 @@ def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[
 def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
     """Return the match of every candidate for a large array.
 
-    All candidates are tried on a sample, on the host. The best are proved on all bytes, on the device that holds the
-    array.
+    All candidates are tried on a sample of `host`, the copy of the arrays on the host. The best candidates are compared
+    on all bytes of `whole`, the arrays on the caller's device.
     """
     box, amaxes = _part(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
@@ -260,7 +264,7 @@ def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Return the best trial of a recipe on a box, over all amaxes of the whole array."""
+    """Return the best RecipeTrial of a recipe on a box of an array, over the candidate amaxes of the whole array."""
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
     for amax in whole.for_recipe(r):
@@ -276,9 +280,10 @@ def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
 
 
 def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
-    """Return the tensor amax of the whole array. A part of the array is quantized with it, not with its own amax.
+    """Return the tensor amax of the whole array, with which a part of the array must be quantized.
 
-    Return None if the recipe has no tensor-wide amax, or the amax is NaN and cannot be passed.
+    Return None if the recipe does not have one tensor scale for all elements, or if the amax is NaN, because quantize
+    rejects NaN.
     """
     amax = whole.amax_of_x(r) if r.tensor_scaling == "tensor" else None
     return None if amax is None or np.isnan(amax).any() else amax.max()
@@ -290,7 +295,7 @@ def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
     """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that reproduce q.
 
-    Those with only a Hadamard transform come first, then those with stochastic rounding.
+    Variations with only a Hadamard transform come first, then those with stochastic rounding.
     """
     box = _part(q, PROBE)
     probe, part = box_of(q, box), x[box]
@@ -309,9 +314,10 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
 
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
-    """Return whether codes have the signs of x, or of its transform. Return True if x is not finite.
+    """Return whether the codes of q have the signs of x after the given Hadamard transform, except for a few.
 
-    Every recipe keeps signs.
+    Every recipe keeps signs, so another transform can be ruled out before anything is quantized. Return True if x is
+    not finite, because its transform then has no meaningful signs.
     """
     if not np.isfinite(x).all():
         return True
@@ -325,14 +331,14 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_give(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return False if the tensor scale is NaN and the recipe never makes a NaN scale; otherwise True."""
+    """Return whether a recipe can make a tensor scale: False if the scale is NaN and the recipe never makes NaN."""
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _part(q: Quantized, elements: int) -> Box:
-    """Return a box of whole blocks with about `elements` elements.
+    """Return a box at the start of an array, of whole blocks and with about `elements` elements.
 
-    It is whole along the quantized axis, and takes the first rows of the other axes.
+    It has the full length of the quantized axis, and the first rows along the other axes.
     """
     lengths, remaining, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(lengths))):
@@ -343,9 +349,9 @@ def _part(q: Quantized, elements: int) -> Box:
 
 
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
-    """Return the codes that a recipe gives x if the scales of q are given.
+    """Return the codes, one per element, that a recipe gives x under the scales of q.
 
-    byte: the random byte of all elements, for stochastic rounding.
+    byte: round stochastically with this random byte for every element; None rounds to nearest.
     """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
@@ -356,17 +362,17 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes the codes of q under q's own scales, except for a few codes next to a tie.
+    """Return whether a recipe makes the codes of q under q's own scales, except for a share of NEXT_TO_TIES.
 
-    For stochastic rounding, each code must be one of the two that random bytes can choose. Among the elements between
-    two values, at least a share of ELSEWHERE must not have the nearest code.
+    For stochastic rounding, each code must be one of the two between which random bytes can choose. In addition, among
+    the elements that lie between two values, at least a share of ELSEWHERE must not have the nearest code.
     """
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
         low, high = (_codes_under(q, x, r, hadamard, byte) for byte in (0, 255))
         wrong = (codes != low) & (codes != high)
         nearest = _codes_under(q, x, r, hadamard, None)
-        # Zeros of any sign: a difference in sign comes from a sign rule, not from random rounding.
+        # Do not count zeros: if their signs differ, this comes from a sign rule, not from random rounding.
         zeros = (codes | nearest) & (r.element.sign_bit - 1) == 0
         elsewhere = np.count_nonzero((codes != nearest) & ~zeros)
         if elsewhere < ELSEWHERE * np.count_nonzero(low != high):
@@ -377,9 +383,9 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
 
 
 def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes all of q.
+    """Return whether a recipe with these options makes every byte of q from x.
 
-    It must make every byte. For stochastic rounding, it must make every scale, and each code must be one that random
+    For stochastic rounding, return whether it makes every scale, and each code is one of the two between which random
     bytes can choose.
     """
     match = _match(q, x, r, hadamard)

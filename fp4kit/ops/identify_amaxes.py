@@ -20,14 +20,17 @@ SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_s
 
 
 class CandidateAmaxes:
-    """Find the amaxes that may have been the tensor amax of q, a quantized array made from x."""
+    """Find the amaxes that may have been the tensor amax of q, a quantized array made from x.
+
+    computed: the amaxes of x computed so far, by the recipe fields that they depend on.
+    """
 
     def __init__(self, q: Quantized, x: np.ndarray) -> None:
         self.q, self.x = q, x
         self.computed: dict[tuple[Any, ...], np.ndarray] = {}
 
     def amax_of_x(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
-        """Return the amax of x, as a recipe computes it."""
+        """Return the tensor amax of x, as a recipe computes it after the given Hadamard transform."""
         key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
         if key not in self.computed:
             self.computed[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
@@ -36,12 +39,12 @@ class CandidateAmaxes:
     def for_recipe(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
         """Yield the amaxes to quantize with, the most likely first. None stands for the amax of x.
 
-        If q's recipe makes q's tensor scale from q.tensor_amax, that amax is the only one. Otherwise the rule of r
-        decides. The amax of x comes first if it gives the scale, or else the implied one. Other amaxes follow that give
-        an equal scale with another encode scale.
+        If q's recipe makes q.tensor_scale from q.tensor_amax, this amax is the only one. Otherwise, yield amaxes from
+        which r makes q.tensor_scale. The first is the amax of x if it gives this scale, or else the amax that the scale
+        implies. The others give an equal tensor scale, but another encode scale.
         """
         q = self.q
-        # A NaN amax cannot be passed to quantize, which must then take it from x.
+        # quantize rejects a NaN amax, so it must compute the amax from x.
         has_nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))
         if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or has_nan:
             yield None
@@ -52,7 +55,10 @@ class CandidateAmaxes:
         yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
 
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-        """Return the amax of x where it gives the tensor scale, and the implied amax elsewhere."""
+        """Return the amax of x where r makes q.tensor_scale from it, and elsewhere the amax that the scale implies.
+
+        There are several amaxes if the recipe has one tensor scale per row or block.
+        """
         q = self.q
         amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
         if amax.shape != implied.shape or np.isnan(amax).any():
@@ -77,17 +83,16 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the amax that a scale implies (implied_amax), or covered_range times the scale if no amax gives it."""
+    """Return the amax from which a recipe makes a tensor scale; covered_range times the scale if there is none."""
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
 
 
 def _neighbours(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield amaxes next to each other that all give the scale, in ascending order.
+    """Yield up to MAX_NEIGHBOURS neighbouring float32 amaxes that all give the scale, in ascending order.
 
-    Entries whose scale is not positive and finite keep their `amax`. A rule that rounds to 16 bits gives all of these
-    amaxes one encode scale.
+    Elements whose scale is not positive and finite keep their value of `amax`.
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
@@ -97,5 +102,5 @@ def _neighbours(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype)
 
 
 def _decode_scale(amax: np.ndarray, r: Recipe, q: Quantized) -> np.ndarray:
-    """Return the tensor scale that a recipe makes from an amax."""
+    """Return the decode scale that a recipe makes from an amax, as Quantized.tensor_scale stores it."""
     return tensor_scale(amax, r, q.dtype).decode

@@ -1,4 +1,4 @@
-"""Count how much of a quantized array a recipe reproduces, on the host or where the array is."""
+"""Count how many bytes of a quantized array a recipe reproduces, on the host or on the GPU that holds the array."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ from fp4kit.types import Hadamard
 
 @dataclass(frozen=True)
 class Match:
-    """Count how much of a quantized array one recipe reproduces.
+    """The counts of how much of a quantized array one recipe reproduces.
 
     Attributes:
         recipe: name of the recipe.
-        equal: how many bytes of codes and scales are equal.
+        equal: how many bytes of codes and block scales are equal.
         total: how many bytes were compared.
         codes_differ: how many codes differ.
         scales_differ: how many block scales differ.
-        whole: whether all bytes were compared. If False, only a sample was, and other recipes matched it better.
+        whole: True if all bytes were compared. False if only a sample was compared, because other recipes matched the
+            sample better.
     """
 
     recipe: str
@@ -46,7 +47,7 @@ class Match:
 
 
 def name_of(r: Recipe) -> str:
-    """Return a recipe's id, followed by the fields in which it differs from the table's recipe."""
+    """Return a recipe's id; for a variant of a table recipe, with the fields that differ: "id with field=value"."""
     base = RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
@@ -55,7 +56,10 @@ def name_of(r: Recipe) -> str:
 def best_match(
     q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
 ) -> Match:
-    """Return the best match of a recipe over several amaxes. Stop at the first one that reproduces all bytes."""
+    """Return the best match of a recipe over several tensor amaxes.
+
+    Stop at the first amax that reproduces all bytes. amaxes: at least one; None stands for the amax of x.
+    """
     best = None
     for amax in amaxes:
         match = match_under(q, x, r, amax, hadamard)
@@ -67,7 +71,7 @@ def best_match(
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """Return how much of q a recipe reproduces from x with one amax. If amax is None, it is computed from x.
+    """Return how much of q a recipe reproduces from x with the given tensor amax; None computes the amax from x.
 
     On a GPU, raise NotImplementedError for a recipe without a kernel, as quantize does.
     """
@@ -82,9 +86,9 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
 
 
 class Pair(NamedTuple):
-    """Hold a quantized array with linear scales, and the array that it may be made from.
+    """A quantized array q with linear scales, and the array x from which it was made.
 
-    Either both have NumPy arrays, or both have CuPy arrays on one device.
+    Either both consist of NumPy arrays, or both consist of CuPy arrays on one device.
     """
 
     q: Quantized
@@ -97,9 +101,9 @@ class Pair(NamedTuple):
 
 
 def pair_of(q: Quantized, x: Any) -> Pair:
-    """Return a Pair of q and x, arrays of any library, with the memory that they have.
+    """Return the Pair of q and x, which may be arrays of any library.
 
-    If they are not on one device, both are copied to the host.
+    Arrays that are all on one GPU stay there; otherwise they are copied to the host.
     """
     imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*imported.parts().values(), array) if a is not None]
@@ -109,9 +113,9 @@ def pair_of(q: Quantized, x: Any) -> Pair:
 
 
 def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
-    """Return best_match over all bytes, where the array is.
+    """Compare a recipe with q on all bytes: return best_match of `pair`, the arrays on the caller's device.
 
-    It runs on the host if the GPU has no kernel for the recipe, or not enough memory.
+    Use `host`, a copy of the arrays on the host, if the GPU has no kernel for the recipe or not enough memory.
     """
     if pair.on_gpu:
         with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):

@@ -1,4 +1,7 @@
-"""partial_amax and partial_cast: quantize the shards of a matrix, which together give the bytes of the whole."""
+"""partial_amax and partial_cast: quantize a matrix shard by shard, with the same bytes as quantizing it whole.
+
+Processes that each own a shard of a weight matrix, as in ZeRO or FSDP, use them.
+"""
 
 from __future__ import annotations
 
@@ -20,26 +23,27 @@ from fp4kit.recipes import Recipe, recipe_of
 
 @returns_in_library
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
-    """Return the block amaxes of the part of a matrix that a shard owns.
+    """Return the amax of every block of a matrix over the elements that a shard owns.
 
-    The maximum over all shards is the amax of the whole matrix's blocks.
+    The maximum of the results of all shards is the block amax of the whole matrix, which partial_cast needs.
 
     Args:
         shard: float32, float16 or bfloat16 (n,): elements [start, start + n) of the flattened (M, K) matrix. n may be
             0.
         shape: (M, K), K a multiple of the block.
-        start: any offset, also inside a row, a block or a byte.
+        start: the index of the shard's first element in the flattened matrix. It may lie inside a row, a block or a
+            byte.
         recipe: a recipe id or a Recipe with blocks.
 
     Returns:
-        float32 (ceil(M / block rows), K / block), on the shard's device: 0 for blocks in which the shard owns nothing.
+        float32 (ceil(M / block rows), K / block), on the shard's device: 0 for blocks of which the shard owns nothing.
 
     Raises:
         TypeError: shard has another dtype.
         ValueError: the shard is not inside the matrix, K is not a whole number of blocks, or the recipe has no blocks.
 
     Numerics:
-        Exact. NaN is treated as in the recipe's amax.
+        Exact. NaN propagates or is ignored as the recipe's amax_nan says.
 
     Source:
         TE nvfp4_2d_compute_partial_amax. Unlike that kernel, this function is correct for every K.
@@ -68,9 +72,11 @@ def partial_cast(
     *,
     tensor_amax: Any = None,
 ) -> None:
-    """Write the codes of a shard's elements into a packed matrix, and change no nibble of another shard.
+    """Write the codes of a shard's elements into the packed codes of the whole matrix.
 
-        out nibbles [start, start + n) = those of quantize(whole matrix, recipe).packed
+        codes [start, start + n) of out = codes [start, start + n) of quantize(whole matrix, recipe).packed
+
+    No other code of `out` changes, not even the other nibble of a byte that two shards share.
 
     Args:
         shard: float32, float16 or bfloat16 (n,): elements [start, start + n) of the flattened (M, K) matrix. n may be
@@ -80,12 +86,13 @@ def partial_cast(
         block_amax: float32 (ceil(M / block rows), K / block) of the whole matrix: the maximum of every shard's
             partial_amax.
         shape: (M, K), K a multiple of the block.
-        start: any offset, also inside a row, a block or a byte.
+        start: the index of the shard's first element in the flattened matrix. It may lie inside a row, a block or a
+            byte.
         recipe: a recipe id or a Recipe with blocks, but no 4over6 recipe, because 4over6 chooses scales from whole
             blocks.
-        tensor_amax: float32 (); None uses the maximum of block_amax. Recipes without a tensor scale accept only None.
-            It is required if block_amax holds an infinity and the recipe's tensor scale counts only finite elements
-            (nvfp4-flashinfer, ...).
+        tensor_amax: float32 (): the amax of the whole matrix. None uses the maximum of block_amax. Recipes without a
+            tensor scale accept only None. It is required if block_amax holds an infinity and the recipe's tensor scale
+            counts only finite elements (nvfp4-flashinfer, ...).
 
     Raises:
         TypeError: shard has another dtype.
@@ -94,15 +101,16 @@ def partial_cast(
         ValueError: block_amax holds NaN, or an infinity that requires tensor_amax.
 
     Numerics:
-        On a GPU all arrays must be on one device. NaN and infinities in block_amax are not checked there, because that
-        would wait for the device. The tensor amax is then infinite if a block amax is.
+        On a GPU, all arrays must be on one device. There, block_amax is not checked for NaN and infinities, because
+        that would wait for the device. If it holds an infinity and tensor_amax is None, the tensor amax is infinite.
 
     Exact:
         Equals quantize on the whole matrix, for any partition. TE's kernel is wrong at odd offsets.
 
-        If two shards share a byte, each writes its own nibble, so exchange nibbles instead of bytes, or cut at even
-        offsets. On a GPU, other nibbles stay untouched, even while other launches write them, if out is contiguous and
-        starts at a multiple of 8 bytes. Otherwise the call works on a copy and writes all of out.
+        If two shards share a byte, each call writes only its own nibble. So processes must exchange nibbles instead of
+        bytes, or cut the matrix at even offsets. On a GPU, other launches may write the other codes of `out` at the
+        same time, if out is contiguous and starts at a multiple of 8 bytes. Otherwise the call works on a copy and
+        writes all of out.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -132,7 +140,10 @@ def partial_cast(
 
 
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
-    """Raise an error unless out and block_amax of partial_cast are valid. Values on a device are not read."""
+    """Raise an error unless the arguments out and block_amax (here `amax`) of partial_cast are valid.
+
+    For arrays on a device, only shapes and dtypes are checked.
+    """
     out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
     if not is_on_device:
         check_out("partial_cast", "out", out, out_shape, np.uint8)
@@ -146,9 +157,9 @@ def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int
 
 
 def _check_finite(block_amax: Any, r: Recipe) -> None:
-    """Raise ValueError if the tensor amax cannot be the largest of block_amax, because that is infinite.
+    """Raise ValueError if block_amax holds an infinity and the recipe computes its tensor scale from finite elements.
 
-    A recipe with amax_nan "lanes" scales by the finite elements only.
+    Recipes with amax_nan "lanes" do. The largest of block_amax is then not the tensor amax, so the caller must pass it.
     """
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():

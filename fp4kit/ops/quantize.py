@@ -37,7 +37,9 @@ def quantize(
 
         scale = block_rule(amax of the block, tensor scale);   code = encode(x * factor(scale, tensor scale))
 
-    The order of the operations is the producer's; fp4kit.reference.tensor_rules and block_rules state it.
+    block_rule and factor are the recipe's formulas for the block scale and for the number that elements are multiplied
+    by. fp4kit.reference.block_rules and tensor_rules list them, with the producer's order of operations. An amax is the
+    largest |x| of a block or of the tensor.
 
     To quantize with scales you already have (from GPTQ, AWQ or calibration), pass block_scale and tensor_scale. Then
     only codes are computed. Pass every scale that the recipe has, and no amax.
@@ -46,10 +48,11 @@ def quantize(
         x: float32, float16 or bfloat16 array of any shape and strides: NumPy, CuPy, or any exporter of DLPack. It is
             never written to.
         recipe: a recipe id, an alias or a Recipe.
-        axis: the axis along which blocks run. 16x16 blocks also span the last one of the other axes.
-        tensor_amax: the amax that the tensor scale is made from; None computes it from x. Shape (); one per row or per
-            block if the recipe scales so; or (E,), one per expert, for x with three or more dimensions, where E is the
-            length of the first axis after `axis` is moved last.
+        axis: the axis along which blocks run. Square blocks (16x16) also span the last of the other axes.
+        tensor_amax: the amax from which the tensor scale is computed; None computes the amax from x. Its shape is ();
+            or one per row or per block, if the recipe has one tensor scale per row or per block; or (E,), one per
+            expert, for x with three or more dimensions, where E is the length of the first axis after `axis` is moved
+            last.
         scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4" (fp4kit.layouts). Each (M, K/block) matrix is laid
             out by itself.
         rounding: "nearest", which is the recipe's own rounding, or "stochastic", which rounds float elements up or down
@@ -57,14 +60,15 @@ def quantize(
         seed: for "stochastic": an int from 0 to 2^64 - 1, or the random bytes, uint8 in the shape of x. An int is the
             key of the Philox4x32-10 stream of reference.stochastic.stream_bytes. The position in the stream is the
             element's index in x with `axis` moved last.
-        hadamard: True first applies TE's randomized Hadamard transform, in blocks of 16 along `axis`, and rounds to the
-            dtype of x. Every amax is then computed from the transform. "no_signs" applies the transform without the
-            sign mask.
+        hadamard: True first applies Transformer Engine's (TE's) randomized Hadamard transform to x, in blocks of 16
+            along `axis`, and rounds the result to the dtype of x. Every amax is then computed from the transformed x.
+            "no_signs" applies the transform without the random sign mask.
         block_amax: calibrated block amaxes, or those found by search_scales: float32 in the shape of the linear
-            block_scale, or flat in its order. Accepted by static recipes, and for E8M0 scales of blocks of one row.
+            block_scale, or flat in the same order. Accepted by static recipes, and by recipes with E8M0 scales of
+            blocks of one row.
         block_scale: block scales to encode with, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu.
-        tensor_scale: tensor scale to encode with: float32, in a shape that tensor_amax may have. It multiplies on
-            decode.
+        tensor_scale: tensor scale to encode with: float32, in any shape that tensor_amax may have. dequantize
+            multiplies by it.
         out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten. They must not share
             memory with x or each other. If tensor_scale is given, out must have no tensor_amax, and the scales are
             copied into out.
@@ -87,17 +91,18 @@ def quantize(
         Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the fields of the recipe (see Recipe).
 
         With given scales, an element and its scales alone determine the code: code = encode(x * factor(block_scale,
-        tensor_scale)) by the recipe's rule. Elements saturate under a scale that is too small. Under a scale of zero or
-        NaN the rule decides. The sign bit of an E4M3 scale counts. FlashInfer's rules also check whether the block of x
-        is zero.
+        tensor_scale)). If a scale is too small, the element saturates. If a scale is zero or NaN, the recipe's rule
+        decides. A negative E4M3 scale gives codes of the opposite sign. As an exception, FlashInfer's rules also check
+        whether the block of x is zero.
 
     Exact:
         Equals the producer's bytes; recipe.exact names the exceptions.
 
-        If the scales of a result q are passed, q is reproduced in every bit, except for tensor_amax. Rules that
-        multiply by the tensor's encode scale (nvfp4-flashinfer, nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt,
-        ...) then use the amax that tensor_scale implies. For 16-bit elements that is the amax of x. For float32
-        elements its encode scale may be an ulp off, which can change the code of an element that close to a tie.
+        If you pass the scales of an earlier result q, you get q again in every bit, except for tensor_amax. One case
+        can differ. Some recipes (nvfp4-flashinfer, nvfp4-compressed-tensors, fp8-modelopt, int8-modelopt, ...) multiply
+        elements by an encode scale, which they compute from the tensor amax. With given scales they use the amax that
+        tensor_scale implies. For 16-bit x, this is the amax of x. For float32 x, the encode scale may differ by one
+        ulp, which can change the code of an element within one ulp of a tie.
 
     Source:
         recipe.source.
@@ -129,7 +134,8 @@ def quantize(
 def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
     """Return whether a cached call can write to out without overwriting memory that it still reads.
 
-    One overlap is harmless: tensor_amax may be out.tensor_amax, because the call writes there the value that it read.
+    Return True if out is None. One overlap is harmless: tensor_amax may be out.tensor_amax, because the call writes
+    back the value that it has read.
     """
     if out is None:
         return True
@@ -140,7 +146,10 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments and quantize x. Unless key is None, store a cached call for it."""
+    """Check the arguments of quantize, and quantize x. `given` holds tensor_amax, block_amax and out.
+
+    key: the key under which to store a cached call for later calls; None stores nothing.
+    """
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
     if key is not None:
@@ -196,8 +205,8 @@ def quantize_both(
     Args:
         x: float32, float16 or bfloat16 array (..., M, K).
         recipe: a recipe id, an alias or a Recipe.
-        tensor_amax: the amax for both directions; None computes it. Recipes with one tensor scale per row or block
-            accept none, because rows and columns have different ones.
+        tensor_amax: the amax for both directions; None computes it. It must be None for recipes with one tensor scale
+            per row or block, because the rows and the columns of x have different amaxes.
         scale_layout: as in quantize, for both results.
         rounding: as in quantize, for both results.
         seed: an int from 0 to 2^64 - 2. The columnwise result uses seed + 1.
@@ -205,11 +214,12 @@ def quantize_both(
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        The pair (q_row, q_col), each equal to the result of quantize.
+        The pair (q_row, q_col): the results of quantize with axis=-1 and with axis=-2.
 
     Raises:
         TypeError, ValueError, NotImplementedError: as for quantize.
-        ValueError: x has less than two dimensions, or tensor_amax is given for a recipe with one per row or block.
+        ValueError: x has less than two dimensions, or tensor_amax is given for a recipe with one tensor scale per row
+            or block.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -234,7 +244,10 @@ def quantize_both(
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
-    """Check the arguments and quantize x in both directions. Unless key is None, store a cached call for it."""
+    """Check the arguments of quantize_both, and quantize x in both directions.
+
+    key: the key under which to store a cached call for later calls; None stores nothing.
+    """
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:

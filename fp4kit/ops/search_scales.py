@@ -25,26 +25,27 @@ def search_scales(
     axis: int = -1,
     threads: int | None = None,
 ) -> Any:
-    """Search the amaxes whose scales give the smallest error. Pass the result to quantize.
+    """Search the amaxes whose scales give the smallest quantization error, so that quantize can use them.
 
-    What is searched depends on the recipe:
+    The recipe decides what is searched:
 
-    - E4M3 scales: an amax per block. The recipe is nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, or a variant
-      with nearest codes, scales of amax / 6 and one tensor scale. nvfp4-modelopt-mse quantizes with the found amaxes in
-      one call.
-    - E8M0 scales in blocks of one row (mxfp4-ocp, mxfp8-te, ...): amax * 2^j of each block, in the recipe's own
-      arithmetic.
-    - FP8 and integers without block scales (fp8-modelopt, int8-modelopt-channel, ...): multiples of the amax of the
-      tensor, or of each expert or row.
+    - Recipes with E4M3 scales: one amax per block. Supported are nvfp4-modelopt-static, nvfp4-modelopt-static-4over6,
+      and variants of them that encode to the nearest code, have scales of amax / 6, and have one tensor scale. The
+      recipe nvfp4-modelopt-mse searches and quantizes in one call of quantize.
+    - Recipes with E8M0 scales in blocks of one row (mxfp4-ocp, mxfp8-te, ...): one amax * 2^j per block, with the error
+      computed in the recipe's own arithmetic.
+    - FP8 and integer recipes without block scales (fp8-modelopt, int8-modelopt-channel, ...): one multiple of the amax
+      per tensor, expert or row.
 
-    For E4M3 scales,
+    For E4M3 scales, the result is
 
         scale(c) = amax * c / scale_max / 6;   loss(c) = sum over the block of weight * (x - q * scale(c))^2
         block_amax = amax * c / scale_max,  c = the candidate of smallest loss, the first of equals
 
-    Here amax is that of the tensor, c takes the 126 positive E4M3 values in ascending order, and q is the E2M1 value
-    nearest to x / scale(c). The loss of a 16x16 block is that of all its rows. With a Hessian H of the block's columns,
-    the loss is d^T H d, d = x - q * scale(c), and scale(c) is first rounded to E4M3.
+    Here amax is the tensor amax, scale_max is a field of the recipe (448 or 256), c takes the 126 positive E4M3 values
+    in ascending order, and q is the E2M1 value nearest to x / scale(c). The loss of a 16x16 block is the sum over all
+    its rows. With a Hessian H of the block's columns, the loss is d^T H d, where d = x - q * scale(c) and scale(c) is
+    first rounded to E4M3.
 
     Objectives, with d = |x - q * scale(c)|:
 
@@ -55,10 +56,11 @@ def search_scales(
 
     Candidates:
 
-    - E4M3 scales: "all"; "near", the codes from 8 below to 8 above the code of the block's own amax; or two ints (low,
-      high), such a range with both ends included. Codes outside of the 126 count as the first or the last.
-    - E8M0 scales: two ints (low, high), the range of j. "all" is floor(log2(amax)) - floor(log2(largest element)) and
-      one exponent below and above it.
+    - E4M3 scales: "all" tries all 126 values. "near" tries the scale codes from 8 below to 8 above the code of the
+      block's own amax. Two ints (low, high) set another such range, with both ends included. Codes below the first or
+      above the last of the 126 are replaced by the first or the last.
+    - E8M0 scales: two ints (low, high), the range of j with both ends included. "all" tries three scale exponents:
+      floor(log2(amax)) - floor(log2(largest element value)), one below and one above.
     - Without block scales: (start, stop, step) of the multiples. "all" is Model-Optimizer's (0.25, 4.0, 0.1).
 
     Args:
@@ -66,27 +68,27 @@ def search_scales(
         recipe: a recipe of the list above.
         objective: an objective of the list above.
         tensor_amax: as in quantize; pass the same one to both. None computes it from x.
-        weights: float32 (K,), finite and >= 0, one per place along `axis`, such as the mean square of the activation at
-            that place. 0 ignores the column. None means all ones.
-        hessian: float32 (K/16, 16, 16), symmetric, one per 16 columns. Not together with weights, which are its
-            diagonal.
+        weights: float32 (K,), finite and >= 0: one per index along `axis`, such as the mean square of the activation
+            with this index. A weight of 0 ignores the column. None means all ones.
+        hessian: float32 (K/16, 16, 16), symmetric: one matrix per 16 columns. Cannot be combined with weights, because
+            weights are a diagonal Hessian.
         candidates: candidates of the list above.
         axis: the axis along which blocks run.
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
-        The found amaxes. With block scales: float32 in the shape of quantize's linear block_scale, such as (..., M,
-        K/16), with `axis` last. Pass them as quantize(x, recipe, axis=axis, tensor_amax=amax, block_amax=found); in
-        every normal range of amax, this gives the scale codes of c. Without block scales: float32 in the shape of
-        tensor_amax, for quantize(..., tensor_amax=found).
+        The found amaxes. For a recipe with block scales: float32 in the shape of quantize's linear block_scale, such as
+        (..., M, K/16), with `axis` last. Pass them as quantize(x, recipe, axis=axis, tensor_amax=amax,
+        block_amax=found). Unless amax is extremely small or large, this gives the scale codes of c. For a recipe
+        without block scales: float32 in the shape of tensor_amax, to be passed as quantize(..., tensor_amax=found).
 
     Raises:
         TypeError: x has another dtype.
         ValueError: the recipe is none of the above, or a length is not a multiple of the block.
         ValueError: the objective is unknown, or not "mse" together with a Hessian; or candidates are invalid.
-        ValueError: weights or hessian have another shape, hold NaN, infinite or (weights) negative numbers, or are both
-            given; or the Hessian is not symmetric within 1e-5 of its largest value. On a GPU they are not checked,
-            because that would wait for the device.
+        ValueError: weights and hessian are both given; one of them has another shape, or holds NaN or infinity; weights
+            are negative; or hessian is not symmetric within 1e-5 of its largest value. On a GPU, their values are not
+            checked, because that would wait for the device.
         NotImplementedError: there is no CUDA kernel for E8M0 scales of blocks that are not a multiple of 16 columns.
 
     Numerics:
@@ -99,14 +101,15 @@ def search_scales(
         whose losses all overflow, takes the first candidate; for E8M0 scales, its own amax. A NaN amax gives NaN, which
         quantize rejects. In a tensor of zeros all amaxes are 0; -0 counts as 0.
 
-        Powers other than 1 and 2 are fp4kit's own: float64 of +, -, *, / and bit operations, for block scales rounded
-        to float32. They are equal on every machine, within (20 + 2 |log2 d|) 2^-53 of d^p. Without block scales,
-        differences are exact and added in float64, row by row from the first.
+        Powers d^p other than 1 and 2 are computed by fp4kit itself in float64, from +, -, *, / and bit operations, so
+        that all machines get equal results; for block scales they are then rounded to float32. Their relative error is
+        at most (20 + 2 |log2 d|) 2^-53. Without block scales, differences are exact and added in float64, row by row
+        from the first.
 
     Exact:
         Equals the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a
-        Hessian. Weights, "near", scale_max 256 and other objectives follow that arithmetic; the source does not have
-        them.
+        Hessian. Model-Optimizer has no weights, no "near", no scale_max of 256 and no objective but "mse". fp4kit
+        extends the same arithmetic to them.
 
     Source:
         Model-Optimizer 0.47 torch/kernels/quantization/gemm/nvfp4_fp8_sweep.py; torch/quantization/calib/mse.py

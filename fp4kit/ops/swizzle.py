@@ -22,15 +22,17 @@ def swizzle(q_or_scales: Quantized, layout: ScaleLayout) -> Quantized: ...
 @overload
 def swizzle(q_or_scales: ArrayT, layout: ScaleLayout) -> ArrayT: ...
 def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
-    """Return block scales in another layout.
+    """Return block scales in another layout, such as the tiled layout that Blackwell's matrix instructions read.
 
     Args:
         q_or_scales: a Quantized in any layout, or an array of linear scales, uint8 (..., R, C).
-        layout: "linear", "swizzled_128x4" or "swizzled_8x4". fp4kit.layouts states the byte offsets.
+        layout: the layout to return: "linear", "swizzled_128x4" or "swizzled_8x4". fp4kit.layouts states the byte
+            offsets.
 
     Returns:
-        A Quantized with its scales in that layout; or uint8 (..., R padded, C padded), each (R, C) matrix laid out by
-        itself. Padding is zero. The library and device are those of the scales.
+        For a Quantized, a Quantized with its scales in that layout. For an array, uint8 (..., R padded, C padded), in
+        which each (R, C) matrix is laid out by itself and the padding is zero. The result is in the library and on the
+        device of the scales.
 
     Raises:
         TypeError: the scales are not uint8.
@@ -66,7 +68,11 @@ def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
 
 @returns_in_library
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Check the arguments and change the layout. Unless key is None, store a cached call for it."""
+    """Check the arguments of swizzle or unswizzle, and return a Quantized with its scales in the given layout.
+
+    op: the public function that error messages name. key: the key under which to store a cached call for later calls;
+    None stores nothing.
+    """
     layouts.check_layout(op, layout)
     q = original.imported()
     if q.block_scale is None:
@@ -104,8 +110,8 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
     Raises:
         TypeError: the scales are not uint8.
-        ValueError: an array has another size than shape with its padding; layout or shape is missing for an array, or
-            given for a Quantized.
+        ValueError: the array does not have the size that `shape` has with its padding; layout or shape is missing for
+            an array, or given for a Quantized.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -138,9 +144,9 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return block scales in the layout `target`, from the layout `source`. If both are equal, return them unchanged.
+    """Return block scales, which are in layout `source`, in layout `target`. Return them unchanged if both are equal.
 
-    shape: the linear shape (..., R, C) of the scales.
+    shape: the shape (..., R, C) of the scales in the linear layout.
     """
     if source == target:
         return scales
@@ -148,7 +154,10 @@ def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...])
 
 
 def _scales(op: str, scales: Any, ndim: int) -> Any:
-    """Return scales as a NumPy or CuPy array. Raise an error unless they are uint8 with at least ndim dimensions."""
+    """Return scales as a NumPy or CuPy array.
+
+    Raise TypeError unless they are uint8, and ValueError if they have less than `ndim` dimensions.
+    """
     (array,) = import_arrays(op, scales=scales)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: scales are {array.dtype}; needs uint8 bit patterns; use scales.view(np.uint8)")

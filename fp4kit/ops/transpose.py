@@ -15,17 +15,18 @@ from fp4kit.quantized.container import Quantized
 
 
 def transpose(q: Quantized) -> Quantized:
-    """Return q with blocks along the other one of the last two axes.
+    """Return the columnwise copy of a rowwise quantized array with square blocks, or the rowwise copy of a columnwise.
 
-    Codes and scales are moved, and nothing is decoded.
+    The blocks of the result run along the other of the last two axes. Codes and scales are moved; nothing is decoded.
 
     Args:
-        q: a Quantized of a recipe with square blocks (16x16: nvfp4-te-2d, ...), axis -1 or -2 of an x (..., M, K),
-            where M and K are multiples of the block. Any scale layout.
+        q: a Quantized in any scale layout, of a recipe with square blocks (16x16: nvfp4-te-2d, ...). It was quantized
+            along axis -1 or -2 of an x (..., M, K), where M and K are multiples of the block.
 
     Returns:
-        A Quantized with the other axis, in the layout and on the device of q. From packed (..., M, K/2) it has packed
-        (..., K, M/2) and block_scale (..., K, M/block). tensor_scale and tensor_amax are those of q.
+        A Quantized with the other axis, in the layout and on the device of q. If q is rowwise, with packed (..., M,
+        K/2), the result has packed (..., K, M/2) and block_scale (..., K, M/block). tensor_scale and tensor_amax are
+        those of q.
 
     Raises:
         ValueError: the recipe has no square blocks, the axis or a length does not fit, or arrays are on several
@@ -33,9 +34,9 @@ def transpose(q: Quantized) -> Quantized:
         NotImplementedError: on a GPU, for blocks of other sizes than 16, 32 and 64.
 
     Exact:
-        transpose(transpose(q)) equals q. The bytes equal those of quantize(x, recipe, axis=-2), with two exceptions,
-        where the scale depends on the direction: 4over6 sums errors along the rows (nvfp4-te-4over6-...-2d), and
-        amax_nan "lanes" looks for NaN in every other element of a row.
+        transpose(transpose(q)) equals q. For a rowwise q, the bytes equal those of quantize(x, recipe, axis=-2). There
+        are two exceptions, because the scale depends on the direction: 4over6 recipes sum errors along the rows
+        (nvfp4-te-4over6-...-2d), and recipes with amax_nan "lanes" look for NaN in every other element of a row.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -50,7 +51,10 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Check the argument and transpose q. Unless key is None, store a cached call for it."""
+    """Check the argument of transpose, and transpose q.
+
+    key: the key under which to store a cached call for later calls; None stores nothing.
+    """
     original = q
     q = checks.check_quantized("transpose", q)
     _check_square_blocks(q)
