@@ -199,6 +199,22 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
         ) from error
 
 
+def is_distributed(x: Any) -> bool:
+    """Return whether x is a DTensor of PyTorch, a tensor that is sharded or replicated over ranks."""
+    return hasattr(x, "full_tensor") and hasattr(x, "to_local") and hasattr(x, "placements")
+
+
+def way_to_local(variable: str) -> str:
+    """Return the end of an error message for a DTensor: how to get a plain tensor from it.
+
+    variable: the expression for the DTensor in the caller's code, such as "x".
+    """
+    return (
+        f"needed is a plain tensor; pass {variable}.full_tensor(), or {variable}.to_local() with the tensor_amax of all"
+        " shards"
+    )
+
+
 def check_tensor(x: Any, name: str = "x") -> None:
     """Raise TypeError or ValueError for a PyTorch tensor whose values cannot be read from its memory.
 
@@ -206,6 +222,8 @@ def check_tensor(x: Any, name: str = "x") -> None:
     with the negative bit set would arrive with every sign flipped.
     """
     variable = _variable(name)
+    if is_distributed(x):
+        raise TypeError(f"{name} is a DTensor, whose values are spread over ranks; {way_to_local(variable)}")
     if str(getattr(x, "layout", "torch.strided")) != "torch.strided":
         raise TypeError(f"{name} is a tensor of layout {x.layout}; needed is a dense one; pass {variable}.to_dense()")
     if getattr(x, "is_nested", False):

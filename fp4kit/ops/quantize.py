@@ -90,6 +90,9 @@ def quantize(
     Numerics:
         Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the fields of the recipe (see Recipe).
 
+        A tensor of zeros decodes to NaN by recipes whose producers divide by its tensor scale of 0, such as
+        nvfp4-modelopt and nvfp4-torchao. A positive tensor_amax avoids that.
+
         With given scales, an element and its scales alone determine the code: code = encode(x * factor(block_scale,
         tensor_scale)). If a scale is too small, the element saturates. If a scale is zero or NaN, the recipe's rule
         decides. A negative E4M3 scale gives codes of the opposite sign. As an exception, FlashInfer's rules also check

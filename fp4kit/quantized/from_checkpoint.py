@@ -32,6 +32,7 @@ DTYPES = {
 }
 _PAIRS = {E2M1: "float4_e2m1fn_x2"}  # dtypes with two elements per byte
 _BYTES = ("uint8", "int8")
+_NIBBLES = ("float4_e2m1fn", "int4")  # dtypes of JAX, one element per byte in memory
 
 
 class Stored(NamedTuple):
@@ -49,10 +50,10 @@ def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
 
     All arrays must be on one device. An argument that is None stays None, and a Python float becomes a float64
     array. A PyTorch tensor with one byte per element is imported as uint8, because CuPy and some PyTorch versions
-    do not export the narrow floats.
+    do not export the narrow floats. So is a JAX array of 4-bit elements, which DLPack cannot describe byte by byte.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
-    imported = import_arrays(op, **{name: _bytes_of_tensor(named[name], f"{op}: {name}") for name in names})
+    imported = import_arrays(op, **{name: _as_bytes(named[name], f"{op}: {name}") for name in names})
     arrays = {name: np.asarray(a) for name, a in named.items() if type(a) is float} | dict(
         zip(names, imported, strict=True)
     )
@@ -72,11 +73,22 @@ def _dtype_name(a: Any, imported: Any) -> str:
 
     a: the array as it was given. imported: the NumPy or CuPy array made from it.
     """
-    return str(a.dtype).removeprefix("torch.") if _is_tensor(a) else imported.dtype.name
+    return str(a.dtype).removeprefix("torch.") if _is_tensor(a) or _has_nibbles(a) else imported.dtype.name
 
 
-def _bytes_of_tensor(a: Any, name: str) -> Any:
-    """Return a PyTorch tensor with one byte per element as a uint8 tensor, and anything else unchanged."""
+def _has_nibbles(a: Any) -> bool:
+    """Return whether a is a JAX array of 4-bit elements."""
+    return "jax" in sys.modules and isinstance(a, sys.modules["jax"].Array) and str(a.dtype) in _NIBBLES
+
+
+def _as_bytes(a: Any, name: str) -> Any:
+    """Return a PyTorch tensor with one byte per element, or a JAX array of 4-bit elements, as an array of uint8.
+
+    Return anything else unchanged.
+    """
+    if _has_nibbles(a):
+        jax: Any = sys.modules["jax"]
+        return jax.lax.bitcast_convert_type(a, "uint4").astype("uint8")
     if not _is_tensor(a) or a.element_size() != 1:
         return a
     check_tensor(a, name)

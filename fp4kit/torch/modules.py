@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
+from fp4kit.arrays.imports import is_distributed
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
 from fp4kit.torch.functions import fake_quantize
@@ -77,6 +78,7 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
 
     Raises:
         TypeError: model is not a module, or settings is not a FakeQuantSettings.
+        TypeError: a parameter is a DTensor. Call fully_shard afterwards.
         ValueError: the settings have a recipe, but include no parameter of the model.
         ValueError: a parameter is already fake-quantized.
         TypeError, ValueError: as for fake_quantize, with the parameter's name in front. After any error the model is
@@ -98,6 +100,7 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     ]
     recipe = settings.resolved
     for name, module, leaf in selected:
+        _check_not_sharded(name, module, leaf)
         _check(name, module, leaf)
         with _naming_the_way_out(name), naming(name):
             check_fake(
@@ -113,6 +116,15 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
     for name, module, leaf in selected:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
     return [name for name, _, _ in selected]
+
+
+def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
+    """Raise TypeError if a parameter is a DTensor, as fully_shard makes it. name: its full name."""
+    if is_distributed(module._parameters.get(leaf)):
+        raise TypeError(
+            f"fake_quantize_model: {name} is a DTensor; call fake_quantize_model before fully_shard, which then gathers"
+            " the parameter before it is quantized"
+        )
 
 
 def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:

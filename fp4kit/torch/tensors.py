@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fp4kit.arrays.imports import check_one_device, way_to_array
+from fp4kit.arrays.imports import check_one_device, is_distributed, way_to_array, way_to_local
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.formats import FLOATS
@@ -31,11 +31,13 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
-    """Raise TypeError unless x is a tensor."""
+    """Raise TypeError unless x is a plain tensor, and no DTensor."""
     if not isinstance(x, torch.Tensor):
         is_array = hasattr(x, "__dlpack__") or isinstance(x, (list, tuple, float, int))
         way_out = f"fp4kit.{op} takes arrays of other libraries" if is_array else way_to_array(x, name)
         raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; {way_out}")
+    if is_distributed(x):
+        raise TypeError(f"{op}: {name} is a DTensor, whose values are spread over ranks; {way_to_local(name)}")
 
 
 def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:

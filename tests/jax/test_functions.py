@@ -403,3 +403,15 @@ def test_calls_leave_nothing_behind(rounds):
 def test_the_examples_of_docstrings(module):
     found = doctest.testmod(importlib.import_module(f"fp4kit.jax.{module}"))
     assert found.attempted > 1 and not found.failed
+
+
+@pytest.mark.parametrize("dtype", ["float4_e2m1fn", "int4"])
+def test_parts_of_4_bit_dtypes(dtype):
+    """Quantized.from_parts takes JAX's 4-bit elements, one per byte, and gives JAX arrays."""
+    name = {"float4_e2m1fn": "mxfp4-ocp", "int4": next(name for name in NAMES if name.startswith("int4"))}[dtype]
+    q = fj.quantize(jnp.asarray(ordinary(0, (4, 64), BF16)), name)
+    codes = jnp.stack([q.packed & 15, q.packed >> 4], -1).reshape(4, 64).astype("uint4")
+    elements = jax.lax.bitcast_convert_type(codes, dtype)
+    found = fp4kit.Quantized.from_parts(elements, q.block_scale, q.tensor_scale, recipe=name)
+    assert isinstance(found.packed, jax.Array)
+    assert_same_bits(np.asarray(found.packed), np.asarray(q.packed))

@@ -140,3 +140,52 @@ def test_an_id_in_place_of_the_settings():
     ):
         ft.fake_quantize_model(a_model(), "mxfp4")
     assert ft.FakeQuantSettings is FakeQuantSettings
+
+
+@pytest.fixture
+def sharded():
+    """Yield a DTensor, and the mesh of one rank that it is sharded over."""
+    tensor, mesh = pytest.importorskip("torch.distributed.tensor"), pytest.importorskip("torch.distributed.device_mesh")
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        mesh = mesh.init_device_mesh("cpu", (1,))
+        yield tensor.distribute_tensor(torch.ones(64, 64), mesh, [tensor.Shard(0)]), mesh
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_distributed_tensors_are_refused_with_the_way_out(sharded):
+    x, _ = sharded
+    for call in (fp4kit.quantize, fp4kit.fake_quantize, ft.quantize, ft.fake_quantize):
+        with pytest.raises(TypeError, match=r"x is a DTensor.*x\.full_tensor\(\), or x\.to_local\(\)"):
+            call(x, "nvfp4-te")
+    assert ft.quantize(x.full_tensor(), "nvfp4-te").shape == (64, 64)
+
+
+def test_sharding_comes_after_fake_quantization(sharded):
+    fully_shard = pytest.importorskip("torch.distributed.fsdp").fully_shard
+    settings = FakeQuantSettings("nvfp4-te", parameters=("*.weight",))
+    x = torch.ones(2, 64)
+
+    def model():
+        torch.manual_seed(0)
+        return torch.nn.Sequential(torch.nn.Linear(64, 64))
+
+    plain, first = model(), model()
+    ft.fake_quantize_model(plain, settings)
+    ft.fake_quantize_model(first, settings)
+    fully_shard(first, mesh=sharded[1])
+    assert torch.equal(first(x), plain(x))
+    last = model()
+    fully_shard(last, mesh=sharded[1])
+    with pytest.raises(TypeError, match=r"0\.weight is a DTensor; call fake_quantize_model before fully_shard"):
+        ft.fake_quantize_model(last, settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4", "mxfp8"])
+def test_torch_load_reads_a_quantized(tmp_path, dtype, recipe):
+    q = fp4kit.quantize(torch.ones(4, 32, dtype=dtype), recipe)
+    torch.save({"w": q}, tmp_path / "q.pt")
+    assert torch.load(tmp_path / "q.pt", weights_only=True)["w"].equals(q)
