@@ -291,9 +291,14 @@ class Container:
         Containers without block scales expect the name of the tensor scale. Containers that hold codes and scales in
         one tensor (in_blocks) expect the name of that tensor.
         """
-        part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
-        suffix = self.suffixes[CODES if self.in_blocks else part]
+        suffix = self.key_suffix
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
+
+    @property
+    def key_suffix(self) -> str:
+        """The suffix of the tensor by which a layer of this container is found (see module_of)."""
+        part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
+        return self.suffixes[CODES if self.in_blocks else part]
 
     def stores(self, recipe: Recipe) -> bool:
         """Return whether this container can store the codes and scales of a recipe."""

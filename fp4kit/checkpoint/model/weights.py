@@ -182,9 +182,13 @@ def weights_of(
     found: dict[str, Weight] = {}
     taken: set[str] = set()
     tagged = comfy_layers(tensors)
+    named: dict[str, list[str]] = {}  # suffix -> the tensors whose names end with it
     for accept_damaged in (False, True) if damaged else (False,):
         for container in _by_config(config):
-            for name in places:
+            suffix = container.key_suffix
+            if suffix not in named:
+                named[suffix] = [name for name in places if name.endswith(suffix)]
+            for name in named[suffix]:
                 module = container.module_of(name)
                 if module is None or name in taken or (TAG in container.suffixes) != (module in tagged):
                     continue
