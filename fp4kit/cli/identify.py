@@ -26,8 +26,8 @@ def register(subparsers: Any) -> None:
             ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer"),
         ),
         description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
-        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained, 1 some layer is not or is corrupted,"
-        " 2 error.",
+        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained, 1 some layer is not,"
+        " is corrupted or has no counterpart in the source, 2 error.",
     )
     parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
@@ -37,9 +37,10 @@ def register(subparsers: Any) -> None:
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0 if recipes alone explain every layer, else 1.
+    """Run the command and return 0 if recipes or known rules alone explain every layer, else 1.
 
-    The result is also 1 if a fault between quantizer and file, a mishap, is needed to explain the bytes.
+    The result is also 1 if a fault between quantizer and file, a mishap, is needed to explain the bytes, or if a
+    quantized layer has no counterpart in the source.
     """
     total = sum(weight.nbytes for weight in open_checkpoint(args.path).layers.values())
     with out.progress("identifying", total) as tick:
@@ -48,14 +49,23 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     shown_layers = verdict.layers if args.all else verdict.exceptions
     rows = [(shown(x.name), x.explanation.recipe or "-", shown(x.explanation.sentence)) for x in shown_layers]
     out.table(("layer", "recipe", "verdict"), rows)
+    if args.all:
+        out.table(("layer without a counterpart",), [(shown(name),) for name in verdict.unpaired])
     out.line(shown(verdict.sentence))
     if verdict.hint:
         out.line(verdict.hint)
-    return DONE if verdict.recipes and verdict.mishap is None and not verdict.exceptions else DIFFERENT
+    return DONE if verdict.is_clean else DIFFERENT
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
     """Return a verdict as the body of the command's JSON document."""
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
-    found = {"recipes": verdict.recipes, "mishap": verdict.mishap, "sentence": verdict.sentence, "hint": verdict.hint}
+    unpaired = {"rules": verdict.rules, "unpaired": verdict.unpaired}
+    found = {
+        **unpaired,
+        "recipes": verdict.recipes,
+        "mishap": verdict.mishap,
+        "sentence": verdict.sentence,
+        "hint": verdict.hint,
+    }
     return {**found, "exceptions": [layer.name for layer in verdict.exceptions], "layers": layers}

@@ -46,6 +46,9 @@ from fp4kit.recipes import Recipe
 DAMAGED_SHARE = 0.95
 
 
+GIVEN_SCALES = "searched scales: codes are right under them, and no rule known here gives them"
+
+
 @dataclass(frozen=True)
 class Explanation:
     """Say what made the bytes of a layer.
@@ -61,6 +64,9 @@ class Explanation:
     searched: True if no recipe gives the block scales, but one gives all codes under them.
     unlike: True if the signs of the codes agree with those of the source in no known order. The layer was then probably
         made from another model.
+    rules: known rules for which there is no recipe and which give every byte, in words.
+    cause: if no recipe or rule gives every byte, what is known about the layer, as
+        "WHAT: DETAILS" without its numbers; else None.
     """
 
     recipe: str | None
@@ -73,11 +79,18 @@ class Explanation:
     blank: bool = False
     searched: bool = False
     unlike: bool = False
+    rules: tuple[str, ...] = ()
+    cause: str | None = None
 
     @property
     def explained(self) -> bool:
-        """True if a recipe gives every byte, with or without a mishap."""
-        return self.recipe is not None
+        """True if a recipe or a rule without a recipe gives every byte, with or without a mishap."""
+        return bool(self.names)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What gives every byte: recipes, then rules without a recipe; empty if nothing does."""
+        return (*self.recipes, *self.rules)
 
 
 def kind(mishap: str) -> str:
@@ -251,11 +264,19 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
     found = recipes_under_stored_scales(evidence, plain)
-    if not found or count_matches(evidence, trial.nearest, early=False).share > DAMAGED_SHARE:
+    if not found:
+        return None
+    nearest = count_matches(evidence, trial.nearest, early=False)
+    # If a scale is damaged, the codes of its block are still those of the recipe, and wrong under the stored scale.
+    if nearest.share > DAMAGED_SHARE and nearest.codes == evidence.layer.codes.size:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))
     text = f"searched scales: codes are those of {whose} under the stored block scales, which no rule known here gives"
-    return Explanation(None, None, evidence.layer.codes.size, 0, _all_bytes(evidence).total, text, searched=True)
+    equal, total = evidence.layer.codes.size, _all_bytes(evidence).total
+    if nearest.share > DAMAGED_SHARE:
+        share = min(100 * nearest.share, 99.99)
+        text += f"; {name_of(trial.nearest.recipe)} gives {share:.2f}% of bytes"
+    return Explanation(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES)
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +14,13 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerPair, identify_layers
+from fp4kit.checkpoint.identify.pair_names import canonical, gate_first, keys_of, kv_b_name, kv_b_rows
 from fp4kit.checkpoint.model.closed_world import check_model
+from fp4kit.checkpoint.model.decode import scales_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.layers import pieces
+from fp4kit.checkpoint.model.layers import expert_name, pieces
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
@@ -77,10 +82,26 @@ def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int]
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
     for weight in weights_of(model.tensors, config).values():
-        for piece in pieces(weight, form, config, False):
+        split = weight if form.keeps_stacks else gate_first(weight, config)
+        for piece in pieces(split, form, config, False):
             expert = piece.expert if form.keeps_stacks else 0
-            found[piece.module, expert] = Origin(weight, piece.expert, piece.span)
+            found[piece.module, expert] = Origin(split, piece.expert, piece.span)
     return found
+
+
+@dataclass(frozen=True)
+class TurnedOrigin(Origin):
+    """Name rows of a source of which a layer holds the transpose."""
+
+    def values(self, readers: Readers) -> np.ndarray:
+        """Read the rows and return the transpose of their values."""
+        return np.ascontiguousarray(super().values(readers).T)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """The shape (rows, columns) of the transposed values."""
+        rows, columns = super().shape
+        return columns, rows
 
 
 def identify_checkpoint(
@@ -88,7 +109,8 @@ def identify_checkpoint(
 ) -> CheckpointVerdict:
     """Say which recipe made each quantized layer of a checkpoint, given the model that it was made from.
 
-    Layers are read one at a time. A layer without a counterpart of its name in the source is left out.
+    Layers are read one at a time. Names of layers may differ as tools write them (see pair_names.py). A layer without
+    a counterpart in the source is named in the verdict.
 
     Args:
         destination: model directory or GGUF file, in any known container.
@@ -108,7 +130,7 @@ def identify_checkpoint(
     known = weights_of(stored.tensors, stored.config, damaged=True)
     check_model(stored, known, ignore)
     check_model(origin, weights_of(origin.tensors, origin.config))
-    weights = [weight for weight in known.values() if _has_blocks(weight)]
+    weights = [weight for weight in known.values() if weight.container is not None]
     if not weights:
         raise CheckpointError(
             f"{destination}: no quantized layer of a known format; a quantized checkpoint is needed; fp4kit inspect"
@@ -116,18 +138,21 @@ def identify_checkpoint(
         )
     tick = progress or (lambda count: None)
     with Readers() as readers:
-        found = tuple(_Pairs(stored.config, weights, origin, readers, tick))
+        pairs = _Pairs(stored.config, weights, origin, readers, tick)
+        found, unpaired = tuple(pairs), tuple(pairs.unpaired())
         if not found:
-            raise CheckpointError(
-                f"{destination}: no quantized layer has the name of a weight of {source}; give the model that it was"
-                " made from"
-            )
-        return identify_layers(pair() for pair in found)
+            raise CheckpointError(_nothing_matches(weights, destination, source))
+        return identify_layers((pair() for pair in found), unpaired)
 
 
-def _has_blocks(weight: Weight) -> bool:
-    """Return whether a weight is quantized with a block format whose blocks lie within one row."""
-    return weight.container is not None and weight.container.scale is not None and weight.container.block[0] == 1
+def _nothing_matches(weights: list[Weight], destination: str | Path, source: str | Path) -> str:
+    """Return the message for a checkpoint without a layer that has the name of a weight of the source."""
+    in_gguf, from_gguf = any(w.container and w.container.in_blocks for w in weights), str(source).endswith(".gguf")
+    start = f"{destination}: no quantized layer has the name of a weight of {source}; "
+    if in_gguf and not from_gguf:
+        way = "llama.cpp's convert_hf_to_gguf.py SRC --outtype bf16"
+        return f"{start}a GGUF file is needed, whose names and order of rows are the same; write one with {way}"
+    return f"{start}give the model that it was made from"
 
 
 class _Pairs:
@@ -141,15 +166,16 @@ class _Pairs:
         self, config: Mapping[str, Any], weights: list[Weight], source: Source, readers: Readers, tick: Progress
     ) -> None:
         self.config, self.weights, self.readers, self.tick = config, weights, readers, tick
-        forms = {weight.container for weight in weights if weight.container is not None}
-        self.origins = {form: origins(source, form) for form in forms}
-        self.amaxes: dict[str, tuple[float, ...]] = {}
-        self.members: dict[str, list[Origin]] = defaultdict(list)
+        self.source_config = source.config or {}
+        self.exact, self.by_key = _origins_by_name(source)
+        self.amaxes: dict[tuple[str, int], tuple[float, ...]] = {}
+        self.members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
         self.groups = fused_layers.shared_amax_groups(weight.name for weight in weights)
         for weight in weights:
-            origin = self._origin(weight, 0)
-            if weight.name in self.groups and origin is not None:
-                self.members[self.groups[weight.name]].append(origin)
+            for expert in range(weight.experts) if weight.name in self.groups else ():
+                origin = self._origin(weight, expert)
+                if origin is not None:
+                    self.members[self.groups[weight.name], expert].append(origin)
 
     def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
         """Return the rows of the source from which an expert of a weight was made, or None if the source has no such
@@ -157,8 +183,22 @@ class _Pairs:
 
         name: the layer to look up instead of the weight's own.
         """
-        assert weight.container is not None
-        return self.origins[weight.container].get((name or weight.name, expert))
+        wanted = name or weight.name
+        if (found := self.exact.get((wanted, expert))) is not None:
+            return found
+        key = canonical(expert_name(wanted, expert) if len(weight.shape) == 3 else wanted)
+        return self.by_key.get(key) or self._part_of_kv_b(weight, expert)
+
+    def _part_of_kv_b(self, weight: Weight, head: int) -> Origin | None:
+        """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out, or None."""
+        name = kv_b_name(weight.name)
+        whole = self.by_key.get(name) if name else None
+        nope, value = (self.source_config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
+        if whole is None or not isinstance(nope, int) or not isinstance(value, int):
+            return None
+        leaf = fused_layers.split_module(weight.name)[1]
+        span = kv_b_rows(leaf, nope if leaf == "embed_q" else value, nope + value, nope, head)
+        return (TurnedOrigin if leaf == "embed_q" else Origin)(whole.weight, whole.expert, span)
 
     def __iter__(self) -> Iterator[Callable[[], LayerPair]]:
         for weight in self.weights:
@@ -166,6 +206,11 @@ class _Pairs:
                 origin = self._origin(weight, expert)
                 if origin is not None:
                     yield lambda w=weight, e=expert, o=origin: self._pair(w, e, o)  # type: ignore[misc]
+
+    def unpaired(self) -> Iterator[str]:
+        """Yield the names of quantized layers that have no counterpart in the source."""
+        for weight in self.weights:
+            yield from (_name(weight, e) for e in range(weight.experts) if self._origin(weight, e) is None)
 
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
         """Read one layer, its source, and what else is needed to explain it."""
@@ -175,12 +220,11 @@ class _Pairs:
         )
         other = None if partner is None else partner.values(self.readers)
         heads = self._heads(leaf)
-        name = weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
-        parts = _stored(weight, expert, self.readers)
+        parts = stored_layer(weight, expert, self.readers)
         self.tick(weight.nbytes // weight.experts)
-        return LayerPair(
-            name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, self._amaxes(weight.name)
-        )
+        amaxes = self._amaxes(weight, expert)
+        name = _name(weight, expert)
+        return LayerPair(name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, amaxes)
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
         """Return the numbers of heads that the configs give for a layer, by the last part of its name; empty if it is
@@ -191,35 +235,84 @@ class _Pairs:
         counts = {section.get(_HEADS.get(leaf, "")) for section in sections}
         return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
 
-    def _amaxes(self, name: str) -> tuple[float, ...]:
-        """Return the largest amax of the layers that share a tensor scale with the layer, as a tuple of one number.
+    def _amaxes(self, weight: Weight, expert: int) -> tuple[float, ...]:
+        """Return the amaxes of the layers that may share a tensor scale with the layer.
 
-        Return an empty tuple if it shares its tensor scale with no other layer.
+        These are the largest amax of the layers that loaders fuse with it, and that of all experts if they share one
+        scalar.
         """
-        group = self.groups.get(name)
-        if group is None:
-            return ()
-        if group not in self.amaxes:
-            self.amaxes[group] = (max(origin.amax(self.readers) for origin in self.members[group]),)
-        return self.amaxes[group]
+        found: tuple[float, ...] = ()
+        if (name := self.groups.get(weight.name)) is not None:
+            found += self._largest((name, expert), self.members[name, expert])
+        scale = weight.parts.get(TENSOR_SCALE)
+        if weight.experts > 1 and scale is not None and prod(scale.entry.shape) == 1:
+            every = (self._origin(weight, e) for e in range(weight.experts))
+            found += self._largest((weight.name, -1), [origin for origin in every if origin is not None])
+        return found
+
+    def _largest(self, key: tuple[str, int], members: list[Origin]) -> tuple[float, ...]:
+        """Return the largest amax of some rows as a tuple of one number. It is computed once per key."""
+        if key not in self.amaxes:
+            self.amaxes[key] = (max(origin.amax(self.readers) for origin in members),)
+        return self.amaxes[key]
 
 
-def _stored(weight: Weight, expert: int, readers: Readers) -> StoredLayer:
-    """Read one layer of a weight, and return it as its file stores it."""
+def _name(weight: Weight, expert: int) -> str:
+    """Return the name of a layer, with the number of the expert if the weight is a stack."""
+    return weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
+
+
+def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dict[str, Origin]]:
+    """Return the matrices of a source by (name of the weight, expert), and by the keys of pair_names.keys_of.
+
+    A key that two matrices have is left out of the second.
+    """
+    exact: dict[tuple[str, int], Origin] = {}
+    found: dict[str, Origin] = {}
+    twice: set[str] = set()
+    config = source.config or {}
+    for weight in weights_of(source.tensors, config).values():
+        for expert in range(weight.experts):
+            exact[weight.name, expert] = Origin(weight, expert, (0, weight.shape[-2]))
+            for key, ordered, span in keys_of(weight, expert, config):
+                twice |= {key} & set(found)
+                found[key] = Origin(ordered, expert, span)
+    return exact, {key: origin for key, origin in found.items() if key not in twice}
+
+
+def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer | Fp8Layer:
+    """Read one layer of a weight, and return it with linear scales and the low nibble first.
+
+    If its block scales have a shape that the container does not allow, or its tensor scale is missing, the parts are
+    returned as the file stores them.
+    """
     form = weight.container
     assert form is not None
-    if form.in_blocks:
+    if form.scale is None or form.block[0] > 1:
+        return _fp8_layer(weight, expert, readers)
+    tensor_scale = tensor_scale_of(readers, weight, expert) if TENSOR_SCALE in weight.parts else None
+    shaped = form.in_blocks or weight.parts[SCALES].entry.shape in form.shapes_of_scales(weight.shape)
+    if shaped and form.has_tensor_scale == (TENSOR_SCALE in weight.parts):
         slab = next(slabs(readers, weight, expert, max_bytes=1 << 40))
-        codes, scales = np.asarray(slab.codes), np.asarray(slab.scales)
+        codes, scales = (np.ascontiguousarray(part).view(np.uint8) for part in (slab.codes, slab.scales))
     else:
         stored = (weight.parts[part] for part in (CODES, SCALES))
-        codes, scales = (_share(readers, part, weight, expert) for part in stored)
-        codes = codes.view(np.uint8)
-    if weight.transposed:
-        codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
-    rows = weight.shape[-2]
-    tensor_scale = tensor_scale_of(readers, weight, expert) if TENSOR_SCALE in weight.parts else None
-    return StoredLayer(codes.reshape(rows, -1), scales, tensor_scale, _any_recipe(form))
+        codes, scales = (_share(readers, part, weight, expert).view(np.uint8) for part in stored)
+        if weight.transposed:
+            codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
+    return StoredLayer(codes.reshape(weight.shape[-2], -1), scales, tensor_scale, _any_recipe(form))
+
+
+def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
+    """Read one layer of FP8 codes under float scales or scales of 128x128 blocks."""
+    form = weight.container
+    assert form is not None
+    slab = next(slabs(readers, weight, expert, max_bytes=1 << 40))
+    codes = np.asarray(slab.codes).view(np.uint8).reshape(weight.shape[-2:])
+    if TENSOR_SCALE in weight.parts:
+        return Fp8Layer(codes, np.asarray(slab.tensor_scale, np.float32).reshape(1, 1), "tensor")
+    scales = np.asarray(scales_of(form, np.asarray(slab.scales)), np.float32)
+    return Fp8Layer(codes, scales, "block" if form.block[0] > 1 else "row")
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
@@ -236,5 +329,17 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 
 
 def _any_recipe(form: Container) -> Recipe:
-    """Return some recipe whose format the container stores. It stands for the format only."""
-    return next(recipe for recipe in RECIPES.values() if form.stores(recipe))
+    """Return some recipe whose format the container stores. It stands for the format only.
+
+    If no recipe of the table has the container's groups, the result is a variant that has.
+    """
+    found = next((recipe for recipe in RECIPES.values() if form.stores(recipe)), None)
+    return found or next(variant for variant in _variants(form) if form.stores(variant))
+
+
+def _variants(form: Container) -> Iterator[Recipe]:
+    """Yield the recipes of the container's element and scale formats, with its blocks, where that is possible."""
+    for recipe in RECIPES.values():
+        if (recipe.element, recipe.scale) == (form.element, form.scale):
+            with suppress(ValueError):  # the recipe does not allow such blocks
+                yield replace(recipe, block=form.block)

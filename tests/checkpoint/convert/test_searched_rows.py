@@ -310,7 +310,7 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
     assert verdict.recipe is None and len(verdict.exceptions) == 5
     found = "codes are right under them, and no rule known here gives them"
     assert verdict.sentence == f"searched scales in 5 layers: {found}"
-    strange = LayerVerdict("strange", replace(verdict.layers[0].explanation, searched=False))
+    strange = LayerVerdict("strange", replace(verdict.layers[0].explanation, searched=False, cause=None))
     mixed = CheckpointVerdict((), None, (*verdict.layers, strange))
     assert mixed.sentence == f"searched scales in 5 of 6 layers: {found}; nothing explains the others"
     for layer in verdict.layers:

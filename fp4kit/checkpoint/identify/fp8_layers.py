@@ -1,0 +1,154 @@
+"""Explain FP8 layers: E4M3 codes under float scales of a tensor, of rows or of 128x128 blocks.
+
+A scale is amax / 448, in float32 or rounded to bfloat16. A code is the E4M3 value nearest to x / scale. Tools divide in
+float32, or in the dtype of the source, which then rounds the quotient before it becomes a code.
+
+Sources: Model-Optimizer 0.47 fp8_tensor.py and export/quant_utils.py; compressed-tensors 0.20 forward.py; amd-quark
+0.13. Measured with files that these tools wrote: all codes and scales are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.checkpoint.identify.diagnose import Explanation
+from fp4kit.checkpoint.identify.hypotheses import CHUNK
+from fp4kit.formats import E4M3
+from fp4kit.ops.identify import either
+from fp4kit.ops.quantize import quantize
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.reference.codec import encode
+
+_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+_SCALING = {"tensor": "per tensor", "row": "per row", "block": "per 128x128 block"}
+
+
+@dataclass(frozen=True, eq=False)
+class Fp8Layer:
+    """Hold one FP8 layer as its file stores it.
+
+    codes: uint8 (N, K), bit patterns of E4M3.
+    scales: float32, by which codes are multiplied on decode: (1, 1), (N, 1), or one per block.
+    scaling: "tensor", "row" or "block" (128x128).
+    """
+
+    codes: np.ndarray
+    scales: np.ndarray
+    scaling: str
+
+    def amaxes(self, x: np.ndarray) -> np.ndarray:
+        """Return the largest magnitude of the elements under each scale, float32 in the shape of ``scales``."""
+        magnitudes = np.abs(x).astype(np.float32)
+        if self.scaling == "tensor":
+            return magnitudes.max(initial=0).reshape(1, 1)
+        if self.scaling == "row":
+            return magnitudes.max(axis=1, initial=0)[:, None]
+        rows, columns = (np.arange(0, length, 128) for length in x.shape)
+        return np.maximum.reduceat(np.maximum.reduceat(magnitudes, rows, axis=0), columns, axis=1)
+
+    def spread(self, scales: np.ndarray) -> np.ndarray:
+        """Return scales in a shape that broadcasts against the codes."""
+        if self.scaling != "block":
+            return scales
+        rows, columns = self.codes.shape
+        return np.repeat(np.repeat(scales, 128, axis=0)[:rows], 128, axis=1)[:, :columns]
+
+
+def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Explanation:
+    """Find the recipe or the rule that gives every code and scale of an FP8 layer.
+
+    x: the source (N, K). amaxes: amaxes of groups of layers that may share the layer's scale, besides its own.
+    If none gives all bytes, the sentence says what the layer is and how many codes are the nearest ones.
+    """
+    total = layer.codes.size + layer.scales.size
+    name = f"FP8 {_SCALING[layer.scaling]}"
+    if layer.codes.shape != x.shape:
+        return _unexplained(
+            f"nothing explains these bytes: {name}, codes have shape {layer.codes.shape}; the source has shape"
+            f" {x.shape}",
+            0,
+            0,
+            total,
+        )
+    recipes = tuple(r.id for r in _recipes(layer) if _recipe_gives(layer, x, r, amaxes))
+    dtypes, equal_scales = _scale_rules(layer, x, amaxes)
+    found = _quotients(layer, x)
+    equal_codes = max(found.values())
+    quotients = [dtype for dtype, equal in found.items() if equal == layer.codes.size]
+    rules = tuple(_rule(name, scales, quotient) for scales in dtypes for quotient in quotients)
+    if recipes or rules:
+        sentence = f"{either(recipes)} made these bytes" if recipes else f"{either(rules)}; no recipe has this rule"
+        first = recipes[0] if recipes else None
+        return Explanation(first, None, layer.codes.size, layer.scales.size, total, sentence, recipes, rules=rules)
+    if quotients:
+        text = f"{name} under given scales, which are not amax / 448; codes nearest to the quotient in {quotients[0]}"
+        cause = f"{name} under given scales: codes are nearest, and scales are not amax / 448"
+        return Explanation(None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause)
+    share = min(100 * equal_codes / max(layer.codes.size, 1), 99.99)
+    text = f"nothing explains these bytes: {name}; {share:.2f}% of codes are nearest under the stored scales"
+    return _unexplained(text, equal_codes, equal_scales, total)
+
+
+def _rule(name: str, scales: str, quotient: str) -> str:
+    """Return the words for a rule: the format, the dtype of the scales, and the dtype of the quotient."""
+    rounded = " rounded to bfloat16" * (scales == "bfloat16")
+    return f"{name} (amax / 448{rounded}, codes nearest to the quotient in {quotient})"
+
+
+def _unexplained(text: str, codes: int, scales: int, total: int) -> Explanation:
+    """Return an Explanation without a recipe."""
+    return Explanation(None, None, codes, scales, total, text)
+
+
+def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
+    """Yield the recipes of the table that store such codes and scales."""
+    for r in RECIPES.values():
+        if r.element == E4M3 and r.scale is None and not r.fake_only and r.tensor_scaling == layer.scaling:
+            yield r
+
+
+def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float, ...]) -> bool:
+    """Return whether a recipe gives all codes and scales of a layer."""
+    own = layer.amaxes(x)
+    shared = [np.float32(max(a, own.max(initial=0))) for a in amaxes] if layer.scaling == "tensor" else []
+    for amax in [None, *shared]:
+        with np.errstate(all="ignore"):
+            q = quantize(np.ascontiguousarray(x), r, tensor_amax=amax)
+        scales = np.asarray(q.tensor_scale, np.float32).reshape(layer.scales.shape)
+        if np.array_equal(scales, layer.scales) and np.array_equal(q.packed, layer.codes):
+            return True
+    return False
+
+
+def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> tuple[list[str], int]:
+    """Return the dtypes in which amax / 448 gives all stored scales, and the largest number of scales that one gives.
+
+    All scales of a layer are made from amaxes of its own elements, or a single scale from the amax of a group.
+    """
+    own = layer.amaxes(x)
+    candidates = [own, *(np.full_like(own, max(a, float(own.max()))) for a in amaxes if own.size == 1)]
+    found = {}
+    for dtype, kind in _DTYPES.items():
+        made = [(a / np.float32(E4M3.max)).astype(kind).astype(np.float32) for a in candidates]
+        found[dtype] = max(int(np.count_nonzero(scales == layer.scales)) for scales in made)
+    return [dtype for dtype, equal in found.items() if equal == layer.scales.size], max(found.values())
+
+
+def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
+    """Return dtype of the quotient -> the number of codes that are nearest to it under the stored scales."""
+    found = dict.fromkeys(_DTYPES, 0)
+    step = max(CHUNK // max(x.shape[1], 1) // 128, 1) * 128
+    for rows in (slice(start, start + step) for start in range(0, len(x), step)):
+        scales = layer.scales[rows.start // 128 : -(-rows.stop // 128)] if layer.scaling == "block" else layer.scales
+        scales = scales[rows] if layer.scaling == "row" else scales
+        part = Fp8Layer(layer.codes[rows], scales, layer.scaling)
+        with np.errstate(all="ignore"):
+            quotient = x[rows].astype(np.float32) / part.spread(part.scales)
+            for dtype, kind in _DTYPES.items():
+                codes = encode(quotient.astype(kind).astype(np.float32), E4M3)
+                found[dtype] += int(np.count_nonzero(codes == part.codes))
+    return found

@@ -1,0 +1,77 @@
+"""Name the matrices of a model so that one matrix has the same key whatever tool wrote the file.
+
+Tools name layers differently: experts are separate layers or stacks, mlx-lm calls the stacks' module ``switch_mlp``,
+Mixtral calls gate, down and up w1, w2 and w3, and wrappers add ``_orig_mod.`` or ``module.``. mlx-lm also splits
+DeepSeek's kv_b_proj into two stacks with one matrix per head.
+
+Sources: mlx-lm 0.32.2 models/mixtral.py and models/deepseek_v3.py, sanitize; transformers 5.24 conversion_mapping.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+from fp4kit.checkpoint.model.layers import expert_name
+from fp4kit.checkpoint.model.weights import HeadOrder, Weight, is_interleaved
+from fp4kit.checkpoint.selection.fused_layers import join_module, split_module
+
+_WRAPPERS = ("_orig_mod", "module")
+_EXPERT_LEAVES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
+_STACKED_HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("gate_proj", "up_proj")}
+_KV_B = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
+
+
+def canonical(module: str) -> str:
+    """Return the name of a module without wrappers, with gate_proj, down_proj and up_proj as names of experts' layers.
+
+    The name of an expert is "PARENT.mlp.experts.NUMBER.LEAF".
+    """
+    parts = [part for part in module.split(".") if part not in _WRAPPERS]
+    if "experts" in parts[:-1]:
+        parts[-1] = _EXPERT_LEAVES.get(parts[-1], parts[-1])
+        parts = ["mlp" if part == "block_sparse_moe" else part for part in parts]
+    return ".".join(parts)
+
+
+def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
+    """Return a weight from which all gate rows are read before all up rows.
+
+    If gate and up rows of a stack alternate, as in gpt-oss, the result reorders them on reading. Any other weight is
+    returned unchanged.
+    """
+    alternates = len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
+    return replace(weight, order=HeadOrder(weight.shape[-2], False)) if alternates else weight
+
+
+def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
+    """Yield (key, weight, rows) for each matrix that one expert of a weight holds.
+
+    A gate_up stack yields the whole matrix, and its halves gate and up. The weight that is yielded with a half reads
+    gate rows first.
+    """
+    rows = weight.shape[-2]
+    name = weight.name if len(weight.shape) == 2 else expert_name(weight.name, expert)
+    yield canonical(name), weight, (0, rows)
+    parent, leaf = split_module(name)
+    if len(weight.shape) == 3 and leaf in _STACKED_HALVES:
+        ordered = gate_first(weight, config)
+        for number, half in enumerate(_STACKED_HALVES[leaf]):
+            key = canonical(join_module(parent, half))
+            yield key, ordered, (number * rows // 2, (number + 1) * rows // 2)
+
+
+def kv_b_name(module: str) -> str | None:
+    """Return the name of the kv_b_proj layer that mlx-lm made the stack ``module`` from; None for any other layer."""
+    parent, leaf = split_module(module)
+    return canonical(join_module(parent, _KV_B[leaf])) if leaf in _KV_B else None
+
+
+def kv_b_rows(leaf: str, rows: int, head: int, nope: int, expert: int) -> tuple[int, int]:
+    """Return the rows of kv_b_proj that one matrix of embed_q (the first ``nope`` of a head) or unembed_out holds.
+
+    rows: the number of rows of the matrix in kv_b_proj. head: the number of rows of a head. expert: the head.
+    """
+    first = expert * head + (0 if leaf == "embed_q" else nope)
+    return first, first + rows
