@@ -22,7 +22,7 @@ from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, INDEX
+from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
@@ -33,6 +33,7 @@ from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import executor_of, pending_limit, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftovers
 from fp4kit.checkpoint.run.prefetch import Prefetcher
+from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
@@ -477,7 +478,8 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.shards) > 1:
         weight_map = {output.name: shard.name for shard in plan.shards for output in shard.outputs}
-        found[INDEX] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
+        name = INDEX if diffusers_classes.CLASS not in plan.source.config else DIFFUSERS_INDEX
+        found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
     config = _without_declarations(plan.source.config)
     if plan.form is None:
         return found | {CONFIG: config}

@@ -25,6 +25,8 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_h
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+DIFFUSERS_SINGLE = "diffusion_pytorch_model.safetensors"
+DIFFUSERS_INDEX = "diffusion_pytorch_model.safetensors.index.json"
 CONFIG = "config.json"
 MODEL_INDEX = "model_index.json"  # lists the components of a Diffusers pipeline, each a directory
 HF_QUANT_CONFIG = "hf_quant_config.json"
@@ -40,7 +42,7 @@ class Source:
         safetensors file, {}.
     files: the model's files, sorted by name.
     ignored: names of safetensors files in the directory that are not part of the model.
-    has_index: True if the directory has a model.safetensors.index.json.
+    has_index: True if the directory has an index, model.safetensors.index.json or Diffusers' own.
     """
 
     root: Path
@@ -124,15 +126,21 @@ def check_shard_name(name: object) -> str:
     return str(name)
 
 
+def index_name(root: Path) -> str | None:
+    """Return the name of the index in ``root``: that of transformers or of Diffusers; None if there is no index."""
+    return next((name for name in (INDEX, DIFFUSERS_INDEX) if os.path.lexists(root / name)), None)
+
+
 def load_weight_map(root: Path) -> dict[str, str]:
-    """Return the map from tensor name to shard name in the index (model.safetensors.index.json) of ``root``.
+    """Return the map from tensor name to shard name in the index of ``root``, which must have one (see index_name).
 
     Raises CheckpointError if the index has no weight_map, or if a shard name is not a plain file name.
     """
-    index = load_object(existing_file(root, INDEX), INDEX)
+    name = index_name(root) or INDEX
+    index = load_object(existing_file(root, name), name)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{INDEX}: has no weight_map; an object that maps tensor names to shards is needed")
+        raise CheckpointError(f"{name}: has no weight_map; an object that maps tensor names to shards is needed")
     return {tensor: check_shard_name(shard) for tensor, shard in weight_map.items()}
 
 
@@ -172,8 +180,9 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
                 f"{root}: has both {SINGLE} and {INDEX}, but the index does not name {SINGLE}; remove one of them"
             )
         return names
-    if SINGLE in present:
-        return [SINGLE]
+    single = next((name for name in (SINGLE, DIFFUSERS_SINGLE) if name in present), None)
+    if single is not None:
+        return [single]
     if not present:
         raise CheckpointError(
             f"{root}: no .safetensors file; a Hugging Face model directory with safetensors is needed"
@@ -317,7 +326,7 @@ def _is_part_of_model(path: Path) -> bool:
     if not os.path.lexists(root / CONFIG):
         return False
     try:
-        return path.name in model_file_names(root, load_weight_map(root) if os.path.lexists(root / INDEX) else None)
+        return path.name in model_file_names(root, load_weight_map(root) if index_name(root) else None)
     except CheckpointError:
         return False
 
@@ -328,7 +337,7 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
     Return (files of the model, names of other safetensors files in the directory, whether there is an index).
     Raises CheckpointError if a file is missing or the files disagree with the index.
     """
-    weight_map = load_weight_map(root) if os.path.lexists(root / INDEX) else None
+    weight_map = load_weight_map(root) if index_name(root) else None
     names = model_file_names(root, weight_map)
     _check_names_differ(names)
     files = tuple(read_header(existing_file(root, name), name) for name in names)

@@ -27,7 +27,7 @@ from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.model import closed_world, side_files
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
-from fp4kit.checkpoint.model.model_files import INDEX, Source, open_source
+from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, Source, open_source
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.checkpoint.plan import gguf, kv_cache, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
@@ -35,7 +35,7 @@ from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, target_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
-from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection import diffusers_classes, fused_layers
 from fp4kit.checkpoint.selection.name_rules import UNSUPPORTED_STACK, Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, check, decide, no_multiple
 from fp4kit.lazy import lazy_property
@@ -419,7 +419,7 @@ class _Planner:
         _check_outputs(shards)
         scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
         ignore, warnings = self._exclusions()
-        names = {file.name for file in self.source.files} | {INDEX}
+        names = {file.name for file in self.source.files} | {INDEX, DIFFUSERS_INDEX}
         auxiliary = side_files.scan(self.source.root, names)
         warnings += self._unmeasured(shards)
         form, has_scale = self.form, self.has_input_scale
@@ -573,7 +573,7 @@ class _Planner:
         declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
         warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
         warnings += _kept_stacks(self.decisions)
-        warnings += self._rows_of_other_length()
+        warnings += [*self._rows_of_other_length(), *filter(None, [diffusers_classes.warning(self.config)])]
         if declared is None or declared.syntax is None:
             return (), tuple(warnings)
         subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})

@@ -17,6 +17,7 @@ from fp4kit.checkpoint.plan import gguf
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, several
@@ -100,6 +101,7 @@ class Request:
             if self.activations is not None:
                 self._refuse_input_scales("unquantized layers have no input scale")
             return None
+        diffusers_classes.check(config, self.wishes.only)
         if self.format == mlx.FORMAT:
             return self._mlx_form()
         if self.format == comfy.FORMAT:

@@ -17,6 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from fp4kit.checkpoint.containers import ggml_names
+from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.ggml_types import BLOCKED
@@ -110,12 +111,14 @@ class Model:
     model_type: the ``model_type`` of the config; "" if it has none.
     has_encoder: True if there is an encoder besides the decoder; encoder.layers.N is then not a decoder layer.
     is_gguf: True if the tensors have llama.cpp's names.
+    diffusers: the name of the Diffusers class; "" for other models.
     """
 
     layers: int | None
     model_type: str = ""
     has_encoder: bool = False
     is_gguf: bool = False
+    diffusers: str = ""
 
 
 @dataclass(frozen=True)
@@ -248,7 +251,11 @@ def model_facts(config: Mapping[str, Any]) -> Model:
         section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
     )
     return Model(
-        counts[0] if counts else None, str(config.get("model_type", "")), has_encoder, ggml_names.ARCHITECTURE in config
+        counts[0] if counts else None,
+        str(config.get("model_type", "")),
+        has_encoder,
+        ggml_names.ARCHITECTURE in config,
+        diffusers_classes.class_of(config),
     )
 
 
@@ -277,6 +284,11 @@ def _rank(tensor: Candidate) -> str | None:
     if rank == 2 or tensor.is_stack:
         return None
     return "1-D: a norm or a bias" if rank == 1 else f"{rank}-D: not a linear layer"
+
+
+def _diffusers(tensor: Candidate) -> str | None:
+    """Return why a layer of a Diffusers model stays unquantized; None for other layers and other models."""
+    return diffusers_classes.unquantized_reason(tensor.model.diffusers, tensor.parts)
 
 
 def _tower_prefix(tensor: Candidate) -> str | None:
@@ -411,6 +423,7 @@ FIRST_RULES = (  # tested before --keep-first and --keep-last
     Rule(_other_stack, True),
     Rule(_not_a_weight, False),
     Rule(_rank, False),
+    Rule(_diffusers, True),
     Rule(_tower, True, _tower_prefix),
     Rule(_mtp, True, _mtp_prefix),
 )

@@ -29,6 +29,7 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
+from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Wishes, decide
 
@@ -103,6 +104,9 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
             if w.container and w.container.format == comfy.FORMAT
         }
         return [Issue("error", name, text, comfy.ENGINE) for name, text in comfy.troubles(own)]
+    unloaded = diffusers_classes.warning(config)
+    if form is not None and unloaded is not None:
+        return [Issue("warning", "model", unloaded)]
     if form is not None and model.path.is_file():
         return [Issue("warning", "model", _ONE_FILE)]
     if form is None and model.unrecognised:

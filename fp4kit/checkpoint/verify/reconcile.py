@@ -29,7 +29,15 @@ from fp4kit.checkpoint.model import side_files
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.decode import codes_of, decode, row_chunks
 from fp4kit.checkpoint.model.manifest import MANIFEST, digest_of, manifest_of, names_in
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, INDEX, Source, existing_file, open_source
+from fp4kit.checkpoint.model.model_files import (
+    CONFIG,
+    DIFFUSERS_INDEX,
+    HF_QUANT_CONFIG,
+    INDEX,
+    Source,
+    existing_file,
+    open_source,
+)
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
@@ -255,8 +263,8 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
     is_file = target.suffix.lower() == ".safetensors"
     if is_file and not model.root.is_file():
         raise CheckpointError(f"{target}: a model directory becomes a directory; name one without .safetensors")
-    beside = side_files.scan(model.root, {file.name for file in model.files} | {INDEX})
-    own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX) if os.path.lexists(model.root / name)]
+    beside = side_files.scan(model.root, {file.name for file in model.files} | {INDEX, DIFFUSERS_INDEX})
+    own = [name for name in (CONFIG, HF_QUANT_CONFIG, INDEX, DIFFUSERS_INDEX) if os.path.lexists(model.root / name)]
     configs = {name: existing_file(model.root, name) for name in own}
     staging.check_destination(model.root, target)
     staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
