@@ -1,4 +1,4 @@
-"""How a cached call handles arrays of NumPy, PyTorch and JAX in host memory: addresses, new arrays, results."""
+"""Handle arrays of NumPy, PyTorch and JAX in host memory for cached calls: read addresses, make arrays and results."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _FLOAT32 = np.dtype(np.float32)
 
 
 class ArrayAccess(NamedTuple):
-    """Access to the arrays of one library.
+    """The functions by which a cached call handles the arrays of one library.
 
-    address(array): the address of its first element; None for None.
-    maker(shape, dtype, reused): a function without arguments that returns a new uninitialized array; dtype is NumPy's.
-        reused: the memory of a large array is reused after it is freed (see cpu/buffers.py).
-    is_float32(array): whether it is a contiguous, aligned float32 array, which the C library can read in place.
-    to_bytes(array): its elements in row-major order.
-    move_last(array, axis): a view whose last axis is moved to `axis`.
-    result(array): the array that the caller gets for one that a maker made; None if that is the same array.
+    address(array): returns the address of its first element; None for None.
+    maker(shape, dtype, reused): returns a function without arguments that makes a new uninitialized array. dtype is a
+        NumPy dtype. If reused is True, the memory of a large array is reused after it is freed (see cpu/buffers.py).
+    is_float32(array): returns whether it is a contiguous, aligned float32 array, which the C library can read in place.
+    to_bytes(array): returns the bytes of its elements in row-major order.
+    move_last(array, axis): returns a view whose last axis is moved to `axis`.
+    result(array): converts an array from a maker to the array that the caller gets; None if no conversion is needed.
     """
 
     address: Callable[[Any], int | None]
@@ -37,9 +37,10 @@ class ArrayAccess(NamedTuple):
     result: Callable[[Any], Any] | None
 
     def amax_pointer(self, amax: Any) -> Any:
-        """Return a pointer to tensor_amax for the C library: to a c_float for a number, else to the data of the array.
+        """Return a pointer to the caller's tensor_amax, for the C library.
 
-        Return None for an array that the library cannot read in place.
+        It points to a c_float for a Python or NumPy number, and to the data of an array. Return None for an array that
+        the C library cannot read in place.
         """
         if isinstance(amax, (float, np.floating)):
             return ctypes.byref(ctypes.c_float(float(amax)))
@@ -93,7 +94,10 @@ def _torch() -> ArrayAccess:
 
 
 def _jax(like: Any) -> ArrayAccess:
-    """Return the access to JAX's arrays. These are read-only, so NumPy arrays are filled and then given to JAX."""
+    """Return the ArrayAccess for JAX. JAX arrays are read-only, so results are NumPy arrays that are handed to JAX.
+
+    like: a JAX array, on whose device results are placed.
+    """
 
     def address_of(a: Any) -> int | None:
         return address(a if a is None else np.asarray(a))

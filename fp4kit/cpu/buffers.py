@@ -1,7 +1,7 @@
-"""Memory for large results, which is reused.
+"""Allocate memory for large results, and reuse it after the results are freed.
 
 Results of MIN_BYTES to MAX_BYTES are allocated in memory that is aligned to huge pages. When the last array that uses
-such memory is freed, the memory is kept for the next result; a process keeps at most one.
+such memory is freed, the memory is kept for the next result. A process keeps at most one piece of memory.
 
 The first write to a new page costs a page fault and fills the page with zeros. Decoding 4096 x 4096 bfloat16 values
 takes 1.4 ms into used pages and 3.1 ms into new ones (two cores of an x86-64 machine, November 2026). malloc itself
@@ -14,13 +14,16 @@ from math import prod
 
 import numpy as np
 
-MIN_BYTES, MAX_BYTES = 1 << 22, 1 << 26  # of a result whose memory is reused
+MIN_BYTES, MAX_BYTES = 1 << 22, 1 << 26  # size of the smallest and the largest result whose memory is reused
 HUGE_PAGE = 1 << 21  # bytes, on x86-64; on other processors the alignment has no effect
 _kept: list[np.ndarray] = []  # the memory that is kept for the next result: one array of bytes, or none
 
 
 class _Owner:
-    """The base of an array and of its views. When the last of them is freed, its memory replaces the kept memory."""
+    """The object that owns the memory of an array and its views, as NumPy's `base`.
+
+    When the last of these arrays is freed, NumPy frees this object, which then stores its memory in _kept.
+    """
 
     __slots__ = ("__array_interface__", "memory")
 
@@ -32,7 +35,7 @@ class _Owner:
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return an uninitialized array. The memory of a large one is reused for later results after it is freed."""
+    """Return an uninitialized array. If it has MIN_BYTES to MAX_BYTES, its memory is reused after it is freed."""
     nbytes = prod(shape) * dtype.itemsize
     if not MIN_BYTES <= nbytes <= MAX_BYTES:
         return np.empty(shape, dtype)

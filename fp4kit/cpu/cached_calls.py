@@ -1,11 +1,12 @@
-"""Cached calls (call/call_cache.py) on arrays in host memory: one call of the library with new addresses.
+"""Make cached calls (call/call_cache.py) for arrays in host memory: one call of the C library with new addresses.
 
-Cached are quantize, dequantize and fake_quantize of matrices, with any strides and axis, and of contiguous arrays. A
-cached call returns None if it cannot compute the result: if an element is NaN or infinite, or if the thread's
-arithmetic is not IEEE's (flushed subnormals, another rounding). The driver (cpu/engine.py, host/engine.py) then does
-the call.
+A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work
+in Python. It exists for quantize, dequantize and fake_quantize of matrices with any strides and axis, and of contiguous
+arrays of any shape. It returns None if it cannot compute the result: if an element is NaN or infinite, or if the
+thread's arithmetic is not IEEE's (flushed subnormals, another rounding mode). Then the caller runs the call by
+cpu/engine.py.
 
-Prototype: a call of the library without addresses.
+Prototype: the arguments of a call of the C library, without addresses.
 """
 
 from __future__ import annotations
@@ -28,18 +29,20 @@ from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import faking
 
-MAX_TENSORS = 1 << 12  # tensor scales of a cached dequantize, at most: every call reads them
+MAX_TENSORS = 1 << 12  # the most tensor scales of a cached dequantize, because every call reads them in Python
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """A cached quantize with nearest rounding and linear scales.
+    """A cached call of quantize with nearest rounding and linear scales.
 
-    Calling it returns the result, or None if the library cannot compute it.
+    Calling it with (x, tensor_amax, out) returns the result, or None if the library cannot compute it.
 
-    tensor_rule: index of the tensor rule; -1 for a recipe without tensor scales.
-    size: number of elements. new: functions that make the arrays of a result. fields: the other fields of a result.
+    tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
+    size: number of elements of x. access: how to handle the arrays of x's library.
+    new: functions that make the arrays of a result, by field. fields: the other fields of a result.
+    library: the C function.
     """
 
     prototype: EncodeCall
@@ -65,19 +68,23 @@ class QuantizeCall:
 
 
 def _is_whole(*arrays: Any) -> bool:
-    """Return whether all arrays that are not None have elements and are contiguous and aligned."""
+    """Return whether all arrays are nonempty, contiguous and aligned. Arguments that are None do not count."""
     return all(a is None or (a.size and a.flags.c_contiguous and a.flags.aligned) for a in arrays)
 
 
 class _MatrixCall(NamedTuple):
-    """The fields that QuantizeCall and FakeQuantizeCall share. tensor_rule: its index; -1 without tensor scales."""
+    """The first two fields of QuantizeCall and of FakeQuantizeCall, which have the same meaning in both."""
 
     prototype: EncodeCall
     tensor_rule: int
 
 
 def _matrix(call: Call) -> np.ndarray | None:
-    """Return x as one matrix whose rows are quantized; None if that takes more than one call of the library."""
+    """Return the array of a call as one matrix whose rows are quantized.
+
+    Return None if it takes more than one call of the library, because x is too large, not contiguous, or has several
+    matrices with different tensor scales.
+    """
     moved, r = call.moved, call.recipe
     if not 0 < moved.size <= ELEMENTS_PER_CALL or (
         moved.ndim > 2 and not (moved.flags.c_contiguous and r.block_rows == 1)
@@ -89,7 +96,11 @@ def _matrix(call: Call) -> np.ndarray | None:
 
 
 def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall | None:
-    """Return the prototype of a call and its tensor rule; None if the call takes more than one call of the library."""
+    """Return the prototype of a call and the index of its tensor rule.
+
+    Return None if the call takes more than one call of the library, or has options that cached calls do not support.
+    packed_step, scales_step: bytes from one row of codes or block scales to the next.
+    """
     r, x = call.recipe, _matrix(call)
     is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
     if x is None or not is_plain or r.tensor_scaling == "block":
@@ -106,7 +117,10 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one library call."""
+    """Return a QuantizeCall that repeats a parsed call of quantize, or None if it cannot be cached.
+
+    x: the array as the caller passed it, of any library. both: True for quantize_both, which is not cached.
+    """
     r, out, shape = call.recipe, call.out, call.moved.shape
     parts = () if out is None else (out.packed, out.block_scale, out.tensor_scale, out.tensor_amax)
     if both or call.layout != "linear" or not _is_whole(*parts):
@@ -129,11 +143,13 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """A cached fake_quantize with nearest rounding, for recipes that decode their codes to get the values.
+    """A cached call of fake_quantize with nearest rounding, for recipes without a fake_rule.
 
-    Calling it returns the values, or None if the library cannot compute them.
+    Calling it with (x, tensor_amax) returns the values, or None if the library cannot compute them.
 
-    values: prototype of the decoding. new: makes the values, with the quantized axis last. axis: its place in x.
+    prototype, tensor_rule, access, size, library: as in QuantizeCall.
+    values: the prototype of the decoding.
+    new: a function that makes the array of values, with the quantized axis last. axis: the quantized axis of x.
     """
 
     prototype: EncodeCall
@@ -158,13 +174,16 @@ class FakeQuantizeCall:
 
 
 def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
-    """Return new values in the form that the caller gets: the quantized axis at `axis`, as an array of x's library."""
+    """Return new values as the caller gets them: the last axis moved to `axis`, as an array of x's library."""
     moved = access.move_last(values, axis)
     return moved if access.result is None else access.result(moved)
 
 
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return the cached call of a call on x, the array as the caller gave it; None if it is not one library call."""
+    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize, or None if it cannot be cached.
+
+    x: the array as the caller passed it, of any library.
+    """
     r, shape = call.recipe, call.moved.shape
     matrix_call = None if r.fake_rule is not None else _matrix_call(call, 0, 0)
     if matrix_call is None:
@@ -179,12 +198,14 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
-    """A cached dequantize of linear scales.
+    """A cached call of dequantize for linear scales.
 
-    Calling it returns the values, or None if the library cannot compute them.
+    Calling it with (q, out) returns the values, or None if the library cannot compute them.
 
-    new: makes the values, with the quantized axis last. axis: its place in the result. size: number of values.
-    is_quick: values are looked up in tables that the matrix shares.
+    prototype, access, library: as in QuantizeCall.
+    new: a function that makes the array of values, with the quantized axis last. axis: the quantized axis of q.
+    size: number of values. is_quick: True if values are looked up in tables (dequantize.are_looked_up), which needs
+    fewer threads.
     """
 
     prototype: DecodeCall
@@ -209,7 +230,10 @@ class DequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> DequantizeCall | None:
-    """Return the cached call of a call on q, which the caller gave as `given`; None if it is not one library call."""
+    """Return a DequantizeCall that repeats a call of dequantize, or None if it cannot be cached.
+
+    q: the Quantized with NumPy arrays. given: the Quantized as the caller passed it, with arrays of any library.
+    """
     r, tensors, size = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size, prod(q.shape)
     is_small = 0 < size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)
     moved = None if out is None else np.moveaxis(out, q.axis, -1)  # may be strided
@@ -225,7 +249,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
 
 
 def _not_cached(*arguments: Any) -> None:
-    """Return None, for operations that are never cached."""
+    """Return None, because operations that use this function are never cached."""
 
 
 transpose = swizzle = _not_cached

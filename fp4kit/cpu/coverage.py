@@ -1,7 +1,7 @@
-"""Support of recipes by the CPU engine: keys of its compiled rules, and why it leaves a recipe to the specification.
+"""Tell which recipes the compiled CPU engine supports, and why it leaves others to the specification.
 
-A key lists the fields of a recipe that a rule's results depend on. A variant of a recipe whose keys are compiled is
-supported, whatever its other fields are.
+The engine contains one compiled rule per key. A key is a text that lists the fields of a recipe on which the rule's
+results depend. A recipe is supported if all its keys are compiled, even if it is a variant that no table lists.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from fp4kit.reference.search_factors import FACTORS
 
 
 def rule_key(r: Recipe) -> str | None:
-    """Return the key of a recipe's block rule, 4over6 included; None for a recipe without block scales."""
+    """Return the key of a recipe's block rule (4over6 included), which computes the block scale from a block's amax.
+
+    Return None for a recipe without block scales.
+    """
     if r.block_rule is None or r.scale is None:
         return None
     if r.four_over_six:
@@ -38,12 +41,15 @@ def rule_key(r: Recipe) -> str | None:
 
 
 def tensor_key(r: Recipe) -> str | None:
-    """Return the key of a recipe's tensor rule; None for a recipe without one."""
+    """Return the key of a recipe's tensor rule, which computes the tensor scale from the tensor amax.
+
+    Return None for a recipe without a tensor scale.
+    """
     return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(r.element)} {r.scale_max}"
 
 
 def element_key(r: Recipe) -> str:
-    """Return the key of the arithmetic that makes the code of a finite element under a finite factor."""
+    """Return the key of a recipe's element arithmetic: how a finite element becomes a code under a finite factor."""
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)] + ["then_encode"] * then_encodes(
         r
     )
@@ -51,21 +57,26 @@ def element_key(r: Recipe) -> str:
 
 
 def decode_key(r: Recipe) -> str:
-    """Return the key of the arithmetic that makes the value of a code under a block scale and a tensor scale."""
+    """Return the key of a recipe's decoder: how a code becomes a value under a block scale and a tensor scale."""
     scale = "none" if r.scale is None else _name(r.scale)
     return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
 
 
 def top_rule(r: Recipe) -> str:
-    """Return the tensor rule if it sets its own largest element value for the tensor's amax; otherwise "none"."""
+    """Return the name of a recipe's tensor rule if that rule sets the element value of the tensor amax (rules.TOPS).
+
+    Return "none" otherwise. In keys, it tells apart block rules and decoders that depend on this value.
+    """
     return r.tensor_rule if r.tensor_rule in TOPS else "none"
 
 
 def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
-    """Return the smallest and the largest factor under which re-encoding a repacked recipe's values keeps their codes.
+    """Return the smallest and the largest factor that the engine may use for a recipe and an input dtype.
 
-    Recipes that are not repacked have no limits: (0, inf). If a factor of 0 keeps codes too, the smallest factor is
-    returned with a negative sign. See keeps_codes of cuda/kernels/rules/fast_path.cuh.
+    Some producers quantize, dequantize to dtype and then pack the values by encoding them again (recipe.repacked).
+    Between these two factors, the second encoding gives the codes of the first, so the engine can skip it. Recipes that
+    are not repacked have no limits: (0, inf). If a factor of 0 is allowed too, the smallest factor is negative. See
+    keeps_codes in cuda/kernels/rules/fast_path.cuh.
     """
     if not r.repacked:
         return 0.0, math.inf
@@ -82,17 +93,17 @@ PANEL_COLUMNS = 2048  # columns of a panel, and of a block, at most: kPanelColum
 MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/four_over_six.h
 
 
-# Elements below which the specification is as fast, because of the Python work around the library; by tensor_scaling.
-# They do not hold for cached calls (cached_calls.py). Two cores of an x86-64 machine with AVX-512, November 2026.
-MIN_ELEMENTS = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}
-MIN_CODE_BYTES = 1 << 11  # of codes to be decoded
+# For smaller arrays the specification is as fast, because of the Python work around a call of the library. These limits
+# do not apply to cached calls (cached_calls.py). Two cores of an x86-64 machine with AVX-512, November 2026.
+MIN_ELEMENTS = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}  # to encode, by tensor_scaling
+MIN_CODE_BYTES = 1 << 11  # to decode
 MIN_AMAX_ELEMENTS = 1 << 11
 MIN_COLUMNS = 16
 
 
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
-    """Return why the engine cannot encode by a recipe; None if it can whenever it has the recipe's keys."""
+    """Return why the engine cannot encode by a recipe because of its block; None if it supports the block."""
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
             f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of"
@@ -113,7 +124,7 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 
 
 def not_searched(r: Recipe) -> str | None:
-    """Return why the engine cannot search a recipe's block amaxes; None if it can."""
+    """Return why the engine cannot search block amaxes as a recipe does during quantize; None if it can."""
     is_refused = r.search in FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
     return f"a search of blocks of {r.block_size}, neither 16 nor 32" if is_refused else None
 
@@ -127,7 +138,10 @@ COVERAGE_COLUMNS = ("operation", "recipes", "why")
 
 
 def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
-    """Return what the engine leaves to the specification: rows of (operation, ids of recipes, reason)."""
+    """Return what the engine leaves to the specification, for the documentation.
+
+    Each row is (operation, ids of the recipes, reason).
+    """
     found: dict[tuple[str, str], list[str]] = {}
     for operation, why in COVERAGE.items():
         for r in recipes:
@@ -138,6 +152,9 @@ def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
 
 
 def _name(f: ElementFormat) -> str:
-    """Return a format's name if it equals fp4kit's format of that name; otherwise a name that no compiled key has."""
+    """Return the name of a format for use in a key.
+
+    If the format differs from fp4kit's format of this name, return a name that no compiled key contains.
+    """
     known = getattr(formats, f.name, None)
     return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"

@@ -1,4 +1,4 @@
-"""Decoding of matrices by the compiled library."""
+"""Decode (dequantize) matrices by the compiled library."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from fp4kit.reference import dequantize as specification
 from fp4kit.reference.implied_amax import stored_tensor_scale
 from fp4kit.reference.tensor_rules import TensorScale
 
-# Blocks of a matrix from which on value tables of all 256 scale codes cost less than one table per block.
+# From this many blocks on, one table of values per scale code (256 tables) costs less than one table per block.
 TABLES_FROM = 256
 
 
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
-    """Return the library's index of the decoder of a recipe and dtype. Raises Declined if it has none."""
+    """Return the library's index of the decoder for a recipe and an output dtype. Raise Declined if it has none."""
     found = functions().fp4kit_decoder(decode_key(decoding(r, dtype)).encode())
     if found < 0:
         raise Declined(f"the CPU engine has no decoder for {r.id}")
@@ -34,14 +34,17 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
 
 
 def are_looked_up(r: Recipe) -> bool:
-    """Return whether a large matrix of a recipe is decoded by look-ups in value tables that all its tiles share."""
+    """Return whether large matrices of a recipe are decoded by look-ups in value tables, one per scale code.
+
+    Such decoding is quick, so it pays to use fewer threads.
+    """
     return r.element.bits == 4 and r.scale is not None and r.tensor_scaling in ("none", "tensor")
 
 
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Dequantize a matrix into out, as reference.dequantize.dequantize_matrix does."""
+    """Write the values of a matrix into out, as reference.dequantize.dequantize_matrix does."""
     tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
     scales = None if scales is None else _in_rows(scales)
     for rows, columns in _decode(packed, scales, recipe, tensor, out):
@@ -56,19 +59,19 @@ def dequantize_matrix(
 
 
 def _in_rows(bytes_: np.ndarray) -> np.ndarray:
-    """Return the array itself if its rows are contiguous, as the library needs them; otherwise a copy."""
+    """Return an array with contiguous rows, as the library needs them: the array itself if possible, else a copy."""
     return bytes_ if bytes_.strides[-1] == 1 else np.ascontiguousarray(bytes_)
 
 
 def _spread(tensor: TensorScale) -> TensorScale:
-    """Return tensor scales whose parts have one shape: (1, 1), (rows, 1) or (rows, blocks)."""
+    """Return a TensorScale whose parts are broadcast to one shape: (1, 1), (rows, 1) or (rows, blocks)."""
     return TensorScale(*(np.ascontiguousarray(part, np.float32) for part in np.broadcast_arrays(*tensor)))
 
 
 def _decode(
     packed: np.ndarray, scales: np.ndarray | None, r: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> Iterator[tuple[slice, slice]]:
-    """Decode a matrix by the library, and yield the rows and columns of the tiles that need the fallback."""
+    """Decode a matrix by the library. Yield the rows and columns of each tile that the specification must decode."""
     steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
     call = decode_call(out.shape, out.dtype, r, *steps)
     tiles = Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns)
@@ -84,7 +87,10 @@ def _decode(
 
 
 def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
-    """Set the fields of a call that point to the tensor scales of its rows and blocks."""
+    """Set the fields of a call that describe its tensor scales: three addresses, and the steps per row and block.
+
+    A step is 0 if all rows or all blocks share one tensor scale.
+    """
     call.encode, call.decode, call.amax = map(address, tensor)
     rows, blocks = tensor.decode.shape
     row_step, block_step = (step // 4 for step in tensor.decode.strides)
@@ -94,9 +100,10 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 @lru_cache(64)
 @np.errstate(all="ignore")
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
-    """Return the tensor scales of a Quantized: all encode scales, then decode scales, then amaxes.
+    """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
 
-    scale, amax: the bytes of its tensor_scale and tensor_amax, because arguments of a cached function must be hashable.
+    scale, amax: the bytes of its tensor_scale and tensor_amax. They are bytes because arguments of a function with
+    lru_cache must be hashable.
     """
     given = None if amax is None else np.frombuffer(amax, np.float32)
     found = stored_tensor_scale(np.frombuffer(scale, np.float32), given, r, dtype)
@@ -107,9 +114,9 @@ _ONES = np.ones(3, np.float32)
 
 
 def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobytes) -> np.ndarray:
-    """Return the tensor scales of a Quantized for encoding, then for decoding, then their amaxes; ones if it has none.
+    """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
 
-    to_bytes: a function that returns the elements of an array of q's library.
+    Return three ones if q has no tensor scale. to_bytes: a function that returns the bytes of an array of q's library.
     """
     if q.tensor_scale is None:
         return _ONES
@@ -120,9 +127,10 @@ def tensors_of(q: Quantized, to_bytes: Callable[[Any], bytes] = np.ndarray.tobyt
 def decode_call(
     shape: tuple[int, int], dtype: np.dtype, r: Recipe, out_step: int, packed_step: int, scales_step: int
 ) -> DecodeCall:
-    """Return a prototype (source/README.md) for a matrix of values under one tensor scale.
+    """Return a prototype, which is a DecodeCall without addresses, for a matrix of values under one tensor scale.
 
-    The steps are from row to row: of the values in elements, of codes and block scales in bytes (0 without scales).
+    shape: that of the matrix of values. dtype: that of the values. out_step: elements from one row of values to the
+    next. packed_step, scales_step: bytes from one row of codes or block scales to the next; 0 without block scales.
     """
     M, K = shape
     block = r.block_size if r.block else max(K, 1)

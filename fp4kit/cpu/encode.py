@@ -1,8 +1,10 @@
-"""Encoding, amaxes and transposes of a matrix by the compiled library, with the arguments of the specification.
+"""Encode matrices, compute their amaxes and transpose them by the compiled library.
 
-A matrix is cut into slabs, one per call of the library, and slabs into tiles, one per thread at a time
-(source/README.md). The specification computes the tiles that need the fallback: those with NaN, infinities or factors
-that the library cannot use.
+The functions take the arguments of the specification's functions in fp4kit.reference.quantize.
+
+A matrix is cut into slabs; the library computes one slab per call. A slab is cut into tiles; a thread computes one tile
+at a time (source/README.md). The library marks the tiles that it cannot compute, because they hold NaN, infinities or
+factors outside of its limits. The specification computes these tiles.
 """
 
 from __future__ import annotations
@@ -28,18 +30,19 @@ from fp4kit.reference.quantize import EncodeOptions
 from fp4kit.reference.stochastic import RandomBytes, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 
-TILE_ELEMENTS = 1 << 15  # of a tile, about
-TILE_COLUMNS, TILE_ROWS = 512, 64  # of a tile whose elements are gathered before they are read
+TILE_ELEMENTS = 1 << 15  # the approximate number of elements of a tile
+TILE_COLUMNS, TILE_ROWS = 512, 64  # size of a tile whose elements are gathered (see Tiles.of)
 INPUTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
 # By input: the integer dtype of an element's bits, and the bits of infinity.
 _BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F80)}
 
 
 class Kernels(NamedTuple):
-    """A recipe as the library encodes by it: indices of its compiled rules, block shape, and limits of factors.
+    """The facts of a recipe that a call of the library needs.
 
-    block_rule: index of the block rule; -1 for a recipe without block scales.
-    element: index of the arithmetic of elements.
+    block_rule: index of the compiled block rule; -1 for a recipe without block scales.
+    element: index of the compiled element arithmetic.
+    block, block_rows: the columns and rows of a block.
     kept: for each input dtype, the smallest and the largest factor that the library may use (coverage.kept_factors).
     """
 
@@ -52,7 +55,7 @@ class Kernels(NamedTuple):
 
 @lru_cache(256)
 def kernels_of(r: Recipe) -> Kernels:
-    """Return the Kernels of a recipe. Raises Declined if a rule of the recipe is not compiled."""
+    """Return the Kernels of a recipe. Raise Declined if the library does not support its block or one of its rules."""
     found = functions()
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
@@ -65,13 +68,17 @@ def kernels_of(r: Recipe) -> Kernels:
 
 
 def check_array(x: np.ndarray) -> None:
-    """Raise Declined if the elements of an array are not aligned."""
+    """Raise Declined if an element of an array is not at a multiple of its size in memory."""
     if not x.flags.aligned or any(step % x.itemsize for step in x.strides):
         raise Declined("the CPU engine needs aligned elements")
 
 
 class Tiles(NamedTuple):
-    """The tiles of a matrix, as the library numbers them. Every method gives rows and columns as slices."""
+    """The division of a matrix of `rows` x `columns` into tiles of at most `tile_rows` x `tile_columns`.
+
+    The library numbers tiles in the order of `tiles`. Methods give a slab or a tile as a pair of slices: its rows and
+    its columns.
+    """
 
     rows: int
     columns: int
@@ -80,10 +87,11 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Tiles:
-        """Return tiles of whole blocks.
+        """Return a division of x into tiles of whole blocks, with the shape that is read fastest.
 
-        gathered: elements are copied together before they are read; their tiles fill cache lines. Other tiles have long
-        rows: a processor does not prefetch rows of half a page, which doubles the time.
+        block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
+        tile into a contiguous buffer, because they are strided or transformed. Such tiles are small, and others have
+        rows as long as possible: the processor does not prefetch rows of half a page, which would double the time.
         """
         M, K = x.shape
         step = lcm(block, SEGMENT)
@@ -96,7 +104,10 @@ class Tiles(NamedTuple):
         return cls(M, K, rows_of_blocks * block_rows, tile_columns)
 
     def slabs(self, cost: int = 1) -> Iterator[tuple[slice, slice]]:
-        """Yield the slabs of the matrix, which are whole tiles. cost: time per element, relative to encoding."""
+        """Yield the slabs of the matrix. A slab consists of whole tiles, and is the work of one call of the library.
+
+        cost: the time per element relative to encoding. The slabs of an expensive operation are smaller.
+        """
         max_elements = ELEMENTS_PER_CALL // cost
         across = max(max_elements // self.tile_rows // self.tile_columns, 1) * self.tile_columns
         down = max(max_elements // min(across, self.columns) // self.tile_rows, 1) * self.tile_rows
@@ -118,19 +129,26 @@ class Tiles(NamedTuple):
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
     def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
-        """Yield the tiles of a slab whose mark is not 0."""
+        """Yield the tiles of a slab whose mark is not 0. marks: one byte per tile, in the order of `tiles`."""
         if marks.any():
             yield from (tile for tile, mark in zip(self.tiles(rows, columns), marks, strict=True) if mark)
 
 
 def source(x: np.ndarray, hadamard: int | None = None) -> SourceMatrix:
-    """Return the SourceMatrix that describes a matrix. hadamard: sign mask of the transform; None for no transform."""
+    """Return the SourceMatrix that describes a matrix to the library.
+
+    hadamard: the sign mask of a Hadamard transform that the library applies while it reads; None for no transform.
+    """
     steps = (step // x.itemsize for step in x.strides)
     return SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
 
 
 class _Scales(NamedTuple):
-    """The tensor scale of a matrix, and the block amaxes or factors that are given instead of found."""
+    """The scales that are known before a matrix is encoded.
+
+    tensor: its tensor scale. block_amax: calibrated block amaxes; None if the library computes them. factors: the
+    factors by which the elements of each block are encoded; None if the library computes them.
+    """
 
     tensor: TensorScale
     block_amax: np.ndarray | None = None
@@ -138,7 +156,11 @@ class _Scales(NamedTuple):
 
 
 def encode_call(x: np.ndarray, kernels: Kernels, packed_step: int, scales_step: int) -> EncodeCall:
-    """Return a prototype (source/README.md) for matrices with the shape and strides of x, under one tensor scale."""
+    """Return a prototype, which is an EncodeCall without addresses, for matrices with the shape and strides of x.
+
+    The matrices have one tensor scale. packed_step, scales_step: bytes from one row of codes or block scales to the
+    next.
+    """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, gathered=x.strides[1] != x.itemsize)
     matrix = source(x)
     matrix.data = None
@@ -168,7 +190,7 @@ def quantize_matrix(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> None:
-    """Quantize a matrix into packed and scales, as reference.quantize.quantize_matrix does."""
+    """Write the codes and scales of a matrix into packed and scales, as reference.quantize.quantize_matrix does."""
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     given = _Scales(tensor, options.block_amax)
     if recipe.tensor_scaling == "block":
@@ -195,7 +217,7 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode a matrix under given scales into packed, as reference.quantize.encode_matrix does."""
+    """Write the codes of a matrix under given scales into packed, as reference.quantize.encode_matrix does."""
     kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
     for rows in _row_slices(x.shape, recipe.block_rows):
         part = TensorScale(*(a[rows] if a.ndim and len(a) > 1 else a for a in (np.asarray(p) for p in tensor)))
@@ -212,7 +234,7 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Encode some rows of a matrix under given scales into packed."""
+    """Write the codes of some rows of a matrix under given scales into packed. All arguments are of these rows."""
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):
         blocks = blocks_of(columns, r)
@@ -233,7 +255,10 @@ def _encode_rows(
 def _given_scales(
     x: np.ndarray, r: Recipe, tensor: TensorScale, scales: np.ndarray | None, hadamard: int | None
 ) -> _Scales:
-    """Return the factors of blocks under given scale codes and tensor scales."""
+    """Return the _Scales for encoding a matrix under given block scales and a given tensor scale.
+
+    scales: the codes of the block scales; None without block scales.
+    """
     tensor = tensor.columns(r)
     if r.block_rule is None or scales is None:
         of_tensor = tensor.decode if r.apply == "divide" else tensor.encode
@@ -260,7 +285,7 @@ def _encode(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> Iterator[tuple[slice, slice]]:
-    """Encode a matrix by the library, and yield the rows and columns of the tiles that need the fallback."""
+    """Encode a matrix by the library. Yield the rows and columns of each tile that the specification must encode."""
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
     tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]
     step = max(part.size for part in tensor) > 1
@@ -307,10 +332,13 @@ def _encode(
 
 
 class _RandomBytes(NamedTuple):
-    """The random bytes of a slab, in the order of EncodeCall's fields; neither array nor seed for nearest rounding.
+    """The random bytes of a slab for stochastic rounding, in the order of EncodeCall's fields.
 
-    array: the bytes if the caller gave them. seed: otherwise the seed of the stream that generates them.
-    first, stride: the slab's first element is element `first` of the stream; rows are `stride` elements apart.
+    For nearest rounding, array and seed are None.
+
+    array: the bytes that the caller passed; None if a seed was passed. seed: a pointer to the seed of the stream that
+    generates the bytes.
+    first, stride: the slab's first element is element `first` of the stream, and its rows are `stride` elements apart.
     """
 
     array: np.ndarray | None = None
@@ -320,7 +348,7 @@ class _RandomBytes(NamedTuple):
 
     @classmethod
     def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _RandomBytes:
-        """Return the random bytes of some rows and columns of a matrix."""
+        """Return the random bytes of some rows and columns of a matrix. random: those of the matrix; None for none."""
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):
             return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
@@ -334,7 +362,7 @@ class _RandomBytes(NamedTuple):
 def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the amaxes of the blocks of a matrix: float32 (ceil(M / block_rows), K / block_size).
 
-    If an element is NaN or infinite, the specification computes them, with the recipe's rule for NaN.
+    If an element is NaN or infinite, the specification computes the amaxes, by the recipe's rule for NaN.
     """
     out = np.empty((-(-x.shape[0] // r.block_rows), x.shape[1] // r.block_size), np.float32)
     if largest(x, out, r.block_size, r.block_rows) is None:
@@ -347,8 +375,11 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
 def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
     """Return the tensor amaxes of a matrix, as reference.quantize.tensor_amax does.
 
-    Return None if the library cannot find them: if an element is NaN or infinite, or if amaxes of rows or blocks are
-    needed that do not consist of whole segments.
+    Return None if the library cannot compute them: if an element is NaN or infinite, or for recipes with one tensor
+    scale per row or block, if x is transformed or its rows or blocks do not consist of whole segments of SEGMENT
+    elements.
+
+    mask: the sign mask of a Hadamard transform; None for no transform.
     """
     if r.tensor_scaling in ("none", "tensor"):
         return None if (found := largest(x, hadamard=mask)) is None else np.asarray(found)
@@ -369,7 +400,8 @@ def largest(
 ) -> np.float32 | None:
     """Return the largest magnitude of a matrix; None if an element is NaN or infinite.
 
-    out: gets the amaxes of blocks too; not valid if the result is None.
+    out: an array to write the amaxes of the blocks to; its content is invalid if the result is None. None writes none.
+    hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
     tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     input_kind, amax_bits = INPUTS[x.dtype], 0
@@ -408,7 +440,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 
 
 def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
-    """Return the rows of a matrix, about 2^20 elements at a time, as slices."""
+    """Yield slices that divide the rows of a matrix into parts of about 2^20 elements and whole rows of blocks."""
     step = max((1 << 20) // max(shape[1], 1) // block_rows, 1) * block_rows
     return (slice(first, min(first + step, shape[0])) for first in range(0, shape[0], step))
 
@@ -424,14 +456,17 @@ def bytes_of(columns: slice, r: Recipe) -> slice:
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the part of tensor_amax for some rows and blocks; it has one amax per tensor, row or block."""
+    """Return the part of a matrix's tensor amaxes for some rows and blocks.
+
+    amax: one amax per tensor, per row or per block; None for a recipe without a tensor scale.
+    """
     if amax is None or amax.size == 1:
         return amax
     return amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]
 
 
 def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
-    """Return the options for some rows and columns of a matrix."""
+    """Return the EncodeOptions for some rows and columns of a matrix, with the block amaxes and random bytes there."""
     amax, random = options.block_amax, options.random
     if amax is not None:
         amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]

@@ -1,7 +1,8 @@
-"""The CPU engine: the functions of host/engine.py by compiled loops. It declines what these do not support.
+"""The compiled CPU engine: the functions of host/engine.py, computed by a C++ library.
 
-Its results equal the specification's in every bit. Codes, scales and values are computed by the kernels' rules
-(cuda/kernels/rules); the specification computes tiles that hold NaN or infinities. `reference` is host/engine.py here.
+Its results equal the specification's in every bit. Codes, scales and values are computed by the rules that the CUDA
+kernels use, too (cuda/kernels/rules). The specification computes tiles that hold NaN or infinities. For calls that the
+library does not support, the functions raise Declined. In this file, `reference` is host/engine.py.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
     return np.asarray(parts, np.float32).reshape(tensor_amax_shape(moved.shape, r))
 
 
-FAKE_ELEMENTS = 1 << 22  # elements whose codes are held at a time by fake_quantize
+FAKE_ELEMENTS = 1 << 22  # fake_quantize holds the codes of this many elements at a time
 _FUNCTIONS = reference.MatrixFunctions(
     tensor_amax,
     encode.quantize_matrix,
@@ -65,13 +66,13 @@ def quantize_with_scales(call: Call) -> Quantized:
 
 
 def _check(call: Call, min_elements: int | None = None) -> None:
-    """Raise Declined if the engine does not support a call, or is not faster for it.
+    """Raise Declined if the engine does not support a call, or is not faster than the specification for it.
 
-    min_elements: number of elements from which on the engine is faster; by default that of coverage.MIN_ELEMENTS. It is
-    checked first, because the other checks take time.
+    min_elements: the number of elements from which on the engine is faster; None takes it from coverage.MIN_ELEMENTS.
     """
     if min_elements is None:
         min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
+    # The sizes are checked first, because the other checks take time.
     if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
         raise Declined("the specification is as fast for so few elements")
     encode.kernels_of(call.recipe)
@@ -87,7 +88,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.float32]:
-    """Return a quantized array in the format of another recipe, as reference.requantize does."""
+    """Return q converted to another recipe, and how many values changed, as reference.requantize does."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
     encode.kernels_of(target)
@@ -95,9 +96,9 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.float32
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the array of a call with rounding error, as reference.fake_quantize does.
+    """Return the fake-quantized values of a call, as reference.fake_quantize does.
 
-    It quantizes and dequantizes FAKE_ELEMENTS elements at a time, so that the codes take little memory.
+    Quantize and dequantize FAKE_ELEMENTS elements at a time, so that the codes take little memory.
     """
     if (reason := coverage.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
@@ -113,10 +114,10 @@ def fake_quantize(call: Call) -> np.ndarray:
 
 
 def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
-    """Yield the parts of a call along its first axes, each with its part of `values`, FAKE_ELEMENTS elements at most.
+    """Cut a call along its first axes. Yield the calls on the parts, each with the part of `values` for its result.
 
-    Blocks lie along the last axis. A call with a seed is one part, because an element's random byte depends on its
-    place in the whole of x.
+    A part has at most FAKE_ELEMENTS elements, except that a call with a seed is not cut: the random byte of an element
+    depends on its index in the whole x. In `call`, the quantized axis is the last one.
     """
     x, r = call.x, call.recipe
     if x.size <= FAKE_ELEMENTS or x.ndim < 2 or isinstance(call.random, int):
@@ -134,7 +135,7 @@ def _slabs(call: Call, values: np.ndarray) -> Iterator[tuple[Call, np.ndarray]]:
 
 
 def _cut(call: Call, index: Any) -> Call:
-    """Return the call on x[index]; amaxes and random bytes are cut as x is."""
+    """Return the call on the part x[index] of its array, with the amaxes and random bytes of this part."""
     x, tensor, blocks, random = (
         a if a is None or not a.ndim else a[index] for a in (call.x, call.tensor_amax, call.block_amax, call.random)
     )
@@ -149,7 +150,7 @@ def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the block amaxes over a shard's elements, as reference.partial_amax does."""
+    """Return the amax of every block of a matrix over a shard's elements, as reference.partial_amax does."""
     encode.kernels_of(r)
     encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)
@@ -165,7 +166,10 @@ def partial_cast(
 
 
 def amax(call: Call) -> np.ndarray:
-    """Return the block amaxes of the array of a call, as reference.amax does. Raises Declined without blocks."""
+    """Return the block amaxes of the array of a call, as reference.amax does.
+
+    Raise Declined if the recipe has no blocks or the array is empty.
+    """
     _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
         raise Declined("only the specification finds amaxes without blocks or of empty arrays")
@@ -177,7 +181,10 @@ def amax(call: Call) -> np.ndarray:
 
 
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest magnitude of an array, as reference.plain_amax does. Raises Declined if axis is not None."""
+    """Return the largest magnitude of an array, as reference.plain_amax does.
+
+    Raise Declined if axis is not None or the array is empty.
+    """
     functions()
     if axis is not None or not x.size:
         raise Declined("only the specification finds amaxes along axes or of empty arrays")
@@ -187,7 +194,10 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return the best block amaxes, as reference.search_scales does. Raises Declined for searches over other scales."""
+    """Return the block amaxes that search_scales finds, as reference.search_scales does.
+
+    Raise Declined unless the recipe has E4M3 scales.
+    """
     functions()
     if not search.searches_e4m3:
         raise Declined("only the specification searches E8M0 scales and tensor amaxes")
@@ -197,14 +207,14 @@ def search_scales(search: Search) -> np.ndarray:
 
 
 def _as_matrix(x: np.ndarray) -> np.ndarray:
-    """Return an array of at most two dimensions as a matrix. Raises Declined for others."""
+    """Return an array of at most two dimensions as a matrix. Raise Declined for more dimensions."""
     if x.ndim > 2:
         raise Declined("the CPU engine takes non-contiguous arrays of at most two dimensions")
     return x.reshape(1, -1) if x.ndim < 2 else x
 
 
 def _declining(name: str) -> Any:
-    """Return a function that raises Declined, for the operation `name`."""
+    """Return a function that raises Declined with a message that names the operation `name`."""
 
     def declined(*arguments: Any) -> Any:
         raise Declined(f"the CPU engine does not implement {name}")
@@ -213,7 +223,7 @@ def _declining(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return a function that raises Declined, for operations that only the specification has."""
+    """Return, for an operation of host/engine.py that this module does not define, a function that raises Declined."""
     if name in reference.__all__:
         return _declining(name)
     raise AttributeError(name)

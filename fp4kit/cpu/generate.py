@@ -2,7 +2,8 @@
 
     python -m fp4kit.cpu.generate
 
-A test fails if the file is not up to date.
+Run it after a change to the recipes or rules. A test fails if the file is not up to date. coverage.py says what a key
+is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ PATH = Path(__file__).parent / "source" / "recipes.inc"
 
 
 def text() -> str:
-    """Return the text of recipes.inc, as the recipes of the table need it."""
+    """Return the text of recipes.inc for the current recipes of the table."""
     table = [recipe(name) for name in recipes()]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
@@ -56,7 +57,11 @@ def _format(f: ElementFormat) -> str:
 
 
 def _structs(name: str, found: dict[str, Recipe], facts: Callable[[Recipe], list[str]]) -> list[str]:
-    """Return one struct per key of `found`, numbered in the order of the keys; facts(recipe) gives its members."""
+    """Return the definitions of C++ structs, one per key of `found`.
+
+    The structs are named by `name` and a number, in the order of the keys. facts: a function that returns the members
+    of a recipe's struct.
+    """
     return [f"struct {name}{i} {{ {' '.join(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
 
 
@@ -138,7 +143,10 @@ def _bool(value: bool) -> str:
 
 
 def _list(name: str, entry: str, struct: str, found: dict[str, Recipe]) -> str:
-    """Return a macro that calls the macro `entry` with the key and struct of every rule in `found`."""
+    """Return the definition of a C++ macro that calls the macro `entry` for every rule in `found`.
+
+    The macro's name is `name`. The arguments of each call are the key and the struct of the rule.
+    """
     entries = (f'{entry}("{key}", {struct}{i})' for i, key in enumerate(sorted(found)))
     return f"#define {name} " + " ".join(entries)
 

@@ -1,7 +1,7 @@
-"""The compiled library: which level is loaded, its functions, their arguments, and the number of threads they use.
+"""Load the compiled library, declare its functions and their arguments, and set the number of threads they use.
 
-Level: the library for one kind of processor (base, avx2, avx512). The structures mirror those of source/, field by
-field; source/ says what the fields mean.
+The library is compiled once per level, which is a kind of processor: base, avx2, avx512. The ctypes structures mirror
+those of source/ field by field. The files in source/ say what the fields mean.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from fp4kit.cpu.source_digest import digest
 from fp4kit.reference.arith import reciprocal_table
 
 ELEMENTS_PER_THREAD = 1 << 16  # with fewer elements per thread, waking another thread costs more than it saves
-QUICK_FACTOR = 4  # quick operations (amaxes, codes that are looked up) need this many times as many elements per thread
-# Elements per call of the library, at most. Such a call takes some tens of milliseconds. Between calls Python handles
-# Ctrl-C.
+QUICK_FACTOR = 4  # quick operations (amaxes, decoding by look-up) need this many times as many elements per thread
+# The most elements per call of the library. Such a call takes some tens of milliseconds, and Python can handle Ctrl-C
+# only between calls.
 ELEMENTS_PER_CALL = 1 << 26
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
 _default: list[int] = []
@@ -128,11 +128,11 @@ LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest
 
 
 class CompiledLibrary(NamedTuple):
-    """A loaded library.
+    """The compiled library that this process uses, if any.
 
     functions: its C functions; None if no library can be used.
-    level: its level; if no library can be used, the reason.
-    why: why no higher level is used; "" if this is the highest level that the processor has.
+    level: its level, such as "avx2"; if no library can be used, the reason.
+    why: why no higher level is used; "" if this is the highest level that the processor supports.
     """
 
     functions: Any
@@ -141,9 +141,9 @@ class CompiledLibrary(NamedTuple):
 
 
 def _open(level: str) -> Any:
-    """Open the library of a level, without a check of its sources.
+    """Open the library of a level, without checking that it was compiled from the current sources.
 
-    Raises OSError if it is not compiled.
+    Raise OSError if there is no compiled library of this level.
     """
     found = [path for path in Path(__file__).parent.glob(f"_{level}.*") if path.suffix in (".so", ".dylib")]
     if not found:
@@ -157,7 +157,7 @@ def _open(level: str) -> Any:
 def _load(level: str) -> Any:
     """Return the functions of a level's library, with their argument types.
 
-    Raises OSError if the library is not compiled, or if it was compiled from other sources.
+    Raise OSError if there is no compiled library of this level, or if it was compiled from other sources.
     """
     functions = _open(level)
     if functions.fp4kit_digest().decode() != digest():
@@ -185,12 +185,12 @@ def _load(level: str) -> Any:
 
 @cache
 def library() -> CompiledLibrary:
-    """Return the library of the highest usable level for this processor.
+    """Return the library of the highest level that this processor supports and that can be loaded.
 
-    Warns once per process if a higher level is missing, or if libraries are compiled but none can be used.
+    Warn once per process if a higher level is missing, or if libraries are compiled but none can be used.
     """
     try:
-        best = _open("base").fp4kit_level().decode()  # a library of other sources knows the processor, too
+        best = _open("base").fp4kit_level().decode()  # correct even if the library was compiled from other sources
     except (OSError, AttributeError) as error:
         return CompiledLibrary(None, str(error))
     functions, missing = None, []
@@ -214,14 +214,14 @@ def library() -> CompiledLibrary:
 
 
 def _warn_once(text: str) -> None:
-    """Warn, unless this process has warned before."""
+    """Issue a RuntimeWarning, unless this function has warned before in this process."""
     if not _warned:
         _warned.append(text)  # before the warning, because a filter may turn it into an exception
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
 def functions() -> Any:
-    """Return the library's functions. Raises Declined if there is no library."""
+    """Return the library's C functions. Raise Declined if there is no usable library."""
     found = library()
     if found.functions is None:
         raise Declined(f"the CPU engine is not available: {found.level}")
@@ -229,11 +229,11 @@ def functions() -> Any:
 
 
 def set_num_threads(count: int) -> None:
-    """Set how many threads a call of the host engine may use, in this process from now on.
+    """Set how many CPU threads one call may use on NumPy arrays, in this process from now on.
 
-    The default is the number of CPUs that the process may run on, or OMP_NUM_THREADS if that is set, as in the workers
-    of joblib and dask. If two calls run at once, they do not share the threads: the second one runs on its own thread
-    alone.
+    The default is OMP_NUM_THREADS if it is set, as in the workers of joblib and dask, and otherwise the number of CPUs
+    that the process may run on. If two calls run at the same time, only the first uses several threads, and the second
+    runs on its calling thread alone.
 
     Args:
         count: a positive int; 1 uses only the calling thread.
@@ -262,11 +262,11 @@ def _checked(op: str, count: Any) -> int:
 
 
 def num_threads() -> int:
-    """Return how many threads a call of the host engine may use, here and now.
+    """Return how many CPU threads one call may use on NumPy arrays in the current thread or task.
 
     Returns:
-        The number set by the innermost fp4kit.threads of this thread or task, or else by set_num_threads, or else the
-        default.
+        The number that the innermost `with fp4kit.threads(...)` of this thread or task sets; or else the number from
+        set_num_threads; or else the default, which set_num_threads describes.
 
     Examples:
         >>> import fp4kit
@@ -292,9 +292,9 @@ def _default_threads() -> int:
 
 
 def threads(count: int) -> AbstractContextManager[None]:
-    """Limit the threads of calls of the host engine within a with block.
+    """Limit the CPU threads of each call on NumPy arrays within a with block.
 
-    It applies only to the current thread or task.
+    The limit applies only to the current thread or task.
 
     Args:
         count: a positive int; 1 uses only the calling thread.
@@ -317,7 +317,7 @@ def threads(count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def taking(op: str, count: int) -> Iterator[None]:
-    """Return the context manager of threads(count). Errors begin with `op`, the function that the user called."""
+    """Return the context manager of threads(count). op: the public function with which error messages begin."""
     token = _threads.set(_checked(op, count))
     try:
         yield
@@ -326,21 +326,27 @@ def taking(op: str, count: int) -> Iterator[None]:
 
 
 def alone() -> None:
-    """Make calls from this thread run on it alone from now on, for programs with many threads of their own."""
+    """Make calls from the current thread use no other thread from now on.
+
+    It is for worker threads of programs that already run one thread per CPU.
+    """
     _threads.set(1)
 
 
 def threads_for(elements: int, is_quick: bool = False) -> int:
-    """Return how many threads a call on so many elements should use. is_quick: an element takes little time."""
+    """Return how many threads a call on this number of elements should use.
+
+    is_quick: True if an element takes so little time that a thread needs QUICK_FACTOR times as many elements.
+    """
     return max(1, min(num_threads(), elements // (ELEMENTS_PER_THREAD * (QUICK_FACTOR if is_quick else 1))))
 
 
 def _reader() -> Callable[[np.ndarray], int]:
     """Return a function that returns the address of an array's first element.
 
-    ndarray.ctypes allocates an object, which takes 0.8 us; a call needs five addresses. In NumPy's ABI the address
-    follows the head of the Python object (PyArray_DATA). Reading it there takes 0.13 us in CPython. The function falls
-    back to ndarray.ctypes if that does not give the right addresses.
+    ndarray.ctypes.data takes 0.8 us, because it allocates an object, and a call needs five addresses. In NumPy's ABI,
+    the address (PyArray_DATA) is stored after the header of the Python object, and reading it from there takes 0.13 us
+    in CPython. If this does not give the right addresses for test arrays, return a function that uses ndarray.ctypes.
     """
     head, read = object.__basicsize__, ctypes.c_size_t.from_address
 

@@ -1,6 +1,7 @@
-"""Shards of primary weights by the compiled library.
+"""partial_amax and partial_cast on a shard of a matrix, by the compiled library.
 
-The library takes the whole rows of blocks of a shard. The specification computes the elements before and after them.
+The library computes the part of the shard that consists of whole rows of blocks. The specification computes the
+elements of the shard before and after this part.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from fp4kit.reference.quantize import EncodeOptions
 
 
 class _Cut(NamedTuple):
-    """The whole rows of blocks in a shard: its elements [first, last), the rows [row, row + rows) of the matrix."""
+    """The part of a shard that consists of whole rows of blocks.
+
+    It holds the shard's elements [first, last), which are the rows [row, row + rows) of the matrix.
+    """
 
     first: int
     last: int
@@ -25,7 +29,10 @@ class _Cut(NamedTuple):
 
 
 def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
-    """Return the whole rows of blocks in a shard that begins at element `start` of the matrix; rows is 0 if none."""
+    """Return the _Cut of a shard of `length` elements that begins at element `start` of a matrix (M, K) = shape.
+
+    Its field rows is 0 if the shard has no whole row of blocks. height: the number of rows of a block.
+    """
     M, K = shape
     if not length:
         return _Cut(0, 0, 0, 0)
@@ -38,7 +45,7 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the block amaxes over a shard's elements, as reference.partial.partial_amax does."""
+    """Return the amax of every block over a shard's elements, as reference.partial.partial_amax does."""
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
     if cut.rows:

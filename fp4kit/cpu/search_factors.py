@@ -1,4 +1,4 @@
-"""Search of block amaxes among multiples of each amax, by the compiled library (auto-round's recipes)."""
+"""Search, for each block, the multiple of its amax with the smallest error: auto-round's recipes, compiled library."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ _CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding 
 def search_matrix(
     x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
 ) -> None:
-    """Search the block amaxes of a matrix into out, as reference.search_factors.search_matrix does."""
+    """Search the block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
+
+    amax: the tensor amax. hadamard: sign mask of the transform; None for no transform.
+    """
     factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
     kernels, decoder = kernels_of(recipe), decoder_of(recipe, np.dtype(np.float32))
     factors_by_code = not rules.BLOCK_RULES[recipe.block_rule or ""].reads_amax

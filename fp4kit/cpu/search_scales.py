@@ -1,4 +1,4 @@
-"""Search of the block amaxes whose scales leave the smallest loss, by the compiled library."""
+"""Search the block amaxes whose scales give the smallest loss, by the compiled library."""
 
 from __future__ import annotations
 
@@ -33,10 +33,14 @@ def search_matrix(
     unproven: np.ndarray | None = None,
     bounded: bool = True,
 ) -> None:
-    """Search the block amaxes of a matrix into out, as reference.search_scales.search_matrix does.
+    """Search the block amaxes of a matrix and write them into out, as reference.search_scales.search_matrix does.
 
-    unproven: a uint64 that is incremented by the number of blocks that had a full search.
-    bounded: use the pruned search where its bounds are valid; if False, every block has a full search.
+    A full search computes the loss of every candidate. A pruned search skips candidates whose lower bound of the loss
+    is too large, and gives the same result.
+
+    amax: the tensor amax.
+    unproven: a uint64 array (1,) to which the number of blocks with a full search is added; None does not count them.
+    bounded: True uses the pruned search where its bounds are valid. False searches every block in full.
     """
     r, terms = search.call.recipe, search.terms
     is_simple = terms.power in (1, 2, np.inf)
@@ -73,7 +77,10 @@ def search_matrix(
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
-    """Return a call with the block amaxes that its search chooses, as reference.search_factors.searched does."""
+    """Return a call with the block amaxes that its recipe's search chooses, as reference.search_factors.searched does.
+
+    Return the call unchanged if the recipe has no search. amax: the tensor amax.
+    """
     r, is_factor_search = call.recipe, call.recipe.search in searches.FACTORS
     if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and not is_factor_search):
         return searches.searched(call, amax)
@@ -84,9 +91,10 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 
 
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
-    """Return the library's index of the block rule that gives a block's own code, around which its candidates lie.
+    """Return the library's index of the block rule that gives the scale code of a block's own amax.
 
-    Return -1 if offsets is None, because all codes are candidates then. Raises Declined if the rule is not compiled.
+    The candidates are the codes from offsets[0] to offsets[1] relative to this code. If offsets is None, all codes are
+    candidates, so no rule is needed: return -1. Raise Declined if the rule is not compiled.
     """
     if offsets is None:
         return -1
@@ -98,9 +106,10 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
 
 
 def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return block amaxes, scales and approximate reciprocals of the scales, by scale code: float32 (3, 128).
+    """Return the search's tables by scale code, float32 (3, 128): block amaxes, scales, reciprocals of the scales.
 
-    Elements are multiplied with the reciprocals instead of divided by the scales.
+    The search multiplies elements by the approximate reciprocals instead of dividing by the scales. Codes that are not
+    candidates have ones. amax: the tensor amax.
     """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES

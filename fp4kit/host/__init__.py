@@ -1,5 +1,5 @@
-"""The driver of both host engines, which are the specification in NumPy and the compiled engine.
+"""The driver that both host engines share: the specification in NumPy (fp4kit.reference) and the compiled engine.
 
-The engines quantize one matrix at a time. The driver splits arrays into matrices, allocates outputs, finds each
-expert's scale and lays out the block scales.
+An engine's functions quantize one matrix at a time. The driver splits arrays into matrices, allocates outputs, selects
+the tensor scale of each expert, and arranges block scales in their layout.
 """

@@ -1,8 +1,8 @@
-"""The reference engine: run parsed calls on NumPy arrays, one matrix after the other. It never declines a call.
+"""The reference engine: run parsed calls on NumPy arrays, one matrix after the other. It supports every call.
 
-Each matrix is computed by the functions of a MatrixFunctions: by default the specification (fp4kit.reference). The
-compiled engine (cpu/engine.py) calls this module with its own functions. cuda.engine has functions of equal names for
-CuPy arrays.
+Each matrix is computed by the functions in a MatrixFunctions, which are by default those of the specification
+(fp4kit.reference). The compiled engine (cpu/engine.py) calls this module with its own MatrixFunctions. cuda.engine has
+functions of the same names for CuPy arrays.
 """
 
 from __future__ import annotations
@@ -66,7 +66,10 @@ __all__ = [
 
 @np.errstate(all="ignore")
 def amax(call: Call) -> np.ndarray:
-    """Return the amax of each block, float32; for a recipe without blocks, the amaxes of its tensor scales."""
+    """Return the amax of each block of call.moved, float32 (..., M / block rows, K / block).
+
+    For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does.
+    """
     if call.recipe.block is None:
         return compute_tensor_amax(call.moved, call.recipe)
     height, width = call.recipe.block
@@ -97,10 +100,12 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 @ieee("amax")
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the amax that the tensor scale is made from: float32 in its canonical shape (call/amaxes.py).
+    """Return the amax from which the tensor scale is made: float32 in its canonical shape (call/amaxes.py).
 
-    For a recipe without tensor scale, return the amax of the whole array, float32 (). mask: sign mask of the Hadamard
-    transform; None for no transform.
+    For a recipe without a tensor scale, return the amax of the whole array, float32 ().
+
+    moved: the array with its quantized axis last. mask: sign mask of a Hadamard transform to apply first; None for no
+    transform.
     """
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
@@ -112,15 +117,15 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
 
 
 class MatrixFunctions(NamedTuple):
-    """The functions that an engine supplies to the driver; by default those of the specification.
+    """The functions that a host engine supplies to the functions of this module; by default the specification's.
 
     Attributes:
         tensor_amax: computes the tensor amax of a whole array.
-        quantize: writes the codes and scales of a matrix.
+        quantize: writes the codes and scales of a matrix into output arrays.
         encode: writes the codes of a matrix under given scales.
         dequantize: writes the values of a matrix.
-        search: writes the block amaxes that search_scales finds for a matrix, for E4M3 scales.
-        searched: returns a call with the block amaxes that its recipe's own search chooses.
+        search: writes the block amaxes that search_scales finds for a matrix, for recipes with E4M3 scales.
+        searched: returns a call with block amaxes added, for recipes that search them during quantize.
     """
 
     tensor_amax: Callable[..., np.ndarray] = compute_tensor_amax
@@ -132,16 +137,16 @@ class MatrixFunctions(NamedTuple):
 
 
 def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
-    """Return the tensor amax of a call, computed if it was not given; None if the recipe has no tensor scale."""
+    """Return the tensor amax of a call: the caller's, or else computed; None if the recipe has no tensor scale."""
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
     return functions.tensor_amax(call.moved, call.recipe, call.mask)
 
 
 def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()) -> np.ndarray:  # noqa: B008  (immutable)
-    """Return the block amaxes of smallest loss, float32 (..., M, K / block).
+    """Return the block amaxes with the smallest loss, float32 (..., M, K / block).
 
-    For a recipe without block scales, return tensor amaxes in their canonical shape.
+    For a recipe without block scales, return the tensor amaxes with the smallest loss, in their canonical shape.
     """
     return search_call(search, _tensor_amax(search.call, functions), functions.search, fake_quantize)
 
@@ -180,9 +185,9 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
-    """Encode call.moved with the scales of the call. Return call.out, or a new Quantized if call.out is None.
+    """Encode call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
 
-    The result gets a copy of the scales.
+    The scales are copied into the result.
     """
     out, r = call.out, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
@@ -200,7 +205,7 @@ def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunction
 
 
 def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions) -> None:
-    """Write the codes of all matrices, encoded with the scales of the call, into packed."""
+    """Encode all matrices of a call with the scales that the caller passed, and write the codes into packed."""
     r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
     x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -213,9 +218,9 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 
 
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return arrays for codes and linear block scales (None if the recipe has none).
+    """Return the arrays to write codes and linear block scales into; None for the scales if the recipe has none.
 
-    They are the arrays of call.out if those are contiguous and linear, so that no copy is needed; otherwise new ones.
+    They are the arrays of call.out if these are contiguous and linear, so that no copy is needed; otherwise new arrays.
     """
     out, shape, r = call.out, call.moved.shape, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
@@ -229,14 +234,14 @@ def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
 def _quantize_matrices(
     call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, functions: MatrixFunctions
 ) -> None:
-    """Write the codes and linear block scales of all matrices. amax: the tensor amax."""
+    """Write the codes and linear block scales of all matrices of a call into packed and scales. amax: tensor amax."""
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
     codes = packed.reshape(B, M, -1)
     scale_rows, amax_rows = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
     for i, matrix in enumerate(x):
-        # block_amax holds the amax of a block once per row of the block; the functions take it once per block.
+        # call.block_amax repeats the amax of a block for each of its rows, but functions.quantize takes it once.
         block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
         options = MatrixOptions(block_amaxes, _random_bytes(call.random, r, i, (M, K)), call.mask)
         out_scales = None if scale_rows is None else scale_rows[i]
@@ -244,7 +249,10 @@ def _quantize_matrices(
 
 
 def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
-    """Return the source of matrix i's random bytes: the caller's bytes, or the stream of a seed; None for None."""
+    """Return the source of the random bytes for matrix i of a call; None for nearest rounding (random is None).
+
+    random: the caller's bytes, or the seed of a stream. shape: the shape of each matrix.
+    """
     if random is None:
         return None
     if isinstance(random, np.ndarray):
@@ -261,7 +269,7 @@ def dequantize(
     out: np.ndarray | None = None,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> np.ndarray:
-    """Return the values of q, rounded to dtype, in out or in a new array."""
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array."""
     use_out = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
     moved = out if out is not None and use_out else np.empty(q.moved_shape, dtype)
     if moved.size:
@@ -314,7 +322,7 @@ def requantize(
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values: those of the recipe's fake_rule, or without one dequantize(quantize(x))."""
+    """Return the fake-quantized values of a call: by the recipe's fake_rule if it has one, else by quantizing x."""
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
     amax, r = _tensor_amax(call, MatrixFunctions()), call.recipe
@@ -332,7 +340,10 @@ def fake_quantize(call: Call) -> np.ndarray:
 def _fake_matrix(
     x: np.ndarray, r: Recipe, amax: np.ndarray | None, block_amax: np.ndarray | None, values: np.ndarray
 ) -> None:
-    """Write the values of a matrix by r.fake_rule into values. amax: the tensor amax; block_amax: the caller's."""
+    """Fake-quantize a matrix by r.fake_rule, and write the result into values.
+
+    amax: the tensor amax. block_amax: the block amaxes that the caller passed; None computes them.
+    """
     tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
         tile = np.ascontiguousarray(x[rows, columns], np.float32)
@@ -344,9 +355,9 @@ def _fake_matrix(
 
 
 def clip_amax(call: Call) -> np.ndarray:
-    """Return the clip limit of fake_quantize_backward if the caller passes none.
+    """Return the clip limit of fake_quantize_backward for a caller who passes none.
 
-    It is the amax that the recipe's tensor scale is made from; without a tensor scale, the amax of the whole array.
+    This is the amax from which the recipe's tensor scale is made; without a tensor scale, the amax of the whole array.
     """
     return compute_tensor_amax(call.moved, call.recipe)
 
@@ -354,7 +365,8 @@ def clip_amax(call: Call) -> np.ndarray:
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
     """Return call.grad where |call.x| <= amax, and 0 elsewhere.
 
-    amax: (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes joined.
+    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks). Rows count over all axes but the last of
+        call.moved.
     """
     grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
     x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
@@ -377,9 +389,9 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
 def transpose(
     packed: np.ndarray, scales: np.ndarray, q: Quantized, codes_of: Callable[..., np.ndarray] = transpose_codes
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and scales of q with the last two axes of q.moved_shape exchanged.
+    """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed.
 
-    The scales stay in q's layout. codes_of(packed, packing) transposes the codes of a matrix.
+    The scales stay in q's layout. codes_of: a function (packed, packing) that transposes the codes of one matrix.
     """
     *lead, M, K = q.moved_shape
     B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
@@ -395,7 +407,7 @@ def transpose(
 
 
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return scales in another layout. shape: their linear shape (..., R, C)."""
+    """Return block scales, which are in layout `source`, in layout `target`. shape: their linear shape (..., R, C)."""
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 
 
@@ -424,9 +436,9 @@ def partial_cast(
     amax: Any,
     cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
-    """Write the codes of a shard into out.
+    """Write the codes of a shard into out, the packed codes of a matrix (see ops/partial.py).
 
-    amax: the tensor amax; None for the largest of block_amax. cast: the function that computes the codes.
+    amax: the tensor amax; None uses the largest of block_amax. cast: the engine's function that computes the codes.
     """
     if r.tensor_scaling != "none" and amax is None:
         amax = np.max(block_amax, initial=np.float32(0))

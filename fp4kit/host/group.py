@@ -1,6 +1,6 @@
-"""Groups of NumPy arrays: N calls with their amaxes and their outputs. Every run overwrites the outputs.
+"""Run grouped operations (GroupedPlan and quantize_grouped) on NumPy arrays, one array after the other.
 
-cuda/engine/group.py has classes of equal names for CuPy arrays. Here the calls run one after the other.
+cuda/engine has classes of the same names for CuPy arrays, which need only one launch.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ Run = Callable[..., Any]
 
 
 class Group:
-    """N calls on NumPy arrays, prepared once and run as often as needed.
+    """N parsed calls on NumPy arrays with their amaxes and outputs, prepared once and run as often as needed.
 
-    vector: the computed amaxes of all arrays in one array; None if they are given or the recipe has no tensor scale.
+    Every run overwrites the outputs of the previous run.
+
+    vector: the amaxes of all arrays in one array, which the group computes; None if the caller passed the amaxes, or if
+    the recipe has no tensor scale.
     """
 
     def __init__(self, op: str, calls: Sequence[Call], r: Recipe, run: Run) -> None:
@@ -44,11 +47,14 @@ class Group:
 
     @property
     def computes_amaxes(self) -> bool:
-        """True if the amaxes are computed from the arrays, not given by the caller."""
+        """True if the group computes amaxes from the arrays. False if the caller passed them or none are needed."""
         return self.vector is not None
 
     def amax(self) -> list[Any]:
-        """Return the amax of each array, computed if they were not given; None without a tensor scale."""
+        """Return the tensor amax of each array: the caller's, or else computed into `vector`.
+
+        The entries are None if the recipe has no tensor scale.
+        """
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
         for call, amax in zip(self._calls, self._amaxes, strict=True):
@@ -56,9 +62,9 @@ class Group:
         return list(self._amaxes)
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Quantize all arrays, and return the group's own Quantized.
+        """Quantize all arrays, and return the results, which the next run overwrites.
 
-        compute_amaxes: whether to compute the amaxes, or to use those that `vector` holds.
+        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`.
         """
         each(self._op, lambda call: check_codes(call, call.layout), self._calls)
         calls = self._with_amaxes(compute_amaxes)
@@ -67,7 +73,7 @@ class Group:
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Fake-quantize all arrays, and return the group's own values. compute_amaxes: as in quantize."""
+        """Fake-quantize all arrays, and return the values, which the next run overwrites. compute_amaxes: as above."""
         values = [self._run("fake_quantize", call) for call in self._with_amaxes(compute_amaxes)]
         if self._values is None:
             self._values = values
@@ -77,9 +83,12 @@ class Group:
         return self._values
 
     def _with_amaxes(self, compute: bool) -> list[Call]:
-        """Return the calls with their amaxes: the caller's, or those of `vector`.
+        """Return the calls with their tensor amaxes: the caller's, or else the group's.
 
-        A computed amax with NaN is left out, because calls reject a NaN amax. The engine then computes it again.
+        A computed amax that holds NaN is left out, because a call rejects a NaN amax. The engine then computes it again
+        from the array.
+
+        compute: True computes the group's amaxes first; False uses the current content of `vector`.
         """
         amaxes = [call.tensor_amax for call in self._calls]
         if self.vector is not None:
@@ -88,17 +97,17 @@ class Group:
 
 
 class ClipGroup:
-    """N calls with gradients, and the clip limit of each (None to compute it from x)."""
+    """N calls of fake_quantize_backward on NumPy arrays, and the clip limit of each (None to compute it from x)."""
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any], run: Run) -> None:
         self._calls, self._amaxes, self._run = calls, amaxes, run
 
     def clip(self) -> list[Any]:
-        """Return the clipped gradients; for arrays without elements, the gradients themselves."""
+        """Return the clipped gradient of each call: a new array, or the gradient itself if it has no elements."""
         return [self._clip(call, amax) for call, amax in zip(self._calls, self._amaxes, strict=True)]
 
     def _clip(self, call: Call, amax: Any) -> Any:
-        """Return the clipped gradient of one call."""
+        """Return the clipped gradient of one call. amax: its clip limit; None computes the limit from call.x."""
         if not call.grad.size:
             return call.grad
         limit = reshape_clip_amax(self._run("clip_amax", call), call) if amax is None else amax

@@ -1,4 +1,4 @@
-"""Run the stages of cast_master_weights on NumPy arrays; training/master_weights.py describes them."""
+"""Run the stages of cast_master_weights on NumPy arrays. training/master_weights.py describes the stages."""
 
 from __future__ import annotations
 
@@ -25,13 +25,16 @@ Run = Callable[..., Any]
 
 
 class HostStages:
-    """The buffers of a MasterWeightsPlan, and a method per stage.
+    """The buffers of a MasterWeightsPlan in host memory, and one method per stage of cast_master_weights.
 
     Attributes:
-        bits: bit patterns of float32 amaxes, which the processes reduce by maximum: tensor amaxes, then block amaxes.
-        message: the codes that this process sends.
-        gathered: the messages of all processes.
-        counts: the length of each process's message.
+        bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce
+            this array by maximum between the stages amax and scales.
+        message: the bytes of codes that this process sends to the others.
+        gathered: the messages of all processes, one after the other.
+        counts: the length of each process's message, in bytes.
+        quantized: the rowwise result of each matrix.
+        columnwise: the columnwise copy of each matrix; empty if none is wanted.
     """
 
     def __init__(
@@ -61,7 +64,10 @@ class HostStages:
         self.columnwise = [self._transposed(q) for q in self.quantized] if columnwise else []
 
     def _allocate(self, shape: tuple[int, int], values: np.ndarray) -> Quantized:
-        """Return a Quantized with zeroed arrays for a matrix. ``values`` is its shard."""
+        """Return a Quantized with zeroed arrays for a matrix of the given shape.
+
+        values: the matrix's shard, whose dtype the Quantized records.
+        """
         r = self._recipe
         packed = np.zeros(packed_shape(shape, r), np.uint8)
         scales = np.zeros(scale_shape(shape, r), np.uint8)
@@ -71,21 +77,21 @@ class HostStages:
         return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r)
 
     def device(self) -> AbstractContextManager[None]:
-        """Return a context that does nothing. The class for GPUs makes the device of its buffers current."""
+        """Return a context manager that does nothing. In DeviceStages, it makes the device of the buffers current."""
         return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:
-        """Use other arrays as the shards, with the shapes and dtypes of the present ones."""
+        """Use other arrays as the shards from now on. They have the shapes and dtypes of the current shards."""
         self._values = list(values)
 
     def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:
-        """Return (number, values, shape, start) of each matrix's shard."""
+        """Return (index of the matrix, shard, shape of the matrix, start of the shard in it) for each matrix."""
         starts = self._partition.starts[self._rank].tolist()
         return list(zip(range(len(starts)), self._values, self._shapes, starts, strict=True))
 
     @ieee("cast_master_weights")
     def amax(self) -> None:
-        """Write the amaxes of the owned elements into ``bits``."""
+        """Write the tensor amaxes and block amaxes of this process's shards into `bits`."""
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
@@ -93,9 +99,9 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def scales(self) -> None:
-        """Compute tensor scales and block scales from the reduced ``bits``.
+        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`.
 
-        If an amax is NaN, every process raises ValueError.
+        Raise ValueError if an amax is NaN. Then every process raises it, because all have the same reduced amaxes.
         """
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
             if np.isnan(amax).any() or np.isnan(self._tensor_amaxes[t]):
@@ -112,7 +118,7 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def cast(self) -> None:
-        """Write the codes of the owned elements into the matrices, and copy their bytes into the message."""
+        """Write the codes of this process's shards into `quantized`, and copy their bytes into `message`."""
         tensor_amaxes = None if self._recipe.tensor_scaling == "none" else self._tensor_amaxes
         message_offset = 0
         for t, values, shape, start in self._shards():
@@ -123,7 +129,7 @@ class HostStages:
             message_offset += last - first
 
     def transpose(self) -> None:
-        """Update the columnwise copies of all matrices."""
+        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`."""
         for q, copy in zip(self.quantized, self.columnwise, strict=True):
             moved = self._transposed(q)
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
@@ -134,7 +140,7 @@ class HostStages:
         return replace(q, packed=codes, block_scale=scales, axis=0)
 
     def place(self) -> None:
-        """Copy the codes of the other processes from ``gathered`` into the matrices."""
+        """Copy the codes of the other processes from `gathered` into `quantized`."""
         offsets = self._partition.offsets(self._unit)
         for rank, (starts, ends) in enumerate(zip(*self._partition, strict=True)):
             if rank == self._rank:
@@ -146,9 +152,9 @@ class HostStages:
 
 
 def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
-    """Copy codes [start, end) into `flat`, the packed bytes of a flattened matrix. No other nibble changes.
+    """Copy codes [start, end) of a flattened matrix into `flat`, its packed bytes. Other codes do not change.
 
-    ``piece`` begins with the byte of the first code; ``unit`` is the number of codes per byte.
+    piece: the source: bytes that begin with the byte of code `start`. unit: the number of codes per byte, 1 or 2.
     """
     if start == end:
         return

@@ -1,4 +1,4 @@
-"""Run search_scales on NumPy arrays."""
+"""Run search_scales on NumPy arrays: choose the kind of search by the recipe's scales."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def search_call(
     search_e4m3: Callable[..., None],
     fake_quantize: Callable[[Call], np.ndarray],
 ) -> np.ndarray:
-    """Return the block amaxes that a search finds; tensor amaxes for a recipe without block scales.
+    """Return the block amaxes that search_scales finds; for a recipe without block scales, the tensor amaxes.
 
     Args:
-        search: the parsed call.
-        amax: the tensor amax.
-        search_e4m3: search_e4m3(x, out, amax, search) writes the block amaxes of a matrix x into out, for E4M3 scales.
-        fake_quantize: returns the fake-quantized values of a call.
+        search: the parsed call of search_scales.
+        amax: the tensor amax; None if the recipe has no tensor scale.
+        search_e4m3: the engine's search for E4M3 scales. search_e4m3(x, out, amax, search) writes the block amaxes of a
+            matrix x into out.
+        fake_quantize: a function that returns the fake-quantized values of a call.
     """
     if search.terms.grid is not None:
         return search_amaxes(search, amax, fake_quantize)
