@@ -72,6 +72,16 @@ def test_every_edge_is_the_producers():
     assert np.array_equal(found, producer_bins(near.reshape(-1).view(np.float32)))
 
 
+def test_an_edge_belongs_to_the_bin_above_it():
+    """An amax equal to an edge, and the number before it, are counted on different sides, as the producer counts."""
+    collector, tested = Collector(), edges()[[0, 100, 255, 510]]
+    amaxes = np.concatenate([tested, tested - np.uint32(1)]).view(np.float32)
+    collector.collect("a", np.repeat(amaxes[:, None], 16, axis=1))
+    assert [bin_of(amax) for amax in amaxes] == [1, 101, 256, 511, 0, 100, 255, 510]
+    histogram = collector._entries("test")["a"].histogram
+    assert np.flatnonzero(histogram).tolist() == [0, 1, 100, 101, 255, 256, 510, 511]
+
+
 def test_amaxes_outside_the_histogram_are_counted_at_its_ends():
     assert [bin_of(np.float32(x)) for x in (1e-45, 2.0**-40, 1.0, 2.0**39.9, 3e38)] == [0, 0, 256, 511, 511]
 

@@ -153,6 +153,31 @@ def test_from_a_model_to_a_checkpoint(kind, sizes, format, rule, tmp_path):
     assert verify(tmp_path / "out", tmp_path / "m").clean
 
 
+MLA = {"kv_lora_rank": 16, "q_lora_rank": 32, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+ROUTED = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1}
+OTHERS = [
+    (
+        "DeepseekV3",
+        {**MLA, **ROUTED, "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    ("Glm4Moe", {**ROUTED, "first_k_dense_replace": 1}),
+    ("Olmoe", {"num_experts": 4, "num_experts_per_tok": 2}),
+    ("Phi3", {"pad_token_id": 0}),
+    ("Qwen2Moe", {**QWEN, "shared_expert_intermediate_size": 32}),
+]
+
+
+@pytest.mark.parametrize(("kind", "sizes"), OTHERS, ids=[kind for kind, _ in OTHERS])
+def test_other_architectures(kind, sizes, tmp_path):
+    """The names that are collected are those of the saved model, whatever the model's own names and fusions are."""
+    model = model_of(kind, **sizes)
+    model.save_pretrained(tmp_path / "m")
+    activations = Activations.of(run(model, *range(3)), unseen="layer")
+    plan = convert(tmp_path / "m", tmp_path / "out", format="modelopt", activations=activations).plan
+    assert len(plan.input_amaxes) == sum(piece.module != "" for t in plan.converted for piece in t.pieces) >= 8
+    assert verify(tmp_path / "out", tmp_path / "m", activations=activations).clean
+
+
 def test_experts_that_no_token_reached(tmp_path):
     """With one token, two of four experts see nothing: they are known, and the policies apply to them."""
     model = model_of("Qwen3Moe", **QWEN)

@@ -251,6 +251,14 @@ def test_another_number_of_columns(tmp_path: Path) -> None:
         make_plan(tmp_path / "m", activations=Activations.of(collector))
 
 
+def test_another_number_of_columns_of_the_fused_layer(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    fused = "model.layers.0.mlp.gate_up_proj"
+    collector = Collector.merge([whole(tmp_path / "m"), measured({fused: 1.0}, 32)])
+    with refused(f"{fused}: was measured with 32 columns, and model.layers.0.mlp.gate_proj has 64"):
+        make_plan(tmp_path / "m", activations=Activations.of(collector))
+
+
 @pytest.mark.parametrize("amax", [1e-38, 1e-41, 3e-36])
 def test_amaxes_too_small_for_an_input_scale(amax: float, tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
