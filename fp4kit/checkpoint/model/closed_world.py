@@ -279,12 +279,23 @@ def _recognised(name: str, tensors: Tensors) -> str:
         return "GPTQ or AWQ integers"
     if ".weight_packed" in has and has[".weight_packed"].dtype == "I32":
         return "packed integers of compressed-tensors"
+    if name.endswith("_weight_scale") and _blocks_along_outputs(name.removesuffix("_weight_scale"), tensors):
+        return "MXFP4 stacks of Model-Optimizer for gpt-oss, whose blocks run along the output axis"
     scale = has.get(".weight_scale")
     if scale is not None and ".weight" in has and has[".weight"].dtype == "U8" and scale.dtype in ("F32", "BF16"):
         return "INT4 of Model-Optimizer"
     if ".comfy_quant" in has:
         return "a ComfyUI format other than nvfp4, mxfp8 and float8_e4m3fn"
     return _nearest_container(module, tensors)
+
+
+def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
+    """Return whether a stack of packed experts [E, K, N/2] has one scale byte per 32 elements of its output axis N."""
+    if stack not in tensors:
+        return False
+    codes, scales = tensors[stack][1], tensors[f"{stack}_weight_scale"][1]
+    shape = (*codes.shape[:-1], codes.shape[-1] // 16) if codes.shape else ()
+    return (codes.dtype, scales.dtype) == ("U8", "U8") and len(codes.shape) == 3 and scales.shape == shape
 
 
 def _nearest_container(module: str, tensors: Tensors) -> str:

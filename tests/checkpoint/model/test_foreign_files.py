@@ -1,0 +1,149 @@
+"""Test checkpoints that other tools wrote (tests/data/foreign): their containers, decoded values and faults."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import oracle
+import pytest
+from synthetic import refused
+
+from fp4kit import formats
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.verify.verify import verify
+
+Array = npt.NDArray[np.float32]
+ROOT = Path(__file__).parents[2] / "data" / "foreign"
+DECODED = json.loads((ROOT / "decoded.json").read_text())
+# Folder -> {container: number of layers}
+LAYERS = {
+    "modelopt--FP8_DEFAULT_CFG": {"modelopt FP8": 7},
+    "modelopt--FP8_PER_CHANNEL_PER_TOKEN_CFG": {"modelopt FP8 per row": 7},
+    # a layer that fits in one block has one scale
+    "modelopt--FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": {"modelopt FP8 128x128": 3, "modelopt FP8": 4},
+    "modelopt--NVFP4_AWQ_LITE_CFG": {"modelopt NVFP4": 6, "modelopt NVFP4_AWQ": 1},
+    "modelopt--NVFP4_DEFAULT_CFG+FP8DOWN": {"modelopt NVFP4": 6, "modelopt FP8": 1},
+    "modelopt--NVFP4_DEFAULT_CFG+FP8_KV_CFG": {"modelopt NVFP4": 7},
+    "modelopt--W4A8_NVFP4_FP8_CFG": {"modelopt NVFP4 group 32": 7},
+    "modelopt--gpt_oss-NVFP4_DEFAULT_CFG": {"modelopt NVFP4": 4, "modelopt NVFP4 stacks": 2},
+    "llm-compressor--MIXED": {"compressed-tensors nvfp4-pack-quantized": 6, "compressed-tensors FP8 per row": 1},
+    "llm-compressor--FP8_BLOCK": {"compressed-tensors FP8 128x128": 7},
+    "quark--MXFP4_FP8ATT": {"quark mxfp4": 3, "quark FP8": 4},
+    "torchao--NVFP4WO": {"torchao NVFP4": 7},
+    "torchao--MXFP4": {"torchao MXFP4": 7},
+}
+UNREADABLE = "modelopt--gpt_oss-MXFP4_MLP_WEIGHT_ONLY_CFG"
+
+
+def test_every_folder_is_tested_and_small() -> None:
+    assert {path.name for path in ROOT.iterdir() if path.is_dir()} == {*LAYERS, UNREADABLE}
+    assert sum(path.stat().st_size for path in ROOT.rglob("*") if path.is_file()) < 2_000_000
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_containers(name: str) -> None:
+    model = open_checkpoint(ROOT / name)
+    assert Counter(str(weight.container) for weight in model.layers.values()) == LAYERS[name]
+    assert not model.unrecognised
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_verify_finds_no_error(name: str) -> None:
+    """Warnings name engines that fail, and containers that no requirements are known for."""
+    issues = verify(ROOT / name).issues
+    assert {issue.severity for issue in issues} <= {"warning"}
+    known = ("the requirements of loaders are not known", "fails: ")
+    assert all(any(text in issue.text for text in known) for issue in issues)
+
+
+def decoded(name: str, out: Path) -> dict[str, Array]:
+    """Return the tensors of a folder as ``convert --format bf16`` writes them, as float32 values."""
+    convert(ROOT / name, out, format="bf16")
+    found = {}
+    for tensor, (dtype, shape, data) in oracle.load(out).items():
+        if dtype == "BF16":
+            wide = np.frombuffer(data, "<u2").astype(np.uint32) << 16
+            found[tensor] = wide.view(np.float32).reshape(shape)
+    return found
+
+
+def digest(values: Array) -> str:
+    """Return the SHA-256 of bfloat16 values; -0 counts as +0."""
+    return hashlib.sha256(((values + np.float32(0)).view(np.uint32) >> 16).astype("<u2").tobytes()).hexdigest()
+
+
+@pytest.mark.parametrize("name", DECODED)
+def test_values_are_those_of_the_tool(name: str, tmp_path: Path) -> None:
+    have = decoded(name, tmp_path / "out")
+    assert len(DECODED[name]) == sum(LAYERS[name].values())
+    assert {tensor: digest(have[tensor]) for tensor in DECODED[name]} == DECODED[name]
+
+
+def bfloat16(values: Array) -> Array:
+    """Round float32 values to bfloat16, to the nearest even."""
+    bits = values.view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def e2m1(packed: npt.NDArray[np.uint8]) -> Array:
+    """Return the values of packed codes [..., N, K/2]; the even element is in the low nibble."""
+    positive = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    table = np.array(positive + [-value for value in positive], np.float32)
+    return table[np.stack([packed & 15, packed >> 4], -1).reshape(*packed.shape[:-1], -1)]
+
+
+def unswizzled(scales: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
+    """Return scales [rows, columns] from tiles of 128 x 4: row 32 i + r and column c lie at byte 16 r + 4 i + c."""
+    tiles = scales.reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4)
+    return tiles.transpose(0, 3, 2, 1, 4).reshape(-(-rows // 128) * 128, -1)[:rows, :columns]
+
+
+def stated(parts: dict[str, tuple[str, tuple[int, ...], bytes]], module: str) -> Array:
+    """Return the values of a layer of Model-Optimizer (single or stack) or torchao, by the documents of these tools."""
+
+    def bytes_of(suffix: str) -> npt.NDArray[np.uint8]:
+        _, shape, data = parts[module + suffix]
+        return np.frombuffer(data, np.uint8).reshape(shape)
+
+    def factor(suffix: str) -> np.float32:
+        return np.frombuffer(parts[module + suffix][2], "<f4").reshape(())[()]
+
+    if module + "._weight_qdata" in parts:
+        values = e2m1(bytes_of("._weight_qdata"))
+        rows, columns = values.shape
+        has_factor = module + "._weight_per_tensor_scale" in parts
+        group = 16 if has_factor else 32
+        scales = unswizzled(bytes_of("._weight_scale"), rows, columns // group)
+        outer = factor("._weight_per_tensor_scale") if has_factor else np.float32(1)
+    elif module + ".weight_scale" in parts:
+        values, group = e2m1(bytes_of(".weight")), 16
+        scales, outer = bytes_of(".weight_scale"), factor(".weight_scale_2")
+    else:
+        values, group = e2m1(bytes_of("").swapaxes(1, 2)), 16
+        scales, outer = bytes_of("_weight_scale").swapaxes(1, 2), factor("_weight_scale_2")
+    numbers = formats.E4M3.values[scales] if group == 16 else np.exp2(scales.astype(np.float32) - 127)
+    return bfloat16(values * np.repeat(numbers.astype(np.float32) * outer, group, -1))
+
+
+@pytest.mark.parametrize("name", sorted(LAYERS.keys() - DECODED.keys()))
+def test_values_are_as_stated(name: str, tmp_path: Path) -> None:
+    have, parts = decoded(name, tmp_path / "out"), oracle.load(ROOT / name)
+    for module, weight in open_checkpoint(ROOT / name).layers.items():
+        expected = stated(parts, module)
+        values = have[f"{module}.weight" if f"{module}.weight" in have else module]
+        assert values.size == expected.size and weight.shape == expected.shape
+        if values.shape != expected.shape or weight.transposed:
+            values = values.swapaxes(-1, -2)
+        assert np.array_equal(values, expected)
+
+
+def test_stacks_with_blocks_along_the_output_axis_are_refused(tmp_path: Path) -> None:
+    with refused("MXFP4 stacks of Model-Optimizer for gpt-oss, whose blocks run along the output axis"):
+        convert(ROOT / UNREADABLE, tmp_path / "out", format="bf16")
+    assert "blocks run along the output axis" in " ".join(issue.text for issue in verify(ROOT / UNREADABLE).issues)
