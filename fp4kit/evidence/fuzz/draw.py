@@ -17,7 +17,7 @@ import numpy as np
 from fp4kit.call.search_scales import is_searchable
 from fp4kit.evidence.fuzz.arrays import KINDS, NUMBERS, DrawnArray, View
 from fp4kit.evidence.fuzz.recipes import Variant, draw_variant
-from fp4kit.formats import E4M3
+from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -224,6 +224,13 @@ class Draw:
                 return variant
         return self.pick(variants)
 
+    def target(self, r: Recipe) -> Variant:
+        """Return a recipe to requantize to. For MXFP4, half of the recipes are NVFP4, because then codes may stay."""
+        nvfp4 = [one for one in _supported(self.pool)["requantize"] if one.recipe.scale == E4M3]
+        if nvfp4 and r.element == E2M1 and r.scale == E8M0 and self.chance(0.5):
+            return self.pick(nvfp4)
+        return self.variant("requantize")
+
     def options(self, operation: str, r: Recipe) -> DrawnOptions:
         """Return random options that the operation and the recipe support."""
         scaled, floats = r.scale is not None and not r.fake_only, not (r.element.is_integer or r.four_over_six)
@@ -250,7 +257,7 @@ class Draw:
             and self.chance(0.6),
             out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "with_scales", "decode") else "",
             decoded=self.pick(("", *self.pool.dtypes)),
-            target=self.variant("requantize") if operation == "requantize" else None,
+            target=self.target(r) if operation == "requantize" else None,
             target_layout=self.pick(self.pool.layouts),
             pass_through=self.chance(0.3),
             axes=self.pick((None, 0, -1, "all")),

@@ -81,6 +81,13 @@ POOLS: dict[str, Pool] = {
         changes=0,
         largest=1 << 11,
     ),
+    "MXFP4 to NVFP4": Pool(
+        recipes=("mxfp4-ocp", "mxfp4-flashinfer", "nvfp4-te", "nvfp4-modelopt"),
+        variants=(Variant("mxfp4-ocp", (("block", (2, 32)),)), Variant("nvfp4-torchao", (("block", (2, 16)),))),
+        operations=("requantize",),
+        dtypes=("float16",),
+        changes=0,
+    ),
     "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
 }
 FEW, MANY = 12, 40
