@@ -271,7 +271,7 @@ def test_mxfp4_to_nvfp4(source, target) -> None:
 
 
 @pytest.mark.parametrize("target", ["nvfp4-te", "nvfp4-modelopt", "nvfp4-torchao", "nvfp4-te-4over6-mae-256"])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
 def test_only_blocks_out_of_range_get_new_codes(target, dtype) -> None:
     rng = np.random.default_rng(7)
     for top, spread in ((127, 18), (127, 40), (20, 20), (254, 60), (255, 2), (251, 251)):
