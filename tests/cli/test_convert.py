@@ -323,6 +323,22 @@ def test_json_of_convert(tmp_path: Path, run: Run) -> None:
     assert report["skipped"] == [{"name": "modeling.py", "reason": "kind of file that is not copied"}]
 
 
+def test_convert_reports_blocks_out_of_range(tmp_path: Path, run: Run) -> None:
+    """The report of a cast from MXFP4 to NVFP4 names the layers with blocks out of range, and counts what changed."""
+    codes, scales = np.full((32, 32), 0x2A, np.uint8), np.full((32, 2), 120, np.uint8)
+    scales[3, 1] = 102  # 2^-10 under the tensor scale, which nvfp4-te rounds to 0: all values become zeros
+    tensors = {"a.weight_packed": codes, "a.weight_scale": scales}
+    tensors |= {"b.weight_packed": codes, "b.weight_scale": np.full_like(scales, 120)}
+    synthetic.write_model(tmp_path / "m", {"quantization_config": {"quant_method": "compressed-tensors"}}, tensors)
+    arguments = ("convert", tmp_path / "m", tmp_path / "out", "--format", "modelopt")
+    report = json.loads(run(*arguments, "--json").out)
+    assert report["actions"] == {"cast": 2} and report["inexact"] == ["a"]
+    assert report["changed"] == [{"name": "a", "blocks": 1, "values": 32, "largest_error": 2.0**-25}]
+    text = run("convert", tmp_path / "m", tmp_path / "again", "--format", "modelopt").out
+    assert ["a", "1", "32", f"{2.0**-25:.3g}"] in rows(text)
+    assert "1 of 2 layers have blocks whose scales do not fit; only these blocks have new codes" in text
+
+
 def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:
     synthetic.bert(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
