@@ -219,7 +219,7 @@ _PART_NAMES = {
 
 
 def rest_of_kv(name: str) -> bool:
-    """Return whether a tensor is a scale of the KV cache or of attention, which is not a part of a linear layer."""
+    """Return whether a tensor is a scale of the KV cache or of attention. Such scales belong to no linear layer."""
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 
@@ -350,7 +350,10 @@ _NIBBLES = (
 
 
 def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) -> Item:
-    """Return the item for the tensor ``.comfy_quant`` of a layer."""
+    """Return the item for the tensor ``.comfy_quant`` of a layer, whose content is compared with the layer's tensors.
+
+    tagged: layer -> its entry in ComfyUI's metadata, which replaces the tensor's content; None without an entry.
+    """
     place = weight.parts[TAG]
     with Readers() as readers:
         text = readers.array(place).tobytes()
@@ -393,7 +396,7 @@ class _Layers(NamedTuple):
 
 
 def _any(value: Any, layers: _Layers) -> str:
-    """Accept every value."""
+    """Return "": every value of the config entry is accepted."""
     return ""
 
 
@@ -432,7 +435,7 @@ _MIXED = "MIXED_PRECISION"
 
 
 def _algorithm(value: Any, layers: _Layers) -> str:
-    """Compare Model-Optimizer's quant_algo with the tensors."""
+    """Return why Model-Optimizer's ``quant_algo`` is unknown or contradicts the tensors; "" if it agrees."""
     name = str(value).upper()
     if name == _MIXED:
         return ""
@@ -443,7 +446,7 @@ def _algorithm(value: Any, layers: _Layers) -> str:
 
 
 def _quantized_layers(value: Any, layers: _Layers) -> str:
-    """Compare each entry of quantized_layers with the tensors of the layer that it names."""
+    """Return why an entry of ``quantized_layers`` is unknown or contradicts its layer's tensors; "" if all agree."""
     if not isinstance(value, Mapping):
         return f"is {_brief(value)}, where an object is needed"
     for name, entry in value.items():
@@ -461,7 +464,7 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 
 
 def _group_size(value: Any, layers: _Layers) -> str:
-    """Compare a group size with the blocks of the layers."""
+    """Return why a declared group size contradicts the blocks of the layers; "" if it agrees."""
     sizes = {form.block[1] for form in layers.forms.values() if form.kind in ("nvfp4", "mxfp4", "mxfp8")}
     if value is None or not sizes or value in sizes:
         return ""
@@ -469,7 +472,7 @@ def _group_size(value: Any, layers: _Layers) -> str:
 
 
 def _block_size(value: Any, layers: _Layers) -> str:
-    """Compare weight_block_size with the blocks of the layers."""
+    """Return why ``weight_block_size`` contradicts the blocks of the layers; "" if it agrees."""
     blocks = {form.block for form in layers.forms.values() if form.kind in ("fp8", "mxfp8")}
     if value is None or not blocks or (isinstance(value, list) and tuple(value) in blocks):
         return ""
@@ -493,7 +496,7 @@ _SCHEME: dict[str, Check] = {
 
 
 def _scheme(value: Any, layers: _Layers) -> str:
-    """Check the scheme of weights in a config group. A scheme of activations may be anything."""
+    """Return what is unknown in the scheme of weights of a config group; "" if all of it is known."""
     if not isinstance(value, Mapping):
         return f"is {_brief(value)}, where an object is needed"
     for key, one in value.items():
@@ -513,7 +516,7 @@ _FORMATS = {
 
 
 def _format(value: Any, layers: _Layers) -> str:
-    """Compare the format of compressed-tensors with the tensors."""
+    """Return why the declared format of compressed-tensors is unknown or contradicts the tensors; "" if it agrees."""
     if value in ("mixed-precision", None, "dense"):
         return ""
     if value not in _FORMATS:
@@ -534,7 +537,10 @@ _GROUP_KEYS = (
 
 
 def _groups(value: Any, layers: _Layers) -> str:
-    """Check every config group: its keys and its scheme of weights."""
+    """Return what is unknown or wrong in the config groups of compressed-tensors or Model-Optimizer; "" if nothing is.
+
+    Checked are the keys, the schemes of weights, and the targets. Schemes of activations may be anything.
+    """
     if not isinstance(value, Mapping):
         return f"is {_brief(value)}, where an object is needed"
     for name, group in value.items():
@@ -551,9 +557,10 @@ def _groups(value: Any, layers: _Layers) -> str:
 
 
 def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
-    """Compare the formats that config groups declare for their targets with the tensors of each layer.
+    """Return which layer is stored in another format than its config group declares; "" if none is.
 
-    Only groups with a format are compared. A layer that several groups match must fit one of them.
+    Groups are compared only if there are several and each has a format. A layer that several groups match must fit one
+    of them.
     """
     if not all(group.get("format") for group in groups) or len(groups) < 2:
         return ""
@@ -577,20 +584,23 @@ def _matches(group: Mapping[str, Any], name: str) -> bool:
 
 
 def _transform(value: Any, layers: _Layers) -> str:
-    """Refuse every transform, because stored weights are then rotated."""
+    """Return why ``transform_config`` is refused: stored weights would be rotated. Return "" if it has no transform."""
     if not value or value == {"config_groups": {}}:
         return ""
     return "declares rotations of the weights, which are not undone here; use a checkpoint without transforms"
 
 
 def _dense(value: Any, layers: _Layers) -> str:
-    """Accept no sparsity, or sparsity without a format of its own."""
+    """Return why ``sparsity_config`` is refused: it has a format of its own. Return "" for dense weights."""
     form = value.get("format") if isinstance(value, Mapping) else value
     return "" if not form or form == "dense" else f"declares the sparse format {_brief(form)}, which is not supported"
 
 
 def _quark_algorithms(value: Any, layers: _Layers) -> str:
-    """Accept algorithms of quark that change only which values are stored, and refuse rotations."""
+    """Return why ``algo_config`` of quark is refused: it may rotate the weights. Return "" for other algorithms.
+
+    Algorithms such as GPTQ and AWQ change only which values are stored.
+    """
     for one in value if isinstance(value, list) else [value] if value else []:
         name = str(one.get("name", "")) if isinstance(one, Mapping) else str(one)
         if not name.startswith(("gptq", "awq", "smooth", "autosmoothquant")):
@@ -728,7 +738,7 @@ def _layers(weights: Mapping[str, Weight]) -> _Layers:
 
 
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
-    """Yield an item for each key of a quantization_config."""
+    """Yield an item for each key of a ``quantization_config``, by the table of its ``quant_method``."""
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {_brief(value)}, where an object is needed")
         return
@@ -742,7 +752,11 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 def _entries(
     value: Mapping[str, Any], path: str, place: str, known: Mapping[str, _Entry], layers: _Layers
 ) -> Iterator[Item]:
-    """Yield an item for each key of a JSON object, by a table of known keys."""
+    """Yield an item for each key of a JSON object.
+
+    path: the path of the object, with which the names of the items begin. place: the file that holds it.
+    known: key -> (group, reason, check). A key that is not in it is refused, and so is a value that its check refuses.
+    """
     for key, one in value.items():
         name = f"{path}.{key}"
         if key not in known:
@@ -754,7 +768,10 @@ def _entries(
 
 
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
-    """Yield an item for the entries of MLX's ``quantization``: the default, and those of single layers."""
+    """Yield the items of MLX's ``quantization``: for the default scheme, and for entries of single layers.
+
+    path: the path of ``quantization`` in config.json.
+    """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {_brief(value)}, where an object is needed")
         return
@@ -835,7 +852,7 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
 
 
 def _torchao_item(key: str, text: str) -> Item:
-    """Return the item for the entry that torchao writes per tensor."""
+    """Return the item for the metadata entry that torchao writes per tensor: its class, as JSON."""
     try:
         content = json.loads(text)
         data = content.get("_data") or {}
