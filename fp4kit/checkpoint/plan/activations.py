@@ -79,13 +79,11 @@ class Activations:
             >>> Activations.of(collector).of_layers({"mlp.gate_proj": 16})
             {'mlp.gate_proj': np.float32(3.0)}
         """
+        paths = [] if isinstance(source, Collector) else [Path(path) for path in source]
+        _check_files(paths)
         try:
-            if isinstance(source, Collector):
-                collector, files = source, []
-            else:
-                paths = [Path(path) for path in source]
-                collector = Collector.load(*paths)
-                files = [{"name": path.name, "sha256": file_digest(path)} for path in paths]
+            collector = source if isinstance(source, Collector) else Collector.load(*paths)
+            files = [{"name": path.name, "sha256": file_digest(path)} for path in paths]
             amaxes = collector.found(rule)
         except (ValueError, OSError) as error:
             raise CheckpointError(f"activations: {error}") from None
@@ -157,6 +155,16 @@ class Activations:
                         f"activations: {shown(name)}: was measured with {self.columns[name]} columns, and"
                         f" {shown(layer)} has {columns}; measure the model that is converted"
                     )
+
+
+def _check_files(paths: Iterable[Path]) -> None:
+    """Raise CheckpointError if a path is not that of a file."""
+    for path in paths:
+        if not path.is_file():
+            raise CheckpointError(
+                f"activations: {shown(str(path))}: is not a file; needs a file that fp4kit.calibration.Collector.save"
+                " wrote"
+            )
 
 
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:

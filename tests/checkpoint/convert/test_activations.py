@@ -132,16 +132,17 @@ def test_unseen_experts_stop_the_conversion(tmp_path: Path) -> None:
         make_plan(tmp_path / "m", activations=activations)
 
 
-def test_unseen_experts_without_an_input_scale(tmp_path: Path) -> None:
+@pytest.mark.parametrize("format", SUFFIX)
+def test_unseen_experts_without_an_input_scale(format: str, tmp_path: Path) -> None:
     """They are named in a warning, and verify names what is missing."""
     synthetic.moe(tmp_path / "m")
     activations = Activations.of(whole(tmp_path / "m", expert_amaxes((2,))), unseen="none")
-    plan = convert(tmp_path / "m", tmp_path / "out", format="modelopt", activations=activations).plan
+    plan = convert(tmp_path / "m", tmp_path / "out", format=format, activations=activations).plan
     assert any(line.startswith("3 experts saw no token and get no input scale") for line in plan.warnings)
     missing = {f"{EXPERTS}.2.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
-    assert set(layers_of(tmp_path / "m")) - set(scales(tmp_path / "out", "modelopt")) == missing
+    assert set(layers_of(tmp_path / "m")) - set(scales(tmp_path / "out", format)) == missing
     issues = verify(tmp_path / "out", tmp_path / "m").issues
-    assert {issue.subject for issue in issues if "input_scale is missing" in issue.text} == missing
+    assert {issue.subject for issue in issues if f"{SUFFIX[format][1:]} is missing" in issue.text} == missing
 
 
 def test_a_gate_without_tokens_takes_the_amax_of_its_up_projection(tmp_path: Path) -> None:
@@ -311,7 +312,7 @@ def test_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "keywords", "text"),
     [
-        (["none"], {}, "activations: "),
+        (["none"], {}, "activations: none: is not a file; needs a file that fp4kit.calibration.Collector.save wrote"),
         ([], {}, "activations: load: got no path"),
         (Collector(), {}, "activations: no layer was measured; run the model in fp4kit.torch.collect"),
         (measured({"a": 1.0}), {"rule": "mean"}, "activations: amaxes: rule is 'mean'; needs 'max' or 'headroom'"),
