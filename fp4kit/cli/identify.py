@@ -60,12 +60,6 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
     """Return a verdict as the body of the command's JSON document."""
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
-    unpaired = {"rules": verdict.rules, "unpaired": verdict.unpaired}
-    found = {
-        **unpaired,
-        "recipes": verdict.recipes,
-        "mishap": verdict.mishap,
-        "sentence": verdict.sentence,
-        "hint": verdict.hint,
-    }
+    facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired")
+    found = {name: getattr(verdict, name) for name in facts}
     return {**found, "exceptions": [layer.name for layer in verdict.exceptions], "layers": layers}

@@ -31,6 +31,7 @@ from fp4kit.checkpoint.identify.try_hypotheses import (
     layouts_of,
     orders_by_sign,
     sample_of,
+    signs_agree,
     try_layout,
 )
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
@@ -46,6 +47,8 @@ from fp4kit.recipes import Recipe
 DAMAGED_SHARE = 0.95
 
 
+SIGNS_UNDER_SCALES = 0.9  # GPTQ may turn the signs of values near 0
+OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
 GIVEN_SCALES = "searched scales: codes are right under them, and no rule known here gives them"
 
 
@@ -251,6 +254,8 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
         found, tally = exact_hypotheses(evidence, trial.exact)
     if found:
         return _explained(found, tally, evidence.layer.blank)
+    if given := _other_codes_under_scales(evidence, plain, trial, unnamed):
+        return given
     if unnamed and (permuted := _permuted(evidence, plain, trial)):
         return permuted
     return replace(_nearest(evidence, plain, trial, unnamed), unlike=not is_like)
@@ -277,6 +282,30 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
         share = min(100 * nearest.share, 99.99)
         text += f"; {name_of(trial.nearest.recipe)} gives {share:.2f}% of bytes"
     return Explanation(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES)
+
+
+def _other_codes_under_scales(
+    evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool
+) -> Explanation | None:
+    """Return the explanation that a recipe gives all scales, and another rule than the recipe's gives the codes.
+
+    Return None if it does not apply: if few bytes differ (these are damaged), if codes are not near the source, or if
+    codes were rounded stochastically.
+    """
+    if not trial.scales_only or signs_agree(evidence, plain) < SIGNS_UNDER_SCALES:
+        return None
+    tallies = [(h, count_matches(evidence, h, early=False)) for h in trial.scales_only]
+    whole = [(h, t) for h, t in tallies if t.tensor and t.scales == t.total - evidence.layer.codes.size]
+    if not whole or max(t.share for _, t in whole) > DAMAGED_SHARE:
+        return None
+    if unnamed and (variation := _variation(evidence, plain)):
+        return _unexplained(variation, whole[0][1])
+    names = tuple(dict.fromkeys(name_of(h.recipe) for h, _ in whole))
+    whose = either(names[:3]) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more recipes"
+    share = max(100 * t.codes / max(evidence.layer.codes.size, 1) for _, t in whole)
+    text = f"all block scales are those of {whose}, and codes follow another rule under them, as GPTQ's do"
+    sentence = f"{text}; {share:.2f}% of code bytes are the recipe's"
+    return replace(_unexplained(text, whole[0][1]), sentence=sentence, cause=OTHER_CODES)
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:

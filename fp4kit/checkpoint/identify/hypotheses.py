@@ -17,6 +17,7 @@ import numpy as np
 
 from fp4kit.checkpoint.identify import corruptions
 from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, Reading, StoredLayer
+from fp4kit.formats import E8M0
 from fp4kit.layouts import unpacked
 from fp4kit.ops.identify_amaxes import amaxes_of
 from fp4kit.ops.quantize import quantize
@@ -229,10 +230,15 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
     """Yield the block scales of a layer in linear order, once for each order that the stored ones may have.
 
-    The orders are those of corruptions.scale_orders.
+    The orders are those of corruptions.scale_orders. E8M0 scales are also yielded one exponent lower and higher.
     """
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
-    return corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape)
+    for found in corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape):
+        yield found
+        if found.mishap is None and layer.recipe.scale == E8M0:
+            one = np.uint8(1)
+            yield corruptions.Scales("block scales are twice as large", found.values - one, found.present)
+            yield corruptions.Scales("block scales are half as large", found.values + one, found.present)
 
 
 def tensor_mishap(

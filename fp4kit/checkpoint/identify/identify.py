@@ -252,7 +252,7 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
     for layer in layers:
         found = _explained(layer, unnamed=failed < MAX_FAILURES)
         if not found.blank:
-            failed = 0 if found.explained or found.searched else failed + 1
+            failed = 0 if found.explained or found.cause else failed + 1
         yield LayerVerdict(layer.name, found, layer.format)
 
 
@@ -273,7 +273,7 @@ def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
         amaxes=layer.amaxes,
         unnamed=unnamed,
     )
-    if unnamed or found.explained or found.searched:
+    if unnamed or found.explained or found.cause:
         return found
     return replace(
         found, sentence=f"{found.sentence} (other orders were not tried, because {MAX_FAILURES} layers before failed)"

@@ -28,7 +28,7 @@ from fp4kit.checkpoint.identify.hypotheses import (
     tensor_mishap,
 )
 from fp4kit.ops.identify import candidates_of
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import RECIPES, Recipe
 
 SAMPLE = 1 << 16  # elements of the sample
 SAMPLE_COLUMNS = 1024  # columns of the sample
@@ -45,12 +45,14 @@ class SampleVerdict:
     nearest, score: the hypothesis with the highest score, and its score: the share of bytes, minus a penalty per
         mishap.
     codes_only: hypotheses that give all codes, although no order of block scales fits.
+    scales_only: hypotheses without a mishap that give all block scales and the tensor scale, but not all codes.
     """
 
     exact: list[Hypothesis] = field(default_factory=list)
     nearest: Hypothesis | None = None
     score: float = -np.inf
     codes_only: list[Hypothesis] = field(default_factory=list)
+    scales_only: list[Hypothesis] = field(default_factory=list)
 
     def add(self, hypothesis: Hypothesis, exact: bool, share: float) -> None:
         """Record a hypothesis that gives ``share`` of the sample's bytes. It becomes the nearest if its score is the
@@ -118,6 +120,14 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
     return 1 - int(np.count_nonzero(wrong)) / max(int(np.count_nonzero(counted)), 1)
 
 
+def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
+    """Return the share of nonzero codes of a sample that have the sign of the source, read in ``layout``."""
+    sample = sample_of(layout.shape, evidence.layer.recipe)
+    read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
+    values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
+    return sign_agreement(read, values, evidence.layer.recipe)
+
+
 def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
     """Return the orders of codes in which the signs of a sample agree with the source, read in ``layout``."""
     r, sample = evidence.layer.recipe, sample_of(layout.shape, evidence.layer.recipe)
@@ -137,11 +147,22 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
     codes = [(order, order.undo(read)) for order in orders]
     scales = list(_sampled_scales(layer, layout, sample))
     moved = layout.rows.mishap is not None
-    for r in candidates_of(layer.recipe):
+    for r in recipes_of(layer.recipe):
         try_both = moved and r.block_rows > 1 and _blocks_stay_whole(layout, len(evidence.x), r.block_rows)
         for amax in amaxes(evidence, r):
             for variant in (layout, replace(layout, moved_after_quantizing=True)) if try_both else (layout,):
                 _compare(evidence, variant, sample, (r, amax), codes, scales, trial)
+
+
+def recipes_of(own: Recipe) -> Iterator[Recipe]:
+    """Yield the recipes that may have made a layer: the table's in its format, and auto-round's search for MXFP8.
+
+    auto-round searches scales by default (iters=0) in MXFP8 as in MXFP4.
+    """
+    yield from candidates_of(own)
+    like = RECIPES["mxfp8-auto-round"]
+    if (own.element, own.scale, own.block_size) == (like.element, like.scale, like.block_size):
+        yield replace(like, search="auto_round_powers")
 
 
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
@@ -187,6 +208,8 @@ def _compare(
             share = (equal + equal_scales * weight) / max(made_codes.size + present * weight, 1)
             trial.add(Hypothesis(layout, order, number, *recipe_amax, name, tensor), exact, share)
             fits |= equal_scales == present
+            if equal_scales == present and not exact and not any((*layout.mishaps, order.mishap, name, tensor)):
+                trial.scales_only.append(Hypothesis(layout, order, number, *recipe_amax, name, tensor))
         if equal == made_codes.size and not fits and in_scales:
             trial.codes_only.append(Hypothesis(layout, order, 0, *recipe_amax, None, tensor))
 
