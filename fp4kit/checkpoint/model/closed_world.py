@@ -284,9 +284,17 @@ def _recognised(name: str, tensors: Tensors) -> str:
     scale = has.get(".weight_scale")
     if scale is not None and ".weight" in has and has[".weight"].dtype == "U8" and scale.dtype in ("F32", "BF16"):
         return "INT4 of Model-Optimizer"
+    if scale is not None and ".weight" in has and _is_mxfp6(has[".weight"], scale):
+        return "MXFP6"
     if ".comfy_quant" in has:
         return "a ComfyUI format other than nvfp4, mxfp8 and float8_e4m3fn"
     return _nearest_container(module, tensors)
+
+
+def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
+    """Return whether a matrix of packed codes has 24 bytes per scale byte: 32 elements of 6 bits."""
+    rows_and_columns = (*scales.shape[:-1], scales.shape[-1] * 24) if scales.shape else ()
+    return (codes.dtype, scales.dtype) == ("U8", "U8") and codes.shape == rows_and_columns
 
 
 def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:

@@ -320,3 +320,31 @@ def test_dtypes_of_the_same_bytes_are_read(dtype: str, sound: Callable[[str, str
     assert tensors != start.tensors
     model = write(tmp_path / "m", tensors, start.config, start.metadata)
     assert decoded(model, tmp_path / "out") == start.values
+
+
+@pytest.mark.parametrize(
+    ("tensors", "name"),
+    [
+        ({"weight": ("U8", (32, 48)), "weight_scale": ("U8", (32, 2))}, "MXFP6"),
+        ({"weight": ("U8", (16, 64)), "weight_scale": ("F32", (32, 2))}, "INT4 of Model-Optimizer"),
+        (
+            {"weight_packed": ("I32", (32, 8)), "weight_scale": ("BF16", (32, 1))},
+            "packed integers of compressed-tensors",
+        ),
+        (
+            {"weight": ("U32", (32, 8)), "scales": ("BF16", (32, 1)), "biases": ("BF16", (32, 1))},
+            "MLX affine integers",
+        ),
+        ({"qweight": ("I32", (8, 32)), "qzeros": ("I32", (1, 4)), "scales": ("F16", (1, 32))}, "GPTQ or AWQ integers"),
+    ],
+)
+def test_formats_that_are_refused_by_name(
+    tensors: dict[str, tuple[str, tuple[int, ...]]], name: str, tmp_path: Path
+) -> None:
+    sizes = {"U8": 1, "BF16": 2, "F16": 2, "F32": 4, "I32": 4, "U32": 4}
+    loaded = {
+        f"{LAYER}.{part}": (dtype, shape, b"\1" * (sizes[dtype] * shape[0] * shape[1]))
+        for part, (dtype, shape) in tensors.items()
+    }
+    with refused(f"in a format that fp4kit does not know ({name})"):
+        make_plan(write(tmp_path / "m", loaded, {"model_type": "llama"}, {"format": "pt"}), format="bf16")
