@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 from rich.filesize import decimal
@@ -13,6 +14,8 @@ from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import listed, shown
+
+_MOST_NAMES = 2  # names that are listed for one reason, before they are counted
 
 
 def register(subparsers: Any) -> None:
@@ -62,8 +65,7 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
     layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
     out.table(("quantized layer", "format", "shape"), layers)
-    for group in (REFUSED, CARRIED, UNDERSTOOD):
-        _print_items(out, group, [item for item in checkpoint.items if item.group == group])
+    _print_items(out, checkpoint.items)
     for dtype, (count, nbytes) in checkpoint.totals.items():
         out.line(f"{dtype}: {count} tensors, {decimal(nbytes)}")
     total = sum(nbytes for _, nbytes in checkpoint.totals.values())
@@ -72,10 +74,23 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
         out.line(f"{key}: {shown(value)}")
 
 
-def _print_items(out: Output, group: str, items: list[Item]) -> None:
-    """Print a line for each reason in a group of items, with the names of the items that share it."""
-    names: dict[tuple[str, str], list[str]] = {}
+def _print_items(out: Output, items: Iterable[Item]) -> None:
+    """Print a table of what is stored beside the layers, with one row per group, place and reason."""
+    names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:
-        names.setdefault((item.place, item.why), []).append(item.name)
-    for (place, why), found in names.items():
-        out.line(f"{group}: {place} {listed(found)}: {shown(why)}")
+        names.setdefault((item.group, item.place, item.why), []).append(item.name)
+    order = (REFUSED, UNDERSTOOD, CARRIED)
+    rows = [
+        (group, place, _brief(found), shown(why))
+        for (group, place, why), found in sorted(names.items(), key=lambda pair: order.index(pair[0][0]))
+    ]
+    if rows:
+        out.table(("read as", "place", "beside the layers", "why"), rows)
+
+
+def _brief(names: list[str]) -> str:
+    """Return names in a few words: those with one ending by their number and ending, such as "32 *.weight_scale"."""
+    endings = {name.rpartition(".")[2] for name in names}
+    if len(names) > _MOST_NAMES and len(endings) == 1:
+        return f"{len(names)} *.{shown(endings.pop())}"
+    return listed(names, _MOST_NAMES)

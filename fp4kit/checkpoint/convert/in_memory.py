@@ -22,6 +22,7 @@ from fp4kit.checkpoint.model.closed_world import adapter_trouble
 from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, stack_shape
+from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
@@ -97,9 +98,9 @@ class Rules:
         """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds.
 
         They are several for a fused parameter, and none for ``_extra_state``. A Hugging Face name is returned
-        unchanged.
+        unchanged, except for parts that wrappers add, such as ``_orig_mod.`` and ``module.``, which are removed.
         """
-        return hugging_face_names(name, layers=self._facts.layers)
+        return hugging_face_names(unwrapped(name), layers=self._facts.layers)
 
     def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
         """Return name -> the converter's decision to quantize the tensor or not. Each tensor is (name, safetensors

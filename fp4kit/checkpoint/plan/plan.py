@@ -24,7 +24,7 @@ from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
-from fp4kit.checkpoint.model import closed_world, side_files
+from fp4kit.checkpoint.model import closed_world, side_files, wrapper_names
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, Source, open_source
@@ -255,6 +255,7 @@ def make_plan(
         ignore=tuple(ignore),
     )
     model = open_source(Path(source))
+    wrapper_names.check(model.tensors)
     weights = weights_of(model.tensors, model.config)
     items = closed_world.check_model(model, weights, request.ignore)
     check_declared(model, weights)
