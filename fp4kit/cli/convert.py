@@ -81,6 +81,11 @@ def register(subparsers: Any) -> None:
             ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
             ("fp4kit convert Llama Llama-W4A4 --activations act.safetensors", "also quantize activations, as measured"),
             ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
+            (
+                "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf --scale-search mse"
+                " --imatrix imatrix.gguf",
+                "search its block scales, weighted by an importance matrix",
+            ),
             ("fp4kit convert flux.safetensors flux-nvfp4.safetensors --format comfy", "quantize a file for ComfyUI"),
         ),
     )
@@ -109,10 +114,10 @@ def register(subparsers: Any) -> None:
 
 
 def add_scale_search(parser: Any) -> None:
-    """Add the options --scale-search and --column-weights, which verify has as well."""
+    """Add the options --scale-search, --column-weights and --imatrix, which verify has as well."""
     text = (
         "search for the block scales with the smallest error, instead of computing them from the amax. The error is"
-        " mse, mae, max or a p-norm (p2.4). NVFP4 only"
+        " mse, mae, max or a p-norm (p2.4). For NVFP4, and for MXFP4 in GGUF files"
     )
     parser.add_argument("--scale-search", metavar="ERROR", help=text)
     text = (
@@ -120,6 +125,11 @@ def add_scale_search(parser: Any) -> None:
         " module"
     )
     parser.add_argument("--column-weights", metavar="FILE", help=text)
+    text = (
+        "weight the error per column by llama.cpp's importance matrix, a legacy (.dat) or GGUF file: the mean square of"
+        " each input channel, per expert"
+    )
+    parser.add_argument("--imatrix", metavar="FILE", help=text)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -297,7 +307,7 @@ def _remove_leftovers(destination: Path, out: Output) -> None:
 def _plan(args: argparse.Namespace) -> Plan:
     """Make the plan of the conversion that the arguments ask for."""
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
-    search = ScaleSearch.of(args.scale_search, args.column_weights)
+    search = ScaleSearch.of(args.scale_search, args.column_weights, args.imatrix)
     return make_plan(
         _source(args.paths, args.demo),
         args.recipe or (scale_search.RECIPE if search else _RECIPE),

@@ -56,12 +56,13 @@ def register(subparsers: Any) -> None:
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
     """Run the command and return 0 if there are no errors, else 1."""
-    for name in ("recipe", "scale_search", "column_weights"):
+    for name in ("recipe", "scale_search", "column_weights", "imatrix"):
         if getattr(args, name) is not None and args.source is None:
             option = f"--{name.replace('_', '-')}"
             raise CheckpointError(f"{option}: says how layers were made from a source; add --source SRC")
-    objective = RECORDED if args.scale_search is None and args.column_weights is not None else args.scale_search
-    search = ScaleSearch.of(objective, args.column_weights)
+    has_weights = args.column_weights is not None or args.imatrix is not None
+    objective = RECORDED if args.scale_search is None and has_weights else args.scale_search
+    search = ScaleSearch.of(objective, args.column_weights, args.imatrix)
     activations = activations_of(args, *recorded_activations(Path(args.path))) if _names_activations(args) else None
     if args.html is not None:
         _check_page(args.html, Path(args.path))

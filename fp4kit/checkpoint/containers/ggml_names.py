@@ -18,7 +18,8 @@ from typing import Any, Literal
 Role = Literal["tower", "mtp", "head", "embedding", "router", "experts", "shared", "attention", "mlp"]
 ARCHITECTURE = "general.architecture"  # a key of the GGUF header and of the dict that config_of returns
 ENGINE = "llama.cpp 0c1e57098"
-RECIPE, VERSION = "fp4kit.recipe", "fp4kit.version"  # header keys that fp4kit writes into converted files
+# Header keys that fp4kit writes into converted files.
+RECIPE, VERSION, SCALE_SEARCH = "fp4kit.recipe", "fp4kit.version", "fp4kit.scale_search"
 
 _PARTS = ("gate", "up", "down", "gate_up")
 STACKS = tuple(f"ffn_{part}_exps" for part in _PARTS)  # leaf names of stacks of experts, [E, N, K]
@@ -66,7 +67,10 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
     counts = heads, metadata.get(f"{architecture}.attention.head_count_kv", heads)
     config |= {name: int(count) for name, count in zip(HEADS.values(), counts, strict=True) if count.isdecimal()}
     if RECIPE in metadata:
-        config["quantization_config"] = {"fp4kit": {"recipe": metadata[RECIPE], "version": metadata.get(VERSION, "")}}
+        own = {"recipe": metadata[RECIPE], "version": metadata.get(VERSION, "")}
+        if SCALE_SEARCH in metadata:
+            own["scale_search"] = metadata[SCALE_SEARCH]
+        config["quantization_config"] = {"fp4kit": own}
     return config
 
 

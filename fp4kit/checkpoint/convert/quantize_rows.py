@@ -14,6 +14,7 @@ from fp4kit.checkpoint.convert import searched_rows
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import put_scalars
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.ops.quantize import quantize
@@ -32,14 +33,14 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
     """
     tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
     replaced, q, losses = 0, None, Losses()
-    weights = None if job.columns is None else readers.array(job.columns)
+    weights = _column_weights(job, readers)
     height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
     for slab in slabs(readers, job.weight, job.expert, job.span, height, job.slab_bytes):
         x = values_of(job.weight, slab)
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)
             replaced += count
-        if job.search and amax:
+        if job.search and (amax or tensor_amax is None):  # verify gives no amax if nothing depends on it
             q, more = searched_rows.quantized(x, job, amax, weights)
             losses = losses.plus(more)
         else:
@@ -49,6 +50,13 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
     if q is not None and q.tensor_scale is not None:
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
     return replaced, losses
+
+
+def _column_weights(job: Job, readers: Readers) -> np.ndarray | None:
+    """Return the column weights of a job's scale search; None if it has none."""
+    if isinstance(job.columns, ChannelWeights):
+        return job.columns.read()
+    return None if job.columns is None else readers.array(job.columns)
 
 
 def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:

@@ -8,9 +8,10 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
+from fp4kit.checkpoint.convert import searched_blocks
 from fp4kit.checkpoint.model.decode import row_chunks
 from fp4kit.checkpoint.plan.job import Job
-from fp4kit.checkpoint.plan.scale_search import Losses
+from fp4kit.checkpoint.plan.scale_search import BLOCK_RECIPES, Losses
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.search_scales import search_scales
@@ -37,6 +38,8 @@ def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, 
     found.
     """
     r = job.new_recipe
+    if r.id in BLOCK_RECIPES:
+        return quantize(x, r), searched_blocks.quantized(x, r, job.search, weights)
     found = search_scales(x, r, objective=cast(Objective, job.search), tensor_amax=amax, weights=weights)
     return quantize(x, r, tensor_amax=amax), quantize(x, r, tensor_amax=amax, block_amax=found)
 

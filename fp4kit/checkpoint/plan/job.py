@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 
 from fp4kit.checkpoint.containers.container import MODELOPT_AWQ, MODELOPT_NVFP4, Container
 from fp4kit.checkpoint.model.weights import Located, Weight
+from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe
 
 NONFINITE = ("error", "keep", "saturate")
@@ -121,7 +122,7 @@ class Job:
     transposed: bool = False
     device: int | None = None
     search: str = ""
-    columns: Located | None = None
+    columns: Located | ChannelWeights | None = None
     input_amax: float | None = None
 
     @property

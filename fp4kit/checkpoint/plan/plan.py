@@ -19,7 +19,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import INPUT_SCALE, Container, OutputTensor
-from fp4kit.checkpoint.containers.ggml_names import RECIPE, VERSION
+from fp4kit.checkpoint.containers.ggml_names import RECIPE, SCALE_SEARCH, VERSION
 from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
@@ -231,8 +231,8 @@ def make_plan(
         activations: measured activations, from which every layer gets its own input scale, for example
             Activations.of(["activations.safetensors"]). Layers that keep their codes and have an input scale keep it.
         search: search the block scale of smallest error in place of computing it from the block's amax, for example
-            ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static and the format modelopt or
-            compressed-tensors.
+            ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static, nvfp4-gguf or mxfp4-gguf, and the format
+            modelopt, compressed-tensors or GGUF.
         ignore: globs of tensors, config keys and metadata entries to leave out although fp4kit does not know them.
             Each must match something that would be refused.
 
@@ -418,8 +418,9 @@ class _Planner:
         recorded = self._recorded()
         shards = tuple(self._shard(file, recorded) for file in self.source.files)
         _check_outputs(shards)
-        scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
+        found = scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
         ignore, warnings = self._exclusions()
+        warnings += found
         names = {file.name for file in self.source.files} | {INDEX, DIFFUSERS_INDEX}
         auxiliary = side_files.scan(self.source.root, names)
         warnings += self._unmeasured(shards)
@@ -467,6 +468,8 @@ class _Planner:
         parts = (part_names(self.weights.values()) - set(self.weights)) | self.left_out
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
+        if gguf.is_gguf_config(self.config) and self.request.search is not None:
+            own[SCALE_SEARCH] = self.request.search.words.removeprefix("searched by ")
         taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
         if self.form is not None and self.form.format == mlx.FORMAT:
             taken_over["format"] = mlx.FORMAT

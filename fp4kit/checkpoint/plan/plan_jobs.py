@@ -48,7 +48,11 @@ def _job(
     key = f"{piece.module}#{piece.number}"
     group = (tensor.group or {}).get(piece.module, key)
     request, search = plan.request, plan.request.search
-    searched = ("", None) if search is None else (search.objective, search.columns_of((piece.module, piece.weight)))
+    searched = (
+        ("", None)
+        if search is None
+        else (search.objective, search.columns_of((piece.module, piece.weight), piece.expert))
+    )
     input_amax = plan.input_amaxes.get(piece.module)
     return Job(
         key,

@@ -18,6 +18,7 @@ from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.manifest import file_digest
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Located, Weight
+from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix, read_imatrix
 from fp4kit.checkpoint.plan.job import SEARCHED
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
@@ -27,6 +28,8 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 # The recipe for searched scales: it accepts any block scale. Scales from the block amax equal those of nvfp4-modelopt.
 RECIPE = "nvfp4-modelopt-static"
 RECORDED = "as recorded"  # an objective for verify: use the objective that the checkpoint records
+# Recipes of llama.cpp, without tensor scale. Their scale bytes are searched too (see convert/searched_blocks.py).
+BLOCK_RECIPES = ("nvfp4-gguf", "mxfp4-gguf")
 _FORMATS = ("modelopt", "compressed-tensors")
 Layer = tuple[str, Weight]  # (module to write, weight that it is made from)
 
@@ -50,6 +53,11 @@ class ColumnWeights:
         """A map from vector name to its place in the file, without the file's header, so that jobs stay small."""
         alone = SafetensorsFile(self.file.path, self.file.name, self.file.size, (), {})
         return {entry.name: Located(alone, entry) for entry in self.file.entries}
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a manifest records about the file: its name and its SHA-256."""
+        return {"column_weights": self.file.name, "sha256": self.sha256}
 
     def of(self, layer: Layer) -> Located | None:
         """Return the place of a layer's column weights, or None if the file has none for it.
@@ -105,7 +113,7 @@ class ScaleSearch:
     """
 
     objective: str = "mse"
-    columns: ColumnWeights | None = None
+    columns: ColumnWeights | Imatrix | None = None
 
     def __post_init__(self) -> None:
         if self.objective != RECORDED:
@@ -119,19 +127,30 @@ class ScaleSearch:
             raise CheckpointError(str(error)) from None
 
     @classmethod
-    def of(cls, objective: str | None, columns: str | Path | None = None) -> ScaleSearch | None:
-        """Return the search for an objective and a file of column weights; None if both are None.
+    def of(
+        cls, objective: str | None, columns: str | Path | None = None, imatrix: str | Path | None = None
+    ) -> ScaleSearch | None:
+        """Return the search for an objective and a file of column weights; None if all arguments are None.
 
         Args:
             objective: the error to minimize, or None for no search.
             columns: the path of a safetensors file with column weights, or None.
+            imatrix: the path of an importance matrix of llama.cpp (legacy or GGUF), whose mean squares of the input
+                channels become column weights; or None.
 
         Returns:
             The search, or None if nothing is to be searched.
 
         Raises:
-            CheckpointError: if there are column weights but no objective, or the file does not exist.
+            CheckpointError: if there are column weights but no objective, both kinds of files are given, or a file does
+                not exist or is damaged.
         """
+        if imatrix is not None:
+            if columns is not None:
+                raise CheckpointError("imatrix: gives the column weights; leave the file of column weights out")
+            if objective is None:
+                raise CheckpointError("imatrix: is used only by a scale search; add --scale-search mse")
+            return cls(objective, read_imatrix(imatrix))
         if columns is None:
             return None if objective is None else cls(objective)
         if objective is None:
@@ -151,10 +170,7 @@ class ScaleSearch:
 
         This is the objective, and the name and SHA-256 of the file of column weights if there is one.
         """
-        weights = (
-            {} if self.columns is None else {"column_weights": self.columns.file.name, "sha256": self.columns.sha256}
-        )
-        return {"objective": self.objective, **weights}
+        return {"objective": self.objective, **({} if self.columns is None else self.columns.facts)}
 
     def check(self, recipe: Recipe, form: Container | None, nonfinite: str) -> None:
         """Check that scales can be searched in a conversion.
@@ -169,9 +185,10 @@ class ScaleSearch:
         """
         self._check_objective()
         self.check_recipe(recipe)
-        if form is None or form.format not in _FORMATS:
+        if form is None or not (form.in_blocks or form.format in _FORMATS):
             raise CheckpointError(
-                f"scale search: not supported for {form or 'bf16'}; use --format {' or '.join(_FORMATS)}"
+                f"scale search: not supported for {form or 'bf16'}; use --format {' or '.join(_FORMATS)}, or a GGUF"
+                " file"
             )
         if nonfinite == "keep":
             raise CheckpointError(
@@ -180,6 +197,8 @@ class ScaleSearch:
 
     def check_recipe(self, recipe: Recipe) -> None:
         """Raise CheckpointError if the recipe does not accept searched scales, or already searches them itself."""
+        if recipe.id in BLOCK_RECIPES:
+            return
         try:
             check_e4m3_search("scale search", recipe)
         except ValueError as error:
@@ -189,9 +208,21 @@ class ScaleSearch:
                 f"scale search: {recipe.id} already searches its scales; leave the scale search out, or use {RECIPE}"
             )
 
-    def columns_of(self, layer: Layer) -> Located | None:
-        """Return the place of a layer's column weights, or None if the search has none for it."""
+    def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
+        """Return the place of a layer's column weights, or None if the search has none for it.
+
+        expert: the index of the matrix in the weight.
+        """
+        if isinstance(self.columns, Imatrix):
+            return self.columns.of(*layer, expert)
         return None if self.columns is None else self.columns.of(layer)
+
+    def lacks(self, layer: Layer) -> bool:
+        """Return whether the weights of a layer that was searched with column weights are unknown.
+
+        An imatrix that has no weights for a layer is no such case: equal weights are used then.
+        """
+        return not isinstance(self.columns, Imatrix) and self.columns_of(layer) is None
 
 
 def recorded_search(
@@ -228,22 +259,24 @@ def recorded_search(
         return None, weighted, [f"the checkpoint records an unknown scale search: {shown(str(objective))}"]
 
 
-def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> None:
-    """Raise CheckpointError if a scale search does not fit a plan. Does nothing if ``search`` is None.
+def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[str, ...]:
+    """Raise CheckpointError if a scale search does not fit a plan; otherwise return warnings.
 
-    Errors are: no layer gets new codes; a layer has no valid column weights although there is a file of them.
+    Errors are: no layer gets new codes; a layer has no valid column weights although there is a file of them. An
+    imatrix may lack layers, which a warning names. Does nothing if ``search`` is None.
 
     tensors: the plans of all tensors (plan.TensorPlan).
     """
     if search is None:
-        return
-    layers = [
-        (piece.module, piece.weight) for tensor in tensors if tensor.action in SEARCHED for piece in tensor.pieces
-    ]
-    if not layers:
+        return ()
+    pieces = [piece for tensor in tensors if tensor.action in SEARCHED for piece in tensor.pieces]
+    if not pieces:
         raise CheckpointError("scale search: no layer gets new codes, so there are no scales to search; leave it out")
+    if isinstance(search.columns, Imatrix):
+        return search.columns.check((piece.module, piece.weight, piece.expert) for piece in pieces)
     if search.columns is not None:
-        search.columns.check(layers)
+        search.columns.check((piece.module, piece.weight) for piece in pieces)
+    return ()
 
 
 def words_of(search: ScaleSearch | None, action: str) -> str:

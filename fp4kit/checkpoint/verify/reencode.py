@@ -188,12 +188,15 @@ def _job(
             return None, "no recipe is recorded; give one with --recipe"
         if form is None or not form.stores(recipe):
             return None, f"{form} cannot store {recipe.id}; give the right recipe with --recipe"
-        if settings.weighted and (
-            settings.search is None or settings.search.columns_of((stored.name, origin.weight)) is None
-        ):
-            return None, "their scales were searched with column weights; give the weights with --column-weights"
+        if settings.weighted and (settings.search is None or settings.search.lacks((stored.name, origin.weight))):
+            return (
+                None,
+                "their scales were searched with column weights; give the weights with --column-weights or --imatrix",
+            )
     search = settings.search
-    searched = () if search is None else (search.objective, search.columns_of((stored.name, origin.weight)))
+    searched = (
+        () if search is None else (search.objective, search.columns_of((stored.name, origin.weight), origin.expert))
+    )
     nonfinite = "keep" if action == DEQUANTIZE else settings.nonfinite or "keep"
     kept = action == RENAME and INPUT_SCALE in origin.weight.parts
     targets = _targets(stored, expert, settings.input_scale is not None or kept)

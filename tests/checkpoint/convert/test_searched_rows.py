@@ -224,7 +224,7 @@ def test_verify_needs_the_column_weights(model, tmp_path: Path, run: Run) -> Non
     without = verify(tmp_path / "d", source)
     needed = (
         "5 layers are not re-encoded: their scales were searched with column weights; give the weights with "
-        "--column-weights"
+        "--column-weights or --imatrix"
     )
     assert without.clean and [issue.text for issue in without.issues] == [needed]
     code, text, _ = run("verify", tmp_path / "d", "--source", source, "--column-weights", weights)
