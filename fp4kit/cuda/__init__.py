@@ -1,1 +1,4 @@
-"""The CUDA engine: kernels, their compiler, their launchers. It is imported when the first array on a GPU arrives."""
+"""The CUDA engine: kernels, the code that compiles and launches them, and the operations on CuPy arrays.
+
+No module of it needs a GPU or CuPy when it is imported.
+"""

@@ -1,1 +1,1 @@
-"""Compile kernels: NVRTC, the loader and its cache, template instantiation."""
+"""Compile kernels with NVRTC: write the source of one instantiation, compile it, cache and load the result."""

@@ -1,4 +1,6 @@
-"""Write the C++ text that instantiates one kernel: the recipe's structs, types and constants, then the kernel's
+"""Write the C++ text that instantiates one kernel.
+
+It defines the structs of the recipe, and the types and constants that the kernel uses. Then it includes the kernel's
 file.
 """
 
@@ -10,15 +12,16 @@ PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh
 
 
 def instantiation(file: str, struct: str = "", **names: str | bool) -> str:
-    """Return the C++ source that instantiates file.cu once.
+    """Return the C++ source that instantiates the kernels in `file`.cu once.
 
-    struct: the text of recipe_struct. names: types (`Input="Bfloat16"`) and constants (`kAligned=True`) to define.
+    struct: C++ structs to define first, usually from recipe_struct. names: types (`Input="Bfloat16"`) and constants
+    (`kAligned=True`) to define.
     """
     return "\n".join([PRELUDE + struct, *_definitions(names), f'#include "{file}.cu"', ""])
 
 
 def _definitions(names: Mapping[str, str | bool]) -> list[str]:
-    """Return one C++ definition per name."""
+    """Return one C++ definition per name: of a bool constant, an enum constant ("Enum::value"), or a type alias."""
     lines = []
     for name, value in names.items():
         if isinstance(value, bool):

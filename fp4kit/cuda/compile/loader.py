@@ -1,9 +1,10 @@
-"""Compile and load kernels, one instantiation at a time, cached in memory and on disk. No other module does.
+"""Compile and load kernels, one instantiation at a time, and cache them in memory and on disk.
 
-The cache key of a cubin covers the source, every header that it includes, the options, the architecture and the version
-of NVRTC.
-Subnormals are kept, and products are rounded before they are added (-ftz=false, -fmad=false). CuPy's RawKernel would
-append -ftz=true, so CuPy only loads the finished cubin.
+All kernels are loaded by this module. The cache key of a cubin (a compiled kernel) covers the source, every header that
+it includes, the options, the architecture and the version of NVRTC.
+
+The options keep subnormals (-ftz=false) and round a product before it is added (-fmad=false). CuPy's RawKernel would
+append -ftz=true, so this module calls NVRTC itself, and CuPy only loads the finished cubin.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 @cache
 def files(sources: Path) -> dict[str, Path]:
-    """Return the CUDA C++ files of a tree by file name. Names are unique, because includes name no folder."""
+    """Return the CUDA C++ files of a folder and its subfolders, by file name.
+
+    File names are unique, because `#include` lines in the kernels name no folder.
+    """
     return {path.name: path for path in sorted(sources.rglob("*.cu*"))}
 
 
@@ -44,29 +48,31 @@ def include_closure(names: tuple[str, ...]) -> dict[str, str]:
 
 
 def architecture(capability: str) -> str:
-    """Return NVRTC's -arch for a compute capability such as "90". From 100 on it ends in "a", which Blackwell's
-    FP4 instructions need.
+    """Return the architecture for NVRTC's option -arch, such as "sm_90" for the compute capability "90".
+
+    From capability 100 on, it ends in "a", which enables Blackwell's FP4 instructions.
     """
     return f"sm_{capability}a" if int(capability) >= 100 else f"sm_{capability}"
 
 
 def compiler_version() -> tuple[int, int]:
-    """Return the major and minor version of NVRTC. Raises RuntimeError if it is missing."""
+    """Return the major and minor version of NVRTC. Raise RuntimeError if NVRTC is not installed."""
     return nvrtc.version()
 
 
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
-    """Return the cubin and the compiler's log of an instantiation, for an architecture such as "sm_90". Needs no GPU.
+    """Compile an instantiation for an architecture such as "sm_90". Return the cubin and the compiler's log.
 
-    source: the text of instantiate.instantiation.
+    It needs no GPU. source: the text from instantiate.instantiation. name: the file name in the compiler's messages.
     """
     headers = include_closure(tuple(_INCLUDE.findall(source)))
     return nvrtc.compile_cubin(source, headers, (*OPTIONS, f"-arch={arch}"), name)
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda, or one in the temporary directory if that is not
-    writable. Raises RuntimeError if neither is.
+    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda if it is writable, else one in the temporary directory.
+
+    Create the folder if needed. Raise RuntimeError if neither is writable and owned by this user.
     """
     for root in (Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4kit-{os.getuid()}"):
         folder = root / "fp4kit" / "cuda"
@@ -89,9 +95,11 @@ def _key(source: str, arch: str) -> str:
 
 
 def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
-    """Return the path of an instantiation's cubin. If the cache has none, or with `rebuild`, compile it.
+    """Return the path of an instantiation's cubin in the cache. If it is not there yet, compile it first.
 
-    The cubin is written under another name and renamed, so that no process reads a part of it.
+    The cubin is written under a temporary name and then renamed, so that no process reads an incomplete file.
+
+    rebuild: True compiles the cubin even if the cache has one.
     """
     path = cache_folder() / f"{_key(source, arch)}.cubin"
     if rebuild or not path.exists():
@@ -105,8 +113,10 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 
 @cache
 def function(source: str, kernel: str, device: int) -> Any:
-    """Return the CuPy function of one kernel of an instantiation, loaded on a device. If its cached cubin does not
-    load, the cubin is compiled again.
+    """Return the CuPy function of one kernel of an instantiation, compiled if needed and loaded on a device.
+
+    If the cached cubin cannot be loaded, compile it again. source: the text from instantiate.instantiation. kernel: the
+    C++ name of the kernel.
     """
     module = imports.cupy()
     with module.cuda.Device(device) as current:

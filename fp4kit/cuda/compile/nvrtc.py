@@ -19,7 +19,10 @@ class CompileError(RuntimeError):
 
 
 def _candidates() -> Iterator[str]:
-    """Yield paths of NVRTC: first those of wheels beside this Python, newest first, then names for the linker."""
+    """Yield the places to look for NVRTC: first the paths in installed wheels, the newest version first.
+
+    Then yield library names, which the system's linker looks up.
+    """
     for folder in sys.path:
         root = Path(folder) / "nvidia"
         for pattern in ("cu13/lib/libnvrtc.so.13*", "cuda_nvrtc/lib/libnvrtc.so.12*"):
@@ -29,11 +32,12 @@ def _candidates() -> Iterator[str]:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Return the NVRTC library. Raises RuntimeError, which says what to install, if there is none."""
+    """Load the NVRTC library and return it. Raise RuntimeError, which says what to install, if there is none."""
     for path in _candidates():
         try:
             if Path(path).is_absolute():
-                for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):  # NVRTC opens it by name alone
+                # NVRTC opens its builtins library by name, which works only if that is loaded already.
+                for builtins in Path(path).parent.glob("libnvrtc-builtins.so.*"):
                     ctypes.CDLL(str(builtins))
             return ctypes.CDLL(path)
         except OSError:
@@ -50,7 +54,7 @@ def version() -> tuple[int, int]:
 
 
 def _check(status: int, call: str) -> None:
-    """Raise CompileError if an NVRTC call failed."""
+    """Raise CompileError if an NVRTC call failed. status: its result. call: its name in the message."""
     if status:
         library().nvrtcGetErrorString.restype = ctypes.c_char_p
         raise CompileError(f"fp4kit.cuda: {call} failed: {library().nvrtcGetErrorString(status).decode()}")
@@ -59,8 +63,9 @@ def _check(status: int, call: str) -> None:
 def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, ...], name: str) -> tuple[bytes, str]:
     """Compile a source to a cubin, and return the cubin and the compiler's log.
 
-    headers: the text of every file that may be included, by name. name: the file name in messages.
-    Raises CompileError, with the log, if the source does not compile; RuntimeError if NVRTC is missing.
+    Raise CompileError, with the log, if the source does not compile, and RuntimeError if NVRTC is not installed.
+
+    headers: the text of every file that the source may include, by name. name: the file name in messages.
     """
     nvrtc = library()
     program = ctypes.c_void_p()

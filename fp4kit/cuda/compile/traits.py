@@ -1,4 +1,7 @@
-"""Write a recipe and its formats as C++ structs, so that kernels take each fact from formats.py and recipes/."""
+"""Write a recipe and its formats as C++ structs, so that kernels need no copy of the facts in formats.py and recipes/.
+
+In the C++ code, the struct R describes the recipe. Kernels read its constants, such as R::kBlock.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,14 @@ from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import then_encodes
 
-# Thread blocks of a cluster that find the amax of a small array together: the largest number that every GPU with
-# clusters supports.
+# The number of thread blocks in a cluster that computes the amax of a small array: the largest cluster that every GPU
+# with clusters supports.
 FINDERS = 8
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
 
 
 def format_struct(f: ElementFormat, name: str) -> str:
-    """Return the C++ struct of one format."""
+    """Return the definition of the C++ struct `name` with the facts of an element or scale format."""
     facts = {
         "int kExponentBits": f.exponent_bits,
         "int kMantissaBits": f.mantissa_bits,
@@ -40,20 +43,22 @@ def format_struct(f: ElementFormat, name: str) -> str:
 
 
 def _constant(name: str, value: object) -> str:
-    """Return the C++ definition of a constant; `name` begins with its type."""
+    """Return the C++ definition of a constant. name: its type and name, such as "int kBits"."""
     text = str(value).lower() if isinstance(value, bool) else f"{value}u" if name.startswith("u32") else str(value)
     return f"static constexpr {name} = {text};"
 
 
 def has_table(r: Recipe) -> bool:
-    """Return whether kernels look up a block's factor by its scale code. That needs E4M3 scales of one-row blocks,
-    whose factor depends on the code and the tensor only.
+    """Return whether kernels look up the factor of a block in a table, by the code of its block scale.
+
+    They do so for recipes with E4M3 scales of blocks of one row, because there the factor depends only on the code and
+    on the one tensor scale.
     """
     return r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and r.block_rows == 1
 
 
 def _recipe_facts(r: Recipe) -> dict[str, object]:
-    """Return the constants of R that come from the recipe's fields."""
+    """Return the constants of the C++ struct R that come from the recipe's fields, as {"type name": value}."""
     return {
         "int kBlock": r.block_size if r.block else 16,
         "int kBlockRows": r.block_rows,
@@ -94,11 +99,11 @@ def recipe_struct(
     finds_amax: bool = False,
     calibrated: bool = False,
 ) -> str:
-    """Return C++ structs of a recipe's formats, and R, which names formats, rules and options.
+    """Return the C++ structs for a recipe: its two formats, and R, which names the formats, rules and options.
 
-    layout: of the block scales. fake: values are written in place of codes. stochastic: rounding by random bytes.
-    sign_mask: signs of the Hadamard transform; None without a transform. finds_amax: the kernel computes the tensor
-    amax itself. calibrated: block amaxes are given.
+    layout: the layout of the block scales. fake: True if the kernel writes values instead of codes. stochastic: True if
+    it rounds by random bytes. sign_mask: the signs of the Hadamard transform; None for no transform. finds_amax: True
+    if the kernel computes the tensor amax itself. calibrated: True if the caller passes block amaxes.
     """
     facts = _recipe_facts(r) | {
         "bool kStatic": r.static or calibrated,

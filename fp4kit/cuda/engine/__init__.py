@@ -1,7 +1,7 @@
-"""The CUDA engine: the functions of reference.engine for CuPy arrays.
+"""The operations of the CUDA engine: the functions of fp4kit/host/engine.py, for CuPy arrays.
 
-They launch on the current stream of the device of the arrays. None waits for the device, except quantize for an array
-without elements. Their bits equal those of the reference.
+The functions launch kernels on the current stream of the device that holds the arrays. They do not wait for the device;
+quantize of an array without elements is an exception. Their results equal those of host/engine.py in every bit.
 
 There is one module per operation. The other modules are shared:
 

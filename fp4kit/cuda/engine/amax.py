@@ -1,7 +1,8 @@
 """Compute amaxes of CuPy arrays: per tensor, row, block or column.
 
-The operands of an amax are the arguments of launch.matrix.amax except the mask: an array, the elements that count
-("all", "no_nan" or "finite"), and whether each row has an amax of its own.
+AmaxOperands are the first three arguments of launch.matrix.amax: an array, the elements that count ("all", "no_nan" or
+"finite"), and whether each row has its own amax. Functions that return them let group.py compute many amaxes in one
+launch.
 """
 
 from __future__ import annotations
@@ -20,16 +21,19 @@ from fp4kit.cuda.launch.geometry import THREADS
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
-AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has an amax)
-# The elements that count for the amax of a row or block: infinity does, even if it does not count for a tensor amax.
+AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has its own amax)
+# The elements that count for the amax of a row or block, by the recipe's amax_nan. Infinity always counts there, even
+# for recipes whose tensor amax counts only finite elements.
 _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in matrix.COUNTED.items()}
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
-    """Return the amax of a call's tensor scales, in its canonical shape on the device; None without tensor scales.
+    """Return the tensor amax of a call, on the device and in its canonical shape; None without a tensor scale.
 
-    That is the given tensor_amax, or the amax of contiguous x. call.mask is the mask of a Hadamard transform of the
-    rows of x or, with columnwise, of the columns of its matrices.
+    This is the caller's tensor_amax, or else the amax of x after the call's Hadamard transform, if it has one.
+
+    x: the array of the call, contiguous. columnwise: True if the Hadamard transform runs along the columns of the
+    matrices in x; False if it runs along their rows.
     """
     r = call.recipe
     if call.tensor_amax is not None or r.tensor_scaling == "none":
@@ -41,12 +45,12 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 
 
 def empty_amax() -> Any:
-    """Return memory for the amax of a tensor, which a kernel will write."""
+    """Return an uninitialized array for a tensor amax, float32 (), into which a kernel will write."""
     return imports.cupy().empty((), np.float32)
 
 
 def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the operands for the amaxes of the tensor scales of x: of the whole array, each row or each block."""
+    """Return the AmaxOperands for the tensor amaxes of x: one for the whole array, or one per row or block."""
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
@@ -55,14 +59,15 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 
 
 def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
-    """Return the operands for the amaxes of the blocks of x, which must be parts of rows."""
+    """Return the AmaxOperands for the block amaxes of x. The recipe must have blocks of one row."""
     return x.reshape(x.size // r.block_size, r.block_size), _COUNTED_BY_ROW[r.amax_nan], True
 
 
 def clip_amax(call: Call) -> Any:
-    """Return the amaxes at which fake_quantize_backward clips if the caller gives none.
+    """Return the clip limit of fake_quantize_backward for a caller who passes none.
 
-    They cover what the tensor scales of the recipe cover, or the whole array if the recipe has none.
+    These are the amaxes from which the recipe's tensor scales are made; without a tensor scale, the amax of the whole
+    array.
     """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
@@ -70,7 +75,7 @@ def clip_amax(call: Call) -> Any:
 
 
 def amax(call: Call) -> Any:
-    """Return the amax of each block that shares a block scale or, without blocks, the amaxes of the tensor scales."""
+    """Return the amax of each block of call.moved; for a recipe without blocks, the tensor amaxes."""
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         if needs_block_kernel(call.recipe):
@@ -80,9 +85,10 @@ def amax(call: Call) -> Any:
 
 
 def needs_block_kernel(r: Recipe) -> bool:
-    """Return whether the amaxes of blocks need a kernel whose threads see whole blocks.
+    """Return whether block amaxes need the kernel partial_amax, in which one thread reads a whole block.
 
-    That is so if blocks have several rows, or if the elements that count depend on the block (amax_nan="lanes").
+    They need it if blocks have several rows, or if the elements that count depend on their index in the block
+    (amax_nan="lanes"). For other recipes, the kernel for the amaxes of rows is used.
     """
     return r.block is not None and (r.block_rows > 1 or r.amax_nan == "lanes")
 
@@ -92,7 +98,7 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
     partial.check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     out = imports.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)
-    B = prod(lead) if M % r.block_rows else 1  # matrices of whole blocks count as one tall matrix
+    B = prod(lead) if M % r.block_rows else 1  # if no block crosses matrices, join them to one tall matrix
     if x.size:
         for part, amaxes in zip(x.reshape(B, -1), out.reshape(B, -1), strict=True):
             partial.amax_shard(part, amaxes, (part.size // K, K), 0, r)
@@ -100,9 +106,9 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the operands for the amax of contiguous x by the recipe of the call, and the shape of the result.
+    """Return the AmaxOperands for the function amax of a call on contiguous x, and the shape of the result.
 
-    The recipe must not need a block kernel (needs_block_kernel).
+    needs_block_kernel must be False for the recipe.
     """
     r = call.recipe
     if r.block is None:
@@ -114,7 +120,7 @@ def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
 
 
 def plain_amax(x: Any, axis: Any) -> Any:
-    """Return the largest |x|: of the whole array if axis is None, otherwise along the axes. A NaN gives NaN."""
+    """Return the largest |x|: of the whole array if axis is None, otherwise along an axis or axes. NaN propagates."""
     with imports.making_current(x.device.id):
         columns = columns_to_reduce(x, axis)
         if columns is not None:
@@ -125,17 +131,16 @@ def plain_amax(x: Any, axis: Any) -> Any:
 
 
 def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the operands of plain_amax, and the shape of the result."""
+    """Return the AmaxOperands for plain_amax, and the shape of the result."""
     rows, shape = rows_to_reduce(x, axis)
     return (rows, "all", axis is not None), shape
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return x as matrices (B, M, K) to be reduced to (B, K), and the shape of the result; None if that is not
-    possible.
+    """Return x reshaped to (B, M, K), so that a reduction over M gives the amaxes, and the shape of the result.
 
-    It is possible if x is contiguous, and the reduced axes are consecutive and end before the last axis. Several
-    matrices must each be large enough for a thread block.
+    This avoids a transposed copy. Return None if it is not possible: x must be contiguous, and the reduced axes must be
+    consecutive and end before the last axis. If B > 1, each matrix must be large enough for a thread block.
     """
     reduced = sorted(_axes(x, axis))
     if not reduced or not x.flags.c_contiguous or reduced != [*range(reduced[0], x.ndim - 1)][: len(reduced)]:
@@ -146,16 +151,16 @@ def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
 
 
 def _axes(x: Any, axis: Any) -> tuple[int, ...]:
-    """Return the reduced axes as numbers that are not negative; () for None."""
+    """Return the axes of x to reduce, as nonnegative ints; () if axis is None."""
     if axis is None:
         return ()
     return tuple(range(x.ndim)[a] for a in (axis if isinstance(axis, tuple) else (axis,)))
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return x as contiguous rows (n, m), each to be reduced to one number, and the shape of the result.
+    """Return x as contiguous rows (n, m), so that one amax per row gives the result, and the shape of the result.
 
-    If axis is None, return x as one contiguous array, to be reduced to one number.
+    If axis is None, return contiguous x, of which all elements are reduced to one amax, and the shape ().
     """
     cupy = imports.cupy()
     if axis is None:

@@ -1,4 +1,4 @@
-"""Allocate arrays, read addresses and find streams for cached calls: of CuPy arrays, and of PyTorch tensors on CUDA."""
+"""Allocate arrays, read addresses and find streams for cached calls, with CuPy arrays or PyTorch tensors on a GPU."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ import numpy as np
 from fp4kit.arrays import imports, torch_arrays
 
 FLOAT32, UINT8 = np.dtype(np.float32), np.dtype(np.uint8)
-_MAX_SHARED_BYTES = 1 << 20  # limit for arrays that share an allocation, because any one of them keeps all of it alive
-_ALIGNMENT = 256  # bytes; such arrays begin at multiples of it, like separate allocations
+# The most bytes of arrays that share one allocation. It is small, because each array keeps the whole allocation alive.
+_MAX_SHARED_BYTES = 1 << 20
+_ALIGNMENT = 256  # bytes; arrays in a shared allocation begin at its multiples, as separate allocations do
 
 
 class NewArray(NamedTuple):
@@ -24,7 +25,7 @@ class NewArray(NamedTuple):
     Attributes:
         shape: its shape.
         dtype: its NumPy dtype.
-        zeros: whether it is filled with zeros. Otherwise its bytes are arbitrary.
+        zeros: True if it is filled with zeros. False if it is uninitialized.
     """
 
     shape: tuple[int, ...]
@@ -33,16 +34,16 @@ class NewArray(NamedTuple):
 
 
 class ArrayLibrary(NamedTuple):
-    """The functions by which a cached call uses arrays of CuPy or of PyTorch.
+    """The functions by which a cached call handles arrays of CuPy or of PyTorch.
 
-    They are implemented in C where possible, because a call of a Python function takes 0.25 us (host of an H200,
-    November 2026).
+    Functions that are implemented in C are used where possible, because a call of a Python function takes 0.25 us (host
+    of an H200, November 2026).
 
     Attributes:
-        address: return the address of the first element of an array.
-        maker: return a function that allocates arrays with the given descriptions at each call.
-        clear: set a float32 array with one element to 0, on a stream.
-        stream: return the current stream.
+        address: address(array) returns the address of its first element.
+        maker: maker(descriptions) returns a function without arguments that allocates one new array per NewArray.
+        clear: clear(array, stream) sets a float32 array with one element to 0 on a stream.
+        stream: stream() returns the current stream.
     """
 
     address: Callable[[Any], int]
@@ -67,9 +68,9 @@ def _cupy_library() -> ArrayLibrary:
 
 
 def _cupy_maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
-    """Return a function that allocates the wanted CuPy arrays.
+    """Return a function without arguments that allocates CuPy arrays with the wanted descriptions.
 
-    Small arrays share one allocation, because an allocation takes half of the host's time for an array.
+    Small arrays share one allocation, because the allocation takes half of the time to make an array.
     """
     cupy = imports.cupy()
     sizes = [-(-prod(shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for shape, dtype, _ in wanted]
@@ -100,7 +101,7 @@ def _array_at(cupy: Any) -> Callable[..., Any]:
     new = kind.__mro__[1].__new__
 
     def array(shape: tuple[int, ...], dtype: np.dtype, memory: Any) -> Any:
-        """Return an array at `memory`."""
+        """Return a CuPy array at `memory`, a pointer into an allocation."""
         made = new(kind)
         made._init(shape, dtype, memory)
         return made
@@ -125,7 +126,7 @@ def _torch_library(device: Any) -> ArrayLibrary:
     set_to = imports.cupy().cuda.runtime.memsetAsync
 
     def maker(wanted: Sequence[NewArray]) -> Callable[[], list[Any]]:
-        """Return a function that allocates such tensors."""
+        """Return a function without arguments that allocates tensors with the wanted descriptions."""
         make = [torch_arrays.maker(device, *new) for new in wanted]
         return lambda: [new() for new in make]
 

@@ -16,14 +16,14 @@ from fp4kit.cuda.launch.grouped import Clip, GroupedLaunch
 
 
 class ClipGroup:
-    """N gradients, and the launches that clip them.
+    """N gradients on one GPU, and the launches that clip them, prepared once and run as often as needed.
 
     Args:
-        calls: calls of fake_quantize_backward, on one device.
-        amaxes: one per call; None if the amax is computed from call.x.
+        calls: parsed calls of fake_quantize_backward.
+        amaxes: the clip limit of each call; None to compute the limit from call.x.
 
     Attributes:
-        outs: the clipped gradients, which clip() writes. A gradient without elements is its own result.
+        outs: the clipped gradients, which clip() overwrites. For a call without elements, it is the gradient itself.
     """
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any]) -> None:
@@ -41,9 +41,11 @@ class ClipGroup:
         self.outs = [next(clipped) if call.x.size else call.grad for call in calls]
 
     def _limits(self, nonempty: Sequence[tuple[Call, Any]], xs: list[Any]) -> list[Any]:
-        """Return the amaxes of the calls, contiguous.
+        """Return the clip limit of each nonempty call, as a contiguous array.
 
-        Those that are not given are views of one vector, which the launches in self._launches compute.
+        Limits that the caller did not pass are views of self._vector, into which self._launches compute them.
+
+        nonempty: the calls with elements, each with its limit or None. xs: the contiguous x of each of them.
         """
         given = [None if amax is None else contiguous_or_copy(amax, self._copies) for _, amax in nonempty]
         computed = [i for i, amax in enumerate(given) if amax is None]
@@ -58,7 +60,7 @@ class ClipGroup:
         return given
 
     def clip(self) -> list[Any]:
-        """Clip the gradients by the current elements of all arrays, and return outs."""
+        """Clip the gradients, by the current elements of all arrays, and return `outs`."""
         with self._device:
             clear(self._vector)
             launch_all(self._copies, self._launches)
@@ -66,6 +68,6 @@ class ClipGroup:
 
 
 def clip_launches(clips: Sequence[Clip]) -> list[GroupedLaunch]:
-    """Return one launch per pair of dtypes (of the array and the gradient)."""
+    """Return the launches that clip gradients: one per pair of dtypes of x and gradient."""
     kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
     return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

@@ -16,7 +16,7 @@ from fp4kit.quantized.container import Quantized
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
-    """Return the values of q, rounded to dtype, in out or in a new array."""
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array."""
     check_formats(q.recipe)
     cupy = imports.cupy()
     with imports.making_current(q.packed.device.id):
@@ -35,7 +35,8 @@ def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
 def _dequantize_matrices(q: Quantized, moved: Any) -> None:
     """Write the values of q into `moved`, which has the quantized axis last.
 
-    All matrices are one launch if their rows can be joined. Otherwise each is a launch.
+    The matrices of a stack take one launch together, unless their scales are swizzled or each has its own tensor scale.
+    Then each matrix takes one launch.
     """
     tensor_arrays = [a if a is None or a.flags.c_contiguous else a.copy() for a in (q.tensor_scale, q.tensor_amax)]
     K, separate = moved.shape[-1], q.scale_layout != "linear" or is_per_expert(q.tensor_scale, q.recipe)

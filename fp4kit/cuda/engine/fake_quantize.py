@@ -17,10 +17,9 @@ from fp4kit.cuda.launch.matrix import Matrix, quantize_matrix
 
 
 def fake_quantize(call: Call) -> Any:
-    """Return the fake-quantized values of call.moved.
+    """Return the fake-quantized values of a call: by the recipe's fake_rule if it has one, else by quantizing x.
 
-    They follow the fake_rule of the recipe or, without one, are the values of the codes. The array is read once, after
-    its amax is known.
+    One kernel reads the array and writes the values, after another kernel has computed the amax if that is needed.
     """
     call = with_searched_amaxes(call)
     cupy, request = imports.cupy(), launch_request(call, values=True)
@@ -38,9 +37,9 @@ def fake_quantize(call: Call) -> Any:
 
 
 def kernel_computes_amaxes(call: Call) -> bool:
-    """Return whether the kernel computes the tensor amaxes itself.
+    """Return whether the kernel that writes the values also computes the tensor amaxes.
 
-    That is so for a fake_rule with one tensor scale per block, if the caller gives no amaxes.
+    It does so if the recipe has a fake_rule and one tensor scale per block, and the caller passes no amaxes.
     """
     return call.tensor_amax is None and call.recipe.tensor_scaling == "block" and call.recipe.fake_rule is not None
 
@@ -49,7 +48,8 @@ def clip(call: Call, amax: Any) -> Any:
     """Return call.grad where |call.x| <= amax, and 0 elsewhere.
 
     Args:
-        amax: float32 (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes of call.moved, joined.
+        amax: the clip limit, float32 of shape (1, 1), (rows, 1) or (rows, blocks). Rows count over all axes but the
+            last of call.moved.
     """
     cupy = imports.cupy()
     with imports.making_current(call.x.device.id):

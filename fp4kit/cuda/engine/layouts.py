@@ -19,7 +19,10 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
-    """Return the codes and block scales of q with the last two axes of q.moved_shape exchanged. One launch."""
+    """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed, in one launch.
+
+    Raise Declined if no kernel supports the size of the blocks.
+    """
     cupy, size = imports.cupy(), q.recipe.block_size
     *lead, M, K = q.moved_shape
     shape = (*lead, K, M)
@@ -38,10 +41,10 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return scales copied from layout `source` to layout `target`.
+    """Return block scales, which are in layout `source`, in layout `target`.
 
     Args:
-        shape: their shape in the linear layout, (..., R, C).
+        shape: the shape of the scales in the linear layout, (..., R, C).
     """
     layouts.check_size(scales, source, shape)
     cupy = imports.cupy()
@@ -54,9 +57,9 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 
 
 def pack(codes: Any) -> Any:
-    """Return 4-bit codes packed two per byte.
+    """Return 4-bit codes, which come one per byte, packed two per byte.
 
-    The high nibbles of `codes` are dropped without a check, because a check would have to wait for the device.
+    The high nibbles of `codes` are dropped without a check, because a check would wait for the device.
     """
     layouts.check_pairs(codes.shape)
     return _repack(pack_codes.pack, codes, (*codes.shape[:-1], codes.shape[-1] // 2))
@@ -68,7 +71,7 @@ def unpack(packed: Any) -> Any:
 
 
 def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new array of a shape. `launch` fills it from `array`, which is made contiguous first."""
+    """Return a new uint8 array of the given shape, filled by launch(array, new array). array: copied if strided."""
     cupy = imports.cupy()
     with imports.making_current(array.device.id):
         out = cupy.empty(shape, np.uint8)

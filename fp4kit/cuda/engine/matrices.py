@@ -1,8 +1,8 @@
-"""Split the arrays of a call into the matrices that kernels take.
+"""Split the arrays of a call into the matrices that kernels quantize.
 
-A kernel quantizes one matrix (M, K). A stack (..., M, K) is one tall matrix if its rows can be joined; otherwise each
-matrix of the stack has a launch. The whole stack is described by one LaunchRequest, from which that of each matrix
-differs in shape only.
+A launch quantizes one matrix (M, K). If the rows of a stack (..., M, K) can be joined, the stack is quantized as one
+tall matrix. Otherwise, each matrix of the stack takes its own launch. One LaunchRequest describes the whole stack; the
+requests of its matrices differ from it only in their shape.
 """
 
 from __future__ import annotations
@@ -17,17 +17,21 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.cuda.launch.dispatch import LaunchRequest
 from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs
 
-# The most elements of which the kernel itself computes the amax. Device time in us, bfloat16 to nvfp4-te (H200,
+# In arrays of up to this many elements, the quantize kernel itself computes the tensor amax (with_kernel_amax), which
+# saves two launches: one that clears the amax and one that computes it. Device time in us, bfloat16 to nvfp4-te (H200,
 # 2026-11-22); on the host, one launch takes 5 us less than three:
 #     shape            64 x 4096   128 x 4096   256 x 4096
 #     one launch       4.5         5.6          8.6
 #     three launches   5.9         6.2          6.6
 MAX_KERNEL_AMAX_ELEMENTS = 1 << 19
-SEED_GROUP = 16  # elements whose random bytes come from one block of a seed's stream
+SEED_GROUP = 16  # consecutive elements whose random bytes come from one block of the stream of a seed
 
 
 def launch_request(call: Call, *, values: bool = False, columns: bool = False) -> LaunchRequest:
-    """Return the LaunchRequest of a call. Its shape is that of the whole array, with all rows joined."""
+    """Return the LaunchRequest of a call, with the shape of the whole array as one matrix of joined rows.
+
+    values: True if fake-quantized values are wanted instead of codes. columns: True if blocks lie along the columns.
+    """
     x = call.x if columns else call.moved
     K = x.shape[-1]
     return LaunchRequest(
@@ -45,15 +49,15 @@ def launch_request(call: Call, *, values: bool = False, columns: bool = False) -
 
 
 def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
-    """Return into how many matrices a call is split: 1 if the rows of the stack can be joined.
+    """Return the number of matrices into which a call is split: 1 if all rows can be joined to one matrix.
 
-    Raise Declined if a matrix would begin inside a group of SEED_GROUP elements of a seed's random stream.
+    Raise Declined if the call has a seed and a matrix would not begin at a multiple of SEED_GROUP elements.
 
     Args:
         amax: the tensor amax or tensor scale of the call, or None.
     """
     shape = call.x.shape if request.columns else call.moved.shape
-    # Whether matrices need launches of their own. A Hadamard transform along rows does not, because it stays in a row.
+    # True if rows of different matrices cannot be joined. A Hadamard transform does not matter: it stays within a row.
     separate = request.layout != "linear" or request.columns or request.recipe.block_rows > 1
     if len(shape) < 3 or not (separate or is_per_expert(amax, request.recipe)):
         return 1
@@ -67,11 +71,10 @@ def matrix_count(call: Call, request: LaunchRequest, amax: Any) -> int:
 
 
 def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchRequest:
-    """Return the request with finds_amax set, if the kernel should compute the amax of x itself. Otherwise return the
-    request.
+    """Return the request with finds_amax set if the kernel should compute the tensor amax itself, else unchanged.
 
-    The tensor amax must not be given, and x must be one small matrix of aligned runs. Each cluster of thread blocks
-    then reads all of x. That costs the device less time than two more launches cost the host.
+    The kernel does so if the caller passed no amax, and x is one small matrix of aligned runs. Then each cluster of
+    thread blocks reads the whole x, which is faster than two more launches.
     """
     r = call.recipe
     needs_amax = r.tensor_scaling == "tensor" and call.tensor_amax is None and call.mask is None
@@ -84,10 +87,11 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
-    """Yield each matrix of a call, with its request.
+    """Split the arrays of a call into matrices. Yield each Matrix with its LaunchRequest.
 
     Args:
-        whole: the arrays of the whole call, contiguous and with elements.
+        request: the LaunchRequest of the whole call.
+        whole: the arrays of the whole call, contiguous and not empty.
     """
     r, x = request.recipe, whole.x
     B = matrix_count(call, request, whole.tensor_scale if whole.tensor_amax is None else whole.tensor_amax)
@@ -105,5 +109,5 @@ def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterato
 
 
 def _arrays(m: Matrix) -> Iterator[tuple[str, Any]]:
-    """Yield the names and arrays of a matrix that are not None."""
+    """Yield (name, array) for each field of a Matrix that holds an array."""
     return ((name, a) for name, a in zip(Matrix._fields[:-1], m[:-1], strict=True) if a is not None)

@@ -13,7 +13,7 @@ from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    """Return the amax of the elements of each block that the shard owns; 0 for blocks without such elements.
+    """Return the amax of every block of a matrix over the elements that a shard owns; 0 if it owns none of a block.
 
     The result is float32 (ceil(M / block rows), K / block columns).
     """
@@ -29,11 +29,11 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> A
 def partial_cast(
     shard: Any, out: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """Write the codes of a shard into out, and no other bit.
+    """Write the codes of a shard into out, the packed codes of a matrix, and change no other code of out.
 
     Args:
         block_amax: the amaxes of all blocks of the matrix.
-        amax: the tensor amax; None for the largest of block_amax.
+        amax: the tensor amax; None uses the largest of block_amax.
     """
     partial.check_matrices([shape], r)
     cupy = imports.cupy()

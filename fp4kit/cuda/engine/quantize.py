@@ -18,15 +18,16 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def quantize(call: Call) -> Quantized:
-    """Quantize call.moved into call.out, or into a new Quantized, and return it.
+    """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None.
 
-    Blocks along columns are read from x in place if a kernel takes them. Otherwise x is transposed first.
+    If blocks lie along the columns of x and a kernel supports this, x is read in place. Otherwise a transposed copy of
+    x is quantized along its rows.
     """
     original, call = call, with_searched_amaxes(call)
     request = launch_request(call, columns=_is_columnwise(call))
     if find_kernel(request) is None:
         request = launch_request(call)
-    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # raise Declined before any work
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both raise Declined; so call them before work
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
         request = with_kernel_amax(call, request, x)
@@ -38,15 +39,15 @@ def quantize(call: Call) -> Quantized:
 
 
 def _is_columnwise(call: Call) -> bool:
-    """Return whether blocks lie along the columns of the last two axes."""
+    """Return whether the blocks of a call lie along the columns of its matrices, which is axis -2."""
     return call.axis == call.x.ndim - 2
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the results of quantize for the rowwise and the columnwise call.
+    """Return the results of quantize for the rowwise and for the columnwise call.
 
-    x is read once if a kernel takes both directions and both have the same tensor amax. Otherwise two calls do the
-    work.
+    If a kernel supports both directions and both use one tensor amax, x is read only once. Otherwise call quantize
+    twice.
     """
     request = launch_request(column, columns=True)
     one_amax = column.mask is None or row.tensor_amax is not None or row.recipe.tensor_scaling == "none"
@@ -62,18 +63,18 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def allocate(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call.
+    """Return a new Quantized with uninitialized arrays for the result of a call.
 
     Args:
-        amax: its tensor_amax, in canonical shape; None without a tensor scale.
+        amax: the array to use as its tensor_amax, in canonical shape; None without a tensor scale.
     """
     return empty_quantized(call, amax, imports.cupy().empty, empty_scales)
 
 
 def _allocate_own(call: Call, amax: Any) -> Quantized:
-    """Return a new Quantized for the result of a call, with new memory for its tensor_amax.
+    """Return a new Quantized for the result of a call, like allocate, but with new memory for its tensor_amax.
 
-    The memory of `amax` may belong to the caller or to another result, which could change it later.
+    The array `amax` itself is not used, because it may belong to the caller or to another result.
     """
     return allocate(call, None if amax is None else imports.cupy().empty(amax.shape, amax.dtype))
 
@@ -81,7 +82,11 @@ def _allocate_own(call: Call, amax: Any) -> Quantized:
 def launch(
     call: Call, request: LaunchRequest, x: Any, amax: Any, row: Quantized | None, column: Quantized | None
 ) -> None:
-    """Quantize contiguous x into the codes and scales along its rows (row), its columns (column), or both."""
+    """Quantize contiguous x along its rows into `row`, along its columns into `column`, or in both directions.
+
+    request: the LaunchRequest for the whole x. amax: the tensor amax. row, column: the Quantized to write to; None for
+    a direction that is not wanted.
+    """
     if not x.size:
         return _fill_scales(call, amax, row, column)
     seed = call.random if isinstance(call.random, int) else 0
@@ -102,7 +107,10 @@ def launch(
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
-    """Write the tensor scales and amaxes of results without elements. The amax is read, which waits for the device."""
+    """Write the tensor scales and amaxes of results whose x has no elements. results may hold None.
+
+    No kernel is launched. The amax is copied to the host, which waits for the device.
+    """
     for q in results:
         if q is not None and q.tensor_scale is not None:
             scale = tensor_scale(without_sign(amax.get()), call.recipe, call.x.dtype)

@@ -1,4 +1,4 @@
-"""Quantize CuPy arrays with scales that the caller gives."""
+"""Quantize CuPy arrays with scales that the caller passes, so that only codes are computed."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fp4kit.reference.implied_amax import encodes_by_amax
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Quantize call.moved with the given scales, into call.out or a new Quantized, and return it.
+    """Quantize call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
 
-    The block scales and tensor scales of the result are copies of the given ones.
+    The scales are copied into the result.
     """
     request = launch_request(call)
     kernel_for(request), matrix_count(call, request, call.tensor_scale)  # raise Declined before any work
@@ -45,7 +45,7 @@ def quantize_with_scales(call: Call) -> Quantized:
 
 
 def _result(call: Call) -> Quantized:
-    """Return call.out, or a new Quantized, with copies of the given scales."""
+    """Return call.out, or a new Quantized if it is None, with copies of the caller's scales and uninitialized codes."""
     out, r, scales = call.out, call.recipe, (call.block_scale, call.tensor_scale)
     if out is None:
         packed = imports.cupy().empty(packed_shape(call.moved.shape, r), np.uint8)
@@ -58,5 +58,5 @@ def _result(call: Call) -> Quantized:
 
 
 def _copied(a: Any) -> Any:
-    """Return a contiguous copy of an array, or None for None."""
+    """Return a contiguous copy of an array; None for None."""
     return None if a is None else a.copy(order="C")

@@ -1,7 +1,7 @@
-"""Search the scales of recipes without block scales, on CuPy arrays.
+"""Search the tensor amaxes of CuPy arrays for recipes without block scales (search_scales of fp8-modelopt, ...).
 
-For each tensor amax, the candidates are a grid of multiples of it. The multiple whose values have the smallest loss
-wins.
+The candidates for each tensor amax are multiples of the amax. The multiple with the smallest loss wins, where the loss
+measures the errors of the fake-quantized values.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ from fp4kit.reference.search_amaxes import multiples
 _POINTERS = ("x", "tensor_amax", "weights", "multiples", "losses", "least", "out")
 _SIZES = ("rows", "columns", "rows_of_amax", "first", "count")
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in _SIZES] + [("power", "f8")])
-MAX_LOSSES = 1 << 25  # losses in memory at a time: one per row and multiple
+MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss per row and multiple
 
 
 def search_amaxes(search: Search) -> Any:
-    """Return each amax times its best multiple: float32 in the shape of the amaxes."""
+    """Return each tensor amax times its best multiple: float32 in the shape of the tensor amaxes.
+
+    If the array is empty, return a copy of the tensor amaxes.
+    """
     call, cupy = search.call, imports.cupy()
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
@@ -44,12 +47,14 @@ def search_amaxes(search: Search) -> Any:
 
 
 def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
-    """Write, for each amax, the amax times its best multiple into out.
+    """Search the best multiple of each amax, and write the amax times this multiple into out.
 
-    Each amax covers the same number of consecutive rows of x. The multiples are tried in batches, so that at most
-    MAX_LOSSES losses are in memory.
+    The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.
 
     Args:
+        x: contiguous (M, K).
+        amaxes: the tensor amaxes; each covers the same number of consecutive rows of x.
+        out: float32 in the shape of amaxes.
         factors: the multiples, float32.
     """
     check_count(x.size)
@@ -67,12 +72,12 @@ def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factor
 
 
 def objective_options(power: float) -> dict[str, bool]:
-    """Return the kernel's options for a loss, which adds |difference|^power. No option is set for squares."""
+    """Return the kernel's options for a loss that sums |difference|^power. For power 2, all options are False."""
     return {"kMagnitudes": power == 1, "kLargest": power == np.inf, "kPowers": power not in (1, 2, np.inf)}
 
 
 def float64_bits(power: float) -> int:
-    """Return the bits of a float64 as an int, as an argument of a launch."""
+    """Return the bits of a float64 as an int, because a Launch takes only ints as arguments."""
     return int(np.float64(power).view(np.uint64))
 
 
@@ -80,7 +85,7 @@ def float64_bits(power: float) -> int:
 def _function(
     kernel: str, r: Recipe, dtype: np.dtype, weighted: bool, *objective: tuple[str, bool], device: int
 ) -> Any:
-    """Return a compiled kernel."""
+    """Return one of the two compiled kernels. weighted: True if errors have weights. objective: objective_options."""
     loss = {"kWeighted": weighted, "kOwn": r.fake_rule is not None, **dict(objective)}
     source = instantiation(
         "search_amaxes", recipe_struct(decoding(r, np.dtype(np.float32))), Input=TYPES[dtype], **loss

@@ -1,6 +1,7 @@
-"""Search the block amaxes of recipes whose producer tries a fixed list of multiples, on CuPy arrays.
+"""Search the block amaxes of CuPy arrays for recipes whose producer tries a fixed list of multiples of each amax.
 
-A matrix, here, is a tuple: contiguous x (M, K), the array for its block amaxes, and the tensor amax.
+In this module, a matrix is a tuple (x, block amaxes, tensor amax): the elements, contiguous (M, K); the array to write
+the found block amaxes to; and the tensor amax.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(
 
 
 def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> None:
-    """Write the chosen block amaxes of each matrix. mask: that of a Hadamard transform that comes first, or None."""
+    """Search the block amaxes of each matrix, and write them into its array of block amaxes.
+
+    mask: the sign mask of a Hadamard transform to apply first; None for no transform.
+    """
     for launch in factor_launches(matrices, r, mask):
         launch()
 
@@ -31,7 +35,10 @@ def search_factors(matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: in
 def factor_launches(
     matrices: Iterable[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None
 ) -> Iterator[Callable[[], None]]:
-    """Yield one launch of search_factors per matrix. Each keeps its arrays alive."""
+    """Yield one function per matrix, which launches its search. The function keeps the arrays alive.
+
+    mask: as in search_factors.
+    """
     for x, out, amax in matrices:
         check_count(x.size)
         device = x.device.id
@@ -41,19 +48,19 @@ def factor_launches(
 
 
 def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
-    """Launch with the addresses of arrays."""
+    """Call a Launch with the addresses of arrays."""
     launch(*map(address, arrays))
 
 
 @cache
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
-    """Return the compiled kernel."""
+    """Return the compiled kernel. is_aligned: True if x begins at a multiple of 16 bytes."""
     struct = f"{recipe_struct(replace(r, repacked=False), sign_mask=mask)}\n{factors_text(r)}"
     source = instantiation("search_factors", struct, Input=TYPES[dtype], kAligned=is_aligned)
     return loader.function(source, "search_factors_kernel", device)
 
 
 def factors_text(r: Recipe) -> str:
-    """Return the multiples that a recipe's search tries, as a C++ array."""
+    """Return the definition of the C++ array kFactors, the multiples that a recipe's search tries."""
     values = (f"{float(np.float32(factor)).hex()}f" for factor in FACTORS[r.search])
     return f"static __device__ const float kFactors[] = {{{', '.join(values)}}};"

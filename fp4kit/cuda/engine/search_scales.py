@@ -1,8 +1,11 @@
-"""Search the block scales with the smallest loss, on CuPy arrays.
+"""Search the block amaxes of CuPy arrays whose scales give the smallest loss.
 
-Three kernels do this. search_full tries every candidate scale. search, and search_hessian for a loss with Hessians,
-skip candidates that provably cannot win; this pruned search needs the conditions of _is_pruned. A matrix, here, is a
-tuple: contiguous x (M, K), the array for its block amaxes, and the tensor amax.
+There are three kernels. The full search (search_full) tries every candidate scale. The pruned searches (search, and
+search_hessian for a loss with Hessians) skip candidates that provably cannot win. _is_pruned says when they can be
+used.
+
+In this module, a matrix is a tuple (x, block amaxes, tensor amax): the elements, contiguous (M, K); the array to write
+the found block amaxes to; and the tensor amax.
 """
 
 from __future__ import annotations
@@ -35,24 +38,25 @@ from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.search_factors import FACTORS
 
-# The structs of arguments, see search.cuh and search_full.cuh. column_weights: weights or Hessians.
+# The structs of the kernels' arguments, as search.cuh and search_full.cuh declare them. column_weights points to the
+# weights or the Hessians.
 _POINTERS = ("x", "tensor_amax", "column_weights", "block_amax", "unproven")
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in ("rows", "columns", "lower", "upper")])
 _FULL_SEARCH = np.dtype([*_SEARCH.descr, ("power", "f8")])
 _ALL_OFFSETS = (-MAX_OFFSET, MAX_OFFSET)
 _ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
-LANES, POWER_LANES = 32, 4  # threads that share a block in a full search (kLanes), of E4M3 and of E8M0 scales
-# The pruned search without weights: threads per thread block, thread blocks per multiprocessor. The threads of a thread
-# block share tables of bounds.
+LANES, POWER_LANES = 32, 4  # threads that share a block in a full search (kLanes): for E4M3 scales, for E8M0 scales
+# The pruned search without weights: threads per thread block, and thread blocks per multiprocessor. Thread blocks are
+# large, because the threads of a thread block share tables of bounds.
 SEARCH_THREADS, SEARCH_BLOCKS = 512, 2
 MAX_BLOCK_COLUMNS = 1024  # the widest block of a full search of E8M0 scales
-_WORD = (1 << 64) - 1  # x & _WORD is a negative x as an unsigned 64-bit number
+_WORD = (1 << 64) - 1  # x & _WORD gives the two's complement of a negative int x, as an unsigned 64-bit number
 
 
 def search_scales(search: Search) -> Any:
     """Return the block amaxes whose scales have the smallest loss: float32 (..., K / block).
 
-    Without block scales, return the tensor amaxes of the smallest loss.
+    For a recipe without block scales, return the tensor amaxes with the smallest loss.
     """
     call, r = search.call, search.call.recipe
     check_search(search)
@@ -72,10 +76,12 @@ def search_scales(search: Search) -> Any:
 
 
 def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
-    """Yield the matrices of contiguous x and out, the array for its block amaxes.
+    """Split an array into matrices to search. Yield them as tuples (x, block amaxes, tensor amax).
 
-    The whole array is one matrix, with two exceptions. Each expert with a tensor amax of its own is a matrix. So is
-    each matrix of a stack whose rows do not divide into whole blocks. An array without elements has no matrix.
+    The whole array is one tall matrix, with two exceptions: each expert with its own tensor amax is a matrix, and so is
+    each matrix of a stack whose rows are not a multiple of the block's rows. Yield nothing if x has no elements.
+
+    x: the elements, contiguous. out: the array to write the block amaxes to. amaxes: the tensor amaxes.
     """
     if not x.size:
         return
@@ -88,7 +94,7 @@ def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tup
 
 
 def check_search(search: Search) -> None:
-    """Raise Declined for a search without a CUDA kernel."""
+    """Raise Declined if no CUDA kernel supports a search."""
     r, terms = search.call.recipe, search.terms
     if search.searches_e8m0 or terms.grid is not None:
         check_formats(r)
@@ -100,12 +106,15 @@ def check_search(search: Search) -> None:
 def search_matrix(
     x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = DEFAULT_TERMS, unproven: Any = None, mask: int | None = None
 ) -> None:
-    """Write the best block amaxes of x into out.
+    """Search the block amaxes of a matrix x, and write them into out.
 
     Args:
-        unproven: None, or a uint64. The pruned search adds to it the number of blocks for which it had to try every
-            candidate.
-        mask: the mask of a Hadamard transform that comes first; only the pruned search without Hessians supports one.
+        amax: the tensor amax.
+        terms: the loss and the candidates.
+        unproven: a uint64 array of one element, to which the pruned search adds the number of blocks for which it had
+            to try every candidate; None does not count them.
+        mask: the sign mask of a Hadamard transform to apply first; None for no transform. Only the pruned search
+            without Hessians supports a transform.
     """
     check_count(x.size)
     rows, columns = x.shape
@@ -186,20 +195,25 @@ def with_searched_amaxes(call: Call) -> Call:
 
 @cache
 def without_search(r: Recipe) -> Recipe:
-    """Return the recipe that takes block amaxes instead of searching them."""
+    """Return the recipe without its search, so that it accepts the block amaxes that the search has found."""
     return replace(r, search="")
 
 
 def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None) -> list[Callable[[], None]]:
-    """Return the launches of a recipe's search for matrices of one dtype and device.
+    """Return the launches of a recipe's search for the matrices in `group`, which have one dtype and device.
 
-    A search among fixed multiples has one launch per matrix. Other searches have one launch for all.
+    A search among fixed multiples takes one launch per matrix. Other searches take one launch for all matrices.
+
+    mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
     return list(factor_launches(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:
-    """Return one launch that does search_matrix, with default terms, for matrices of one dtype and device."""
+    """Return one launch that does the work of search_matrix, with default terms, for all matrices in `group`.
+
+    The matrices have one dtype and device. mask: as in group_launches.
+    """
     xs, outs, amaxes = zip(*group, strict=True)
     device, aligned_runs, small = xs[0].device.id, [aligned(x, 16) for x in xs], grouped.is_small(xs)
     arguments = np.zeros(len(xs), _SEARCH)
@@ -216,6 +230,6 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, device: int, mask: int | None = None, **options: bool) -> Any:
-    """Return a compiled kernel. mask: the mask of the Hadamard transform that comes first, or None."""
+    """Return a compiled kernel. mask: the sign mask of a Hadamard transform to apply first; None for no transform."""
     source = instantiation(kernel, recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], **options)
     return loader.function(source, f"{kernel}_kernel", device)
