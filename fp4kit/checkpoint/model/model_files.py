@@ -233,6 +233,10 @@ _OTHER_MODELS = {
     ".gguf": "pass the GGUF file itself",
     ".bin": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
     ".pt": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
+    ".ckpt": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
+    ".h5": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
+    ".msgpack": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
+    ".npz": "load the arrays with NumPy and write safetensors with safetensors.numpy.save_file",
     ".pth": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
     ".onnx": "use the safetensors model that the ONNX file was exported from",
 }
@@ -258,12 +262,16 @@ def _hint_on_directory(root: Path) -> str:
     if root.name.startswith("models--") and snapshots.is_dir():
         found = sorted(path.name for path in snapshots.iterdir() if path.is_dir())
         if found:
-            return f"; this is a directory of the hub's cache; pass its snapshot, {shown(str(snapshots / found[-1]))}"
+            main = root / "refs" / "main"
+            revision = main.read_text().strip() if main.is_file() else ""
+            name = revision if revision in found else found[-1]
+            return f"; this is a directory of the hub's cache; pass its snapshot, {shown(str(snapshots / name))}"
         return "; this is a directory of the hub's cache without a snapshot; download the model with hf download"
     folders = [path.parent.name for path in sorted(root.glob(f"*/{CONFIG}")) if _has_safetensors(path.parent)]
+    is_pipeline = (root / MODEL_INDEX).is_file()
     if not folders:
-        return ""
-    kind = "a pipeline" if (root / MODEL_INDEX).is_file() else "a directory of models"
+        return "; this is a pipeline without models in safetensors; download it again" if is_pipeline else ""
+    kind = "a pipeline" if is_pipeline else "a directory of models"
     return f"; this is {kind}; pass the directory of one model in it: {listed([f'{root / name}' for name in folders])}"
 
 
@@ -337,6 +345,8 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
     Return (files of the model, names of other safetensors files in the directory, whether there is an index).
     Raises CheckpointError if a file is missing or the files disagree with the index.
     """
+    if (root / MODEL_INDEX).is_file() and not os.path.lexists(root / CONFIG):
+        raise CheckpointError(f"{root}: has no {CONFIG}{_hint_on_directory(root)}")
     weight_map = load_weight_map(root) if index_name(root) else None
     names = model_file_names(root, weight_map)
     _check_names_differ(names)

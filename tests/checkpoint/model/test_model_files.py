@@ -384,6 +384,10 @@ def test_directories_around_a_model(tmp_path: Path) -> None:
     _refused(cache, "this is a directory of the hub's cache without a snapshot; download the model with hf download")
     (cache / "snapshots" / "rev").mkdir()
     _refused(cache, f"this is a directory of the hub's cache; pass its snapshot, {cache / 'snapshots' / 'rev'}")
+    (cache / "snapshots" / "older").mkdir()
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("older")
+    _refused(cache, f"this is a directory of the hub's cache; pass its snapshot, {cache / 'snapshots' / 'older'}")
     pipeline = tmp_path / "pipe"
     for name in ("transformer", "text_encoder", "scheduler"):
         (pipeline / name).mkdir(parents=True)
@@ -397,10 +401,19 @@ def test_directories_around_a_model(tmp_path: Path) -> None:
         _refused(pipeline, f"this is {kind}; {needed}")
         with refused(f"this is {kind}; {needed}"):
             open_checkpoint(pipeline)
+    # FLUX.1-dev has the original release's files beside its pipeline.
+    synthetic.write_file(pipeline / "flux1-dev.safetensors", {"a.weight": np.ones((4, 4), np.float32)})
+    _refused(pipeline, f"has no config.json; this is a pipeline; {needed}")
+    assert [*open_source(pipeline / "flux1-dev.safetensors").tensors] == ["a.weight"]
 
 
 def test_files_of_other_kinds(tmp_path: Path) -> None:
-    for name, text in (("pytorch_model.bin", "save_pretrained(DIR)"), ("m.onnx", "that the ONNX file was exported")):
+    for name, text in (
+        ("pytorch_model.bin", "save_pretrained(DIR)"),
+        ("m.onnx", "that the ONNX file was exported"),
+        ("m.ckpt", "PyTorch"),
+        ("m.npz", "save_file"),
+    ):
         (tmp_path / name).write_bytes(b"PK\3\4" + b"0" * 64)
         with pytest.raises(CheckpointError, match="is not a safetensors or GGUF file") as found:
             open_checkpoint(tmp_path / name)
