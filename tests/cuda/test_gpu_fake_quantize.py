@@ -270,7 +270,9 @@ def test_mxfp4_to_nvfp4(source, target) -> None:
     same_requantized(fp4kit.quantize(ordinary(4, (2, 3, 16, 64)), source), target)
 
 
-@pytest.mark.parametrize("target", ["nvfp4-te", "nvfp4-modelopt", "nvfp4-torchao", "nvfp4-te-4over6-mae-256"])
+@pytest.mark.parametrize(
+    "target", ["nvfp4-te", "nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-te-4over6-mae-256"]
+)
 @pytest.mark.parametrize("dtype", [np.float32, np.float16], ids=["float32", "float16"])
 def test_only_blocks_out_of_range_get_new_codes(target, dtype) -> None:
     rng = np.random.default_rng(7)

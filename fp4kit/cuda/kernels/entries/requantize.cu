@@ -74,7 +74,7 @@ FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
 }
 
 // Return whether codes can stay: m is chosen such that the largest scale becomes as large as E4M3 allows, and the
-// tensor rule must give 2^m for some amax. If blocks are out of range, it must do so for float32 too, the type of the
+// tensor rule must give 2^m for some amax. If blocks are out of range, it must do so for Float32 too, the type of the
 // values that are quantized. Stores the exponent in `m` and that amax in `amax`.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
@@ -84,7 +84,7 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   if (extent[2]) return false;
   amax = full_range<R>() * power_of_two(m);
   const bool all_in_range = !any || smallest - m >= lowest_exponent<R>();
-  return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, float>(amax, m));
+  return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, Float32>(amax, m));
 }
 
 // If can_keep, write the codes of the source's blocks in range, their scales as E4M3, and the tensor scale to the
