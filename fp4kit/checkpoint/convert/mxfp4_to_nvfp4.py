@@ -89,7 +89,7 @@ def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
         return is_exact(low, high)
     if not is_exact(high, high) or recipe.tensor_scaling != "tensor" or recipe.block_rows > 1:
         return False
-    made = tensor_scale(_amax(recipe, high), recipe, np.dtype(np.float32)).decode
+    made = tensor_scale(np.asarray(_amax(recipe, high)), recipe, np.dtype(np.float32)).decode
     return bool(np.float32(made) == np.ldexp(np.float32(1), high - _HIGHEST))
 
 
