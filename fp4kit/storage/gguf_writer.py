@@ -6,7 +6,7 @@ The keys of the other file are copied byte for byte; the tensors are new.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import BinaryIO
 
 from fp4kit.storage.ggml_types import NUMBER_OF
@@ -16,7 +16,7 @@ from fp4kit.storage.writer import TensorSpec
 
 
 def gguf_header(
-    file: GgufFile, specs: Sequence[TensorSpec], keys: Mapping[str, str]
+    file: GgufFile, specs: Sequence[TensorSpec], keys: Mapping[str, str], dropped: Collection[str] = ()
 ) -> tuple[bytes, dict[str, int], int]:
     """Return (header, positions, size) of a new GGUF file.
 
@@ -27,8 +27,9 @@ def gguf_header(
         file: the source of the version, the alignment and the keys, which keep their order.
         specs: the tensors in the order of their bytes, each of a GGUF type.
         keys: additional string values. A key of the source file with the same name is dropped.
+        dropped: keys of the source file that are dropped too.
     """
-    copied = [field for field in file.fields if field.key not in keys]
+    copied = [field for field in file.fields if field.key not in keys and field.key not in dropped]
     with file.path.open("rb") as stream:
         head = b"".join(_part(stream, field.start, field.end) for field in copied)
     head += b"".join(_string(key) + struct.pack("<I", STRING) + _string(value) for key, value in keys.items())

@@ -44,6 +44,7 @@ from fp4kit.storage.gguf_file import GgufFile, read_any_header
 from fp4kit.storage.gguf_writer import gguf_header
 from fp4kit.storage.json_object import dump_object
 from fp4kit.storage.safetensors_file import nbytes_of
+from fp4kit.storage.split_gguf import SPLIT_KEYS
 from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
@@ -456,7 +457,7 @@ def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
     """
     source = plan.source.files[0]
     if isinstance(source, GgufFile):
-        return gguf_header(source, shard.outputs, shard.metadata)
+        return gguf_header(source, shard.outputs, shard.metadata, SPLIT_KEYS if len(plan.source.files) > 1 else ())
     ordered = file_order(shard.outputs)
     header, found = header_bytes(ordered, shard.metadata), {}
     position = len(header)

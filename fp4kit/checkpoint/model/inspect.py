@@ -26,9 +26,10 @@ from fp4kit.checkpoint.model.model_files import (
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError
-from fp4kit.storage.gguf_file import read_any_header
+from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.json_object import load_object
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.split_gguf import read_gguf_model
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"
         )
     try:
-        return Checkpoint(place, (read_any_header(place),), None, None)
+        return Checkpoint(place, read_gguf_model(place) if is_gguf(place) else (read_header(place),), None, None)
     except CheckpointError:
         check_kind_of_file(place)
         raise

@@ -19,9 +19,10 @@ from typing import Any
 from fp4kit.checkpoint.containers.ggml_names import config_of
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.errors import CheckpointError, listed, shown
-from fp4kit.storage.gguf_file import is_gguf, read_gguf
+from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
+from fp4kit.storage.split_gguf import read_gguf_model
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -314,8 +315,8 @@ def open_source(root: Path) -> Source:
     config belongs to the model. Raises CheckpointError if a file is missing or files are inconsistent.
     """
     if is_gguf(root):
-        file = read_gguf(root)
-        return Source(root, config_of(file.metadata), (file,), (), False)
+        parts = read_gguf_model(root)
+        return Source(root, config_of(parts[0].metadata), parts, (), False)
     if root.suffix.lower() == ".safetensors" and resolved(root).is_file() and not _is_part_of_model(root):
         return Source(root, {}, (read_header(resolved(root), root.name),), (), False)
     if not resolved(root).is_dir():

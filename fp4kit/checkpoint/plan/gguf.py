@@ -41,19 +41,13 @@ def form_for(recipe: Recipe) -> Container:
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
     """Raise CheckpointError if a GGUF file cannot be converted. Model directories always pass.
 
-    Errors are: one file of a split model; an image or audio projector; modules whose tensor scales llama.cpp cannot
-    use.
+    Errors are: an image or audio projector; modules whose tensor scales llama.cpp cannot use.
 
     form: the container to write, or None to write unquantized tensors. modules: the modules to quantize.
     """
     if not is_gguf_config(source.config):
         return
     file = source.files[0]
-    parts = file.metadata.get("split.count", "1")
-    if parts not in ("0", "1"):
-        raise CheckpointError(
-            f"{file.label}: is one of {shown(parts)} files of a split model; join them with llama-gguf-split --merge"
-        )
     if source.config[ggml_names.ARCHITECTURE] == "clip":
         raise CheckpointError(
             f"{file.label}: is an image or audio projector, which is never quantized; convert the language model's file"

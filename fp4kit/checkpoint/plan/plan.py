@@ -417,6 +417,8 @@ class _Planner:
             )
         recorded = self._recorded()
         shards = tuple(self._shard(file, recorded) for file in self.source.files)
+        if gguf.is_gguf_config(self.config):
+            shards = (_joined(shards),)
         _check_outputs(shards)
         found = scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
         ignore, warnings = self._exclusions()
@@ -599,6 +601,12 @@ def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
     return (
         [f"{_several(kept)}: kept unquantized, because expert stacks of such names are not supported"] if kept else []
     )
+
+
+def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:
+    """Return the plan for one file with the tensors of several: a split GGUF model becomes one GGUF file."""
+    tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
+    return ShardPlan(shards[0].name, tensors, shards[0].metadata)
 
 
 def _check_outputs(shards: Iterable[ShardPlan]) -> None:

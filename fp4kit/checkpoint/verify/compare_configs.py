@@ -10,6 +10,8 @@ from typing import Any, Literal
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
 from fp4kit.storage.errors import CheckpointError, listed
+from fp4kit.storage.gguf_file import GgufFile
+from fp4kit.storage.split_gguf import SPLIT_KEYS
 
 METADATA = "__metadata__"
 
@@ -83,11 +85,16 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the metadata of all files of a checkpoint: key -> its value, or a list of its values if files disagree."""
+    """Return the metadata of all files of a checkpoint: key -> its value, or a list of its values if files disagree.
+
+    The keys that number the files of a split GGUF model are left out.
+    """
     found: dict[str, set[str]] = {}
     for file in checkpoint.files:
+        is_gguf = isinstance(file, GgufFile)
         for key, value in file.metadata.items():
-            found.setdefault(key, set()).add(value)
+            if not (is_gguf and key in SPLIT_KEYS):
+                found.setdefault(key, set()).add(value)
     return {key: values.pop() if len(values) == 1 else sorted(values) for key, values in found.items()}
 
 

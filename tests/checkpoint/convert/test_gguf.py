@@ -283,7 +283,7 @@ def test_requests_that_are_refused(case: str, tmp_path: Path) -> None:
 
 def test_sources_that_are_refused(tmp_path: Path) -> None:
     gguf_files.write_model(tmp_path / "m.gguf", **{"split.count": 3})
-    with refused("m.gguf: is one of 3 files of a split model; join them with llama-gguf-split --merge"):
+    with refused("m.gguf: is one of 3 files of a split model, but is not named so"):
         run(tmp_path / "m.gguf")
     gguf_files.write_model(tmp_path / "m.gguf", **{"general.architecture": "clip"})
     with refused("m.gguf: is an image or audio projector, which is never quantized"):
