@@ -13,6 +13,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.convert.quantize_rows import saturated
+from fp4kit.checkpoint.identify.column_factors import scaled_rows, scalings
 from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders
 from fp4kit.checkpoint.identify.hypotheses import (
     Hypothesis,
@@ -49,6 +50,8 @@ DAMAGED_SHARE = 0.95
 
 SIGNS_UNDER_SCALES = 0.9  # GPTQ may turn the signs of values near 0
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
+SCALED = "weights scaled per column (AWQ or SmoothQuant)"
+SCALED_CAUSE = f"{SCALED}: the factors are not known exactly, and no recipe gives all bytes under those tried"
 GIVEN_SCALES = "searched scales: codes are right under them, and no rule known here gives them"
 
 
@@ -70,6 +73,7 @@ class Explanation:
     rules: known rules for which there is no recipe and which give every byte, in words.
     cause: if no recipe or rule gives every byte, what is known about the layer, as
         "WHAT: DETAILS" without its numbers; else None.
+    scaled: True if recipes give every byte from the source with its columns multiplied by factors.
     """
 
     recipe: str | None
@@ -84,6 +88,7 @@ class Explanation:
     unlike: bool = False
     rules: tuple[str, ...] = ()
     cause: str | None = None
+    scaled: bool = False
 
     @property
     def explained(self) -> bool:
@@ -256,6 +261,8 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
         return _explained(found, tally, evidence.layer.blank)
     if given := _other_codes_under_scales(evidence, plain, trial, unnamed):
         return given
+    if not plain.mishaps and (scaled := _explained_with_column_factors(evidence)):
+        return scaled
     if unnamed and (permuted := _permuted(evidence, plain, trial)):
         return permuted
     return replace(_nearest(evidence, plain, trial, unnamed), unlike=not is_like)
@@ -306,6 +313,25 @@ def _other_codes_under_scales(
     text = f"all block scales are those of {whose}, and codes follow another rule under them, as GPTQ's do"
     sentence = f"{text}; {share:.2f}% of code bytes are the recipe's"
     return replace(_unexplained(text, whole[0][1]), sentence=sentence, cause=OTHER_CODES)
+
+
+def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | None:
+    """Return the explanation that columns were multiplied by factors before the layer was quantized, or None."""
+    rows = scaled_rows(evidence.layer, evidence.x)
+    if rows is None:
+        return None
+    for scaling in scalings(rows):
+        x = scaling(evidence.x)
+        scaled = LayerEvidence(evidence.layer, x, amaxes=(own_amax(x),))
+        plain, trial = next(layouts_of(scaled, evidence.layer.recipe)), SampleVerdict()
+        try_layout(scaled, plain, code_orders(evidence.layer.recipe, plain.shape[1])[:1], trial)
+        found, tally = exact_hypotheses(scaled, [h for h in trial.exact if not h.mishaps])
+        if found:
+            explained = _explained(found, tally)
+            return replace(explained, sentence=f"of {SCALED}: {explained.sentence}", scaled=True)
+    low, high = rows.factors.min(), rows.factors.max()
+    text = f"{SCALED}: by {low:.3g} to {high:.3g}; no recipe gives all bytes under factors rounded to bfloat16"
+    return replace(_unexplained(text, MatchCount(total=_all_bytes(evidence).total)), sentence=text, cause=SCALED_CAUSE)
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Explanation, explain, kind
+from fp4kit.checkpoint.identify.diagnose import SCALED, Explanation, explain, kind
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.ops.identify import either
 
@@ -118,6 +118,8 @@ class CheckpointVerdict:
         others = {id(layer) for part in self.others for layer in part.layers}
         own = replace(self, layers=tuple(layer for layer in self.layers if id(layer) not in others), others=())
         found = "; ".join(part._own_sentence for part in (own, *self.others))
+        if scaled := sum(layer.explanation.scaled for layer in self.layers):
+            found += f"; {_layers(scaled)} made from {SCALED}"
         if not self.unpaired:
             return found
         return (

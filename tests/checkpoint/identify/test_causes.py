@@ -106,3 +106,33 @@ def test_two_recipes_in_one_checkpoint_are_both_told() -> None:
     verdict = identify_layers(pairs)
     agree = "mxfp4-modelopt or mxfp4-sglang-util made 3 of 4 layers (they agree on these layers)"
     assert verdict.sentence == f"{agree}; mxfp4-quark-even made 1 layer"
+
+
+def scaled_columns(x: np.ndarray, rounded: bool) -> np.ndarray:
+    """Multiply columns by factors from 1.5 to 6, rounded to bfloat16 or not, and round the products to bfloat16."""
+    factors = np.random.default_rng(5).uniform(1.5, 6, x.shape[1]).astype(BF16 if rounded else np.float32)
+    return (x.astype(np.float32) * factors.astype(np.float32)).astype(BF16)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-compressed-tensors", "mxfp4-compressed-tensors"])
+def test_weights_scaled_per_column(recipe: str) -> None:
+    x = weight(rows=512, columns=128)
+    layer = layer_of(quantize(scaled_columns(x, True), recipe))
+    found = explain(layer, x)
+    assert recipe in found.recipes and found.scaled and found.mishap is None
+    assert found.sentence.startswith("of weights scaled per column (AWQ or SmoothQuant): ")
+    verdict = identify_layers([LayerPair("a", layer, x)])
+    assert verdict.sentence.endswith("; 1 layer made from weights scaled per column (AWQ or SmoothQuant)")
+    layer.codes[3, 3] ^= 1
+    assert not explain(layer, x).explained
+
+
+def test_factors_that_are_not_known_exactly() -> None:
+    x = weight(rows=512, columns=128)
+    found = explain(layer_of(quantize(scaled_columns(x, False), "nvfp4-compressed-tensors")), x)
+    assert not found.explained and found.cause is not None
+    assert found.sentence.startswith("weights scaled per column (AWQ or SmoothQuant): by 1.5")
+
+
+def test_an_unrelated_source_has_no_factors() -> None:
+    assert explain(layer_of(quantize(weight(), "nvfp4-te")), weight(1)).cause is None

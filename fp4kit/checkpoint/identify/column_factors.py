@@ -1,0 +1,139 @@
+"""Recognize layers whose columns were multiplied by factors before they were quantized, as AWQ and SmoothQuant do.
+
+Factors are found from values: the decoded layer is compared with the source column by column. Tools round the factors
+to bfloat16, and multiply or divide by them. So each column's factor is one of a few numbers, and the codes under the
+stored scales show which.
+
+Sources: Model-Optimizer 0.47 model_calib.py awq_lite; llm-compressor 0.14 smoothquant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.layouts import unpacked
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.identify import candidates_of
+from fp4kit.ops.identify_amaxes import amaxes_of
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import Recipe
+
+MAX_ROWS = 512  # rows from which factors are found
+MIN_ROWS = 32
+GAIN_DB = 1.0  # factors must improve the signal-to-noise ratio by this
+MIN_DB = 12.0  # signal-to-noise ratio that the layer must have with factors
+# The producers whose block scales are tried: the tools that scale weights per column.
+PRODUCERS = ("-compressed-tensors", "-modelopt")
+STEPS = 12  # how many bfloat16 numbers on each side of an estimate are tried
+
+
+@dataclass(frozen=True, eq=False)
+class ScaledRows:
+    """Hold the first rows of a layer, and their source.
+
+    q: the stored rows. x: the source rows. factors: the estimated factor of each column, float32 (K,).
+    """
+
+    q: Quantized
+    x: np.ndarray
+    factors: np.ndarray
+
+
+def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
+    """Return the rows from which factors are found, or None if the layer does not look scaled per column."""
+    r, scale, rows = layer.recipe, layer.tensor_scale, min(len(x), MAX_ROWS)
+    in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size
+    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
+    if not in_order or not usable or rows < MIN_ROWS or layer.scale_layout != "linear":
+        return None
+    if (r.tensor_scaling == "tensor") != (scale is not None) or not np.isfinite(part := x[:rows]).all():
+        return None
+    scales = np.ascontiguousarray(layer.block_scale.reshape(len(x), -1)[:rows])
+    codes = np.ascontiguousarray(layer.codes[:rows])
+    q = Quantized(codes, scales, scale, None, part.shape, x.dtype, 1, r)
+    with np.errstate(all="ignore"):
+        d, s = np.asarray(dequantize(q, np.float32), np.float64), part.astype(np.float64)
+        factors = np.nan_to_num((d * s).sum(0) / (s * s).sum(0), nan=1.0)
+    if not np.isfinite(d).all() or not (factors > 0).all():
+        return None
+    plain, scaled = (sqnr_db(float((d * d).sum()), float(((d - s * f) ** 2).sum())) for f in (1.0, factors))
+    if scaled < max(MIN_DB, plain + GAIN_DB):
+        return None
+    return ScaledRows(q, np.ascontiguousarray(part), factors.astype(np.float32))
+
+
+Scaling = Callable[[np.ndarray], np.ndarray]
+
+
+def scalings(found: ScaledRows) -> Iterator[Scaling]:
+    """Yield functions that scale the columns of a source, as tools may have done.
+
+    They multiply by bfloat16 numbers, divide by them, or multiply by their reciprocals in float32. The result is
+    rounded to the dtype of the source.
+    """
+    near, inverse = (_neighbours(f) for f in (found.factors, 1 / found.factors))
+    for r in _rules(found.q.recipe):
+        yield _chosen(found, r, near, _multiplied)
+        yield _chosen(found, r, inverse, _divided)
+        yield _chosen(found, r, [np.float32(1) / f for f in inverse], _multiplied)
+
+
+def _multiplied(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Return x with its columns multiplied by factors, in the dtype of x."""
+    return (x.astype(np.float32) * factors).astype(x.dtype)
+
+
+def _divided(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
+    """Return x with its columns divided by factors, in the dtype of x."""
+    return (x.astype(np.float32) / factors).astype(x.dtype)
+
+
+def _neighbours(factors: np.ndarray) -> list[np.ndarray]:
+    """Return the bfloat16 numbers next to each of some positive factors, as float32, the nearest ones first."""
+    bits = factors.astype(ml_dtypes.bfloat16).view(np.int16)
+    steps = sorted(range(-STEPS, STEPS + 1), key=abs)
+    return [(bits + np.int16(step)).view(ml_dtypes.bfloat16).astype(np.float32) for step in steps]
+
+
+def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: Callable) -> Scaling:
+    """Return the scaling by the candidate that fits each column best.
+
+    The best one gives the fewest wrong codes under the stored scales, and the fewest wrong scales of blocks of which
+    the column holds the amax. r: the recipe that gives them.
+    """
+    wrong = np.stack([_wrong(found, r, apply(found.x, factors)) for factors in candidates])
+    best = np.stack(candidates)[np.argmin(wrong, axis=0), np.arange(found.x.shape[1])]
+    return lambda x: apply(x, best)
+
+
+def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
+    """Return how many codes and block scales of each column a recipe gives wrong from scaled rows."""
+    q = found.q
+    amax = None if q.tensor_scale is None else next(amaxes_of(q.tensor_scale, r, x.dtype))
+    with np.errstate(all="ignore"):
+        made = quantize(x, r, block_scale=q.block_scale, tensor_scale=q.tensor_scale)
+        scales = quantize(x, r, tensor_amax=amax).block_scale
+    assert scales is not None and q.block_scale is not None
+    codes = [unpacked(packed, r.element.packing) for packed in (made.packed, q.packed)]
+    wrong = np.count_nonzero(codes[0] != codes[1], axis=0)
+    blocks = np.abs(x.astype(np.float32)).reshape(len(x), -1, r.block_size)
+    columns = np.argmax(blocks, axis=2) + np.arange(blocks.shape[1]) * r.block_size
+    np.add.at(wrong, columns[scales.reshape(columns.shape) != q.block_scale.reshape(columns.shape)], 1)
+    return wrong
+
+
+def _rules(own: Recipe) -> Iterator[Recipe]:
+    """Yield recipes in the format of ``own``, one per way to make block scales from amaxes."""
+    seen = set()
+    for r in candidates_of(own):
+        fits = r.tensor_scaling == own.tensor_scaling and r.block_rows == 1 and r.id.endswith(PRODUCERS)
+        if fits and r.block_rule not in seen:
+            seen.add(r.block_rule)
+            yield r
