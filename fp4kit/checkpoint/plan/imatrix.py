@@ -84,7 +84,7 @@ class Imatrix:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a manifest records about the file: its name and its SHA-256."""
+        """The name and the SHA-256 of the file, as a manifest records them."""
         return {"imatrix": self.path.name, "sha256": self.sha256}
 
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:

@@ -56,7 +56,7 @@ class ColumnWeights:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What a manifest records about the file: its name and its SHA-256."""
+        """The name and the SHA-256 of the file, as a manifest records them."""
         return {"column_weights": self.file.name, "sha256": self.sha256}
 
     def of(self, layer: Layer) -> Located | None:
