@@ -1,8 +1,9 @@
-"""Prepare and repeat calls on a GPU that need one launch on one matrix, or two if an amax must be computed first.
+"""Make cached calls (call/call_cache.py) on a GPU, which repeat a call on other arrays with little work on the host.
 
-A function here (quantize, fake_quantize, dequantize, transpose, swizzle) takes a parsed call. It returns a cached call:
-an object that repeats the work for other arrays of the same kind. It returns None if the call needs more launches; the
-other modules of this package then do the call.
+The functions quantize, fake_quantize, dequantize, transpose and swizzle take a parsed call. Each returns a cached call:
+an object that repeats the call for other arrays with the same shapes, dtypes and alignment. Calls that take one launch
+on one matrix can be cached, or two launches if an amax must be computed first. For other calls, the functions return
+None, and the other modules of this package run the call.
 
 Arrays are CuPy arrays or PyTorch tensors. For tensors, memory comes from PyTorch's allocator, and launches go to
 PyTorch's current stream.
@@ -37,11 +38,11 @@ _NEW_AMAX = NewArray((), FLOAT32)
 
 
 class QuantizedResult(NamedTuple):
-    """How a cached call builds a Quantized from new arrays.
+    """The instructions by which a cached call builds a Quantized from new arrays.
 
     Attributes:
         fields: the fields of the Quantized; None for each array.
-        names: the names of the arrays that are allocated.
+        names: the names of the arrays to allocate, without tensor_amax.
         wanted: the descriptions of these arrays.
         amax: the description of tensor_amax, which is allocated after all other arrays; None without a tensor scale.
     """
@@ -53,7 +54,7 @@ class QuantizedResult(NamedTuple):
 
     @classmethod
     def of(cls, call: Call, axis: int) -> QuantizedResult:
-        """Return how the result of a call is built, with blocks along `axis`."""
+        """Return the instructions for the result of a call, with blocks along `axis`."""
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
@@ -66,34 +67,38 @@ class QuantizedResult(NamedTuple):
         return cls(dict.fromkeys(PARTS) | fields, tuple(wanted), tuple(wanted.values()), wanted.get("tensor_scale"))
 
     def make(self, arrays: list[Any], amax: Any) -> Quantized:
-        """Return a new Quantized with these arrays, in the order of `names`, and this tensor_amax.
+        """Return a new Quantized with the given arrays, in the order of `names`, and the given tensor_amax.
 
-        Arrays beyond those of `names` are ignored.
+        Further arrays in the list are ignored.
         """
         q = assembled(self.fields)
         parts = q.__dict__
-        parts.update(zip(self.names, arrays))  # noqa: B905 - further arrays are those of the columns, or amaxes
+        parts.update(zip(self.names, arrays))  # noqa: B905 - further arrays are columnwise ones or amaxes
         parts["tensor_amax"] = amax
         return q
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
-    """Return whether a kernel can read the array where it is, on the current device, with at most one tensor scale."""
+    """Return whether one launch on the current device can quantize x in place, as one matrix.
+
+    x must be contiguous, and the recipe r and the caller's amax must give at most one tensor scale.
+    """
     return _are_contiguous_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
 
 
 class AmaxStep(NamedTuple):
-    """How a cached call computes an amax that the caller does not give.
+    """The step of a cached call that computes the tensor amax, for callers who pass none.
 
     Attributes:
-        launch: the launch that computes it; None if the kernel that writes the codes or values computes it itself.
+        launch: the launch that computes the amax; None if the kernel that writes the codes or values computes it.
     """
 
     launch: Launch | None
 
     def find(self, library: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
-        """Launch the computation of the amax of the elements at address x into the array `amax`, unless `launch` is
-        None.
+        """Launch the computation of the amax, if it needs a launch.
+
+        x: the address of the elements. amax: the array to write the amax to.
         """
         if self.launch is not None:
             library.clear(amax, stream)
@@ -101,7 +106,7 @@ class AmaxStep(NamedTuple):
 
 
 def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
-    """Return how the amax of a call is computed; None if it is given or not needed."""
+    """Return the AmaxStep of a call; None if the caller passed the amax, or none is needed."""
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
@@ -114,38 +119,39 @@ def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
 
 # From the fields of a Quantized to the names of the kernels' arguments.
 _KERNEL_NAMES = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}
-_GIVEN = ("tensor_amax", "")  # the last two addresses: the given tensor_amax, and 0 for arguments without an array
+# The last two addresses of every cached call: the caller's tensor_amax, and 0 for kernel arguments without an array.
+_GIVEN = ("tensor_amax", "")
 
 
 def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
     """Return a function that puts addresses into the order of a kernel's arguments.
 
-    Its argument is a list of the addresses of x, of the new arrays (named by `new`) and of _GIVEN. Its result has the
-    pointers and words of the kernel; an argument without an array is 0.
+    The function takes a list of addresses: of x, of the new arrays, and those of _GIVEN. It returns the values of the
+    kernel's pointers and words, with 0 for arguments without an array. new: the kernel's names of the new arrays.
     """
-    # Reversed, so that a new tensor_amax wins over a given one.
+    # The order is reversed, so that a new tensor_amax overrides the caller's.
     known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}
     return itemgetter(*(known.get(name, known[""]) for name in (*arguments.pointers, *arguments.words)))
 
 
 def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
-    """Return the names of a result's arrays as kernels name them."""
+    """Return the kernel's names of the arrays of a result; () if result is None. prefix: "column_" or ""."""
     return () if result is None else tuple(prefix + _KERNEL_NAMES[name] for name in result.names)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizeCall:
-    """The cached call of quantize or quantize_both for one matrix.
+    """A cached call of quantize or quantize_both for one matrix.
 
     Attributes:
-        library: how arrays are allocated.
-        amax: how the amax is computed; None if it is given or not needed.
+        library: the functions that handle arrays of the caller's library.
+        amax: the step that computes the tensor amax; None if the caller passes it, or none is needed.
         launch: the launch of the kernel.
-        pick: the order of the kernel's arguments, see _argument_picker.
-        row: the result along the rows, or None.
-        column: the result along the columns, or None.
-        new: allocate the arrays of row, then those of column, then one tensor_amax per result: that of column, then
-            that of row. The tensor_amax is computed, or is a copy of the given amax.
+        pick: the function that orders the kernel's arguments, from _argument_picker.
+        row: the instructions for the rowwise result; None without one.
+        column: the instructions for the columnwise result; None without one.
+        new: allocates the arrays of row, then those of column, then one tensor_amax per result: that of column, then
+            that of row. The kernel writes the computed amax, or a copy of the caller's, into each tensor_amax.
     """
 
     library: ArrayLibrary
@@ -166,7 +172,7 @@ class QuantizeCall:
         row: QuantizedResult | None,
         column: QuantizedResult | None,
     ) -> QuantizeCall:
-        """Return the cached call for a launch. arguments: the first arguments of the kernel, which each call passes."""
+        """Return the cached call for a launch. arguments: the kernel's arguments. Others: as the attributes."""
         results = [result for result in (row, column) if result]
         wanted = [new for result in results for new in result.wanted]
         names = [*_kernel_names(row), *_kernel_names(column, "column_")]
@@ -176,11 +182,11 @@ class QuantizeCall:
         return cls(library, amax, launch, _argument_picker(arguments, names), row, column, library.maker(wanted))
 
     def __call__(self, x: Any, given: Any, out: Quantized | None) -> Any:
-        """Quantize x.
+        """Quantize x. Return `out`, or new results if out is None: a Quantized, or two for quantize_both.
 
         Args:
-            given: the tensor_amax that the caller gave, or None.
-            out: the Quantized to write to, or None.
+            given: the caller's tensor_amax; None if the cached call computes it.
+            out: the Quantized to write to; None for a new one.
         """
         library = self.library
         address, stream = library.address, library.stream()
@@ -192,14 +198,17 @@ class QuantizeCall:
         return self._results(arrays) if out is None else out
 
     def _arrays_of(self, out: Quantized) -> list[Any]:
-        """Return the arrays of out, in the order in which `new` allocates them. A call with out has only one result."""
+        """Return the arrays of `out` in the order of `new`. Only quantize has an `out`, so there is one result."""
         result: Any = self.row or self.column
         return [
             getattr(out, name) for name in (result.names if result.amax is None else (*result.names, "tensor_amax"))
         ]
 
     def _results(self, arrays: list[Any]) -> Any:
-        """Return the Quantized of new arrays, or two if there are results along rows and columns."""
+        """Return the Quantized made of new arrays; for quantize_both, the pair (rowwise, columnwise).
+
+        arrays: as `new` returns them.
+        """
         first, second = self.row, self.column
         one: Any = second if first is None else first
         amax, other = (None, None) if one.amax is None else arrays[:-3:-1]
@@ -209,13 +218,13 @@ class QuantizeCall:
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Prepare the cached call of a call; return None if the call needs several launches.
+    """Return a QuantizeCall that repeats a parsed call of quantize; None if it takes several launches.
 
     The call must round to nearest, without a Hadamard transform or block amaxes.
 
     Args:
-        x: the array as the caller gave it, a CuPy array or a PyTorch tensor.
-        both: whether the call is the columnwise one of quantize_both.
+        x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
+        both: True if `call` is the columnwise call of quantize_both, and both results are wanted.
     """
     last, columns = call.x.ndim - 1, call.axis == call.x.ndim - 2
     request = launch_request(call, columns=columns)
@@ -235,11 +244,11 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class FakeQuantizeCall:
-    """The cached call of fake_quantize for one matrix.
+    """A cached call of fake_quantize for one matrix.
 
     Attributes:
         library, amax, launch, pick: as in QuantizeCall.
-        new: allocate the values and, if it is computed, the amax.
+        new: allocates the values and, if the cached call computes the amax, the amax.
     """
 
     library: ArrayLibrary
@@ -252,13 +261,13 @@ class FakeQuantizeCall:
     def of(
         cls, library: ArrayLibrary, amax: AmaxStep | None, launch: Launch, arguments: Arguments, values: NewArray
     ) -> FakeQuantizeCall:
-        """Return the cached call for a launch. arguments: the first arguments of the kernel, which each call passes."""
+        """Return the cached call for a launch. arguments: the kernel's arguments. values: their description."""
         new = library.maker([values] if amax is None else [values, _NEW_AMAX])
         names = ("values",) if amax is None else ("values", "tensor_amax")
         return cls(library, amax, launch, _argument_picker(arguments, names), new)
 
     def __call__(self, x: Any, given: Any) -> Any:
-        """Return the values of x. given: the tensor_amax that the caller gave, or None."""
+        """Return the fake-quantized values of x. given: the caller's tensor_amax; None if it is computed."""
         library, arrays = self.library, self.new()
         address, stream = library.address, library.stream()
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
@@ -269,12 +278,12 @@ class FakeQuantizeCall:
 
 
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Prepare the cached call of a call; return None if the call needs several launches.
+    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize; None if it takes several launches.
 
     The call must round to nearest, without block amaxes.
 
     Args:
-        x: the array as the caller gave it, a CuPy array or a PyTorch tensor.
+        x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
     """
     request = launch_request(call, values=True)
     is_one_matrix = _is_one_matrix(call.x, call.recipe, call.tensor_amax) and call.axis == call.x.ndim - 1
@@ -290,12 +299,12 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
 
 @dataclass(frozen=True, slots=True)
 class DequantizeCall:
-    """The cached call of dequantize for one matrix.
+    """A cached call of dequantize for one matrix.
 
     Attributes:
-        library: how arrays are allocated.
+        library: the functions that handle arrays of the caller's library.
         launch: the launch of the kernel.
-        new: allocate the values.
+        new: allocates the values.
     """
 
     library: ArrayLibrary
@@ -303,7 +312,7 @@ class DequantizeCall:
     new: Callable[[], list[Any]]
 
     def __call__(self, q: Quantized, out: Any) -> Any:
-        """Return the values of q, in out if it is not None."""
+        """Return the values of q: in `out` if given, otherwise in a new array."""
         address, stream = self.library.address, self.library.stream()
         (values,) = self.new() if out is None else (out,)
         scales, tensor_scale, amax = q.block_scale, q.tensor_scale, q.tensor_amax
@@ -319,10 +328,13 @@ class DequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
-    """Prepare the cached call that dequantizes q; return None if that needs several launches.
+    """Return a DequantizeCall that repeats a call of dequantize; None if it takes several launches or copies.
 
     Args:
-        given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
+        q: the Quantized with CuPy arrays.
+        given: the Quantized as the caller passed it, with CuPy arrays or PyTorch tensors.
+        dtype: the dtype of the values.
+        out: the array to write to, as a CuPy array; None for a new one.
     """
     r = q.recipe
     is_one_matrix = _is_one_matrix(q.packed, r, q.tensor_scale) and q.axis == len(q.shape) - 1
@@ -339,14 +351,14 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> Deq
 
 @dataclass(frozen=True, slots=True)
 class MoveCall:
-    """The cached call of transpose or swizzle.
+    """A cached call of transpose or swizzle, which copy arrays of a Quantized in another order.
 
     Attributes:
-        library: how arrays are allocated.
+        library: the functions that handle arrays of the caller's library.
         launch: the launch of the kernel.
-        names: the arrays of the Quantized that are replaced.
-        new: allocate these arrays.
-        fields: the fields of the result with other values.
+        names: the names of the arrays that are new in the result.
+        new: allocates these arrays.
+        fields: the other fields that differ in the result, with their values.
     """
 
     library: ArrayLibrary
@@ -356,7 +368,7 @@ class MoveCall:
     fields: dict[str, Any]
 
     def __call__(self, q: Quantized) -> Quantized:
-        """Return q transposed or swizzled."""
+        """Return a Quantized that is q transposed or swizzled."""
         address, stream = self.library.address, self.library.stream()
         made, old = dict(zip(self.names, self.new(), strict=True)), vars(q)
         self.launch(*(address(old[name]) for name in made), *map(address, made.values()), stream=stream)
@@ -364,11 +376,12 @@ class MoveCall:
 
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Prepare the cached call that transposes q; return None if that needs several launches.
+    """Return a MoveCall that repeats a call of transpose; None if no kernel supports it, or if arrays must be copied.
 
     Args:
-        given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
-        axis: the axis of the result.
+        q: the Quantized with CuPy arrays.
+        given: the Quantized as the caller passed it, with CuPy arrays or PyTorch tensors.
+        axis: the quantized axis of the result.
     """
     if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
         return None
@@ -383,12 +396,14 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
 
 
 def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
-    """Prepare the cached call that changes the layout of q's block scales.
+    """Return a MoveCall that repeats a call of swizzle or unswizzle.
 
-    Return None if that needs several launches, or if q has this layout already.
+    Return None if the scales must be copied first, or if they already have the given layout.
 
     Args:
-        given: q as the caller gave it, with CuPy arrays or PyTorch tensors.
+        q: the Quantized with CuPy arrays.
+        given: the Quantized as the caller passed it, with CuPy arrays or PyTorch tensors.
+        layout: the layout of the result.
     """
     if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:
         return None
@@ -400,6 +415,6 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
 
 
 def _are_contiguous_here(*arrays: Any) -> bool:
-    """Return whether kernels can read the arrays in place: none is empty, all are contiguous on the current device."""
+    """Return whether kernels can read arrays in place: all are nonempty, contiguous and on the current device."""
     device = imports.cupy().cuda.runtime.getDevice()
     return all(a.size and a.flags.c_contiguous and a.device.id == device for a in arrays)

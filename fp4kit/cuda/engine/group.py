@@ -1,7 +1,7 @@
-"""Quantize groups of CuPy arrays: prepare one launch for N arrays once, and launch it as often as needed.
+"""Run grouped operations (GroupedPlan, quantize_grouped, ...) on CuPy arrays: one launch for N arrays of one dtype.
 
-A launch covers arrays of one dtype, so a group with several dtypes has one launch per dtype. No function waits for the
-device.
+Launches are prepared once and launched as often as needed. A group with several dtypes takes one launch per dtype. No
+function waits for the device.
 
 AmaxOperands are defined in amax.py.
 """
@@ -38,24 +38,25 @@ ShapedOperands = tuple[AmaxOperands, tuple[int, ...]]  # the operands of an amax
 
 
 def cut(vector: Any, shapes: Sequence[tuple[int, ...]]) -> list[Any]:
-    """Return views of consecutive parts of a vector, in these shapes."""
+    """Cut a vector into consecutive parts. Return one view per part, in the given shapes."""
     ends = np.cumsum([prod(shape) for shape in shapes]).tolist()
     return [vector[end - prod(shape) : end].reshape(shape) for end, shape in zip(ends, shapes, strict=True)]
 
 
 def by_dtype(arrays: Sequence[Any]) -> list[list[int]]:
-    """Return one list per dtype: the indices of the arrays of that dtype."""
+    """Group arrays by dtype. Return one list per dtype, which holds the indices of the arrays with this dtype."""
     return [[i for i, a in enumerate(arrays) if a.dtype == dtype] for dtype in dict.fromkeys(a.dtype for a in arrays)]
 
 
 def amax_launches(
     operands: Sequence[ShapedOperands], outs: Sequence[Any], mask: int | None = None
 ) -> list[GroupedLaunch]:
-    """Return launches that write amaxes into outs, which must hold zeros.
+    """Return the launches that compute the amaxes of arrays: one per dtype. Arrays without elements take none.
 
     Args:
-        operands: one per array. All have the same counted elements and the same by_row.
-        mask: the mask of a Hadamard transform, or None.
+        operands: one pair (AmaxOperands, shape) per array. The operands differ only in their array.
+        outs: the arrays to write the amaxes to, which must hold zeros before each launch.
+        mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
     found = []
     for indices in by_dtype([x for (x, *_), _ in operands]):
@@ -71,7 +72,7 @@ def amax_launches(
 
 
 def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
-    """Return launch.matrix.amax of N arrays, computed in one launch per dtype, as views of one vector."""
+    """Compute amaxes in one launch per dtype. Return one array per pair of operands, as views of one vector."""
     shapes = [shape for _, shape in operands]
     outs = cut(imports.cupy().zeros(sum(map(prod, shapes)), np.float32), shapes)
     for call in amax_launches(operands, outs):
@@ -80,7 +81,10 @@ def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
 
 
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
-    """Return the amaxes of N calls. Raise Declined if blocks need a launch per array (needs_block_kernel)."""
+    """Return the results of the function amax for N calls, each in a tuple, from one launch per dtype.
+
+    Raise Declined if the recipe's blocks need one launch per array (needs_block_kernel).
+    """
     ((first,), *_) = calls
     if needs_block_kernel(first.recipe):
         raise Declined("blocks of several rows need one launch per array")
@@ -89,15 +93,15 @@ def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
 
 
 def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
-    """Return plain_amax of N arrays, each with its axes."""
+    """Return the results of plain_amax for N pairs (array, axis), from one launch per dtype."""
     with imports.cupy().cuda.Device(calls[0][0].device.id):
         return amaxes([plain_amax_operands(x, axis) for x, axis in calls])
 
 
 def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
-    """Return the array if it is contiguous.
+    """Return an array if it is contiguous; otherwise an uninitialized array for a contiguous copy of it.
 
-    Otherwise return memory for a contiguous copy, and append (array, copy) to `copies`.
+    In the second case, append (array, copy) to `copies`, so that launch_all makes the copy before each launch.
     """
     if a.flags.c_contiguous:
         return a
@@ -106,7 +110,7 @@ def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
 
 
 def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], None]]) -> None:
-    """Make the copies, then the launches."""
+    """Copy each array into its contiguous copy, and then launch all launches in order."""
     for array, copy in copies:
         imports.cupy().copyto(copy, array)
     for call in launches:
@@ -114,22 +118,24 @@ def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], No
 
 
 def clear(vector: Any) -> None:
-    """Fill a vector with zeros, without a kernel."""
+    """Fill a vector with zeros by a memset, which needs no kernel."""
     if vector.size:
         vector.data.memset_async(0, vector.nbytes)
 
 
 class Group:
-    """N arrays of one device, with the launches that quantize them. Each launch is prepared when it is first needed.
+    """N parsed calls on arrays on one GPU, with their outputs and the launches that quantize them.
+
+    Every run overwrites the outputs of the previous run. A launch is prepared when it is first needed.
 
     Args:
-        calls: one per array.
-        stack: the array whose parts the arrays are, or None.
+        calls: one parsed call per array, with one recipe.
+        stack: the stacked array whose items are the arrays of the calls; None if they are separate arrays.
 
     Attributes:
-        amaxes: per array, the amaxes of its tensor scales; None if the recipe has none.
-        vector: all amaxes in one array, if the group allocated them; None if the caller gave GPU arrays or the recipe
-            has no tensor scales.
+        amaxes: the tensor amax of each array; None for a recipe without a tensor scale.
+        vector: all tensor amaxes in one array that the group owns; None if the caller passed amaxes on the GPU, or if
+            the recipe has no tensor scale.
     """
 
     def __init__(self, calls: Sequence[Call], stack: Any) -> None:
@@ -142,7 +148,7 @@ class Group:
         self._codes: tuple[list[Quantized], list[GroupedLaunch]] | None = None
         self._raw_values: list[Any] = []  # the values with the quantized axis last, as the kernels write them
         self._values: list[Any] = []
-        # The launches that write values, by whether the kernel computes the amaxes itself.
+        # The launches that write values. The key is True for kernels that compute the amaxes themselves.
         self._launches_of_values: dict[bool, list[GroupedLaunch]] = {}
         self._amax_launches: list[GroupedLaunch] | None = None
         self.vector: Any = None
@@ -154,7 +160,7 @@ class Group:
             self.calls, self._searches = self._find_searches()
 
     def _find_amaxes(self) -> list[Any]:
-        """Return the amaxes of all arrays: memory to compute them in, or the given ones, checked."""
+        """Return the tensor amax of each array on the GPU: the caller's, checked, or else zeros to compute it in."""
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
         if pairs[0][0] is None:
@@ -173,9 +179,9 @@ class Group:
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """Return the calls with block amaxes, and the launches that choose these block amaxes.
+        """Return the calls with arrays for their block amaxes, and the launches that search these block amaxes.
 
-        Without a search in the recipe, return the calls unchanged and no launches.
+        If the recipe has no search, return the calls unchanged and no launches.
         """
         r, calls = self.recipe, self.calls
         if not r.search:
@@ -193,26 +199,29 @@ class Group:
 
     @property
     def computes_amaxes(self) -> bool:
-        """Return whether the amaxes are computed from the arrays. If not, they were given, or the recipe has none."""
+        """True if the group computes amaxes from the arrays. False if the caller passed them or none are needed."""
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:
-        """Compute the amaxes, unless they were given, and return them."""
+        """Return the tensor amax of each array: the caller's, or else computed now. See the attribute amaxes."""
         with self._device:
             self._update(True)
         return self.amaxes
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
-        """Write the codes, scales and tensor scales of all arrays, and return the Quantized of each."""
+        """Quantize all arrays, and return the results, which the next run overwrites.
+
+        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`.
+        """
         with self._device:
             self._codes = self._codes or self._prepare_codes()
             return self._run(self._codes, compute_amaxes)
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Write the values of all arrays, and return them.
+        """Fake-quantize all arrays, and return the values, which the next run overwrites.
 
-        If compute_amaxes, and the recipe has a fake_rule and one tensor scale per block, the kernel itself computes the
-        amaxes.
+        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. For a recipe with a
+            fake_rule and one tensor scale per block, the kernel that writes the values computes the amaxes.
         """
         with self._device:
             own = compute_amaxes and self.computes_amaxes and self.recipe.tensor_scaling == "block"
@@ -222,14 +231,20 @@ class Group:
             return self._run((self._values, self._launches_of_values[own]), compute_amaxes and not own)
 
     def _run(self, prepared: tuple[list[Any], list[GroupedLaunch]], compute_amaxes: bool) -> list[Any]:
-        """Update the amaxes, launch the prepared launches, and return the outputs."""
+        """Run prepared launches, and return their outputs. prepared: the pair (outputs, launches).
+
+        compute_amaxes: True computes the amaxes first.
+        """
         outputs, launches = prepared
         self._update(compute_amaxes)
         launch_all([], [*self._searches, *launches])
         return outputs
 
     def _update(self, compute_amaxes: bool) -> None:
-        """Copy the arrays that are not contiguous. If compute_amaxes, and the amaxes were not given, compute them."""
+        """Update the contiguous copies of strided arrays, and then the amaxes.
+
+        compute_amaxes: True computes the amaxes, unless the caller passed them. False leaves them unchanged.
+        """
         if not (compute_amaxes and self.computes_amaxes):
             return launch_all(self._copies, [])
         if self._amax_launches is None:
@@ -250,7 +265,8 @@ class Group:
             make: Callable[..., Any] = lambda shape, dtype: empty_scales(shape, layout)  # noqa: E731
             scales = self._outputs([scale_shape(s, r) for s in moved], [np.uint8] * len(moved), make)
         decode: list[Any] = [None] * len(moved)
-        given: list[Any] = [None] * len(moved)  # copies of given amaxes, because the caller may change those
+        # Arrays for copies of the caller's amaxes, because the caller may overwrite the amaxes later.
+        given: list[Any] = [None] * len(moved)
         if r.tensor_scaling != "none":
             shapes = [a.shape for a in self.amaxes]
             decode = cut(imports.cupy().empty(sum(map(prod, shapes)), np.float32), shapes)
@@ -268,7 +284,10 @@ class Group:
         ], launches
 
     def _prepare_values(self, amaxes: list[Any]) -> list[GroupedLaunch]:
-        """Return the launches that write the values. amaxes: None for each that the kernel computes itself."""
+        """Allocate the values if needed, and return the launches that write them.
+
+        amaxes: the tensor amax of each array; None if the kernel computes it or the recipe needs none.
+        """
         cupy = imports.cupy()
         if not self._raw_values:
             self._raw_values = self._outputs([x.shape for x in self._xs], [x.dtype for x in self._xs], cupy.empty)
@@ -281,13 +300,19 @@ class Group:
         return self._launches(matrices, values=True)
 
     def _outputs(self, shapes: list[tuple[int, ...]], dtypes: list[Any], make: Callable[..., Any]) -> list[Any]:
-        """Return one new array per shape; if the inputs are parts of a stack, as parts of a stack."""
+        """Return one new array per shape, made by make(shape, dtype).
+
+        If the arrays of the group are the items of a stack, the new arrays are the items of one new stack.
+        """
         if self._stacked:
             return list(make((len(shapes), *shapes[0]), dtypes[0]))
         return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def _launches(self, matrices: list[Matrix], values: bool) -> list[GroupedLaunch]:
-        """Return one launch per dtype that quantizes these matrices."""
+        """Return the launches that quantize arrays: one per dtype.
+
+        matrices: the arrays of each call. values: True to write fake-quantized values; False to write codes.
+        """
         seed = next((call.random for call in self.calls if isinstance(call.random, int)), 0)
         found = []
         with declined_as_error(self._op):
@@ -298,9 +323,12 @@ class Group:
         return found
 
     def _matrices_of(self, call: Call, m: Matrix, values: bool) -> list[tuple[Matrix, LaunchRequest]]:
-        """Return the matrices of an array, each with its request.
+        """Split the array of a call into matrices. Return each Matrix with its LaunchRequest.
 
-        An array without elements has one matrix if it has tensor scales, because the kernel must still write those.
+        For an array without elements, return one matrix if it has tensor scales, because the kernel must still write
+        the tensor scales; otherwise return [].
+
+        m: the arrays of the whole call. values: True if fake-quantized values are wanted instead of codes.
         """
         request = launch_request(call, values=values)
         if m.x.size:

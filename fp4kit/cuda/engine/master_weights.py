@@ -1,6 +1,7 @@
-"""Run the stages of cast_master_weights on CuPy arrays; training/master_weights.py describes them.
+"""Run the stages of cast_master_weights on CuPy arrays. training/master_weights.py describes the stages.
 
-Each stage is one launch per dtype, with its arguments in a table in device memory.
+A stage takes one launch per dtype for all matrices. Its arguments are in a table in device memory, which is prepared
+once.
 """
 
 from __future__ import annotations
@@ -20,18 +21,21 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 
-ALIGNMENT = 256  # bytes; each matrix's part of a buffer begins at a multiple of it
-MAX_PADDING = 1.1  # limit for the bytes of equally long messages, relative to those of aligned messages
+ALIGNMENT = 256  # bytes; the part of a buffer that belongs to a matrix begins at a multiple of it
+MAX_PADDING = 1.1  # messages are padded to one length if this takes at most this factor of bytes (_message_sizes)
 
 
 class DeviceStages:
-    """Hold the buffers and stages of a plan.
+    """The buffers of a MasterWeightsPlan on a GPU, and one method per stage of cast_master_weights.
 
     Attributes:
-        bits: float32 bit patterns for the reduce stage: tensor amaxes, then block amaxes.
-        message: the codes that this process sends.
-        gathered: the messages of all processes.
-        counts: the length of each process's message.
+        bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce
+            this array by maximum between the stages amax and scales.
+        message: the bytes of codes that this process sends to the others.
+        gathered: the messages of all processes, one after the other.
+        counts: the length of each process's message, in bytes.
+        quantized: the rowwise result of each matrix.
+        columnwise: the columnwise copy of each matrix; empty if none is wanted.
     """
 
     def __init__(
@@ -92,10 +96,10 @@ class DeviceStages:
         self.gathered = cupy.zeros(sum(self.counts), np.uint8)
 
     def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
-        """Return the Quantized of each matrix, as views of the buffers.
+        """Return one Quantized per matrix, whose arrays are views of the buffers packed and scales.
 
         Args:
-            axis: -1 for the matrices, 0 for their columnwise copies.
+            axis: the quantized axis: -1 for the rowwise results, 0 for the columnwise copies.
         """
         views, r = [], self._recipe
         for t, shape in enumerate(shapes):
@@ -111,12 +115,12 @@ class DeviceStages:
         return views
 
     def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[GroupedLaunch]:
-        """Return one prepared launch per dtype of the shards. Matrices without work are left out.
+        """Prepare a kernel for all matrices, and return its launches: one per dtype of the shards.
 
         Args:
-            work: per matrix, the number of blocks or runs.
-            fields: the arguments of the kernel, see partial.arguments.
-            held: arrays to keep alive.
+            work: per matrix, the number of blocks or runs to compute. Matrices with 0 are left out.
+            fields: the arguments of the kernel, as for partial.arguments.
+            held: arrays that the launches keep alive.
         """
         table = partial.arguments(kernel, len(work), **fields)
         launches = []
@@ -139,7 +143,7 @@ class DeviceStages:
         self._run_scales = self._by_dtype("partial_scales", np.maximum(self._blocks, 1), fields | places)
 
     def _prepare_shards(self) -> None:
-        """Prepare the launches that read the shards: amax and cast."""
+        """Prepare the launches of the stages amax and cast, which read the shards."""
         starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
         run_bytes = partial.run_bytes(self._recipe)
         common = {"values": np.array([v.data.ptr for v in self._values], np.uint64), "start": starts, "end": ends}
@@ -160,7 +164,7 @@ class DeviceStages:
         self._run_cast = self._by_dtype("partial_cast", work, common | fields, self._values)
 
     def _prepare_place(self) -> None:
-        """Prepare the launch of the place stage."""
+        """Prepare the launch of the place stage. It needs none if there is one process or no element."""
         starts, ends = (edge.reshape(-1) for edge in self._partition)
         chosen = starts < ends
         self._run_place: GroupedLaunch | None = None
@@ -183,7 +187,7 @@ class DeviceStages:
         self._run_place = partial.prepare("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
 
     def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
-        """Prepare the columnwise copies and the launch that makes them."""
+        """Allocate the columnwise copies and prepare the launch of the transpose stage, if copies are wanted."""
         self.columnwise: list[Quantized] = []
         self._run_transpose: GroupedLaunch | None = None
         if columnwise:
@@ -200,11 +204,11 @@ class DeviceStages:
                 self._run_transpose = transpose_group(matrices, self._recipe)
 
     def device(self) -> Any:
-        """Return a context that makes the device of the buffers current."""
+        """Return a context manager that makes the device of the buffers current."""
         return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Use other arrays as the shards. They have the shapes, dtypes and device of the present ones."""
+        """Use other arrays as the shards from now on. They have the shapes, dtypes and device of the current shards."""
         self.check(values, (), self._recipe)
         self._values = list(values)
         with self.device():
@@ -213,25 +217,25 @@ class DeviceStages:
     # ---- stages
 
     def amax(self) -> None:
-        """Compute amaxes of the owned elements into ``bits``."""
+        """Write the tensor amaxes and block amaxes of this process's shards into `bits`."""
         self.bits.data.memset_async(0, self.bits.nbytes)
         _run(self._run_amax)
 
     def scales(self) -> None:
-        """Compute tensor scales, block scales and factors from the reduced ``bits``."""
+        """Compute tensor scales, block scales and the factors of blocks from the reduced `bits`."""
         _run(self._run_scales)
 
     def cast(self) -> None:
-        """Write the codes of the owned elements into the message, or into the matrices if there is one process."""
+        """Write the codes of this process's shards into `message`, or into `quantized` if there is one process."""
         _run(self._run_cast)
 
     def place(self) -> None:
-        """Copy the codes of all processes from ``gathered`` into the matrices."""
+        """Copy the codes of all processes from `gathered` into `quantized`."""
         if self._run_place is not None:
             self._run_place()
 
     def transpose(self) -> None:
-        """Update the columnwise copies."""
+        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`."""
         if self._run_transpose is not None:
             self._run_transpose()
 
@@ -243,11 +247,14 @@ def _run(launches: Sequence[GroupedLaunch]) -> None:
 
 
 def _message_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the number of bytes of each process's message, or [0] for one process, which casts into the matrices.
+    """Return the length of each process's message in bytes, with padding.
 
-    Every message is padded to a multiple of ALIGNMENT. To gather 268 MB on two H100s, NCCL takes 560 us with aligned
-    messages and 826 us without (2026-11-25). All messages are padded to one size if that adds at most a tenth, because
-    NCCL gathers messages of one size in one collective call.
+    Every message is padded to a multiple of ALIGNMENT: to gather 268 MB on two H100s, NCCL takes 560 us with aligned
+    messages and 826 us without (2026-11-25). All messages are padded to one length if that takes at most MAX_PADDING
+    times the bytes, because NCCL gathers messages of one length in one collective call. If there is only one process,
+    return [0], because no message is sent.
+
+    sizes: the bytes of codes of each process.
     """
     if len(sizes) == 1:
         return [0]
@@ -257,12 +264,12 @@ def _message_sizes(sizes: Sequence[int]) -> list[int]:
 
 
 def _offsets(sizes: Sequence[int]) -> tuple[np.ndarray, int]:
-    """Return the offset of each array in one buffer, and the size of the buffer.
+    """Lay out arrays in one buffer. Return the offset of each array in bytes, and the size of the buffer.
 
     Arrays begin at multiples of ALIGNMENT.
 
     Args:
-        sizes: bytes of each array.
+        sizes: the number of bytes of each array.
     """
     padded = -(-np.array(sizes, np.int64) // ALIGNMENT) * ALIGNMENT
     return np.cumsum(padded) - padded, int(padded.sum())

@@ -1,4 +1,4 @@
-"""Launch amax_columns.cu, which computes the amax of each column of matrices without transposing them."""
+"""Launch amax_columns.cu, which computes the amax of each column of matrices without a transposed copy."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _COLUMNS = np.dtype(
     [("x", "u8"), ("amax", "u8")] + [(name, "i8") for name in ("matrices", "rows", "columns", "lanes", "height")]
 )
 _WARP = 32  # threads per warp
-_ROWS = 16  # rows per thread: enough loads at a time, and few atomic updates per column
+_ROWS = 16  # rows per thread: many enough for several loads at a time and for few atomic updates per column
 
 
 @cache
 def _function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel. aligned_runs: rows of every matrix begin at multiples of 16 bytes."""
+    """Return the compiled kernel. aligned_runs: True if every row begins at a multiple of 16 bytes."""
     source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
     return loader.function(source, "amax_columns_kernel", device)
 
@@ -42,9 +42,9 @@ def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], de
 
 
 def amax_columns(x: Any) -> Any:
-    """Return the largest magnitude per column of contiguous matrices (B, M, K): float32 (B, K).
+    """Return the largest magnitude in each column of contiguous matrices x (B, M, K): float32 (B, K).
 
-    A column with a NaN gives NaN.
+    A column that holds a NaN gives NaN.
     """
     matrices, _, columns = x.shape
     out = imports.cupy().zeros((matrices, columns), np.float32)

@@ -1,4 +1,7 @@
-"""Launch amax_hadamard.cu, which computes the amax of a matrix after the Hadamard transform of its columns."""
+"""Launch amax_hadamard.cu: the tensor amax of a matrix after a Hadamard transform along its columns.
+
+It is used by quantize_both and by quantize with axis=-2, so that they need no transposed copy.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +19,12 @@ from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import THREADS, Launch, grid
 from fp4kit.cuda.launch.matrix import AMAX, transform_struct
 
-_WORD = 4  # bytes per thread and row
+_WORD = 4  # bytes that a thread loads per row, if they are aligned
 
 
 @cache
 def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
-    """Return the compiled kernel. aligned_runs: all loads are aligned to _WORD bytes."""
+    """Return the compiled kernel. aligned_runs: True if a thread can load _WORD bytes at a time."""
     struct = transform_struct(mask)
     source = instantiation(
         "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
@@ -40,9 +43,9 @@ def _launch(
 
 
 def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
-    """Return the largest magnitude after the Hadamard transform of the columns: float32 ().
+    """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ().
 
-    It equals cuda.launch.amax, with this mask, of the transposed matrix, but transposes nothing.
+    The result equals that of launch.matrix.amax with this mask on a transposed copy of x.
 
     Args:
         x: contiguous (M, K); M is a multiple of 16.

@@ -18,14 +18,17 @@ CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("cou
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel. aligned_runs: all arrays begin at multiples of 16 bytes."""
+    """Return the compiled kernel.
+
+    dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays begin at multiples of 16 bytes.
+    """
     source = instantiation("clip", Input=TYPES[dtype], Gradient=TYPES[grad], kAligned=aligned_runs)
     return loader.function(source, "clip_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
-    """Return the launch for `count` elements, of which each amax covers `covered`."""
+    """Return the launch for `count` elements. covered: the number of elements that each amax clips."""
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
     return Launch(
         _clip_function(dtype, grad, aligned_runs, device), grid(blocks, device, UNLIMITED), CLIP, count, covered
@@ -37,8 +40,8 @@ def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
 
     Args:
         grad, x, out: contiguous arrays of one size. out has the dtype of grad.
-        amax: float32; each entry covers the same number of consecutive elements of x, so its size divides the size of
-            x.
+        amax: float32, contiguous. Each amax applies to an equal number of consecutive elements of x, so the size of
+            amax divides the size of x.
     """
     aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
     launch = _clip_launch(x.dtype, grad.dtype, aligned_runs, x.size, x.size // amax.size, x.device.id)

@@ -1,9 +1,9 @@
 """Choose the kernel that quantizes a matrix.
 
-A LaunchRequest describes the work. KERNEL_CHOICES is an ordered table with one KernelChoice per kernel; the first
-kernel that takes a request does the work. The engine, its cached calls and its groups all choose by this table.
+A LaunchRequest describes the work. KERNEL_CHOICES is an ordered table with one KernelChoice per kernel. The first
+kernel in it that supports (takes) a request does the work. Single calls, cached calls and groups all use this table.
 
-The words run, tile, patch and band are defined in kernels/README.md.
+kernels/README.md defines the words run, tile, patch and band.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from fp4kit.cuda.launch.supported import check_formats, unsupported
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
-CACHE_SIZE = 1024  # entries in each cache of choices or launches; a new shape takes a new entry
+CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 THREAD_BYTES = 64  # bytes of elements that a thread of quantize loads at a time
-VALUE_RUNS = 2  # runs of 16 bytes per thread of dequantize and fake_quantize
-MORE_VALUE_RUNS = 4  # such runs per thread if each thread block has more to prepare before its first run
-MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, whose threads each hold a row of a block
-FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # block widths of fake_quantize, whose warps compute the amax of a block
+VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
+MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
+MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, in which a thread holds one row of a block
+FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # block widths of fake_quantize, in which a warp computes a block's amax
 TABLE_THREADS = 1024  # threads per thread block of quantize_table
-# The smallest matrix for which quantize_table is used. Microseconds with and without its tables (H200, 2026-11-21):
+# The smallest matrix for which quantize_table is used. Time in us with, then without tables (H200, 2026-11-21):
 #     elements   1x16 blocks   16x16 blocks
 #     2^22       15.9, 12.8     9.1,  8.9
 #     2^23       17.6, 18.1    12.7, 24.1
@@ -41,8 +41,8 @@ PATCH_ROW_UNIT = 32  # for blocks of one row, quantize_columns needs rows of a m
 TILE_ROWS = 128  # rows of a tile of quantize_columns
 TILE_COLUMNS, TILE_BYTES = 128, 256  # width of such a tile: columns for square blocks, bytes for blocks of one row
 SCALED_RUN = 16  # elements that a thread of quantize_with_scales encodes at a time
-# At most 2^3 tiles per band. To write codes along rows and columns takes 4% less time than without bands; 2^4 tiles are
-# equally fast (H200, 2026-11-21).
+# A band of quantize_columns has at most 2^BAND_SHIFT tiles. With bands, writing codes along rows and columns takes 4%
+# less time than without; bands of 2^4 tiles are equally fast (H200, 2026-11-21).
 BAND_SHIFT = 3
 
 
@@ -61,13 +61,13 @@ class Arguments(NamedTuple):
 
     @property
     def struct(self) -> np.dtype:
-        """Return the dtype of the struct of all arguments."""
+        """The NumPy dtype of the struct of all arguments."""
         return np.dtype(
             [(name, "u8") for name in (*self.pointers, *self.words)] + [(name, "i8") for name in self.sizes]
         )
 
 
-# The arguments of most kernels.
+# The arguments of all kernels but quantize_columns.
 ROWS = Arguments(
     ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random", "amax_out"),
     ("seed", "group"),
@@ -101,15 +101,16 @@ class LaunchRequest(NamedTuple):
         dtype: the dtype of x.
         shape: the rows and columns of the contiguous matrix x.
         layout: the layout of the block scales.
-        values: whether fake-quantized values are written instead of codes.
-        columns: whether codes along the columns are written, alone or together with those along the rows.
-        stochastic: whether rounding is stochastic.
-        mask: the sign mask of the Hadamard transform; None without a transform. With `columns`, only the columns are
-            transformed.
-        calibrated: whether block amaxes are given.
-        grouped: whether the launch is for a group of matrices.
-        finds_amax: whether the kernel itself computes the amax of x, and writes it to tensor_amax.
-        scaled: whether the scales are given.
+        values: True if fake-quantized values are written, False if codes are written.
+        columns: True if columnwise codes are written, alone or together with rowwise codes. False for rowwise codes
+            only.
+        stochastic: True for stochastic rounding.
+        mask: the sign mask of a Hadamard transform; None for no transform. If `columns` is True, only the columnwise
+            codes are of transformed elements.
+        calibrated: True if the caller passes block amaxes.
+        grouped: True if the launch is for a group of matrices.
+        finds_amax: True if the kernel itself computes the tensor amax of x and writes it to tensor_amax.
+        scaled: True if the caller passes scales.
     """
 
     recipe: Recipe
@@ -127,24 +128,24 @@ class LaunchRequest(NamedTuple):
 
     @property
     def kernel_shape(self) -> tuple[int, int]:
-        """Return the rows and columns that the kernel receives.
+        """The rows and columns of the matrix as the kernel sees it.
 
-        Without blocks, the matrix counts as one long row, unless each row has its own scale.
+        For a recipe without blocks, it is one long row, unless each row has its own tensor scale.
         """
         r, (rows, columns) = self.recipe, self.shape
         return (1, rows * columns) if r.block is None and r.tensor_scaling != "row" else (rows, columns)
 
 
 class KernelChoice(NamedTuple):
-    """A kernel, with the requests that it takes and how it is launched.
+    """A kernel, with functions that say which requests it supports and how it is launched.
 
     Attributes:
         kernel: the name of its file in kernels/entries, without the suffix.
-        takes: return whether the kernel can do a request.
-        grid: return the number of thread blocks for a request on a device.
+        takes: takes(request) returns whether the kernel supports a request.
+        grid: grid(request, device) returns the number of thread blocks for a request.
         arguments: the names of its arguments.
-        sizes: return the values of `arguments.sizes` for a request.
-        threads: threads per thread block.
+        sizes: sizes(request) returns the values of arguments.sizes.
+        threads: the number of threads per thread block.
     """
 
     kernel: str
@@ -156,7 +157,10 @@ class KernelChoice(NamedTuple):
 
 
 def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
-    """Return how many thread blocks write a matrix of values if each thread writes `runs` runs of 16 bytes."""
+    """Return the number of thread blocks that write a matrix of values if each thread writes `runs` runs of 16 bytes.
+
+    dtype: the dtype of the values.
+    """
     return -(-rows * -(-columns * dtype.itemsize // 16) // (runs * THREADS))
 
 
@@ -164,27 +168,27 @@ def value_blocks(rows: int, columns: int, dtype: np.dtype, runs: int) -> int:
 
 
 def uses_fake_rule(request: LaunchRequest) -> bool:
-    """Return whether values are wanted for a recipe with a fake_rule, the producer's own fake quantizer."""
+    """Return whether a request is for values by a recipe's fake_rule, which is the producer's own fake quantizer."""
     return request.values and request.recipe.fake_rule is not None
 
 
 def _takes_fake(request: LaunchRequest) -> bool:
-    """Return whether fake_quantize takes the request: values by a fake_rule, whose blocks have one row."""
+    """Return whether the kernel fake_quantize supports a request: values by a fake_rule, for blocks of one row."""
     rows, columns = request.recipe.block or (1, FAKE_BLOCKS[0])
     return uses_fake_rule(request) and rows == 1 and columns in FAKE_BLOCKS and request.recipe.amax_nan != "lanes"
 
 
 def has_patch_kernel(r: Recipe) -> bool:
-    """Return whether quantize_columns supports a recipe's blocks and scales."""
+    """Return whether the kernel quantize_columns supports the blocks and scales of a recipe."""
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
     return r.block in PATCH_BLOCKS and one_scale and not r.element.is_integer
 
 
 def _takes_patch(request: LaunchRequest) -> bool:
-    """Return whether quantize_columns takes the request: blocks along columns, or square blocks.
+    """Return whether the kernel quantize_columns supports a request: blocks along columns, or square blocks.
 
-    It has one tensor scale at most, and neither stochastic rounding nor groups. Only blocks of 16 columns can be
-    transformed.
+    It supports neither stochastic rounding nor groups, scales or block amaxes of the caller, and a Hadamard transform
+    only for columnwise blocks of 16 elements.
     """
     r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
@@ -198,7 +202,10 @@ def _takes_patch(request: LaunchRequest) -> bool:
 
 
 def _takes_table(request: LaunchRequest) -> bool:
-    """Return whether quantize_table takes the request: codes of a large bfloat16 matrix, 4over6 with summed errors."""
+    """Return whether the kernel quantize_table supports a request: codes of a large bfloat16 matrix by a 4over6 recipe.
+
+    The recipe must sum errors ("mae" or "mse").
+    """
     r = request.recipe
     is_square = r.block == (16, 16) and r.amax_nan == "propagate"
     sums_errors = r.four_over_six in ("mae", "mse") and not r.lane_sums
@@ -209,12 +216,12 @@ def _takes_table(request: LaunchRequest) -> bool:
 
 
 def _by_rows(request: LaunchRequest) -> bool:
-    """Return whether codes along rows, or the values of such codes, are computed from amaxes."""
+    """Return whether a request is for rowwise codes, or their values, with scales that are computed from amaxes."""
     return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
 def _takes_tile(request: LaunchRequest) -> bool:
-    """Return whether quantize_tile takes the request: blocks of several rows, or 4over6."""
+    """Return whether the kernel quantize_tile supports a request: blocks of several rows, or 4over6."""
     r = request.recipe
     rows, columns = r.block or (1, 0)
     fits_threads = columns in (HADAMARD_BLOCK, MAX_TILE_BLOCK_COLUMNS) and THREADS % rows == 0
@@ -222,7 +229,7 @@ def _takes_tile(request: LaunchRequest) -> bool:
 
 
 def _takes_scaled(request: LaunchRequest) -> bool:
-    """Return whether quantize_with_scales takes the request: codes along rows with given scales."""
+    """Return whether the kernel quantize_with_scales supports a request: rowwise codes under the caller's scales."""
     return (
         request.scaled
         and not request.columns
@@ -231,19 +238,22 @@ def _takes_scaled(request: LaunchRequest) -> bool:
 
 
 def _takes_unblocked(request: LaunchRequest) -> bool:
-    """Return whether quantize_unblocked takes the request: a recipe without blocks."""
+    """Return whether the kernel quantize_unblocked supports a request: a recipe without blocks."""
     return _by_rows(request) and request.recipe.block is None
 
 
 def _takes_rows(request: LaunchRequest) -> bool:
-    """Return whether quantize takes the request: blocks of one row with whole runs, without 4over6."""
+    """Return whether the kernel quantize supports a request: blocks of one row, without 4over6.
+
+    The width of a block must be 16, or a multiple of 32.
+    """
     r = request.recipe
     rows, columns = r.block or (0, 0)
     return _by_rows(request) and rows == 1 and r.four_over_six is None and columns % (32 if columns > 32 else 16) == 0
 
 
 def needs_search(request: LaunchRequest) -> bool:
-    """Return whether a search must choose the block amaxes. Given scales need no search."""
+    """Return whether a search kernel must choose the block amaxes before a request can be launched."""
     return bool(request.recipe.search) and not request.scaled
 
 
@@ -251,18 +261,18 @@ def needs_search(request: LaunchRequest) -> bool:
 
 
 def _fake_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of fake_quantize: one thread per VALUE_RUNS or MORE_VALUE_RUNS runs of values."""
+    """Return the grid of the kernel fake_quantize: one thread per VALUE_RUNS or MORE_VALUE_RUNS runs of values."""
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
 
 
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
-    """Return the rows, the columns, and the shift: a band has 2^shift tiles."""
+    """Return the sizes of quantize_columns: the rows, the columns, and the shift. A band has 2^shift tiles."""
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
 def _patch_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_columns: one thread block per tile, with the last band filled up."""
+    """Return the grid of quantize_columns: one thread block per tile, where the last band counts as a full band."""
     rows, columns, shift = _patch_sizes(request)
     tiles_down = -(-rows // TILE_ROWS)
     tile_columns = TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize
@@ -271,14 +281,14 @@ def _patch_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _table_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_table: at most one thread block, with its table, per multiprocessor."""
+    """Return the grid of quantize_table: at most one thread block per multiprocessor, because each fills a table."""
     rows, columns = request.shape
     threads = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
     return grid(-(-threads // TABLE_THREADS), device, 1)
 
 
 def _tile_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_tile: one thread block per tile, within the usual limit per multiprocessor."""
+    """Return the grid of quantize_tile: one thread block per tile, up to BLOCKS_PER_SM per multiprocessor."""
     rows, columns = request.shape
     tiles_across = -(-(columns // request.recipe.block_size) // (THREADS // request.recipe.block_rows))
     return grid(-(-rows // request.recipe.block_rows) * tiles_across, device)
@@ -288,10 +298,10 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
 
     If every thread block must first prepare something, such as a table, the grid has at most 96 thread blocks per
-    multiprocessor, which then take several shares. Values of recipes that multiply are an exception: a thread writes
-    VALUE_RUNS runs.
+    multiprocessor, so that a thread block does more work per preparation. For values of recipes that multiply, one
+    thread writes VALUE_RUNS runs instead.
 
-    Speed relative to a copy (H200, 16384 x 16384 bfloat16, 2026-11-21):
+    Speed relative to a copy by the limit of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
         thread blocks per multiprocessor    16    24    64    96  no limit
         nvfp4-te                          0.97  0.99  1.01  1.02
@@ -309,7 +319,7 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _scaled_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_with_scales: one thread per run."""
+    """Return the grid of quantize_with_scales: one thread per SCALED_RUN elements."""
     rows, columns = request.kernel_shape
     return grid(-(-rows * -(-columns // SCALED_RUN) // THREADS), device, UNLIMITED)
 
@@ -317,17 +327,17 @@ def _scaled_grid(request: LaunchRequest, device: int) -> int:
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
-    # Values by the fake quantizer of the producer. It has its own arithmetic, without codes.
+    # Values by a fake_rule: the producer's fake quantizer, which has its own arithmetic and makes no codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
-    # Codes under given scales. No amax is needed, and each thread computes the factor of its run.
+    # Codes under the caller's scales. No amax is needed; each thread computes the factor of its own elements.
     KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
-    # Blocks along columns, also together with blocks along rows, and square blocks. Speed relative to a copy (H200,
-    # 2026-11-21): columns 0.95; rows and columns 0.78 to 0.82, or 0.4 with a transposed copy; square blocks 0.995, or
-    # 0.42 with quantize_tile.
+    # Columnwise codes, also together with rowwise codes, and square blocks. Speed relative to a copy (H200,
+    # 2026-11-21): columnwise 0.95; both directions 0.78 to 0.82, or 0.4 by way of a transposed copy; square blocks
+    # 0.995, or 0.42 by quantize_tile.
     KernelChoice("quantize_columns", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
-    # 4over6 of a large matrix, with tables: 0.86 of the speed of a copy, or 0.57 with quantize_tile (H200, 2026-11-21).
+    # 4over6 of a large matrix, by tables. Speed relative to a copy: 0.86, or 0.57 by quantize_tile (H200, 2026-11-21).
     KernelChoice("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
-    # Blocks of several rows, and 4over6: several threads find the scale of a block together.
+    # Blocks of several rows, and 4over6: several threads compute the scale of a block together.
     KernelChoice("quantize_tile", _takes_tile, _tile_grid),
     # No blocks: rows of any length, with one scale per tensor or row.
     KernelChoice("quantize_unblocked", _takes_unblocked, _row_grid),
@@ -338,14 +348,17 @@ KERNEL_CHOICES = (
 
 @lru_cache(CACHE_SIZE)
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
-    """Return the first kernel that takes the request, or None if no kernel does."""
+    """Return the first kernel in KERNEL_CHOICES that supports a request; None if no kernel does."""
     if unsupported(request.recipe) or needs_search(request):
         return None
     return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
 
 
 def kernel_for(request: LaunchRequest) -> KernelChoice:
-    """Return the first kernel that takes the request. Raise Declined, with what is needed, if no kernel does."""
+    """Return the first kernel in KERNEL_CHOICES that supports a request.
+
+    Raise Declined, with a message that says what is needed, if no kernel does.
+    """
     check_formats(request.recipe)
     choice = find_kernel(request)
     if choice is None:
@@ -354,7 +367,7 @@ def kernel_for(request: LaunchRequest) -> KernelChoice:
 
 
 def why_declined(request: LaunchRequest) -> str:
-    """Return the message for a request that no kernel takes: what is unsupported, and what is needed."""
+    """Return the error message for a request that no kernel supports: what is unsupported, and what is needed."""
     r = request.recipe
     rows, columns = r.block or (1, 1)
     if needs_search(request):

@@ -1,6 +1,6 @@
-"""The parts that all launchers share: grid sizes, launches, addresses, alignment.
+"""Provide what all launchers share: grid sizes, prepared launches, addresses and checks of alignment.
 
-Kernels stride over the grid, so results do not depend on its size.
+Kernels stride over the grid, so their results do not depend on the size of the grid.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import numpy as np
 from fp4kit.arrays import imports
 
 THREADS = 256  # threads per thread block
-BLOCKS_PER_SM = 16  # thread blocks per multiprocessor, if a launcher does not choose another limit
+BLOCKS_PER_SM = 16  # the most thread blocks per multiprocessor, unless a launcher chooses another limit
 MAX_THREADS = 2048  # threads that run on a multiprocessor at a time
-MAX_ELEMENTS = 1 << 33  # elements per launch
-MAX_COLUMNS = (1 << 32) - 1  # elements per row, for recipes with blocks
-UNLIMITED = 1 << 16  # thread blocks per multiprocessor: in effect no limit, so that each takes one share of the work
+MAX_ELEMENTS = 1 << 33  # the most elements per launch
+MAX_COLUMNS = (1 << 32) - 1  # the most elements per row, for recipes with blocks
+# As a limit of thread blocks per multiprocessor, in effect no limit: each thread block takes one share of the work.
+UNLIMITED = 1 << 16
 
 
 @cache
@@ -30,12 +31,12 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks run on a device at a time if only their threads limit that."""
+    """Return how many thread blocks run on a device at a time if only the number of threads limits them."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
 def check_count(elements: int) -> None:
-    """Raise ValueError if a matrix has too many elements. Kernels number runs of 4 elements with 32 bits."""
+    """Raise ValueError if a matrix has too many elements for the kernels' 32-bit indices of 4 elements each."""
     if elements > MAX_ELEMENTS:
         raise ValueError(
             f"fp4kit.cuda: a matrix has {elements} elements; a kernel takes at most {MAX_ELEMENTS} (2^33); split the"
@@ -44,7 +45,7 @@ def check_count(elements: int) -> None:
 
 
 def check_columns(columns: int) -> None:
-    """Raise ValueError if a row is too long for blocks. Kernels number the elements of a row with 32 bits."""
+    """Raise ValueError if a row of a matrix has too many elements for the kernels' 32-bit indices."""
     if columns > MAX_COLUMNS:
         raise ValueError(
             f"fp4kit.cuda: a row has {columns} elements; a kernel takes at most 2^32 - 1; reshape x to shorter rows"
@@ -55,9 +56,9 @@ def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM)
     """Return the number of thread blocks to launch, at least 1.
 
     Args:
-        work_blocks: how many thread blocks have work if each takes one share.
-        per_multiprocessor: the most thread blocks per multiprocessor. If that limits the grid, thread blocks take
-            several shares one after another.
+        work_blocks: the number of shares of the work; a thread block takes one share at a time.
+        per_multiprocessor: the most thread blocks per multiprocessor. If there are more shares than this limit allows
+            thread blocks, a thread block takes several shares, one after the other.
     """
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
@@ -65,15 +66,16 @@ def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM)
 class _Struct(np.ndarray):
     """A struct of kernel arguments that CuPy passes by value: an array with one element of raw bytes.
 
-    At each launch, CuPy reads __array_interface__, to find the address. NumPy would create that dict every time: 6 us
-    for an array with named fields, 1.5 us for raw bytes (host of an H200, November 2026). This class stores it once.
+    At each launch, CuPy reads the array's __array_interface__ to find its address. NumPy creates this dict at every
+    access, which takes 6 us for an array with named fields and 1.5 us for raw bytes (host of an H200, November 2026).
+    This class stores the dict once.
     """
 
     __array_interface__: Any = None  # hides NumPy's descriptor, so that an instance can store its own value
 
     @classmethod
     def of(cls, memory: bytearray) -> _Struct:
-        """Return the struct whose bytes are those of `memory`."""
+        """Return a struct that shares its bytes with `memory`."""
         plain = np.frombuffer(memory, np.dtype((np.void, len(memory))))
         struct = plain.view(cls)
         struct.__array_interface__ = plain.__array_interface__
@@ -81,13 +83,13 @@ class _Struct(np.ndarray):
 
 
 class _Slot(NamedTuple):
-    """Memory for the arguments of one launch.
+    """Memory for the arguments of one launch, in the forms that CuPy and the driver need.
 
     Attributes:
-        memory: the bytes, to be written.
-        struct: the same bytes, as CuPy takes them.
-        parameters: the address of a void*[1] that points to the bytes, as the driver takes them.
-        held: the array at `parameters`, kept alive.
+        memory: the bytes, which each launch overwrites.
+        struct: an array that shares these bytes, as CuPy takes arguments.
+        parameters: the address of a void*[1] that points to these bytes, as the driver takes arguments.
+        held: the void*[1], kept alive.
     """
 
     memory: bytearray
@@ -105,14 +107,14 @@ class _Slot(NamedTuple):
 
 
 class Launch:
-    """A kernel with a fixed grid and fixed sizes. A call passes the other arguments and launches the kernel.
+    """A prepared launch: a kernel with a fixed grid and fixed sizes. Calling it with addresses launches the kernel.
 
     Args:
         function: the CuPy function of the kernel.
         blocks: the number of thread blocks.
-        fields: the dtype of the struct of arguments. Every field has 8 bytes.
-        sizes: the values of the last fields.
-        threads: threads per thread block.
+        fields: the dtype of the struct of the kernel's arguments. Every field has 8 bytes.
+        sizes: the values of the last fields, such as the shape of the matrix.
+        threads: the number of threads per thread block.
     """
 
     __slots__ = ("_block", "_driver", "_free", "_function", "_grid", "_handle", "_layout", "_sizes")
@@ -121,18 +123,19 @@ class Launch:
         self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
     ) -> None:
         self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
-        # The driver's handle of the kernel, and the driver. Both are found at the first launch by the driver.
+        # The driver's handle of the kernel, and CuPy's driver module. _by_driver sets both when it is first called.
         self._handle: int | None = None
         self._driver: Any = None
         self._layout = Struct(f"{len(fields.names or ())}Q")
-        self._free: list[_Slot] = []  # slots for reuse: the driver has copied their bytes
+        # Slots that can be reused. A launch returns its slot at once, because the driver copies the bytes.
+        self._free: list[_Slot] = []
 
     def __call__(self, *values: int, stream: Any = None) -> None:
         """Launch the kernel.
 
         Args:
-            values: the values of the first fields.
-            stream: a stream of CuPy or PyTorch; CuPy's current stream if None.
+            values: the values of the first fields, such as the addresses of arrays.
+            stream: a stream of CuPy or PyTorch; None for CuPy's current stream.
         """
         try:
             slot = self._free.pop()
@@ -146,9 +149,9 @@ class Launch:
         self._free.append(slot)
 
     def _by_driver(self, slot: _Slot, stream: Any) -> bool:
-        """Launch by the driver's function, which skips CuPy's conversion of arguments.
+        """Launch the kernel by the driver's function, which skips CuPy's conversion of arguments. Return True.
 
-        Return False, without a launch, if that fails: CuPy's function has no handle, or the thread has no CUDA context
+        Return False, without a launch, if this fails: CuPy's function has no handle, or the thread has no CUDA context
         yet.
         """
         if self._handle is None:
@@ -167,20 +170,20 @@ class Launch:
 
 
 def address(array: Any) -> int:
-    """Return the address of a CuPy array, or 0 for None."""
+    """Return the address of a CuPy array; 0 for None."""
     return 0 if array is None else array.data.ptr
 
 
 def aligned(array: Any, run_bytes: int) -> bool:
     """Return whether all runs of run_bytes bytes, from the start of the array on, begin at multiples of 16 bytes.
 
-    None stands for an array that will be allocated, which begins at such a multiple.
+    An `array` of None stands for an array that will be allocated, and so begins at a multiple of 16 bytes.
     """
     return (array is None or array.data.ptr % 16 == 0) and run_bytes % 16 == 0
 
 
 def as_aligned(array: Any) -> Any:
-    """Return the array, or a copy of it unless it is contiguous and begins at a multiple of 16 bytes.
+    """Return an array itself if it is contiguous and begins at a multiple of 16 bytes; otherwise such a copy of it.
 
     Return None for None.
     """

@@ -1,8 +1,8 @@
-"""Launch one kernel over a group of tensors.
+"""Prepare one launch of a kernel for a group of tensors: quantize, amax and clip.
 
 Words, as in kernels/shared/grouped.cuh: the tensors of a group are its members. The work on a member is divided into
-pieces, and one thread block takes one piece at a time. The members of a small group are passed as kernel arguments;
-those of a larger group are in a table in device memory.
+pieces, and a thread block takes one piece at a time. If the group is small, the facts of its members are passed as
+kernel arguments; otherwise they are in a table in device memory.
 
 A GroupedLaunch is prepared once and launched as often as needed. It keeps the table and all arrays alive. Launching it
 does no work per tensor on the host.
@@ -31,11 +31,12 @@ from fp4kit.cuda.launch.matrix import AMAX, Matrix, has_aligned_runs, kernel_str
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
 _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
 SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh
-PIECES_PER_MULTIPROCESSOR = 20  # unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements
-# Elements per piece: one and three turns of a thread block whose threads take 64 bytes of
-# bfloat16 per turn. More turns amortize the setup of a piece (a table of factors, loads of its position), but more
-# thread blocks then wait for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on one
-# tensor of their total size (H200, 2026-11-21):
+# The number of pieces, unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements.
+PIECES_PER_MULTIPROCESSOR = 20
+# The fewest and the most elements per piece. A thread block whose threads take 64 bytes of bfloat16 per turn takes one
+# or three turns for them. More turns amortize the setup of a piece (a table of factors, loads of its position), but
+# more thread blocks then wait for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on
+# one tensor of their total size (H200, 2026-11-21):
 #     piece              one turn   PIECES_PER_MULTIPROCESSOR   three turns
 #     nvfp4-te           1.10       1.03                        1.05
 #     mxfp4-flashinfer   1.03       1.05                        1.10
@@ -44,7 +45,7 @@ MIN_PIECE, MAX_PIECE = 8192, 24576
 
 @dataclass(frozen=True)
 class GroupedLaunch:
-    """A prepared launch. Call it to launch the kernel on the current stream of the current device.
+    """A prepared launch of a kernel over a group. Call it to launch the kernel on the current stream.
 
     Attributes:
         function: the CuPy function of the kernel.
@@ -66,17 +67,17 @@ class GroupedLaunch:
 
 
 def is_small(members: Sequence[Any]) -> bool:
-    """Return whether a group is small enough for its members to be kernel arguments (kSmall)."""
+    """Return whether a group has so few members that their facts can be passed as kernel arguments (kSmall)."""
     return len(members) <= SMALL_GROUP
 
 
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
-    """Return into how many pieces each tensor is divided. Pieces are about equally large.
+    """Return, for each tensor of a group, into how many pieces its work is divided. Pieces have about equal sizes.
 
     A tensor without elements has one piece.
 
     Args:
-        elements: int64, the size of each tensor.
+        elements: int64, the number of elements of each tensor.
         most: the most elements per piece.
     """
     check_count(int(elements.max()))
@@ -85,7 +86,10 @@ def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np
 
 
 def group_table(members: np.ndarray) -> np.ndarray:
-    """Return the table of a large group, in 8-byte words: the members, then their pieces, as grouped.cuh declares."""
+    """Return the table of a large group, as grouped.cuh declares it, in 8-byte words: the members, then the pieces.
+
+    members: one struct per member, with the fields of prepare_group.
+    """
     pieces = members["pieces"]
     work = np.empty(int(pieces.sum()), _PIECE)
     work["member"] = np.repeat(np.arange(len(pieces)), pieces)
@@ -96,14 +100,15 @@ def group_table(members: np.ndarray) -> np.ndarray:
 def prepare_group(
     function: Any, arguments: np.ndarray, aligned_runs: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
 ) -> GroupedLaunch:
-    """Return the launch of a grouped kernel.
+    """Return a prepared launch of a grouped kernel.
 
     Args:
-        arguments: one struct per member.
-        aligned_runs: per member, whether its runs are aligned to 16 bytes (or flags, for grouped_transpose).
-        pieces: the number of pieces per member.
-        held: the arrays to keep alive.
-        small: whether the kernel was compiled for small groups (kSmall).
+        function: the CuPy function of the kernel.
+        arguments: one struct of the kernel's arguments per member.
+        aligned_runs: for each member, whether its runs begin at multiples of 16 bytes; for grouped_transpose, flags.
+        pieces: the number of pieces of each member.
+        held: the arrays that the launch keeps alive.
+        small: True if the kernel was compiled for small groups (kSmall).
     """
     member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
     members, total, table = np.zeros(len(arguments), member), int(pieces.sum()), None
@@ -121,10 +126,11 @@ def prepare_group(
 
 @cache
 def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the compiled grouped kernel.
+    """Return a compiled grouped kernel.
 
     Args:
-        aligned_runs: whether the runs of all members are aligned.
+        kernel: the name of the kernel for one matrix. struct: the result of kernel_structs.
+        aligned_runs: True if the runs of all members are aligned.
         small: the result of is_small.
     """
     source = instantiation(f"grouped_{kernel}", struct, Input=TYPES[dtype], kAligned=aligned_runs, kSmall=small)
@@ -132,13 +138,14 @@ def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: 
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
-    """Return the launch that quantizes every matrix as launch.matrix.quantize_matrix does.
+    """Return one launch that quantizes all matrices as launch.matrix.quantize_matrix does.
 
     All matrices are on one device. A matrix without elements has the shape (n, 0), where n is the number of its tensor
     scales.
 
     Args:
-        requests: one per matrix. They differ only in their shapes.
+        requests: one LaunchRequest per matrix. They differ only in their shapes.
+        seed: the seed of stochastic rounding; ignored if there is none.
     """
     first, r = matrices[0], requests[0].recipe
     choice = kernel_for(requests[0]._replace(grouped=True))
@@ -184,9 +191,9 @@ def _amax_function(
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
 ) -> GroupedLaunch:
-    """Return the launch that writes launch.matrix.amax of each array into its out.
+    """Return one launch that computes launch.matrix.amax of each array in xs, and writes it into the array in outs.
 
-    Without by_row, the outs must hold zeros at each launch.
+    If by_row is False, outs must hold zeros before each launch. counted, by_row, mask: as for launch.matrix.amax.
     """
     shapes = [x.shape if by_row else (1, x.size) for x in xs]
     aligned_runs = [
@@ -227,9 +234,9 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: b
 
 
 def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
-    """Return the launch that clips the gradients of all items as launch.clip.clip_gradient does.
+    """Return one launch that clips the gradients of all clips as launch.clip.clip_gradient does.
 
-    All x have one dtype, all gradients have one dtype, every array has elements, and all arrays are on one device.
+    All x have one dtype, and all gradients have one dtype. No array is empty, and all arrays are on one device.
     """
     aligned_runs = [all(a.data.ptr % 16 == 0 for a in (c.grad, c.x, c.out)) for c in clips]
     arguments = np.array([(*map(address, c), c.x.size, c.x.size // c.amax.size) for c in clips], CLIP)

@@ -19,8 +19,10 @@ WHOLE_CODES, WORD_SCALES = 1, 2  # flags in a member's `aligned`, see grouped_tr
 
 
 class TransposeMatrix(NamedTuple):
-    """The codes and scales of one matrix, those of its transposed copy, and the (rows, columns) of the matrix. All
-    contiguous.
+    """The arrays of one matrix to transpose, all contiguous.
+
+    codes, scales: those of the matrix. out, scales_out: the arrays for its transposed copy. shape: the rows and columns
+    of the matrix.
     """
 
     codes: Any
@@ -35,7 +37,7 @@ def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -
     """Return the compiled kernel.
 
     Args:
-        all_wide: whether both flags of wide_copies are set for every member.
+        all_wide: True if both flags of wide_copies are True for every matrix.
         small: the result of is_small.
     """
     source = instantiation("grouped_transpose", kernel_structs(bits, block, "linear"), kAligned=all_wide, kSmall=small)
@@ -43,7 +45,10 @@ def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -
 
 
 def transpose_group(matrices: Sequence[TransposeMatrix], r: Recipe) -> GroupedLaunch:
-    """Return the launch that transposes every matrix. No matrix is empty, scales are linear, all are on one device."""
+    """Return one launch that transposes all matrices.
+
+    No matrix is empty, all are on one device, and their block scales are linear.
+    """
     shapes = [(1, *m.shape) for m in matrices]
     flags_of_members = [
         wide_copies(*m[:2], r, "linear", *m[2:4], shape) for m, shape in zip(matrices, shapes, strict=True)

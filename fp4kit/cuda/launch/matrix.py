@@ -1,8 +1,8 @@
 """Launch the kernels for one matrix: quantize, fake_quantize, dequantize and amax.
 
-All functions launch on the current stream and none waits for the device. Arrays are contiguous CuPy arrays of one
-device, with the quantized axis last. Launches are cached, because a Launch depends on dtypes, shapes and alignment
-only.
+All functions launch on the current stream, and none waits for the device. Arrays are contiguous CuPy arrays on one
+device, with the quantized axis last. Prepared launches are cached, because a Launch depends only on dtypes, shapes and
+alignment.
 """
 
 from __future__ import annotations
@@ -51,17 +51,19 @@ AMAX = np.dtype([("x", "u8"), ("amax", "u8"), ("rows", "i8"), ("columns", "i8")]
 
 
 class Matrix(NamedTuple):
-    """The arrays of one matrix (M, K), named as the kernels name their arguments. A kernel reads those that it needs.
+    """The inputs and outputs of a kernel on one matrix (M, K), named as the kernels name their arguments.
+
+    Arrays that the kernel does not need are None.
 
     Attributes:
         x: the elements.
-        packed, scales, tensor_scale: codes and scales of blocks along the rows.
-        column_packed, column_scales, column_tensor_scale: codes and scales of blocks along the columns.
-        values: fake-quantized values, if they are written instead of codes.
-        tensor_amax, block_amax: the amaxes that scales are computed from.
-        amax_out, column_amax_out: where the kernel copies tensor_amax.
+        packed, scales, tensor_scale: the codes and scales of the rowwise result.
+        column_packed, column_scales, column_tensor_scale: the codes and scales of the columnwise result.
+        values: the fake-quantized values, if they are written instead of codes.
+        tensor_amax, block_amax: the amaxes from which scales are computed.
+        amax_out, column_amax_out: arrays into which the kernel copies tensor_amax.
         random: the random bytes of stochastic rounding; None if a seed is used.
-        group: the position of x in the random stream of a seed, in units of 16 elements.
+        group: the index of the first element in the random stream of a seed, in units of 16 elements.
     """
 
     x: Any
@@ -81,7 +83,10 @@ class Matrix(NamedTuple):
 
 
 def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
-    """Return whether every run of x, and of values if they are written, begins at a multiple of 16 bytes."""
+    """Return whether every row of x, and m.values if given, begins at a multiple of 16 bytes.
+
+    Kernels can then load and store 16 bytes at a time.
+    """
     rows, columns = request.kernel_shape
     return aligned(m.x, columns * m.x.dtype.itemsize if rows > 1 else 16) and (
         m.values is None or m.values.data.ptr % 16 == 0
@@ -89,7 +94,7 @@ def has_aligned_runs(m: Matrix, request: LaunchRequest) -> bool:
 
 
 def kernel_structs(request: LaunchRequest) -> str:
-    """Return the C++ structs that the kernel of a request is instantiated with."""
+    """Return the C++ structs with which the kernel for a request is instantiated."""
     options: dict[str, Any] = {
         "fake": request.values,
         "stochastic": request.stochastic,
@@ -109,12 +114,13 @@ def _function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, dev
 
 @lru_cache(CACHE_SIZE)
 def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
-    """Return the launch of a chosen kernel for a request.
+    """Return the prepared launch of a kernel for a request.
 
-    Call it with the addresses of `choice.arguments.pointers` and then, if `choice.arguments.words` is not empty, the
-    seed and the group.
+    Call the launch with the addresses of choice.arguments.pointers and then, if choice.arguments.words is not empty,
+    the seed and the group (see Matrix).
 
     Args:
+        choice: the kernel.
         aligned_runs: the result of has_aligned_runs.
     """
     sizes = choice.sizes(request)
@@ -129,7 +135,11 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
 
 
 def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
-    """Quantize a matrix. The kernel is `choice`, or by default the first one that takes the request."""
+    """Quantize a matrix into the output arrays of m.
+
+    seed: the seed of stochastic rounding; ignored if there is none. choice: the kernel; None for the first kernel that
+    supports the request.
+    """
     choice = choice or kernel_for(request)
     launch = quantize_launch(choice, request, has_aligned_runs(m, request), m.x.device.id)
     numbers = (seed, m.group) if choice.arguments.words else ()
@@ -154,9 +164,9 @@ def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.d
 def dequantize_launch(
     r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
 ) -> Launch:
-    """Return the launch that dequantizes a matrix of a shape.
+    """Return the prepared launch that dequantizes matrices of a shape.
 
-    Call it with the addresses of the first five fields of _DEQUANTIZE.
+    Call it with the addresses of packed, scales, values, tensor_scale and tensor_amax, where 0 stands for none.
 
     Args:
         original: the dtype that was quantized.
@@ -185,12 +195,12 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
 
 
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
-    """Return the amaxes from which the given tensor scales follow: float32, in their shape.
+    """Return, for each tensor scale, an amax from which the recipe makes this scale: float32 in the scales' shape.
 
-    Equals reference.implied_amax.
+    The result equals that of reference.implied_amax.
 
     Args:
-        amax: the amaxes if they are known, otherwise None; a known amax that gives its tensor scale is kept.
+        amax: the stored tensor amaxes, or None. A stored amax is kept if the recipe makes the scale from it.
         original: the dtype that was quantized.
     """
     device, count = tensor_scale.device.id, tensor_scale.size
@@ -203,11 +213,11 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
 def dequantize_matrix(
     packed: Any, scales: Any, r: Recipe, layout: str, tensor_scale: Any, amax: Any, original: np.dtype, values: Any
 ) -> None:
-    """Dequantize contiguous packed codes into values (M, K).
+    """Write the values of a quantized matrix into values (M, K). All arrays are contiguous.
 
     Args:
-        tensor_scale: None if the recipe has none.
-        amax: the amaxes of the tensor scales, None if unknown.
+        tensor_scale: the tensor scales; None if the recipe has none.
+        amax: the stored tensor amaxes; None if they are unknown.
         original: the dtype that was quantized.
     """
     if r.tensor_scaling in ("row", "block") and DECODE_RULES[r.decode_rule].needs_amax:
@@ -217,7 +227,10 @@ def dequantize_matrix(
 
 
 def transform_struct(mask: int | None) -> str:
-    """Return the C++ struct Transform, which says whether a Hadamard transform comes first, and with which signs."""
+    """Return the C++ struct Transform, by which amax kernels apply a Hadamard transform first.
+
+    mask: the sign mask of the transform; None for no transform.
+    """
     text = f"struct Transform {{ static constexpr bool kHadamard = {str(mask is not None).lower()}; "
     return text + f"static constexpr u32 kSignMask = {mask or 0}u; }};"
 
@@ -226,7 +239,10 @@ def transform_struct(mask: int | None) -> str:
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, mask: int | None, device: int
 ) -> Any:
-    """Return a compiled amax kernel. aligned_runs: every row that it reduces begins at a multiple of 16 bytes."""
+    """Return a compiled amax kernel. aligned_runs: True if every row that it reduces begins at a multiple of 16 bytes.
+
+    counted, mask: as for amax.
+    """
     source = instantiation(
         "amax", transform_struct(mask), Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
     )
@@ -244,9 +260,9 @@ def amax_launch(
     device: int,
     mask: int | None = None,
 ) -> Launch:
-    """Return the launch that computes one amax or, with by_row, one amax per row.
+    """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row.
 
-    Call it with the addresses of x and of the result, which must hold zeros.
+    Call it with the addresses of x and of the result, which must hold zeros. counted, mask: as for amax.
     """
     function = _amax_function(
         "amax_rows_kernel" if by_row else "amax_kernel", dtype, counted, aligned_runs, mask, device
@@ -256,12 +272,11 @@ def amax_launch(
 
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
-    """Return the largest magnitude of a contiguous array: float32 ().
-
-    With by_row, return that of each row of a matrix: float32 (M,).
+    """Return the largest magnitude of a contiguous array, float32 (); or one per row of a matrix, float32 (M,).
 
     Args:
-        counted: the elements that count: "all" (a NaN makes the result NaN), "no_nan" or "finite".
+        counted: the elements that count: "all" (so that a NaN makes the result NaN), "no_nan" or "finite".
+        by_row: True returns one amax per row. False returns the amax of the whole array.
         mask: the sign mask of a Hadamard transform that is applied to every 16 elements first; None without a
             transform.
     """

@@ -1,4 +1,4 @@
-"""Launch pack_codes.cu: pack 4-bit codes from one to two per byte, or unpack them."""
+"""Launch the two kernels of pack_codes.cu: pack 4-bit codes from one to two per byte, or unpack them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _BYTES_PER_THREAD = 32  # bytes of packed codes; a thread loads them in four par
 
 
 def source(aligned_runs: bool = True) -> str:
-    """Return the C++ text of the instantiation. aligned_runs: both arrays begin at multiples of 16 bytes."""
+    """Return the C++ text of the instantiation. aligned_runs: True if both arrays begin at multiples of 16 bytes."""
     return instantiation("pack_codes", kAligned=aligned_runs)
 
 
@@ -29,7 +29,7 @@ def _function(kernel: str, aligned_runs: bool, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: str, aligned_runs: bool, packed_bytes: int, device: int) -> Launch:
-    """Return the launch of one of the kernels for this many bytes of packed codes."""
+    """Return the launch of one of the two kernels for a number of bytes of packed codes."""
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
     return Launch(_function(kernel, aligned_runs, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)
 

@@ -1,16 +1,16 @@
-"""Launch the partial kernels, which quantize matrices of which each process owns a shard.
+"""Launch the partial kernels, which quantize matrices of which each process owns only a shard.
 
 Words: a shard is a range [start, end) of the elements of a flattened matrix; a run is 16 consecutive elements of a row.
 The kernels:
 
-- partial_amax: from a shard to amaxes of blocks and of the tensor;
-- partial_scales: from the amaxes of a matrix to its scales and the factors of its blocks;
-- partial_cast: from a shard and factors to codes;
-- partial_place: from received codes to matrices.
+- partial_amax computes the amaxes of blocks and of the tensor from a shard.
+- partial_scales computes the scales of a matrix, and the factors of its blocks, from the amaxes.
+- partial_cast computes codes from a shard and the factors of blocks.
+- partial_place copies the codes that other processes sent into the matrices.
 
-`launch` launches a kernel for one matrix, with its arguments by value. `prepare` prepares a launch for many matrices,
-with a table of arguments in device memory. For many matrices, each kind of array is one buffer; fields such as block_at
-say where the part of a matrix begins in it.
+`launch` launches a kernel for one matrix and passes its arguments by value. `prepare` prepares a launch for many
+matrices, with a table of arguments in device memory. For many matrices, all arrays of one kind lie in one buffer;
+arguments such as block_at say where the part of a matrix begins in the buffer.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from fp4kit.cuda.launch.grouped import GroupedLaunch, piece_counts, prepare_grou
 from fp4kit.recipes import Recipe
 
 FLOAT32 = np.dtype(np.float32)
-RUN = 16  # elements per run; rows of matrices are whole runs
+RUN = 16  # elements per run; every row of a matrix consists of whole runs
 # The most thread blocks per multiprocessor. 16 take 6% longer; no limit, up to 20% longer (H200, 2026-11-21).
 PER_SM = 64
 
@@ -53,15 +53,15 @@ ARGUMENTS: Mapping[str, np.dtype] = {
 
 
 def run_bytes(r: Recipe) -> int:
-    """Return the number of bytes of the codes of a run."""
+    """Return the number of bytes that the codes of a run take."""
     return r.element.packing.length(RUN)
 
 
 def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
-    """Return a table of the kernel's arguments for `count` matrices.
+    """Return a table of a kernel's arguments: an array of `count` structs, one per matrix.
 
-    A field is a number, a CuPy array (its address is stored), or a NumPy array with one value per matrix. Fields that
-    are not given are 0.
+    fields: the arguments by name: a number, a CuPy array (whose address is stored), or a NumPy array with one value per
+    matrix. Missing arguments are 0.
     """
     table = np.zeros(count, ARGUMENTS[kernel])
     for name, value in fields.items():
@@ -71,7 +71,7 @@ def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 @cache
 def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int) -> Any:
-    """Return a compiled kernel: for many matrices if `grouped`, otherwise for one."""
+    """Return a compiled kernel. grouped: True for the variant that computes many matrices. dtype: that of shards."""
     source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype])
     return loader.function(source, f"{'grouped_' * grouped}{kernel}_kernel", device)
 
@@ -80,8 +80,9 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
     """Launch a kernel for one matrix.
 
     Args:
-        dtype: the dtype of shards.
-        work: the number of blocks or runs, whichever a thread of the kernel takes.
+        dtype: the dtype of the shard.
+        table: the arguments of the kernel, from `arguments`.
+        work: the number of items of which a thread takes one at a time: blocks or runs, as the kernel needs.
     """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
@@ -90,11 +91,13 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
 def prepare(
     kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any
 ) -> GroupedLaunch:
-    """Return the launch of a kernel for all matrices of a table.
+    """Return the prepared launch of a kernel for all matrices of a table.
 
     Args:
-        work: per matrix, the number of blocks or runs.
-        held: the arrays that the table points to, kept alive.
+        dtype: the dtype of the shards.
+        table: the arguments of the kernel, from `arguments`.
+        work: per matrix, the number of blocks or runs, as in launch.
+        held: the arrays that the table points to, which the launch keeps alive.
     """
     function = _function(kernel, r, dtype, True, device)
     return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
@@ -104,13 +107,14 @@ def prepare(
 
 
 def check_blocks(r: Recipe) -> None:
-    """Raise Declined for blocks without kernels. The partial kernels support the blocks that quantize does."""
+    """Raise Declined if the partial kernels do not support the blocks of a recipe. They support those of quantize."""
     kernel_for(LaunchRequest(r, FLOAT32, (r.block_rows, r.block_size)))
 
 
 def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
-    """Raise Declined for blocks without kernels, or for a matrix with too many elements: runs are numbered with 31
-    bits.
+    """Raise Declined if the partial kernels do not support the blocks of a recipe, or the size of a matrix.
+
+    A matrix must have fewer than 2^31 runs, because the kernels number runs with 31 bits.
     """
     check_blocks(r)
     for M, K in shapes:
@@ -122,9 +126,10 @@ def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:
-    """Return the range [first, end) of the blocks in which elements [start, end) of a matrix lie.
+    """Return the range [first, last) of the blocks that hold the elements [start, end) of a matrix.
 
-    If blocks have several rows, the range is extended to whole rows of blocks.
+    If blocks have several rows, the range is extended to whole rows of blocks. columns: the columns of the matrix. The
+    arguments may be arrays with one entry per matrix.
     """
     height, width = r.block or (1, 1)
     if height == 1:
@@ -134,7 +139,7 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
 
 
 def run_count(start: Any, end: Any) -> Any:
-    """Return the number of runs that elements [start, end) lie in."""
+    """Return the number of runs that hold the elements [start, end) of a matrix."""
     return _ceil_div(end, RUN) - start // RUN
 
 
@@ -153,7 +158,10 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 
 
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Return the range [first, end) of the rows of blocks in which elements [start, end) of a matrix lie."""
+    """Return the range [first, last) of the rows of blocks that hold the elements [start, end) of a matrix.
+
+    shape: the rows and columns of the matrix.
+    """
     K = shape[1]
     return start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
 
@@ -161,11 +169,12 @@ def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tupl
 def cast_shard(
     x: Any, packed: Any, block_amax: Any, tensor_amax: Any, factors: Any, shape: tuple[int, int], start: int, r: Recipe
 ) -> None:
-    """Write the codes of a contiguous, nonempty shard into packed.
+    """Write the codes of a contiguous, nonempty shard into packed, the packed codes of a matrix.
 
     Args:
-        packed: contiguous, at a multiple of 8 bytes.
-        factors: float32 memory for the rows of blocks of factor_rows; its values are overwritten.
+        packed: contiguous, beginning at a multiple of 8 bytes.
+        block_amax: the amaxes of all blocks of the matrix. tensor_amax: its tensor amax; None without a tensor scale.
+        factors: float32 scratch memory with one element per block in the rows of blocks of factor_rows.
     """
     M, K = shape
     end, device = start + x.size, x.device.id

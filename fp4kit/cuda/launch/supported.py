@@ -1,6 +1,6 @@
-"""Reject recipes that no kernel supports, before any launch.
+"""Reject recipes that no CUDA kernel supports, before any launch.
 
-The limits here hold for all kernels. The shapes of blocks that a kernel supports are in dispatch.py.
+The limits in this module hold for all kernels. dispatch.py says which shapes of blocks each kernel supports.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from fp4kit.call.parse import Declined
 from fp4kit.formats import E2M1, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 
-MAX_EXPONENT = 100  # largest |exponent| of an element; within it, encode and decode stay in float32's range
-FOUR_OVER_SIX_COLUMNS = 16  # columns of a block of a 4over6 recipe
+MAX_EXPONENT = 100  # the largest |exponent| of an element, so that encoding and decoding stay in float32's range
+FOUR_OVER_SIX_COLUMNS = 16  # the columns of a 4over6 block that kernels support
 
 
 def check_formats(r: Recipe) -> None:
-    """Raise Declined, with what is needed and what to do instead, if no kernel supports the recipe."""
+    """Raise Declined if no kernel supports a recipe. The message says what is needed and what to do instead."""
     wrong = unsupported(r)
     if wrong:
         raise Declined(f"{r.id} has {wrong}; compute on the CPU with cupy.asnumpy(x)")
@@ -25,7 +25,10 @@ def check_formats(r: Recipe) -> None:
 
 @lru_cache(256)
 def unsupported(r: Recipe) -> str | None:
-    """Return what of a recipe no kernel supports, and what is needed instead; None if kernels support all of it."""
+    """Return which property of a recipe no kernel supports, and what is needed instead, as a text for a message.
+
+    Return None if kernels support the recipe.
+    """
     return next(
         (f"{what}, which no CUDA kernel supports; needs {needed}" for is_wrong, what, needed in _limits(r) if is_wrong),
         None,
@@ -33,7 +36,7 @@ def unsupported(r: Recipe) -> str | None:
 
 
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
-    """Yield one tuple per limit: whether the recipe exceeds it, what exceeds it, and what is needed."""
+    """Yield one tuple per limit: whether a recipe exceeds the limit, the property that does, and what is needed."""
     e = r.element
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
     yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} of {e}", "'rn'"

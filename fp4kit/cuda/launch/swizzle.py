@@ -21,7 +21,7 @@ def source(layout: str, target: str, quads: bool = True) -> str:
     """Return the C++ text of the instantiation that copies from `layout` to `target`.
 
     Args:
-        quads: copy 16 bytes of four rows at a time, which needs one of the layouts to be linear.
+        quads: True if a thread copies 16 bytes of four rows at a time. One of the layouts must be linear.
     """
     return instantiation("swizzle", kFrom=f"ScaleLayout::{layout}", kTo=f"ScaleLayout::{target}", kQuads=quads)
 
@@ -34,23 +34,26 @@ def _function(layout: str, target: str, quads: bool, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the launch for `size` bytes and matrices of linear shape (B, R, C)."""
+    """Return the prepared launch for matrices of scales of the linear shape (B, R, C), `size` bytes with padding."""
     blocks = -(-size // (THREADS * (64 if quads else 4)))
     function = _function(layout, target, quads, device)
     return Launch(function, grid(blocks, device, UNLIMITED), _ARGUMENTS, *shape)
 
 
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
-    """Copy contiguous scales from `layout` into out, in another layout, `target`.
+    """Copy contiguous scales, which are in `layout`, into out in the layout `target`, on the current stream.
 
     Args:
-        shape: the shape of the scales in the linear layout, (B, R, C). Launches on the current stream.
+        shape: the shape of the scales in the linear layout, (B, R, C).
     """
     launch_of(scales, layout, out, target, shape)(scales.data.ptr, out.data.ptr)
 
 
 def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
-    """Return the launch for such arrays. Call it with their addresses. out: None if it is allocated later."""
+    """Return the prepared launch that swizzle uses for arrays like these. Call it with the addresses of scales and out.
+
+    out: None if the array will be allocated later. shape: as in swizzle.
+    """
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
     size = max(prod(padded_shape(shape, name)) for name in (layout, target))
     return _launch(layout, target, quads, size, shape, scales.device.id)

@@ -1,7 +1,7 @@
 """Launch transpose.cu, which transposes the codes and block scales of stacked matrices with square blocks.
 
-Two flags choose the instantiation. wide_codes: rows of codes are copied 16 bytes at a time. wide_scales: scales are
-copied four bytes at a time.
+Two flags choose the instantiation. If wide_codes is True, rows of codes are copied 16 bytes at a time. If wide_scales
+is True, scales are copied four bytes at a time. Both need aligned arrays.
 """
 
 from __future__ import annotations
@@ -24,12 +24,15 @@ BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel supports
 
 
 def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_scales: bool = True) -> str:
-    """Return the C++ text of the instantiation for codes of `bits` bits in square blocks of `block` columns."""
+    """Return the C++ text of the instantiation for codes of `bits` bits in square blocks of `block` columns.
+
+    layout: the layout of the block scales.
+    """
     return instantiation("transpose", kernel_structs(bits, block, layout, wide_scales), kAligned=wide_codes)
 
 
 def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True) -> str:
-    """Return the C++ struct S, the options of the kernel."""
+    """Return the definition of the C++ struct S, which holds the options of the kernel. Arguments: as in source."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
     return struct + f"static constexpr bool kScaleWords = {str(wide_scales).lower()}; }};"
@@ -45,7 +48,7 @@ def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales:
 def _launch(
     bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
-    """Return the launch for matrices of a shape (B, M, K)."""
+    """Return the prepared launch for stacked matrices of a shape (B, M, K)."""
     function = _function(bits, block, layout, wide_codes, wide_scales, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 
@@ -53,9 +56,9 @@ def _launch(
 def transpose(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> None:
-    """Transpose the codes and scales of matrices (B, M, K) into those of matrices (B, K, M).
+    """Transpose the codes and scales of matrices (B, M, K) into out and scales_out, on the current stream.
 
-    All arrays are contiguous. The recipe has square blocks. Launches on the current stream.
+    All arrays are contiguous. The recipe has square blocks. layout: the layout of the block scales. shape: (B, M, K).
     """
     launch = launch_of(codes, scales, r, layout, out, scales_out, shape)
     launch(codes.data.ptr, scales.data.ptr, out.data.ptr, scales_out.data.ptr)
@@ -64,7 +67,11 @@ def transpose(
 def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
-    """Return the launch for such arrays. Call it with their addresses. out, scales_out: None if allocated later."""
+    """Return the prepared launch that transpose uses for arrays like these.
+
+    Call it with the addresses of codes, scales, out and scales_out. out, scales_out: None if they will be allocated
+    later.
+    """
     wide_codes, wide_scales = wide_copies(codes, scales, r, layout, out, scales_out, shape)
     return _launch(r.element.packing.stored_bits, r.block_size, layout, wide_codes, wide_scales, shape, codes.device.id)
 
@@ -72,7 +79,7 @@ def launch_of(
 def wide_copies(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> tuple[bool, bool]:
-    """Return the flags (wide_codes, wide_scales) for such arrays."""
+    """Return the flags (wide_codes, wide_scales) for a transpose of these arrays. Arguments: as in launch_of."""
     _, M, K = shape
     bits = r.element.packing.stored_bits
     wide_codes = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
@@ -83,10 +90,10 @@ def wide_copies(
 
 
 def work_blocks(bits: int, block: int, layout: str, shape: tuple[int, int, int]) -> int:
-    """Return how many thread blocks have work.
+    """Return how many thread blocks have work for matrices of a shape (B, M, K).
 
-    Each tile of codes is work for one thread block. In the layouts linear and swizzled_8x4, the transposition of the
-    scales is separate work.
+    One thread block transposes one tile of codes. In the layouts linear and swizzled_8x4, further thread blocks
+    transpose the scales.
     """
     B, M, K = shape
     rows, line = _TILE
