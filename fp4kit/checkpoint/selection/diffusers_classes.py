@@ -24,6 +24,21 @@ BLOCKS = {
     "SD3Transformer2DModel": ("transformer_blocks",),
     "WanTransformer3DModel": ("blocks",),
 }
+# Parts of the names in published checkpoints of Flux, SD3 and Wan that are not in the form of Diffusers; ComfyUI uses
+# them. Parts with "embed" have another rule.
+_ORIGINAL = (
+    "img_mod",
+    "txt_mod",
+    "modulation",
+    "adaLN_modulation",
+    "img_in",
+    "txt_in",
+    "time_in",
+    "vector_in",
+    "guidance_in",
+    "time_projection",
+    "final_layer",
+)
 _MODULATION = ("img_mod", "txt_mod")  # beside the parts that begin with "norm"
 
 
@@ -33,12 +48,14 @@ def class_of(config: Mapping[str, Any]) -> str:
 
 
 def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
-    """Return why a layer of a Diffusers model stays unquantized; None if it may be quantized or the class is not known.
+    """Return why a layer of a diffusion model stays unquantized; None if it may be quantized or is of another model.
 
-    name: the Diffusers class. parts: the parts of the module's name.
+    name: the Diffusers class; "" for other models, such as a single file of the original release. parts: the parts of
+    the module's name.
     """
     if name not in BLOCKS:
-        return None
+        part = next((part for part in parts if part in _ORIGINAL), None)
+        return None if part is None else f"modulation, input or output of a diffusion model ({part})"
     if len(parts) < 3 or parts[0] not in BLOCKS[name] or not parts[1].isdecimal():
         return f"outside the blocks of {name}"
     modulates = parts[2].startswith("norm") or parts[2] in _MODULATION

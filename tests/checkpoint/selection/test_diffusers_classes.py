@@ -118,3 +118,16 @@ def test_variants_beside_the_model_are_not_read(tmp_path: Path) -> None:
     whole = tmp_path / "m" / "diffusion_pytorch_model.safetensors"
     whole.with_name("diffusion_pytorch_model.fp16.safetensors").write_bytes(whole.read_bytes())
     assert [file.name for file in open_source(tmp_path / "m").files] == [whole.name]
+
+
+def test_single_files_of_original_releases(tmp_path: Path) -> None:
+    """Modulation, inputs and outputs stay unquantized without a config, with and without ComfyUI's prefix."""
+    quantized = ["double_blocks.0.img_attn.qkv", "double_blocks.0.txt_mlp.2", "single_blocks.0.linear1"]
+    kept = ["double_blocks.0.img_mod.lin", "single_blocks.0.modulation.lin", "final_layer.linear", "img_in", "txt_in"]
+    kept += ["final_layer.adaLN_modulation.1", "time_in.in_layer", "vector_in.in_layer", "guidance_in.out_layer"]
+    for prefix in ("", "model.diffusion_model."):
+        tensors = {f"{prefix}{name}.weight": synthetic.random(name, (32, 64)) for name in quantized + kept}
+        synthetic.write_file(tmp_path / "m.safetensors", tensors)
+        plan = make_plan(tmp_path / "m.safetensors", "nvfp4-te", format="comfy")
+        assert {tensor.name for tensor in plan.converted} == {f"{prefix}{name}.weight" for name in quantized}
+        assert plan.warnings == ()
