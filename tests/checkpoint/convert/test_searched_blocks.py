@@ -158,3 +158,14 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments: list[Any] = ["convert", tmp_path / "m.gguf", tmp_path / "o.gguf", "--recipe", "nvfp4-gguf"]
     assert main([*map(str, arguments), "--scale-search", "mse"]) == 0
     assert "searched" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("id", RECIPES)
+def test_an_outlier_without_weight_does_not_set_the_scale(id: str) -> None:
+    """The other elements get the scale that they would have alone, here 2^-4 times that of the outlier."""
+    x, weights = np.random.default_rng(2).uniform(-6, 6, (1, 64)).astype(np.float32), np.ones(64, np.float32)
+    x[0, 3], weights[3] = 96, 0
+    found = quantized(x, recipe(id), "mse", weights)
+    best = exhaustive_errors(x, id.partition("-")[0], 2.0, weights).min(axis=0)
+    assert (errors(x, found, 2.0, weights) <= best * (1 + 1e-5)).all()
+    assert errors(x, fp4kit.quantize(x, id), 2.0, weights)[0, 0] > 4 * best[0, 0]
