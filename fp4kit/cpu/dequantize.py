@@ -44,7 +44,11 @@ def are_looked_up(r: Recipe) -> bool:
 def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
-    """Write the values of a matrix into out, as reference.dequantize.dequantize_matrix does."""
+    """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out.
+
+    The arguments and the result are those of reference.dequantize.dequantize_matrix. scales: the codes of the linear
+    block scales; None for a recipe without block scales. tensor: the tensor scale.
+    """
     tensor, packed = _spread(tensor.columns(recipe)), _in_rows(packed)
     scales = None if scales is None else _in_rows(scales)
     for rows, columns in _decode(packed, scales, recipe, tensor, out):

@@ -190,7 +190,11 @@ def quantize_matrix(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> None:
-    """Write the codes and scales of a matrix into packed and scales, as reference.quantize.quantize_matrix does."""
+    """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales.
+
+    The arguments and the result are those of reference.quantize.quantize_matrix. amax: the tensor amax; None without a
+    tensor scale. scales: None for a recipe without block scales.
+    """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     given = _Scales(tensor, options.block_amax)
     if recipe.tensor_scaling == "block":
@@ -217,7 +221,11 @@ def encode_matrix(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Write the codes of a matrix under given scales into packed, as reference.quantize.encode_matrix does."""
+    """Encode a matrix x (M, K) under given scales, and write its codes into packed.
+
+    The arguments and the result are those of reference.quantize.encode_matrix. tensor: the tensor scale. scales: the
+    codes of the block scales; None for a recipe without block scales.
+    """
     kernels = kernels_of(recipe)._replace(block_rule=-1, block_rows=1)
     for rows in _row_slices(x.shape, recipe.block_rows):
         part = TensorScale(*(a[rows] if a.ndim and len(a) > 1 else a for a in (np.asarray(p) for p in tensor)))
@@ -234,7 +242,7 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Write the codes of some rows of a matrix under given scales into packed. All arguments are of these rows."""
+    """Do the work of encode_matrix for some rows of a matrix. All arrays hold only the parts of these rows."""
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):
         blocks = blocks_of(columns, r)

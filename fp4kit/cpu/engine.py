@@ -27,7 +27,11 @@ from fp4kit.reference.matrices import stack
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
-    """Return the tensor amaxes of an array, as reference.compute_tensor_amax does."""
+    """Return the tensor amaxes of an array in their canonical shape, as reference.compute_tensor_amax does.
+
+    If an element is NaN or infinite, the specification computes them. mask: the sign mask of a Hadamard transform to
+    apply first; None for no transform.
+    """
     found = [encode.tensor_amax(part, r, mask) for part in stack(moved, r)] if moved.size else []
     finite = [amax for amax in found if amax is not None]
     if not moved.size or len(finite) < len(found):
@@ -49,7 +53,7 @@ _FUNCTIONS = reference.MatrixFunctions(
 
 
 def quantize(call: Call) -> Quantized:
-    """Quantize the array of a call, as reference.quantize does."""
+    """Quantize the array of a call. Return call.out with the result, or a new Quantized if call.out is None."""
     _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
@@ -60,7 +64,10 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def quantize_with_scales(call: Call) -> Quantized:
-    """Quantize the array of a call under its given scales, as reference.quantize_with_scales does."""
+    """Quantize the array of a call with the scales that the caller passed, so that only codes are computed.
+
+    Return call.out with the result, or a new Quantized if call.out is None.
+    """
     _check(call)
     return reference.quantize_with_scales(call, _FUNCTIONS)
 
@@ -80,7 +87,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the values of a quantized array, as reference.dequantize does."""
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array."""
     decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < coverage.MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")
@@ -96,7 +103,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.float32
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call, as reference.fake_quantize does.
+    """Return the fake-quantized values of a call. Raise Declined for a recipe with a fake_rule.
 
     Quantize and dequantize FAKE_ELEMENTS elements at a time, so that the codes take little memory.
     """
@@ -144,13 +151,13 @@ def _cut(call: Call, index: Any) -> Call:
 
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Return the codes and scales of the transposed array, as reference.transpose does."""
+    """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed."""
     functions()
     return reference.transpose(packed, scales, q, encode.transpose_codes)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix over a shard's elements, as reference.partial_amax does."""
+    """Return the amax of every block of a matrix over the elements that a shard owns (see ops/partial.py)."""
     encode.kernels_of(r)
     encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)
@@ -159,14 +166,17 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recip
 def partial_cast(
     shard: np.ndarray, out: np.ndarray, block_amax: np.ndarray, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
-    """Store the codes of a shard's elements in out, as reference.partial_cast does."""
+    """Write the codes of a shard's elements into out, the packed codes of a matrix (see ops/partial.py).
+
+    amax: the tensor amax; None uses the largest of block_amax.
+    """
     encode.kernels_of(r)
     encode.check_array(shard)
     reference.partial_cast(shard, out, block_amax, shape, start, r, amax, partial.partial_cast)
 
 
 def amax(call: Call) -> np.ndarray:
-    """Return the block amaxes of the array of a call, as reference.amax does.
+    """Return the amax of each block of call.moved, float32 (..., M / block rows, K / block).
 
     Raise Declined if the recipe has no blocks or the array is empty.
     """
@@ -181,7 +191,7 @@ def amax(call: Call) -> np.ndarray:
 
 
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest magnitude of an array, as reference.plain_amax does.
+    """Return the largest magnitude of an array, float32 (). NaN propagates.
 
     Raise Declined if axis is not None or the array is empty.
     """
@@ -194,10 +204,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 
 
 def search_scales(search: Search) -> np.ndarray:
-    """Return the block amaxes that search_scales finds, as reference.search_scales does.
-
-    Raise Declined unless the recipe has E4M3 scales.
-    """
+    """Return the block amaxes with the smallest loss. Raise Declined unless the recipe has E4M3 scales."""
     functions()
     if not search.searches_e4m3:
         raise Declined("only the specification searches E8M0 scales and tensor amaxes")
@@ -223,7 +230,10 @@ def _declining(name: str) -> Any:
 
 
 def __getattr__(name: str) -> Any:
-    """Return, for an operation of host/engine.py that this module does not define, a function that raises Declined."""
+    """Return a function that raises Declined, for operations that host/engine.py has and this module does not define.
+
+    Python calls this function for attributes that the module does not have.
+    """
     if name in reference.__all__:
         return _declining(name)
     raise AttributeError(name)

@@ -52,7 +52,7 @@ def text() -> str:
 
 
 def _format(f: ElementFormat) -> str:
-    """Return the name of a format's struct in C++."""
+    """Return the name of the C++ struct of an element or scale format."""
     return f"Format_{f.name}"
 
 
@@ -66,7 +66,7 @@ def _structs(name: str, found: dict[str, Recipe], facts: Callable[[Recipe], list
 
 
 def _rule(r: Recipe) -> list[str]:
-    """Return the members of a block rule's struct."""
+    """Return the C++ definitions of the members of a recipe's block rule struct."""
     assert r.scale is not None
     return [
         f"using Element = {_format(r.element)};",
@@ -79,7 +79,7 @@ def _rule(r: Recipe) -> list[str]:
 
 
 def _four_over_six(r: Recipe) -> list[str]:
-    """Return the members of the struct of a 4over6 block rule."""
+    """Return the C++ definitions of the members of a recipe's 4over6 rule struct."""
     facts = {
         "kSquaredError": r.four_over_six == "mse",
         "kLargestError": r.four_over_six == "max",
@@ -99,7 +99,7 @@ def _four_over_six(r: Recipe) -> list[str]:
 
 
 def _tensor(r: Recipe) -> list[str]:
-    """Return the members of a tensor rule's struct."""
+    """Return the C++ definitions of the members of a recipe's tensor rule struct."""
     return [
         f"using Element = {_format(r.element)};",
         f"using TensorRule = tensor_{r.tensor_rule};",
@@ -108,7 +108,7 @@ def _tensor(r: Recipe) -> list[str]:
 
 
 def _element(r: Recipe) -> list[str]:
-    """Return the members of the struct for the arithmetic of elements."""
+    """Return the C++ definitions of the members of a recipe's element arithmetic struct."""
     flags = {
         "kDivide": r.apply != "multiply",
         "kCompare": r.apply == "compare",
@@ -126,7 +126,7 @@ def _element(r: Recipe) -> list[str]:
 
 
 def _decode(r: Recipe) -> list[str]:
-    """Return the members of a decode rule's struct."""
+    """Return the C++ definitions of the members of a recipe's decoder struct."""
     return [
         f"using Element = {_format(r.element)};",
         f"using Scale = {_format(r.scale or E4M3)};",

@@ -45,7 +45,10 @@ def _cut(length: int, start: int, shape: tuple[int, int], height: int) -> _Cut:
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block over a shard's elements, as reference.partial.partial_amax does."""
+    """Return the amax of every block of a matrix over the elements that a shard owns.
+
+    The arguments and the result are those of reference.partial.partial_amax.
+    """
     cut = _cut(len(shard), start, shape, r.block_rows)
     out = specification.partial_amax(shard[: cut.first], shape, start, r)
     if cut.rows:
@@ -67,7 +70,11 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Store the codes of a shard's elements in out, as reference.partial.partial_cast does."""
+    """Write the codes of a shard's elements into out, the packed codes of a matrix of the given shape.
+
+    The arguments and the result are those of reference.partial.partial_cast. amax: the amaxes of all blocks of the
+    matrix.
+    """
     cut = _cut(len(shard), start, shape, recipe.block_rows)
     if out.strides[1] != 1:  # the library writes rows of contiguous bytes only
         cut = _Cut(len(shard), len(shard), 0, 0)

@@ -407,7 +407,7 @@ def transpose(
 
 
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Return block scales, which are in layout `source`, in layout `target`. shape: their linear shape (..., R, C)."""
+    """Convert block scales from layout `source` to layout `target`. shape: their shape (..., R, C) in linear layout."""
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 
 

@@ -22,7 +22,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 
-Count = tuple[int, int]  # differing, compared
+Count = tuple[int, int]  # (how many entries differ, how many were compared)
 _NAN_POSITION = 1 << 12  # stands for NaN in _positions: farther from zero, in steps, than any value of any format
 # ml_dtypes' floats that convert to float32 exactly.
 NARROW = (

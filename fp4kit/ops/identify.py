@@ -259,7 +259,7 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the best match of a recipe over all amaxes that may have been the tensor's."""
+    """Return the best match of a recipe on all bytes, over the tensor amaxes that CandidateAmaxes finds."""
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
 

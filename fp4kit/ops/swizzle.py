@@ -144,7 +144,7 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
 
 
 def change_layout(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return block scales, which are in layout `source`, in layout `target`. Return them unchanged if both are equal.
+    """Convert block scales from layout `source` to layout `target`. If both are equal, return the scales unchanged.
 
     shape: the shape (..., R, C) of the scales in the linear layout.
     """

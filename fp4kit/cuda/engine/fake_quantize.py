@@ -23,7 +23,7 @@ def fake_quantize(call: Call) -> Any:
     """
     call = with_searched_amaxes(call)
     cupy, request = imports.cupy(), launch_request(call, values=True)
-    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # raise Declined before any work
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both may raise Declined, so call them first
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         values = cupy.empty(x.shape, x.dtype)

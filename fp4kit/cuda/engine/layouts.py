@@ -41,7 +41,7 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
-    """Return block scales, which are in layout `source`, in layout `target`.
+    """Convert block scales from layout `source` to layout `target`, in one launch. Return a new array.
 
     Args:
         shape: the shape of the scales in the linear layout, (..., R, C).

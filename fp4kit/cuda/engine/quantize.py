@@ -27,7 +27,7 @@ def quantize(call: Call) -> Quantized:
     request = launch_request(call, columns=_is_columnwise(call))
     if find_kernel(request) is None:
         request = launch_request(call)
-    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both raise Declined; so call them before work
+    kernel_for(request), matrix_count(call, request, call.tensor_amax)  # both may raise Declined, so call them first
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.x if request.columns else call.moved)
         request = with_kernel_amax(call, request, x)

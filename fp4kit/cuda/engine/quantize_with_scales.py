@@ -22,7 +22,7 @@ def quantize_with_scales(call: Call) -> Quantized:
     The scales are copied into the result.
     """
     request = launch_request(call)
-    kernel_for(request), matrix_count(call, request, call.tensor_scale)  # raise Declined before any work
+    kernel_for(request), matrix_count(call, request, call.tensor_scale)  # both may raise Declined, so call them first
     with imports.making_current(call.x.device.id):
         result = _result(call)
         if call.x.size:

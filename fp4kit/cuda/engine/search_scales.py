@@ -180,7 +180,7 @@ def with_searched_amaxes(call: Call) -> Call:
     if not r.search or call.has_scales:
         return call
     without = call._replace(recipe=without_search(r))
-    kernel_for(launch_request(without)._replace(calibrated=True))  # raise Declined before any work
+    kernel_for(launch_request(without)._replace(calibrated=True))  # may raise Declined, so call it first
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         amax, block_amaxes = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)

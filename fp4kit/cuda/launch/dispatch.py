@@ -281,7 +281,7 @@ def _patch_grid(request: LaunchRequest, device: int) -> int:
 
 
 def _table_grid(request: LaunchRequest, device: int) -> int:
-    """Return the grid of quantize_table: at most one thread block per multiprocessor, because each fills a table."""
+    """Return the grid of quantize_table: at most one thread block per multiprocessor, which holds one table."""
     rows, columns = request.shape
     threads = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
     return grid(-(-threads // TABLE_THREADS), device, 1)

@@ -41,7 +41,9 @@ def _launch(layout: str, target: str, quads: bool, size: int, shape: tuple[int, 
 
 
 def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> None:
-    """Copy contiguous scales, which are in `layout`, into out in the layout `target`, on the current stream.
+    """Convert contiguous block scales from `layout` to the layout `target`, and write them into out.
+
+    The kernel is launched on the current stream.
 
     Args:
         shape: the shape of the scales in the linear layout, (B, R, C).
