@@ -250,7 +250,8 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         fits = entry.shape in shapes or (scalar and (len(shape) == 2 or transposed)) or (damaged and part == SCALES)
         if part == CODES and entry.dtype == "F4":
             continue
-        if not fits or (entry.dtype != dtype and (damaged or not _holds(entry.dtype, dtype, part))):
+        plain = part == CODES and container.scale is None  # bytes under float scales could also be integers
+        if not fits or (entry.dtype != dtype and (damaged or plain or not _holds(entry.dtype, dtype, part))):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container.for_columns(shape[-1]), parts, transposed)
 

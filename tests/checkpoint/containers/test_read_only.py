@@ -79,6 +79,14 @@ def test_fp8_scales_of_other_shapes(shape: tuple[int, ...], tmp_path: Path) -> N
     check(model, wanted, f"modelopt FP8{kind}")
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8])
+def test_integers_under_float_scales_are_not_fp8(dtype: Any, tmp_path: Path) -> None:
+    """Bytes that are not declared as F8_E4M3 could be integers, so they are refused."""
+    parts = {".weight": fp8().view(dtype), ".weight_scale": np.ones((256, 1), np.float32)}
+    with refused("packed weights or scales in a format that fp4kit does not know"):
+        make_plan(written(tmp_path / "m", parts, quant_method="compressed-tensors"), format="bf16")
+
+
 def nvfp4(x: np.ndarray) -> dict[str, np.ndarray]:
     """Return the parts of an NVFP4 layer of Model-Optimizer."""
     q = fp4kit.quantize(x, "nvfp4-modelopt")
