@@ -75,7 +75,10 @@ def _spread(tensor: TensorScale) -> TensorScale:
 def _decode(
     packed: np.ndarray, scales: np.ndarray | None, r: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> Iterator[tuple[slice, slice]]:
-    """Decode a matrix by the library. Yield the rows and columns of each tile that the specification must decode."""
+    """Decode a matrix by the library into out. Yield the rows and columns of each tile that it could not decode.
+
+    The caller decodes these tiles by the specification. The arguments are those of dequantize_matrix.
+    """
     steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
     call = decode_call(out.shape, out.dtype, r, *steps)
     tiles = Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns)

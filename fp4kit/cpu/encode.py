@@ -116,7 +116,10 @@ class Tiles(NamedTuple):
                 yield slice(row, min(row + down, self.rows)), slice(column, min(column + across, self.columns))
 
     def tiles(self, rows: slice, columns: slice) -> Iterator[tuple[slice, slice]]:
-        """Yield the tiles of a slab in the library's order."""
+        """Yield the tiles of a slab in the library's order: from left to right, then from top to bottom.
+
+        rows, columns: the slab.
+        """
         for row in range(rows.start, rows.stop, self.tile_rows):
             for column in range(columns.start, columns.stop, self.tile_columns):
                 yield (
@@ -125,7 +128,7 @@ class Tiles(NamedTuple):
                 )
 
     def count_tiles(self, rows: slice, columns: slice) -> int:
-        """Return the number of tiles of a slab."""
+        """Return the number of tiles of a slab. rows, columns: the slab."""
         return -(-(rows.stop - rows.start) // self.tile_rows) * -(-(columns.stop - columns.start) // self.tile_columns)
 
     def marked(self, rows: slice, columns: slice, marks: np.ndarray) -> Iterator[tuple[slice, slice]]:
@@ -293,7 +296,13 @@ def _encode(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> Iterator[tuple[slice, slice]]:
-    """Encode a matrix by the library. Yield the rows and columns of each tile that the specification must encode."""
+    """Encode a matrix by the library. Yield the rows and columns of each tile that it could not encode.
+
+    The caller encodes these tiles by the specification.
+
+    given: the scales that are known before. packed: the array to write codes to. scales: the array to write block
+    scales to; None if they are given or the recipe has none.
+    """
     tiles = Tiles.of(x, kernels.block, kernels.block_rows, x.strides[1] != x.itemsize or options.hadamard is not None)
     tensor = [np.ascontiguousarray(part.reshape(-1), np.float32) for part in given.tensor]
     step = max(part.size for part in tensor) > 1
@@ -436,7 +445,10 @@ def largest(
 
 
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
-    """Return the packed codes of the transposed matrix, as reference.transpose.transpose_codes does."""
+    """Return the packed codes of the transpose of a matrix, as reference.transpose.transpose_codes does.
+
+    stored: the packed codes of the matrix, uint8 (M, bytes per row). packing: how many codes a byte holds.
+    """
     stored, is_nibble = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes
     out = np.empty((K, packing.length(M)), np.uint8)

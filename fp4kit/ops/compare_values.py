@@ -118,7 +118,7 @@ class Differences:
         self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
-        """Update `first` and `max_ulp` from a box. differ: the mask of the values that differ."""
+        """Update `first` and `max_ulp` from x and y, the values of a box. differ: mask of the values that differ."""
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
         if self.first is None or place < self.first[0]:

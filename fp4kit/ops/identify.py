@@ -239,7 +239,7 @@ class RecipeTrial(NamedTuple):
 
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    """Return the match of every candidate, on all bytes."""
+    """Return the match of every candidate recipe for a small array: each is compared on all bytes of q."""
     amaxes = CandidateAmaxes(q, x)
     return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
 

@@ -173,7 +173,7 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Return x quantized with the given block scales and tensor scale, so that only codes are computed."""
+    """Check the arguments of quantize and quantize x, for a caller who passes scales. Only codes are computed."""
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )

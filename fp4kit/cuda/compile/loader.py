@@ -88,7 +88,10 @@ def cache_folder() -> Path:
 
 
 def _key(source: str, arch: str) -> str:
-    """Return the cache key of an instantiation."""
+    """Return the cache key of an instantiation: a digest of all that its cubin depends on.
+
+    source: the text from instantiate.instantiation. arch: the architecture, such as "sm_90".
+    """
     closure = include_closure(tuple(_INCLUDE.findall(source)))
     parts = [source, *(text for pair in closure.items() for text in pair), *OPTIONS, arch, str(nvrtc.version())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

@@ -172,7 +172,10 @@ class QuantizeCall:
         row: QuantizedResult | None,
         column: QuantizedResult | None,
     ) -> QuantizeCall:
-        """Return the cached call for a launch. arguments: the kernel's arguments. Others: as the attributes."""
+        """Return the cached call that repeats a launch.
+
+        arguments: the arguments of the kernel. The other parameters are described with the attributes.
+        """
         results = [result for result in (row, column) if result]
         wanted = [new for result in results for new in result.wanted]
         names = [*_kernel_names(row), *_kernel_names(column, "column_")]
@@ -261,7 +264,11 @@ class FakeQuantizeCall:
     def of(
         cls, library: ArrayLibrary, amax: AmaxStep | None, launch: Launch, arguments: Arguments, values: NewArray
     ) -> FakeQuantizeCall:
-        """Return the cached call for a launch. arguments: the kernel's arguments. values: their description."""
+        """Return the cached call that repeats a launch.
+
+        arguments: the arguments of the kernel. values: the description of the array of values. The other parameters are
+        described with the attributes.
+        """
         new = library.maker([values] if amax is None else [values, _NEW_AMAX])
         names = ("values",) if amax is None else ("values", "tensor_amax")
         return cls(library, amax, launch, _argument_picker(arguments, names), new)

@@ -158,7 +158,10 @@ def _is_pruned(r: Recipe, terms: Terms) -> bool:
 
 
 def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
-    """Return the pruned kernel's options for candidates: kAll for all codes, kEight for at least 8 on either side."""
+    """Return the options of the pruned kernel for candidate codes from `lower` to `upper` beside the code of a block.
+
+    kAll: all codes are candidates. kEight: at least 8 codes on either side are.
+    """
     return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
 
 

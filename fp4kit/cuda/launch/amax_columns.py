@@ -23,14 +23,17 @@ _ROWS = 16  # rows per thread: many enough for several loads at a time and for f
 
 @cache
 def _function(dtype: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel. aligned_runs: True if every row begins at a multiple of 16 bytes."""
+    """Return the compiled kernel as a CuPy function on a device.
+
+    aligned_runs: True if every row begins at a multiple of 16 bytes.
+    """
     source = instantiation("amax_columns", Input=TYPES[dtype], kAligned=aligned_runs)
     return loader.function(source, "amax_columns_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(dtype: np.dtype, aligned_runs: bool, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the launch for matrices of a shape (B, M, K). aligned_runs: as for _function."""
+    """Return the prepared launch for stacked matrices of a shape (B, M, K). aligned_runs: as in _function."""
     matrices, rows, columns = shape
     width = 16 // dtype.itemsize if aligned_runs else 1  # columns per thread
     lanes = min(1 << (-(-columns // width) - 1).bit_length(), _WARP)

@@ -24,7 +24,10 @@ _WORD = 4  # bytes that a thread loads per row, if they are aligned
 
 @cache
 def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, device: int) -> Any:
-    """Return the compiled kernel. aligned_runs: True if a thread can load _WORD bytes at a time."""
+    """Return the compiled kernel as a CuPy function on a device.
+
+    counted, mask: as in amax_hadamard. aligned_runs: True if a thread can load _WORD bytes at a time.
+    """
     struct = transform_struct(mask)
     source = instantiation(
         "amax_hadamard", struct, Input=TYPES[dtype], kCounted=f"AmaxInput::{counted}", kAligned=aligned_runs
@@ -36,7 +39,7 @@ def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, devi
 def _launch(
     dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
 ) -> Launch:
-    """Return the launch for a matrix of `rows` rows and `columns` columns."""
+    """Return the prepared launch for matrices (rows, columns). Other arguments: as in _function."""
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
     function, patch_rows = _function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
     return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)

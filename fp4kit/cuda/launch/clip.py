@@ -18,7 +18,7 @@ CLIP = np.dtype([(name, "u8") for name in ("grad", "x", "amax", "out")] + [("cou
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: int) -> Any:
-    """Return the compiled kernel.
+    """Return the compiled kernel as a CuPy function on a device.
 
     dtype, grad: the dtypes of x and of the gradient. aligned_runs: True if all arrays begin at multiples of 16 bytes.
     """
@@ -28,7 +28,10 @@ def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, device: 
 
 @lru_cache(CACHE_SIZE)
 def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int, covered: int, device: int) -> Launch:
-    """Return the launch for `count` elements. covered: the number of elements that each amax clips."""
+    """Return the prepared launch for `count` elements. covered: the number of consecutive elements that an amax clips.
+
+    dtype, grad, aligned_runs: as in _clip_function.
+    """
     blocks = -(-count * max(dtype.itemsize, grad.itemsize) // (16 * THREADS))
     return Launch(
         _clip_function(dtype, grad, aligned_runs, device), grid(blocks, device, UNLIMITED), CLIP, count, covered

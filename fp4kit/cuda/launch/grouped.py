@@ -126,10 +126,11 @@ def prepare_group(
 
 @cache
 def _quantize_function(kernel: str, struct: str, dtype: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return a compiled grouped kernel.
+    """Return a compiled grouped kernel as a CuPy function on a device.
 
     Args:
-        kernel: the name of the kernel for one matrix. struct: the result of kernel_structs.
+        kernel: the name of the kernel for one matrix.
+        struct: the result of kernel_structs.
         aligned_runs: True if the runs of all members are aligned.
         small: the result of is_small.
     """
@@ -173,10 +174,12 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
 def _amax_function(
     kernel: str, dtype: np.dtype, counted: str, aligned_runs: bool, small: bool, mask: int | None, device: int
 ) -> Any:
-    """Return the compiled grouped amax kernel.
+    """Return a compiled grouped amax kernel as a CuPy function on a device.
 
     Args:
-        aligned_runs: whether the rows of all members are aligned.
+        kernel: the C++ name of the kernel.
+        counted, mask: as for launch.matrix.amax.
+        aligned_runs: True if the rows of all members begin at multiples of 16 bytes.
         small: the result of is_small.
     """
     names: dict[str, str | bool] = {
@@ -221,10 +224,11 @@ class Clip(NamedTuple):
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the compiled grouped clip kernel.
+    """Return the compiled grouped clip kernel as a CuPy function on a device.
 
     Args:
-        aligned_runs: whether all arrays are aligned.
+        dtype, grad: the dtypes of x and of the gradients.
+        aligned_runs: True if all arrays begin at multiples of 16 bytes.
         small: the result of is_small.
     """
     source = instantiation(

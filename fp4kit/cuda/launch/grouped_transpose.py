@@ -34,9 +34,10 @@ class TransposeMatrix(NamedTuple):
 
 @cache
 def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -> Any:
-    """Return the compiled kernel.
+    """Return the compiled kernel as a CuPy function on a device.
 
     Args:
+        bits, block: as in transpose.source.
         all_wide: True if both flags of wide_copies are True for every matrix.
         small: the result of is_small.
     """

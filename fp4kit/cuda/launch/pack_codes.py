@@ -23,13 +23,16 @@ def source(aligned_runs: bool = True) -> str:
 
 @cache
 def _function(kernel: str, aligned_runs: bool, device: int) -> Any:
-    """Return one of the two compiled kernels."""
+    """Return one of the two compiled kernels as a CuPy function on a device. aligned_runs: as in source."""
     return loader.function(source(aligned_runs), kernel, device)
 
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: str, aligned_runs: bool, packed_bytes: int, device: int) -> Launch:
-    """Return the launch of one of the two kernels for a number of bytes of packed codes."""
+    """Return the prepared launch of one of the two kernels for `packed_bytes` bytes of packed codes.
+
+    aligned_runs: as in source.
+    """
     blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
     return Launch(_function(kernel, aligned_runs, device), grid(blocks, device, UNLIMITED), _ARGUMENTS, packed_bytes)
 

@@ -26,7 +26,7 @@ BLOCKS = (16, 32, 64)  # the sizes of square blocks that the kernel supports
 def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_scales: bool = True) -> str:
     """Return the C++ text of the instantiation for codes of `bits` bits in square blocks of `block` columns.
 
-    layout: the layout of the block scales.
+    layout: the layout of the block scales. wide_codes, wide_scales: the flags of this module.
     """
     return instantiation("transpose", kernel_structs(bits, block, layout, wide_scales), kAligned=wide_codes)
 
@@ -40,7 +40,7 @@ def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True)
 
 @cache
 def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, device: int) -> Any:
-    """Return the compiled kernel."""
+    """Return the compiled kernel as a CuPy function on a device. Other arguments: as in source."""
     return loader.function(source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
 
 
@@ -48,7 +48,7 @@ def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales:
 def _launch(
     bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
-    """Return the prepared launch for stacked matrices of a shape (B, M, K)."""
+    """Return the prepared launch for stacked matrices of a shape (B, M, K). Other arguments: as in source."""
     function = _function(bits, block, layout, wide_codes, wide_scales, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 
