@@ -136,3 +136,9 @@ def test_factors_that_are_not_known_exactly() -> None:
 
 def test_an_unrelated_source_has_no_factors() -> None:
     assert explain(layer_of(quantize(weight(), "nvfp4-te")), weight(1)).cause is None
+
+
+def test_one_factor_for_all_columns_is_no_awq() -> None:
+    x = weight(rows=512, columns=128)
+    layer = layer_of(quantize((x.astype(np.float32) * 0.87).astype(BF16), "nvfp4-te"))
+    assert explain(layer, x).cause is None
