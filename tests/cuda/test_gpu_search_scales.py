@@ -23,6 +23,7 @@ from searched import STATIC, blocks_at_bounds, hessians, searched_blocks, where_
 import fp4kit
 from fp4kit.call.amaxes import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
+from fp4kit.checkpoint.convert import searched_blocks as gguf_blocks
 from fp4kit.cuda.engine import search_amaxes
 from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.selftest.tasks import recorded
@@ -587,3 +588,19 @@ def test_many_multiples_in_parts(monkeypatch) -> None:
     for recipe in ("fp8-modelopt", "fp8-modelopt-channel"):
         check(searched_blocks(np.float32)[20:60], recipe, candidates=(0.25, 2.0, 0.03))
         check(np.zeros((40, 16), np.float32), recipe)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-gguf", "mxfp4-gguf"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_blocks_of_gguf_files(recipe: str, weighted: bool) -> None:
+    """The searched scale bytes and codes equal those on the CPU, with a block of zeros and a block without weights."""
+    x, weights = finite(np.float32).copy(), None
+    x[0, :64] = 0
+    if weighted:
+        weights = np.random.default_rng(4).random(x.shape[1], dtype=np.float32)
+        weights[64:96] = 0
+    on_device = None if weights is None else cupy.asarray(weights)
+    found = gguf_blocks.quantized(cupy.asarray(x), RECIPES[recipe], "mse", on_device).to("numpy")
+    wanted = gguf_blocks.quantized(x, RECIPES[recipe], "mse", weights)
+    np.testing.assert_array_equal(found.block_scale, wanted.block_scale)
+    np.testing.assert_array_equal(found.packed, wanted.packed)

@@ -22,6 +22,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from fp4kit.arrays.imports import to_device
 from fp4kit.call.search_scales import power_of
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.ops.quantize import quantize
@@ -61,11 +62,7 @@ def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
     """
     on_host = isinstance(values, np.ndarray)
     codes = encode(values if on_host else values.get(), E4M3)
-    if not on_host:
-        import cupy
-
-        codes = cupy.asarray(codes)
-    q = quantize(x, recipe, block_scale=codes)
+    q = quantize(x, recipe, block_scale=codes if on_host else to_device(codes))
     packed, scales = cast(Any, q.packed), cast(Any, q.block_scale)
     has_codes = (packed.reshape(*scales.shape, -1) != 0).any(axis=-1)
     return replace(q, block_scale=scales * has_codes.astype(np.uint8))
