@@ -447,7 +447,7 @@ def largest(
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     """Return the packed codes of the transpose of a matrix, as reference.transpose.transpose_codes does.
 
-    stored: the packed codes of the matrix, uint8 (M, bytes per row). packing: how many codes a byte holds.
+    stored: the packed codes of the matrix, uint8 (M, bytes per row). packing: how these bytes hold the codes.
     """
     stored, is_nibble = np.ascontiguousarray(stored), packing.codes == 2
     M, K = stored.shape[0], stored.shape[1] // packing.bytes * packing.codes

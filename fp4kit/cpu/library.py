@@ -39,13 +39,13 @@ _SOURCE = ("data", "rows", "columns", "row_step", "column_step", "hadamard")
 
 
 class SourceMatrix(ctypes.Structure):
-    """A matrix in memory, with steps in elements: Source of source/input_types.h."""
+    """A matrix in memory, with steps in elements. It mirrors the C++ struct Source of source/input_types.h."""
 
     _fields_ = [(name, c_void_p if name == "data" else c_int64) for name in _SOURCE]
 
 
 class EncodeCall(ctypes.Structure):
-    """Arguments of fp4kit_encode: source/encode_matrix.h."""
+    """The arguments of the C function fp4kit_encode. source/encode_matrix.h describes the fields."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -67,7 +67,7 @@ class EncodeCall(ctypes.Structure):
 
 
 class AmaxCall(ctypes.Structure):
-    """Arguments of fp4kit_amax: source/tensor_scale.h."""
+    """The arguments of the C function fp4kit_amax. source/tensor_scale.h describes the fields."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -78,7 +78,7 @@ class AmaxCall(ctypes.Structure):
 
 
 class DecodeCall(ctypes.Structure):
-    """Arguments of fp4kit_decode: source/decode_matrix.h."""
+    """The arguments of the C function fp4kit_decode. source/decode_matrix.h describes the fields."""
 
     _fields_ = [
         *((name, c_void_p) for name in ("packed", "scales", "encode", "decode", "amax")),
@@ -92,7 +92,7 @@ class DecodeCall(ctypes.Structure):
 
 
 class SearchScalesCall(ctypes.Structure):
-    """Arguments of fp4kit_search_scales: source/search_scales.h."""
+    """The arguments of the C function fp4kit_search_scales. source/search_scales.h describes the fields."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -107,7 +107,7 @@ class SearchScalesCall(ctypes.Structure):
 
 
 class SearchFactorsCall(ctypes.Structure):
-    """Arguments of fp4kit_search_factors: source/search_factors.h."""
+    """The arguments of the C function fp4kit_search_factors. source/search_factors.h describes the fields."""
 
     _fields_ = [
         ("x", SourceMatrix),
@@ -254,7 +254,10 @@ def set_num_threads(count: int) -> None:
 
 
 def _checked(op: str, count: Any) -> int:
-    """Return a number of threads as an int. Raises ValueError, which names op, if it is below 1."""
+    """Return a number of threads as an int. Raise TypeError if it is not an int, ValueError if it is below 1.
+
+    op: the public function that the message names.
+    """
     number = as_index(op, "threads", count)
     if number < 1:
         raise ValueError(f"{op}: threads is {number}; needs 1 or more")
@@ -312,11 +315,11 @@ def threads(count: int) -> AbstractContextManager[None]:
         ...     fp4kit.num_threads()
         1
     """
-    return taking("threads", count)
+    return limited_threads("threads", count)
 
 
 @contextmanager
-def taking(op: str, count: int) -> Iterator[None]:
+def limited_threads(op: str, count: int) -> Iterator[None]:
     """Return the context manager of threads(count). op: the public function with which error messages begin."""
     token = _threads.set(_checked(op, count))
     try:

@@ -22,7 +22,7 @@ from fp4kit.call.grouped_errors import each
 from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu import cached_calls as cpu_cached
 from fp4kit.cpu import engine as cpu
-from fp4kit.cpu.library import library, taking
+from fp4kit.cpu.library import library, limited_threads
 from fp4kit.cuda import engine as cuda
 from fp4kit.cuda.engine import cached_calls as cuda_cached
 from fp4kit.host import engine as reference
@@ -69,7 +69,7 @@ def with_threads(function: Callable[P, T]) -> Callable[P, T]:
         try:
             if count is None:
                 return function(*args, **kwargs)
-            with taking(function.__name__, count):
+            with limited_threads(function.__name__, count):
                 return function(*args, **kwargs)
         except TypeError:
             check_call(function, args, kwargs)

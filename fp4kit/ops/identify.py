@@ -87,7 +87,7 @@ class Identification:
         if self.exact:
             return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
         if self.variations:
-            return _sentence(self.variations)
+            return _variation_verdict(self.variations)
         if not self.matches:
             return "no recipe has this format"
         best = self.matches[0]
@@ -125,8 +125,8 @@ def either(names: Sequence[str]) -> str:
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
 
 
-def _sentence(variations: Sequence[Variation]) -> str:
-    """Return the verdict on variations: a sentence that names those with the same options as the first one."""
+def _variation_verdict(variations: Sequence[Variation]) -> str:
+    """Return the verdict on variations: a sentence that names those with the options of the first variation."""
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     option = f" with hadamard={hadamard!r}" if hadamard else ""
@@ -250,7 +250,7 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
     All candidates are tried on a sample of `host`, the copy of the arrays on the host. The best candidates are compared
     on all bytes of `whole`, the arrays on the caller's device.
     """
-    box, amaxes = _part(host.q, SAMPLE), CandidateAmaxes(*host)
+    box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]
     trials.sort(key=lambda t: -t.match.equal)
     proved = [t for t in trials if t.match.equal == t.match.total] or trials[:MAX_PROVED]
@@ -297,10 +297,12 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
     Variations with only a Hadamard transform come first, then those with stochastic rounding.
     """
-    box = _part(q, PROBE)
+    box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
-    fitting = [r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling and _can_give(r, q.tensor_scale)]
+    fitting = [
+        r for r in candidates if r.tensor_scaling == q.recipe.tensor_scaling and _can_make_scale(r, q.tensor_scale)
+    ]
     transforms = [hadamard for hadamard in transforms if _has_signs_of(probe, part, hadamard)]
     for stochastic in (False, True):
         for hadamard in transforms:
@@ -330,12 +332,12 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
     return bool(np.count_nonzero(wrong) <= NEXT_TO_TIES * wrong.size)
 
 
-def _can_give(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
+def _can_make_scale(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
     """Return whether a recipe can make a tensor scale: False if the scale is NaN and the recipe never makes NaN."""
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
-def _part(q: Quantized, elements: int) -> Box:
+def _box_at_start(q: Quantized, elements: int) -> Box:
     """Return a box at the start of an array, of whole blocks and with about `elements` elements.
 
     It has the full length of the quantized axis, and the first rows along the other axes.

@@ -15,7 +15,7 @@ _MISSING = (
 
 
 class CompileError(RuntimeError):
-    """A kernel did not compile; the message holds NVRTC's log."""
+    """The error that is raised if a kernel does not compile. Its message contains NVRTC's log."""
 
 
 def _candidates() -> Iterator[str]:

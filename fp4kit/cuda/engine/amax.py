@@ -106,9 +106,9 @@ def _block_maxima(x: Any, r: Recipe) -> Any:
 
 
 def amax_operands(call: Call, x: Any) -> tuple[AmaxOperands, tuple[int, ...]]:
-    """Return the AmaxOperands for the function amax of a call on contiguous x, and the shape of the result.
+    """Return the AmaxOperands by which the function amax computes its result, and the shape of this result.
 
-    needs_block_kernel must be False for the recipe.
+    It is for recipes for which needs_block_kernel is False. x: the array of the call, contiguous.
     """
     r = call.recipe
     if r.block is None:

@@ -148,7 +148,7 @@ def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: Ke
 
 @cache
 def _dequantize_function(r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled dequantize kernel.
+    """Return the compiled kernel dequantize as a CuPy function on a device.
 
     Args:
         original: the dtype that was quantized.
@@ -188,7 +188,7 @@ def dequantize_launch(
 
 @cache
 def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
-    """Return the compiled implied_amax kernel."""
+    """Return the compiled kernel implied_amax as a CuPy function on a device. original: dtype that was quantized."""
     return loader.function(
         instantiation("implied_amax", recipe_struct(r), Input=TYPES[original]), "implied_amax_kernel", device
     )
