@@ -97,7 +97,7 @@ class Explanation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """What gives every byte: recipes, then rules without a recipe; empty if nothing does."""
+        """The recipes that give every byte, then the rules without a recipe that do; empty if there are none."""
         return (*self.recipes, *self.rules)
 
 

@@ -161,7 +161,7 @@ class CheckpointVerdict:
 
     @property
     def _rest(self) -> str:
-        """What is known about the exceptions, such as "; nvfp4-te made 2 layers"; "" if nothing is."""
+        """The end of the verdict, about the exceptions, such as "; nvfp4-te made 2 layers"; "" if nothing is known."""
         known = Counter(_summary(layer.explanation) for layer in self.exceptions)
         return "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
 
