@@ -392,9 +392,8 @@ def block_amax(x: np.ndarray, r: Recipe) -> np.ndarray:
 def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None:
     """Return the tensor amaxes of a matrix, as reference.quantize.tensor_amax does.
 
-    Return None if the library cannot compute them: if an element is NaN or infinite, or for recipes with one tensor
-    scale per row or block, if x is transformed or its rows or blocks do not consist of whole segments of SEGMENT
-    elements.
+    Return None if the library cannot compute them, because an element is NaN or infinite. For recipes with one tensor
+    scale per row or block, also return None if x is transformed, or if rows or blocks have an unsupported length.
 
     mask: the sign mask of a Hadamard transform; None for no transform.
     """

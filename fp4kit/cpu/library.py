@@ -231,9 +231,10 @@ def functions() -> Any:
 def set_num_threads(count: int) -> None:
     """Set how many CPU threads one call may use on NumPy arrays, in this process from now on.
 
-    The default is OMP_NUM_THREADS if it is set, as in the workers of joblib and dask, and otherwise the number of CPUs
-    that the process may run on. If two calls run at the same time, only the first uses several threads, and the second
-    runs on its calling thread alone.
+    The default is OMP_NUM_THREADS if it is set, as in the workers of joblib and dask. Otherwise, the default is the
+    number of CPUs that the process may run on.
+
+    If two calls run at the same time, only the first uses several threads. The second runs on its calling thread alone.
 
     Args:
         count: a positive int; 1 uses only the calling thread.

@@ -49,8 +49,8 @@ class Comparison:
 
     A Comparison prints as a table. Its truth value is True if everything is equal.
 
-    A count is a pair (differing, compared). The counts of codes and scales are (0, 0) if they cannot be compared,
-    because an argument is a plain array, or because a and b differ in format, block or axis.
+    A count is a pair (differing, compared). The counts of codes and scales are (0, 0) if there are none to compare: if
+    an argument is a plain array, or if a and b differ in format, block or axis.
 
     Attributes:
         codes: count of element codes.

@@ -29,8 +29,8 @@ def fake_quantize(
     """Return x with the error of quantization: dequantize(quantize(x)), in the shape and dtype of x.
 
     Two kinds of recipes differ from dequantize(quantize(x)). A recipe with a fake_rule follows its producer's own fake
-    quantizer, which makes no codes and often uses another arithmetic than the producer's real quantizer (reference.fake
-    states each). AMD Quark's MX recipes differ for float16 x.
+    quantizer. Such a quantizer makes no codes, and its arithmetic often differs from the producer's real quantizer
+    (reference.fake states each). AMD Quark's MX recipes differ for float16 x.
 
     Args:
         x: float32, float16 or bfloat16 array of any shape, of any library. A tensor that requires grad is rejected:

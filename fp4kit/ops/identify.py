@@ -62,8 +62,8 @@ class Identification:
 
     Attributes:
         matches: one Match per recipe, best first.
-        variations: if no recipe reproduces all bytes, the recipes that do so together with a Hadamard transform, and
-            the recipes that may have made every code by stochastic rounding. Otherwise empty.
+        variations: empty if a recipe reproduces all bytes. Otherwise, the recipes that do so together with a Hadamard
+            transform, and the recipes that may have made every code by stochastic rounding.
 
     Examples:
         >>> import fp4kit, numpy as np

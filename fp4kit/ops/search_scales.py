@@ -42,10 +42,10 @@ def search_scales(
         scale(c) = amax * c / scale_max / 6;   loss(c) = sum over the block of weight * (x - q * scale(c))^2
         block_amax = amax * c / scale_max,  c = the candidate of smallest loss, the first of equals
 
-    Here amax is the tensor amax, scale_max is a field of the recipe (448 or 256), c takes the 126 positive E4M3 values
-    in ascending order, and q is the E2M1 value nearest to x / scale(c). The loss of a 16x16 block is the sum over all
-    its rows. With a Hessian H of the block's columns, the loss is d^T H d, where d = x - q * scale(c) and scale(c) is
-    first rounded to E4M3.
+    Here amax is the tensor amax, and scale_max is a field of the recipe (448 or 256). The candidate c takes the 126
+    positive E4M3 values in ascending order, and q is the E2M1 value nearest to x / scale(c). The loss of a 16x16 block
+    is the sum over all its rows. With a Hessian H of the block's columns, the loss is d^T H d, where d = x - q *
+    scale(c). In this case scale(c) is first rounded to E4M3.
 
     Objectives, with d = |x - q * scale(c)|:
 
@@ -101,10 +101,10 @@ def search_scales(
         whose losses all overflow, takes the first candidate; for E8M0 scales, its own amax. A NaN amax gives NaN, which
         quantize rejects. In a tensor of zeros all amaxes are 0; -0 counts as 0.
 
-        Powers d^p other than 1 and 2 are computed by fp4kit itself in float64, from +, -, *, / and bit operations, so
-        that all machines get equal results; for block scales they are then rounded to float32. Their relative error is
-        at most (20 + 2 |log2 d|) 2^-53. Without block scales, differences are exact and added in float64, row by row
-        from the first.
+        Powers d^p other than 1 and 2 are computed in float64 from +, -, *, / and bit operations, so that all machines
+        get equal results. Their relative error is at most (20 + 2 |log2 d|) 2^-53. For recipes with block scales, they
+        are then rounded to float32. Without block scales, differences are exact and added in float64, row by row from
+        the first.
 
     Exact:
         Equals the amaxes that Model-Optimizer 0.47 finds on an H200 by nvfp4_fp8_scale_sweep, without and with a

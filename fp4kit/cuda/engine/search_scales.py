@@ -78,8 +78,9 @@ def search_scales(search: Search) -> Any:
 def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tuple[Any, Any, Any]]:
     """Split an array into matrices to search. Yield them as tuples (x, block amaxes, tensor amax).
 
-    The whole array is one tall matrix, with two exceptions: each expert with its own tensor amax is a matrix, and so is
-    each matrix of a stack whose rows are not a multiple of the block's rows. Yield nothing if x has no elements.
+    The whole array is one tall matrix, with two exceptions. If each expert has its own tensor amax, each expert is a
+    matrix. If the rows of a stacked matrix are not a multiple of the block's rows, each stacked matrix is a matrix.
+    Yield nothing if x has no elements.
 
     x: the elements, contiguous. out: the array to write the block amaxes to. amaxes: the tensor amaxes.
     """

@@ -298,8 +298,8 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     """Return the grid of quantize and quantize_unblocked: one thread per THREAD_BYTES of elements.
 
     If every thread block must first prepare something, such as a table, the grid has at most 96 thread blocks per
-    multiprocessor, so that a thread block does more work per preparation. For values of recipes that multiply, one
-    thread writes VALUE_RUNS runs instead.
+    multiprocessor. Then a thread block does more work per preparation. For values of recipes that multiply, one thread
+    writes VALUE_RUNS runs instead.
 
     Speed relative to a copy by the limit of thread blocks (H200, 16384 x 16384 bfloat16, 2026-11-21):
 
