@@ -90,8 +90,8 @@ class Tiles(NamedTuple):
         """Return a division of x into tiles of whole blocks, with the shape that is read fastest.
 
         block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
-        tile into a contiguous buffer, because they are strided or transformed. Such tiles are small, and others have
-        rows as long as possible: the processor does not prefetch rows of half a page, which would double the time.
+        tile into a contiguous buffer, because they are strided or transformed. Such tiles are small. Other tiles have
+        rows as long as possible, because the processor does not prefetch rows of half a page, which doubles the time.
         """
         M, K = x.shape
         step = lcm(block, SEGMENT)

@@ -73,7 +73,10 @@ class Group:
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
-        """Fake-quantize all arrays, and return the values, which the next run overwrites. compute_amaxes: as above."""
+        """Fake-quantize all arrays, and return the values, which the next run overwrites.
+
+        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`.
+        """
         values = [self._run("fake_quantize", call) for call in self._with_amaxes(compute_amaxes)]
         if self._values is None:
             self._values = values

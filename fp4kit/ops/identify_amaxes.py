@@ -69,8 +69,10 @@ class CandidateAmaxes:
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """Yield amaxes from which a recipe makes a stored tensor scale.
 
-    The first is `likely`, or the implied amax if `likely` is None. Each further amax gives the stored tensor scale too,
-    but another encode scale (the number by which elements are multiplied).
+    The first amax is `likely`, or the amax that the scale implies if `likely` is None. The others give this scale
+    too, but each gives another encode scale, which is the number by which elements are multiplied.
+
+    dtype: the dtype that was quantized.
     """
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax

@@ -66,7 +66,7 @@ def pack(codes: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """Return 4-bit codes unpacked to one per byte."""
+    """Return 4-bit codes, which come two per byte, unpacked to one per byte."""
     return _repack(pack_codes.unpack, packed, (*packed.shape[:-1], 2 * packed.shape[-1]))
 
 
