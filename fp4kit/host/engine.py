@@ -301,7 +301,7 @@ def requantize(
     q: Quantized,
     target: Recipe,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
-) -> tuple[Quantized, int, np.float32]:
+) -> tuple[Quantized, int, np.ndarray]:
     """Return q converted to another recipe, how many of its values changed, and the largest change.
 
     The codes of all blocks in range are kept if the two recipes allow it; otherwise the values of q are quantized
@@ -318,7 +318,8 @@ def requantize(
         amax = kept.quantized.tensor_amax
         call = quantize_call("requantize", values, target, q.axis, tensor_amax=amax)
         result = with_encoded_blocks(kept, quantize(call, functions))
-    return result, *changed_values(values, dequantize(result, float32, functions=functions))
+    changed, error = changed_values(values, dequantize(result, float32, functions=functions))
+    return result, changed, np.asarray(error)  # an array, so that it comes back in the library of q
 
 
 def fake_quantize(call: Call) -> np.ndarray:
