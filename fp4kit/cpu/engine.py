@@ -94,7 +94,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
     return reference.dequantize(q, dtype, out, _FUNCTIONS)
 
 
-def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.float32]:
+def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray]:
     """Return q converted to another recipe, and how many values changed, as reference.requantize does."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
