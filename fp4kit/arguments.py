@@ -67,19 +67,19 @@ _OTHER_NAMES = {
 
 
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
-    """Raise TypeError if a function cannot be called with these arguments. The message says what to write instead.
+    """Raise TypeError with a helpful message for the most frequent mistakes in a call that Python has rejected.
 
-    Public functions call this after Python has rejected a call, to give the user a more helpful message than Python's.
+    The mistakes are: too many positional arguments, a missing recipe, and a keyword that the function does not have.
+    For any other mistake, return None; the caller then raises Python's own error again.
 
     args: the positional arguments. names: the names of the keyword arguments.
     """
     parameters = signature(function).parameters
     positional = [p.name for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
     if len(args) > len(positional):
-        named = [name for name in parameters if name not in positional]
+        named = next((f"; name the others, such as {name}=..." for name in parameters if name not in positional), "")
         raise TypeError(
-            f"{function.__name__}: got {len(args)} arguments without a name; needs {', '.join(positional)}; name the"
-            f" others, such as {named[0]}=..."
+            f"{function.__name__}: got {len(args)} arguments without a name; needs {', '.join(positional)}{named}"
         )
     required = [name for name in positional[len(args) :] if parameters[name].default is Parameter.empty]
     if "recipe" in required and "recipe" not in names:
