@@ -155,6 +155,40 @@ def _nothing_matches(weights: list[Weight], destination: str | Path, source: str
     return f"{start}give the model that it was made from"
 
 
+class Counterparts:
+    """Find the rows of a source from which a stored layer was made, whatever names the tools use.
+
+    source: the model with the original weights.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._config = source.config or {}
+        self._exact, self._by_key = _origins_by_name(source)
+
+    def of(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
+        """Return the rows of the source from which an expert of a weight was made, or None if the source has no such
+        rows.
+
+        name: the layer to look up instead of the weight's own.
+        """
+        wanted = name or weight.name
+        if (found := self._exact.get((wanted, expert))) is not None:
+            return found
+        key = canonical(expert_name(wanted, expert) if len(weight.shape) == 3 else wanted)
+        return self._by_key.get(key) or self._part_of_kv_b(weight, expert)
+
+    def _part_of_kv_b(self, weight: Weight, head: int) -> Origin | None:
+        """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out, or None."""
+        name = kv_b_name(weight.name)
+        whole = self._by_key.get(name) if name else None
+        nope, value = (self._config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
+        if whole is None or not isinstance(nope, int) or not isinstance(value, int):
+            return None
+        leaf = fused_layers.split_module(weight.name)[1]
+        span = kv_b_rows(leaf, nope if leaf == "embed_q" else value, nope + value, nope, head)
+        return (TurnedOrigin if leaf == "embed_q" else Origin)(whole.weight, whole.expert, span)
+
+
 class _Pairs:
     """Iterate over the quantized layers that have a counterpart in the source.
 
@@ -166,8 +200,7 @@ class _Pairs:
         self, config: Mapping[str, Any], weights: list[Weight], source: Source, readers: Readers, tick: Progress
     ) -> None:
         self.config, self.weights, self.readers, self.tick = config, weights, readers, tick
-        self.source_config = source.config or {}
-        self.exact, self.by_key = _origins_by_name(source)
+        self._origin = Counterparts(source).of
         self.amaxes: dict[tuple[str, int], tuple[float, ...]] = {}
         self.members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
         self.groups = fused_layers.shared_amax_groups(weight.name for weight in weights)
@@ -176,29 +209,6 @@ class _Pairs:
                 origin = self._origin(weight, expert)
                 if origin is not None:
                     self.members[self.groups[weight.name], expert].append(origin)
-
-    def _origin(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows of the source from which an expert of a weight was made, or None if the source has no such
-        rows.
-
-        name: the layer to look up instead of the weight's own.
-        """
-        wanted = name or weight.name
-        if (found := self.exact.get((wanted, expert))) is not None:
-            return found
-        key = canonical(expert_name(wanted, expert) if len(weight.shape) == 3 else wanted)
-        return self.by_key.get(key) or self._part_of_kv_b(weight, expert)
-
-    def _part_of_kv_b(self, weight: Weight, head: int) -> Origin | None:
-        """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out, or None."""
-        name = kv_b_name(weight.name)
-        whole = self.by_key.get(name) if name else None
-        nope, value = (self.source_config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
-        if whole is None or not isinstance(nope, int) or not isinstance(value, int):
-            return None
-        leaf = fused_layers.split_module(weight.name)[1]
-        span = kv_b_rows(leaf, nope if leaf == "embed_q" else value, nope + value, nope, head)
-        return (TurnedOrigin if leaf == "embed_q" else Origin)(whole.weight, whole.expert, span)
 
     def __iter__(self) -> Iterator[Callable[[], LayerPair]]:
         for weight in self.weights:

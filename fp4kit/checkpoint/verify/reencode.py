@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.container import INPUT_SCALE
 from fp4kit.checkpoint.convert import run_job
-from fp4kit.checkpoint.identify.match_layers import Origin, origins
+from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
@@ -44,6 +44,7 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
     whole = {weight.name: weight for weight in weights_of(original.tensors, original.config).values()}
     forms = {weight.container for weight in stored if weight.container is not None}
     by_form = {form: origins(original, form) for form in forms}
+    counterparts = Counterparts(original)
     found: dict[tuple[str, int], Origin] = {}
     for weight in stored:
         unquantized = whole.get(weight.name)
@@ -51,9 +52,22 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
             origin = None if weight.container is None else by_form[weight.container].get((weight.name, e))
             if unquantized is not None and unquantized.shape == weight.shape:
                 origin = Origin(unquantized, e, (0, unquantized.shape[-2]))
+            if origin is None and weight.container is not None:  # other tools use other names
+                other = counterparts.of(weight, e)
+                origin = None if isinstance(other, TurnedOrigin) else other
             if origin is not None and origin.shape == weight.shape[-2:]:
                 found[weight.name, e] = origin
     return found
+
+
+def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tuple[str, ...]]:
+    """Return name of a weight -> the source's tensors of which it holds the transpose, which are not compared.
+
+    mlx-lm stores a part of DeepSeek's kv_b_proj so.
+    """
+    counterparts = Counterparts(original)
+    found = {w.name: counterparts.of(w, 0) for w in stored if w.container is not None}
+    return {name: tuple(one.names) for name, one in found.items() if isinstance(one, TurnedOrigin)}
 
 
 @dataclass(frozen=True)

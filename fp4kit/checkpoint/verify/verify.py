@@ -304,6 +304,8 @@ class _SourceComparison:
         self.checks = tuple(reencode.checks_of(weights, reencode.origins_of(weights, original), settings))
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
         self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
+        self._transposed = reencode.transposed_from(weights, original)
+        self._used |= {name for names in self._transposed.values() for name in names}
         self._alike, self._unlike = self._copied()
         self.copies = tuple(self._alike.values())
 
@@ -329,7 +331,8 @@ class _SourceComparison:
         """Return issues for what only the checkpoint or only the source has, and for layers that cannot be
         re-encoded.
         """
-        strange = [check.stored.name for check in self.checks if check.origin is None]
+        without = [check.stored.name for check in self.checks if check.origin is None]
+        strange = [name for name in without if name not in self._transposed]
         extra = [
             name
             for name in self._model.tensors
@@ -344,6 +347,10 @@ class _SourceComparison:
             Issue("warning", name, f"is {stored.entry.dtype}; the source has {source.entry.dtype}, compared as rounded")
             for name, (stored, source) in self._alike.items()
             if stored.entry.dtype != source.entry.dtype
+        ]
+        found += [
+            Issue("warning", name, f"is a transposed part of {', '.join(names)} and is not compared")
+            for name, names in self._transposed.items()
         ]
         whys = Counter(check.why for check in self.checks if check.why)
         found += [Issue("warning", "model", f"{n} layers are not re-encoded: {why}") for why, n in whys.items()]
