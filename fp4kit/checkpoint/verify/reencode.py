@@ -302,7 +302,7 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
     with Readers() as readers:
         found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
-            return ReencodedLayer(check, found, usual_db=_usual_db(check, readers))
+            return ReencodedLayer(check, found, usual_db=usual_db(check, readers))
         kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
         if not (
             check.may_saturate
@@ -338,7 +338,7 @@ def _tally(check: Check, readers: Readers) -> StoredCounts:
     found = []
     for slab in slabs(readers, check.stored, check.expert, None, height):
         assert slab.codes is not None and slab.scales is not None
-        x = None if origin is None else _rows(origin, slab.start, len(slab.codes)).values(readers)
+        x = None if origin is None else rows_of(origin, slab.start, len(slab.codes)).values(readers)
         found.append(tally(form, slab.codes, slab.scales, slab.tensor_scale, x, slab.column_scale))
     return total(found)
 
@@ -348,7 +348,7 @@ _USUAL = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp"}
 _SAMPLED_ROWS = 64
 
 
-def _usual_db(check: Check, readers: Readers) -> float | None:
+def usual_db(check: Check, readers: Readers) -> float | None:
     """Return the SQNR that a usual recipe gives on the first rows of a matrix's source; None without a source.
 
     None also for values that are not finite, or all zeros.
@@ -358,7 +358,7 @@ def _usual_db(check: Check, readers: Readers) -> float | None:
         return None
     height = 1 if origin.weight.container is None else origin.weight.container.block[0]
     count = min(origin.shape[0], -(-_SAMPLED_ROWS // height) * height)
-    x = _rows(origin, 0, count).values(readers).astype(np.float32)
+    x = rows_of(origin, 0, count).values(readers).astype(np.float32)
     x = np.ascontiguousarray(x[:, : x.shape[1] // 32 * 32])
     if not x.size or not np.isfinite(x).all() or not x.any():
         return None
@@ -366,7 +366,7 @@ def _usual_db(check: Check, readers: Readers) -> float | None:
     return sqnr_db(float(np.square(x, dtype=np.float64).sum()), float(np.square(error).sum()))
 
 
-def _rows(origin: Origin, start: int, count: int) -> Origin:
+def rows_of(origin: Origin, start: int, count: int) -> Origin:
     """Return an Origin for ``count`` rows of ``origin``, beginning at row ``start``."""
     first = origin.span[0] + start
     return replace(origin, span=(first, first + count))

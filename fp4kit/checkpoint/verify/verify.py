@@ -31,6 +31,7 @@ from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.input_scales import input_scale_issues, unlike_activations
 from fp4kit.checkpoint.verify.integrity import Issue, loader_issues, refused_items, stored_issues
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
+from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.recipes.to_dict import from_data
@@ -369,7 +370,10 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
             tick(stored.entry.nbytes)
             changed += [(stored.entry.name, count)] if count else []
         file_differences = differences(prepared.root, executor)
-    return _report(prepared, found, sorted(changed), file_differences)
+    differing = {name for name, _ in changed}
+    pairs = [pair for pair in prepared.copies if pair[0].entry.name in differing]
+    smoothing = smoothing_of(pairs, prepared.checks) if prepared.settings.recipe is None else Smoothing(frozenset(), {})
+    return _report(prepared, found, sorted(changed), file_differences, smoothing)
 
 
 def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
@@ -382,6 +386,7 @@ def _report(
     found: Sequence[ReencodedLayer],
     changed: Sequence[tuple[str, int]],
     file_differences: Sequence[str] | None,
+    smoothing: Smoothing,
 ) -> VerifyReport:
     """Put the results together into a report, whose layers are in the order of the files.
 
@@ -402,11 +407,14 @@ def _report(
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
-    issues += [issue for layer in layers for issue in _garbage(layer)]
+    issues += [issue for layer in layers for issue in _garbage(layer, smoothing.layers.get(layer.name))]
+    issues += [Issue("warning", name, _SMOOTHED) for name in smoothing.norms]
     settings = prepared.settings
     issues += [issue for layer in layers for issue in _differing(layer, settings.recipe, settings.search)]
     issues += [
-        Issue("error", name, "bytes of a copied tensor that differ from the source", count=n) for name, n in changed
+        Issue("error", name, "bytes of a copied tensor that differ from the source", count=n)
+        for name, n in changed
+        if name not in smoothing.norms
     ]
     return VerifyReport(
         prepared.root,
@@ -453,12 +461,16 @@ def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
 _MARGIN_DB = {4: 10.0, 8: 15.0}  # bits of a code -> how far below the usual SQNR a stored layer may be
 
 
-def _garbage(layer: LayerReport) -> Iterator[Issue]:
+_SMOOTHED = "was divided by a factor per column that layers after it were multiplied by (SmoothQuant, AWQ)"
+
+
+def _garbage(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
     """Yield an error if a layer that could not be re-encoded is much farther from its source than its format requires.
 
     Calibration and other algorithms change the SQNR by a few decibels; wrong scales or swapped nibbles by many.
+    smoothed_db: the SQNR of a smoothed layer (see smoothing.py); None for other layers.
     """
-    found, usual = layer.tally.sqnr_db, layer.usual_db
+    found, usual = layer.tally.sqnr_db if smoothed_db is None else smoothed_db, layer.usual_db
     bits = container(layer.format).element.bits if found is not None and usual is not None else 0
     if found is not None and usual is not None and found < usual - _MARGIN_DB[bits]:
         yield Issue(

@@ -1,0 +1,52 @@
+"""Test that verify --source recognises smoothed norms and layers, and reports norms that changed otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import synthetic
+
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.verify.verify import verify
+
+NORM = "model.layers.0.input_layernorm.weight"
+LAYERS = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
+
+
+def smoothed(root: Path, spread: float, undo: bool) -> tuple[Path, Path]:
+    """Write a model whose first norm is divided by a factor per column; return its quantized form, and its source.
+
+    undo: whether the layers after the norm are multiplied by the factor, as SmoothQuant does.
+    """
+    tensors = synthetic.dense(root / "m", index=False)
+    rng = np.random.default_rng(3)
+    factor = np.exp2(np.round(rng.standard_normal(tensors[NORM].size) * spread)).astype(np.float32)
+    changed = dict(tensors)
+    changed[NORM] = (tensors[NORM].astype(np.float32) / factor).astype(synthetic.BF16)
+    for name in LAYERS if undo else ():
+        changed[name] = (tensors[name].astype(np.float32) * factor).astype(synthetic.BF16)
+    config = {"model_type": "qwen3", "num_hidden_layers": 2}
+    synthetic.write_model(root / "s", config, changed)
+    convert(root / "s", root / "q", "nvfp4-modelopt", format="modelopt")
+    stored = oracle.arrays(oracle.load(root / "q"))
+    synthetic.write_model(root / "bare", config, stored)  # without the record of a recipe
+    return root / "bare", root / "m"
+
+
+@pytest.mark.parametrize("spread", [0.7, 2.0])
+def test_smoothed_layers_are_clean(spread: float, tmp_path: Path) -> None:
+    model, source = smoothed(tmp_path, spread, undo=True)
+    report = verify(model, source)
+    texts = {issue.subject: issue.text for issue in report.issues if issue.severity == "warning"}
+    assert "divided by a factor per column" in texts[NORM]
+    errors = [issue for issue in report.issues if issue.severity == "error" and "SQNR" in issue.text]
+    assert not errors and not [i for i in report.issues if i.severity == "error" and i.subject == NORM]
+
+
+def test_a_norm_that_changed_otherwise_is_an_error(tmp_path: Path) -> None:
+    model, source = smoothed(tmp_path, 2.0, undo=False)
+    found = [issue for issue in verify(model, source).issues if issue.subject == NORM]
+    assert [issue.severity for issue in found] == ["error"] and "differ from the source" in found[0].text
