@@ -96,7 +96,7 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
         A new array of shape q.shape.
 
     Raises:
-        TypeError: q is not a Quantized, or dtype is another dtype.
+        TypeError: q is not a Quantized, or dtype is none of these dtypes.
 
     Exact:
         Equals fp4kit.dequantize bit for bit.

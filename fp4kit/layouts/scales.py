@@ -121,7 +121,7 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
 
     Raises:
         TypeError: scales are not a NumPy or CuPy array, or shape is not a sequence of ints.
-        ValueError: the layout is unknown, or scales have another size than the layout needs.
+        ValueError: the layout is unknown, or scales do not have the size that the layout needs.
 
     Examples:
         >>> import numpy as np

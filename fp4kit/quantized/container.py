@@ -344,7 +344,7 @@ class Quantized:
             A new array in the library and on the device of the codes.
 
         Raises:
-            TypeError: dtype is another dtype.
+            TypeError: dtype is none of these dtypes.
 
         Examples:
             >>> import fp4kit, numpy as np

@@ -142,8 +142,9 @@ def _bits(array: Any) -> Any:
 def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[int, ...] | None) -> Any:
     """Return stored block scales as uint8 bit patterns, or None if none are stored.
 
-    shape: the shape of the scales in their layout, padding included. Scales of another shape but of that size are
-    reshaped. None leaves the check of the shape to Quantized. Raises TypeError for a dtype of another scale format.
+    shape: the shape of the scales in their layout, padding included. Scales with a different shape but as many
+    elements are reshaped. None leaves the check of the shape to Quantized. Raises TypeError for a dtype of
+    another scale format.
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array

@@ -285,7 +285,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
         A new tensor of shape q.shape, on the device of its codes.
 
     Raises:
-        TypeError: q is not a Quantized of tensors, or dtype is another dtype.
+        TypeError: q is not a Quantized of tensors, or dtype is none of these dtypes.
 
     Exact:
         Equals fp4kit.dequantize bit for bit.

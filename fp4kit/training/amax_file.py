@@ -30,7 +30,7 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
     """Return (amaxes, facts) from the bytes of a safetensors file. Tensors that are not amaxes are left out.
 
     The amaxes are float32 arrays under sorted keys. Raises ValueError, which begins with ``label``, if the data is not
-    a safetensors file, if a key occurs twice, or if an amax has another dtype than F32, F16 or BF16.
+    a safetensors file, if a key occurs twice, or if the dtype of an amax is not F32, F16 or BF16.
     """
     try:
         tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])
