@@ -23,8 +23,8 @@ import fp4kit
 
 HERE = Path(__file__).resolve().parent
 ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # bench_*.py that use the CPU or several GPUs
-# Benchmarks that run first. "small" measures host times, which other libraries disturb once they are loaded, because
-# they keep threads and processes busy.
+# Benchmarks that run first. "small" measures host times. Libraries that the other benchmarks load would disturb these
+# times, because such libraries keep threads and processes busy.
 FIRST = ("small",)
 
 

@@ -31,7 +31,7 @@ from fp4kit.evidence.golden.packed import BASES, INDEX, references
 # Not an output of a producer: the specification stores this table as fp4kit/reference/rcp_approx_sm90.npz.
 EXCLUDED = ("rcp_approx_sm90",)
 
-# An array is stored as its difference to another array if less than this share of its bytes differs.
+# An array is stored as its difference from another array if less than this share of its bytes differs.
 MAX_DIFFERING = 0.3
 MIN_BYTES = 64  # smaller arrays are never stored as differences
 

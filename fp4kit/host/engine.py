@@ -241,7 +241,7 @@ def _quantize_matrices(
     codes = packed.reshape(B, M, -1)
     scale_rows, amax_rows = (None if a is None else a.reshape(B, -1, a.shape[-1]) for a in (scales, call.block_amax))
     for i, matrix in enumerate(x):
-        # call.block_amax repeats the amax of a block for each of its rows, but functions.quantize takes it once.
+        # call.block_amax repeats the amax of a block for each of its rows, but functions.quantize needs it once.
         block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
         options = MatrixOptions(block_amaxes, _random_bytes(call.random, r, i, (M, K)), call.mask)
         out_scales = None if scale_rows is None else scale_rows[i]

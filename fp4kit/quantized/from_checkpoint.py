@@ -19,7 +19,7 @@ from fp4kit.layouts import pack
 from fp4kit.quantized.part_shapes import check_codes, fitting_shape
 from fp4kit.recipes import Recipe
 
-# dtypes with one element per byte, by the format they imply. uint8 and int8 hold the bits of any format.
+# {format: name of the dtype that implies it}, for dtypes with one element per byte. uint8 and int8 may hold any bits.
 DTYPES = {
     E2M1: "float4_e2m1fn",
     E2M3: "float6_e2m3fn",

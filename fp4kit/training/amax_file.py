@@ -37,7 +37,7 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
     except SafetensorError as error:
         raise unusable(label, error) from None
     header = parse_object(data[8 : 8 + int.from_bytes(data[:8], "little")], label)
-    # a file that another program wrote may have any metadata or none
+    # A file that was not written by fp4kit may have no metadata, or metadata without FACTS.
     facts = (header.get("__metadata__") or {}).get(FACTS, "{}")
     return {key: _array(key, info, label) for key, info in tensors}, parse_object(
         facts.encode(), f"{label}: metadata {FACTS}"

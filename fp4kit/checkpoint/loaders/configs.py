@@ -58,7 +58,7 @@ def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield finding(_READER.get(used, "vLLM"), "error", _CONFIG, text)
 
 
-# Container -> algorithms of Model-Optimizer whose layers have its tensors, perhaps with more beside them.
+# Container -> algorithms of Model-Optimizer whose layers have the container's tensors, and perhaps additional ones.
 _STORED_LIKE = {
     "NVFP4": ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8"),
     "W4A16_NVFP4": ("NVFP4_AWQ", "NVFP4_SVD"),

@@ -23,7 +23,8 @@ def jobs_of(
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.outputs[0].name]
-            # Keys of the other jobs end in "#" and a number. A name with "#" gets another "#", so that it equals none.
+            # The keys of jobs that do not copy end in "#" and a number. If a tensor's name contains "#", append "#" to
+            # it, so that the key of its copy differs from all of those keys.
             key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
             yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
             continue

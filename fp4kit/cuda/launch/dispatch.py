@@ -327,15 +327,17 @@ def _scaled_grid(request: LaunchRequest, device: int) -> int:
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
-    # Values by a fake_rule: the producer's fake quantizer, which has its own arithmetic and makes no codes.
+    # Values of a fake_rule, which models a producer's fake quantizer. It computes values without codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
     # Codes under the caller's scales. No amax is needed; each thread computes the factor of its own elements.
     KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
-    # Columnwise codes, also together with rowwise codes, and square blocks. Speed relative to a copy (H200,
-    # 2026-11-21): columnwise 0.95; both directions 0.78 to 0.82, or 0.4 by way of a transposed copy; square blocks
-    # 0.995, or 0.42 by quantize_tile.
+    # Columnwise codes (with or without rowwise codes) and square blocks. Speed relative to a copy (H200, 2026-11-21):
+    #     request           quantize_columns   alternative
+    #     columnwise        0.95
+    #     both directions   0.78 to 0.82       0.4 (through a transposed copy)
+    #     square blocks     0.995              0.42 (quantize_tile)
     KernelChoice("quantize_columns", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
-    # 4over6 of a large matrix, by tables. Speed relative to a copy: 0.86, or 0.57 by quantize_tile (H200, 2026-11-21).
+    # 4over6 of large matrices, with tables. Speed relative to a copy (H200, 2026-11-21): 0.86; quantize_tile, 0.57.
     KernelChoice("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
     # Blocks of several rows, and 4over6: several threads compute the scale of a block together.
     KernelChoice("quantize_tile", _takes_tile, _tile_grid),

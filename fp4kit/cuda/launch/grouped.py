@@ -33,13 +33,15 @@ _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
 SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh
 # The number of pieces, unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements.
 PIECES_PER_MULTIPROCESSOR = 20
-# The fewest and the most elements per piece. A thread block whose threads take 64 bytes of bfloat16 per turn takes one
-# or three turns for them. More turns amortize the setup of a piece (a table of factors, loads of its position), but
-# more thread blocks then wait for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on
-# one tensor of their total size (H200, 2026-11-21):
-#     piece              one turn   PIECES_PER_MULTIPROCESSOR   three turns
-#     nvfp4-te           1.10       1.03                        1.05
-#     mxfp4-flashinfer   1.03       1.05                        1.10
+# The fewest and the most elements per piece. If each of the 256 threads of a thread block reads 32 bfloat16 elements
+# (64 bytes) per turn, the thread block processes 8192 elements per turn, so these sizes are one turn and three turns.
+# Larger pieces amortize their setup (computing a table of factors, looking up the piece's tensor), but leave more
+# thread blocks waiting for the last one at the end. Time for 8 tensors of 1856 x 2688, relative to one launch on
+# one tensor of their total size, by elements per piece (H200, 2026-11-21). In the middle column, the size follows from
+# PIECES_PER_MULTIPROCESSOR:
+#     recipe             8192   from the number of pieces   24576
+#     nvfp4-te           1.10   1.03                        1.05
+#     mxfp4-flashinfer   1.03   1.05                        1.10
 MIN_PIECE, MAX_PIECE = 8192, 24576
 
 

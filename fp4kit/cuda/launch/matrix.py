@@ -289,7 +289,7 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     return out
 
 
-# The elements that count for a tensor amax, by the amax_nan of the recipe.
+# {amax_nan of a recipe: the elements that count for its tensor amax}
 COUNTED = {"ignore": "no_nan", "propagate": "all", "lanes": "finite"}
 
 

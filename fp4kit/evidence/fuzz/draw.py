@@ -318,8 +318,8 @@ class Draw:
         return tuple(shape)
 
     def view(self, ndim: int, flat: bool) -> View:
-        """Return a memory layout. Half of the layouts are contiguous; the others have another order, steps or an
-        offset.
+        """Return a memory layout. Half of the layouts are contiguous; the others may have permuted axes, steps
+        other than 1, and an offset.
 
         If ``flat`` is True, only the offset may differ from a contiguous layout.
         """

@@ -249,7 +249,7 @@ def _backward(p: Program, case: DrawnCase) -> None:
     """
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
-    # fake_quantize_backward takes one amax, not one per expert.
+    # fake_quantize_backward accepts a single amax, not one per expert.
     one = replace(case, options=replace(o, tensor_amax=o.tensor_amax and "number"))
     options = {"axis": case.axis, "amax": tensor_amax(p, one), "pass_through": o.pass_through}
     g = p.call("g", "fp4kit.fake_quantize_backward", grad, x, Ref("r"), **options)
@@ -293,8 +293,8 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
-    """Append calls that convert the block scales to another layout, and back to the first layout. Decoded values must
-    not change.
+    """Append calls that convert the block scales to the layout ``target_layout``, and back to the layout ``layout``.
+    The last result must equal the first, and decoded values must not change.
     """
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))

@@ -159,8 +159,8 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses values that Quark scaled by another scale than the stored one, and blocks with inf or
-    NaN.
+    """Return a mask that excuses values to which Quark applied a scale other than the stored one, and blocks with inf
+    or NaN.
 
     The recorded array "scale_applied" has the scales that Quark applied.
     """

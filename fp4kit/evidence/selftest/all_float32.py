@@ -22,8 +22,8 @@ from fp4kit.recipes import RECIPES, Recipe
 INFINITY = 0x7F800000
 SIGN = 0x80000000
 CHUNK = 1 << 24  # values per call of quantize, which needs 350 MB on the device
-# A quick sweep takes every STEP-th bit pattern, and NEAR patterns on each side of a change of code. STEP is odd, so
-# that every combination of low bits occurs.
+# A quick sweep compares every STEP-th bit pattern, and NEAR patterns on each side of each magnitude at which the code
+# changes. STEP is odd, so that every combination of low bits occurs.
 STEP, NEAR = 61, 1 << 12
 
 
