@@ -224,9 +224,9 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
 
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
-    """Return whether the shards of cast_master_weights are in host memory.
+    """Return whether the shards of cast_master_weights are in host memory, as the first of them is.
 
-    Raise an error if the shards are on a GPU and its engine cannot cast them.
+    An empty list counts as host memory. Raise an error if the shards are on a GPU and its engine cannot cast them.
     """
     if not values or not imports.on_device(values[0]):
         return True

@@ -92,9 +92,10 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
 
 
 def _neighbours(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield up to MAX_NEIGHBOURS neighbouring float32 amaxes that all give the scale, in ascending order.
+    """Yield MAX_NEIGHBOURS arrays of float32 amaxes that all give `scale`, in ascending order.
 
-    Elements whose scale is not positive and finite keep their value of `amax`.
+    The arrays begin at the smallest amax that gives the scale. If fewer than MAX_NEIGHBOURS amaxes give it, the largest
+    is repeated. Where no amax gives the scale, every array has the value of `amax`.
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)

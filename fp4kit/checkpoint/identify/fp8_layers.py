@@ -51,7 +51,10 @@ class Fp8Layer:
         return np.maximum.reduceat(np.maximum.reduceat(magnitudes, rows, axis=0), columns, axis=1)
 
     def spread(self, scales: np.ndarray) -> np.ndarray:
-        """Return scales in a shape that broadcasts against the codes."""
+        """Return the scales in a shape that broadcasts against the codes.
+
+        Scales of 128x128 blocks are repeated to one per code; other scales are returned unchanged.
+        """
         if self.scaling != "block":
             return scales
         rows, columns = self.codes.shape

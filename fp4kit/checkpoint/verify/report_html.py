@@ -164,7 +164,11 @@ _VALUES: tuple[tuple[str, str, Callable[[StoredCounts], float]], ...] = (
 
 
 def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[float], colours: Mapping[str, str]) -> str:
-    """Return the HTML of one chart. It has a line per kind of layer; the layer numbers are on the horizontal axis."""
+    """Return the HTML of one chart. It has a line per kind of layer; the layer numbers are on the horizontal axis.
+
+    values: the height of each point; a point with NaN is not drawn. name: the end of the chart's HTML id. title: its
+    caption. colours: the colour of each kind of layer.
+    """
     ticks = _ticks([value for value in values if math.isfinite(value)])
     numbers = sorted({point.number for point in points})
     place = _Scale(numbers[0], max(numbers[-1], numbers[0] + 1), ticks[0], ticks[-1])

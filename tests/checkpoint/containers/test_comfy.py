@@ -77,7 +77,11 @@ def test_codes_move_to_other_containers_and_back(recipe: str, tmp_path: Path) ->
 
 
 def changed(root: Path, tag: object, metadata: dict[str, str] | None = None) -> Path:
-    """Write a ComfyUI model whose tag has another content, or none; return its path."""
+    """Write a ComfyUI model whose tag is replaced by `tag`, and return its path.
+
+    The tag is the layer's `.comfy_quant` tensor. A `tag` of type str is stored as it is, any other value as JSON; None
+    leaves the tensor out. `metadata` is stored in the header of the safetensors file.
+    """
     model(root / "m")
     convert(root / "m", root / "a", "nvfp4-te", format="comfy")
     tensors = oracle.arrays(oracle.load(root / "a"))

@@ -313,7 +313,10 @@ def test_nan(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unfinished file lies in a directory of its own, from which --resume continues."""
+    """An interrupted run leaves its unfinished file in a separate directory and writes no output file.
+
+    --resume completes the conversion.
+    """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     jobs = import_module("fp4kit.checkpoint.convert.run_job")
     write, calls = jobs.write, []

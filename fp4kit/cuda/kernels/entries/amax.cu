@@ -96,8 +96,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }
 
-// Compute the amax of each row of a.x into a.amax. A thread block takes one long row or many short rows at a time.
-// Launch with any grid.
+// Compute the amax of each row of a.x and store it in a.amax. A thread block takes one long row or many short rows at
+// a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(AmaxArguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());
 }

@@ -7,8 +7,8 @@
 // it in the L2 cache. amax and quantize of 8 tensors of 1856 x 2688: 49 us instead of 54 us (H200, 2026-11-21).
 using Members = GroupOf<AmaxArguments, kSmall>::Type;
 
-// Compute the amax of each tensor of the group into its member's `amax`. A thread block takes one piece at a time.
-// Launch with any grid.
+// Compute the amax of each tensor of the group and store it in its member's `amax`. A thread block takes one piece at
+// a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {
@@ -19,8 +19,8 @@ extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_kernel(Membe
   });
 }
 
-// Compute the amax of each row of each tensor of the group into its member's `amax`. A thread block takes one piece at
-// a time. Launch with any grid.
+// Compute the amax of each row of each tensor of the group and store it in its member's `amax`. A thread block takes
+// one piece at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_amax_rows_kernel(Members group) {
   for_each_piece<true>(group, [](const AmaxArguments& a, Grid grid, bool aligned) {
     if (kAligned || aligned) {

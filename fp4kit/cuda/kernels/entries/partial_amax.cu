@@ -55,14 +55,14 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
-// Return the largest `own` among the threads of a warp, to all of them.
+// Return to every thread of a warp the largest `own` among them.
 FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   return own;
 }
 
-// Compute the amaxes of the blocks that this thread takes into a.block_amax. Return the largest magnitude among them,
-// for the tensor's amax.
+// Compute the amaxes of this thread's blocks and store them in a.block_amax. Return the largest of them, for the
+// tensor's amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;

@@ -64,7 +64,7 @@ FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
-// Compute the loss of each row under each multiple into a.losses.
+// Compute the loss of each row under each multiple and store it in a.losses.
 template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
 FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
@@ -124,8 +124,8 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
 
 constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
-// Compute the loss of each row of a.x under a.count multiples into a.losses. A thread takes one row under one multiple
-// at a time. First launch, with any grid.
+// Compute the loss of each row of a.x under a.count multiples and store it in a.losses. A thread takes one row under
+// one multiple at a time. First launch, with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }

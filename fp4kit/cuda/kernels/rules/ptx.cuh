@@ -1,6 +1,6 @@
 // One function per PTX instruction. A software twin with the same result stands beside it for the host and for
-// architectures without the instruction. Compile with -fmad=false -ftz=false -prec-div=true: then plain +, * and /
-// round to nearest even and keep subnormals.
+// architectures without the instruction; only the twin of sqrt_approx is more exact than the instruction. Compile with
+// -fmad=false -ftz=false -prec-div=true: then plain +, * and / round to nearest even and keep subnormals.
 #pragma once
 
 #include "types.cuh"
@@ -204,7 +204,8 @@ FP4KIT_DEVICE void forget_memory() {
   asm volatile("" : : : "memory");
 }
 
-// Return the square root of x >= 0 with a relative error below 2^-22; 0 for a subnormal x.
+// Return the square root of x >= 0 with a relative error below 2^-22; 0 for a subnormal x. On the host the root is
+// rounded to nearest, so the results may differ.
 FP4KIT_DEVICE float sqrt_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;
