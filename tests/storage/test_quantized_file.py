@@ -309,6 +309,8 @@ METADATA = {  # maps a case to the metadata entry and the error of load
     ),
     "true as a version": ('{"version": true, "arrays": {}}', "has version True; needs 1"),
     "a long version": (json.dumps({"version": "x" * 999}), f"has version '{'x' * 76}...; needs 1"),
+    "a version of 80 characters": (json.dumps({"version": "x" * 78}), f"has version '{'x' * 78}'; needs 1"),
+    "a version of 81 characters": (json.dumps({"version": "x" * 79}), f"has version '{'x' * 76}...; needs 1"),
     "no arrays": ('{"version": 1}', "metadata fp4kit_quantized: arrays is None; needs an object {name: fields}"),
     "arrays as a list": ('{"version": 1, "arrays": [1]}', "metadata fp4kit_quantized: arrays is [1]; needs an object"),
 }

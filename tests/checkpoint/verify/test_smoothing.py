@@ -50,3 +50,17 @@ def test_a_norm_that_changed_otherwise_is_an_error(tmp_path: Path) -> None:
     model, source = smoothed(tmp_path, 2.0, undo=False)
     found = [issue for issue in verify(model, source).issues if issue.subject == NORM]
     assert [issue.severity for issue in found] == ["error"] and "differ from the source" in found[0].text
+
+
+@pytest.mark.parametrize("column", range(3))
+def test_a_norm_whose_factor_hardly_helps_its_layers_is_an_error(column: int, tmp_path: Path) -> None:
+    """A factor of 1 + 2^-7 in one column changes the SQNR of the layers by much less than 0.5 dB, up or down."""
+    tensors = synthetic.dense(tmp_path / "m", index=False)
+    norm = tensors[NORM].astype(np.float32)
+    norm[column] *= 1 + 2**-7
+    config = {"model_type": "qwen3", "num_hidden_layers": 2}
+    synthetic.write_model(tmp_path / "s", config, {**tensors, NORM: norm.astype(synthetic.BF16)})
+    convert(tmp_path / "s", tmp_path / "q", "nvfp4-modelopt", format="modelopt")
+    synthetic.write_model(tmp_path / "bare", config, oracle.arrays(oracle.load(tmp_path / "q")))
+    found = [issue for issue in verify(tmp_path / "bare", tmp_path / "m").issues if issue.subject == NORM]
+    assert [issue.severity for issue in found] == ["error"]
