@@ -35,8 +35,9 @@ CODES = {
     96.0: 15,
     126.0: 15,
 }
-# Block amaxes in units of 6 * 2^-9, where 2^-9 is the smallest scale. E4M3 rounds them to 0, 1, 2, 3, ... smallest
-# scales. A block amax of 1.4999999 is rounded down to 1, so its element is 9 scales.
+# Block amaxes in units of 6 * 2^-9, where 2^-9 is the smallest scale. E4M3 rounds them to multiples of
+# that scale: 0, 1, 2, 3, ... A block amax of 1.4999999 gets the scale 1. Its largest element is then
+# 6 * 1.4999999 / 1 = 9 times the scale, beyond 6, the largest E2M1 value.
 AMAXES = (0.4, 0.5, 0.6, 1.0, 1.3, 1.4, 1.4999999, 1.5, 2.3, 2.4, 2.5, 2.51, 3.4, 3.5, 4.4, 7.6)
 
 

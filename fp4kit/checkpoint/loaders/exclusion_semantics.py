@@ -132,7 +132,7 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 
 
 def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM's quant_utils.is_layer_skipped is true of ``module``.
+    """Return whether vLLM's quant_utils.is_layer_skipped returns true for ``module``.
 
     It compares whole names. A fused layer is excluded if its parts are, and experts are also excluded by the name of
     any one expert.
@@ -194,7 +194,7 @@ def _paths(module: str) -> Iterable[str]:
 
 
 def _sglang_skipped(module: str, prepared: Patterns) -> bool:
-    """Return whether SGLang's quantization/utils.py is_layer_skipped is true of ``module``.
+    """Return whether SGLang's quantization/utils.py is_layer_skipped returns true for ``module``.
 
     A pattern is a dotted path that may occur anywhere in the name. The parts of a fused layer must all be excluded or
     none.
@@ -241,7 +241,8 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of an mxfp8 or fp8 checkpoint unquantized.
 
     Patterns are dotted paths that may occur anywhere in the name, with or without a leading ``model.``. There are no
-    wildcards: ``model.visual.*`` excludes nothing. The parts of a fused layer must all be excluded or none.
+    wildcards: ``model.visual.*`` excludes nothing. Either all parts of a fused layer must be
+    excluded or none of them.
 
     Source: SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config; utils.py is_layer_skipped,
     _module_path_match.

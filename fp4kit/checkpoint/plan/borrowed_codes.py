@@ -172,7 +172,7 @@ class _Names:
         return None if name is None else (name, int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
-        """Return the second row order in which a weight of ``source`` may be stored if it is q or k; otherwise None."""
+        """Return the alternative row order of ``source`` if it is q or k, which have two; otherwise None."""
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
         return order_of_heads(leaf, weight.shape[-2], self._config, _is_file(source))

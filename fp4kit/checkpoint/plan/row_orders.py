@@ -62,7 +62,7 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """Return the second row order in which q or k may be stored (see the head of this file); None for other layers.
+    """Return the alternative row order of q or k (see the head of this file); None for all other layers.
 
     leaf: the leaf of the layer's name in a GGUF file, such as "attn_q".
     rows: the number of rows of the layer.

@@ -114,7 +114,7 @@ class _Context(multiprocessing.context.SpawnContext):
         self.started: list[_Worker] = []
 
     def Process(self, *arguments: Any, **options: Any) -> _Worker:  # type: ignore[override]
-        """Return a new worker process, not started yet, and add it to ``started``. The pool calls this."""
+        """Create a worker process, add it to ``started`` and return it. The pool calls this and starts it."""
         self.started.append(_Worker(*arguments, **options))
         return self.started[-1]
 

@@ -327,9 +327,7 @@ def test_compare_plain_tensors(tmp_path: Path) -> None:
 
 
 def test_compare_quantized_layers(tmp_path: Path) -> None:
-    """Two checkpoints by different recipes are compared with the counts that fp4kit.quantize's codes and
-    scales give.
-    """
+    """The comparison of two recipes counts as many different codes and scales as fp4kit.quantize gives."""
     x = synthetic.random("x", (40, 64), dtype=np.dtype("f4"))
     synthetic.write_model(tmp_path / "m", {}, {"a.weight": x})
     recipes = ("nvfp4-te", "nvfp4-te-4over6-mse-256")
