@@ -305,6 +305,10 @@ def _other_codes_under_scales(
     whole = [(h, t) for h, t in tallies if t.tensor and t.scales == t.total - evidence.layer.codes.size]
     if not whole or max(t.share for _, t in whole) > DAMAGED_SHARE:
         return None
+    # A damaged byte outside the sample leaves a hypothesis exact in the sample; it is not in scales_only.
+    near = [*trial.exact, *([] if trial.nearest is None else [trial.nearest])]
+    if any(count_matches(evidence, h, early=False).share > DAMAGED_SHARE for h in near):
+        return None
     if unnamed and (variation := _variation(evidence, plain)):
         return _unexplained(variation, whole[0][1])
     names = tuple(dict.fromkeys(name_of(h.recipe) for h, _ in whole))

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.identify.corruptions import (
     tensor_mishap,
     within_ulps,
 )
-from fp4kit.checkpoint.identify.diagnose import Explanation, explain
+from fp4kit.checkpoint.identify.diagnose import OTHER_CODES, Explanation, explain
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.recipes import RECIPES
 
@@ -309,7 +309,10 @@ def test_unrelated_data_is_not_explained(name) -> None:
     ):
         e = found(layer, x, heads=(HEADS,), other=weights(11))
         assert e.recipe is None and e.mishap is None and not e.recipes
-        assert e.sentence.startswith("nothing explains these bytes: nearest is ") and "% of bytes" in e.sentence
+        if name.startswith("mx") and e.cause == OTHER_CODES:  # changed values may leave all power-of-two scales
+            assert e.sentence.startswith("all block scales are those of ") and "% of code bytes" in e.sentence
+        else:
+            assert e.sentence.startswith("nothing explains these bytes: nearest is ") and "% of bytes" in e.sentence
 
 
 BYTES = [(name, part) for name in TESTED for part in ("codes", "block_scale")]
