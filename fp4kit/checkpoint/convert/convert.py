@@ -1,6 +1,4 @@
-"""Convert a checkpoint: execute a plan into a partial directory, which is renamed to the destination once it is
-complete.
-"""
+"""Convert a checkpoint: execute a plan in a partial directory, and rename it to the destination once it is complete."""
 
 from __future__ import annotations
 
@@ -49,12 +47,12 @@ from fp4kit.storage.whole_file import write_file
 from fp4kit.storage.writer import file_order, header_bytes
 
 _BASE_BYTES = 128 << 20  # memory of a Python process that has imported its libraries and holds no data
-_SLABS_IN_MEMORY = 12  # a slab (rows converted at a time) and its converted forms, in multiples of a slab
+_SLABS_IN_MEMORY = 12  # size of a slab (rows converted at a time) with all its converted forms, in multiples of a slab
 # With at least FROM_WORKERS workers and FROM_BYTES bytes to read, processes are faster than threads. Processes take
 # about a second to start, but threads of one interpreter wait for each other. On 16 cores, four or eight threads
 # convert 1.2 GB/s, eight processes 2.0 and fifteen processes 2.7 (November 2026).
 FROM_WORKERS, FROM_BYTES, MOST_PROCESSES = 4, 4 << 30, 8
-Progress = Callable[[int], None]  # called with the number of bytes of source tensors done since the last call
+Progress = Callable[[int], None]  # called with the number of bytes of source tensors processed since the last call
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class ConversionReport:
 
     plan: the plan that was executed.
     destination: the directory or file that was written.
-    done: what each job did, in the order of the plan.
+    done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
     """
 
     plan: Plan
@@ -72,18 +70,18 @@ class ConversionReport:
 
     @lazy_property
     def actions(self) -> dict[str, int]:
-        """Action -> number of jobs that took it (quantize, cast, requantize, ...).
+        """Action (quantize, cast, requantize, ...) -> number of jobs that took this action.
 
-        A job that was planned to keep its codes (cast or carry) but could not counts as requantize.
+        A job that was planned to keep its codes (cast or carry) counts as requantize if it could not keep them.
         """
         return dict(Counter(one.action for one in self.done))
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The layers that were planned to keep their codes but got new ones, because the new format cannot hold all
-        their scales.
+        """The names of the layers whose values were to be kept, but changed.
 
-        These are layers that were requantized, and those in which single blocks changed; see changes.
+        They changed because the new format cannot hold all scales of the layer. Either the whole layer was requantized,
+        or a cast changed single blocks (see ``changes``).
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         done = ((one.key.rpartition("#")[0], one) for one in self.done)
@@ -92,7 +90,11 @@ class ConversionReport:
 
     @lazy_property
     def changes(self) -> dict[str, Changes]:
-        """Layer -> what its cast from MXFP4 to NVFP4 could not keep, for the layers with blocks out of range."""
+        """Layer name -> what its cast from MXFP4 to NVFP4 could not keep: the numbers of blocks and values, and the
+        largest error.
+
+        Only layers with blocks whose scales NVFP4 cannot hold are present.
+        """
         found: dict[str, Changes] = {}
         for one in self.done:
             changes, name = Changes(*one.changes), one.key.rpartition("#")[0]
@@ -102,7 +104,7 @@ class ConversionReport:
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:
-        """Layer -> errors before and after the scale search, for the layers whose scales were searched."""
+        """Layer name -> squared errors without and with the scale search, for the layers whose scales were searched."""
         found: dict[str, Losses] = {}
         for one in self.done:
             losses, name = Losses(*one.losses), one.key.rpartition("#")[0]
@@ -138,16 +140,17 @@ def convert(
         source: the model directory, GGUF file or safetensors file to read.
         destination: the directory or file to create. A GGUF file becomes a GGUF file. A safetensors file becomes a
             safetensors file if the name ends in .safetensors, otherwise a directory.
-        recipe, format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore: as for
-            make_plan.
+        recipe: the recipe for newly quantized tensors, or its id.
+        format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore: what to convert and how;
+            see make_plan.
         options: workers, devices and other choices that do not change the result; None for the defaults.
 
     Returns:
-        A ConversionReport.
+        A ConversionReport with the plan and what was done.
 
     Raises:
         CheckpointError: before any work, for everything that the plan shows; during the work, as soon as NaN or
-            infinity is read in a tensor that is to be quantized. After any exception, ``destination`` does not exist.
+            infinity is read in a tensor that is to be quantized. An exception leaves no incomplete ``destination``.
 
     Exact: codes and scales equal those of fp4kit.quantize for the whole tensor, called with the largest amax of the
     layers that share its tensor scale. Only all-zero tensors and groups differ: their tensor scale is 1.
@@ -172,16 +175,17 @@ def convert(
 class Options:
     """Choose how a plan is executed. The bytes that are written do not depend on these options.
 
-    workers: number of workers. They are threads if GPUs or the compiled engine do the work, else processes. None:
-        fp4kit.num_threads() threads, at least two; without the compiled engine, only this process. A script that uses
-        processes needs ``if __name__ == "__main__":``.
+    workers: number of workers. They are threads if GPUs or the compiled engine do the work, otherwise processes. None
+        means fp4kit.num_threads() threads, but at least two; without the compiled engine, it means this process alone.
+        A script that uses processes needs ``if __name__ == "__main__":``.
     executor: a concurrent.futures executor to use instead of workers that fp4kit starts. Its workers must see the files
         under the same paths.
-    devices: CUDA devices that take the jobs in turn; empty for the CPU.
-    resume: continue an interrupted run.
-    progress: called with the number of bytes done since its last call; these numbers add up to bytes_to_read(plan).
-    processes: use processes instead of threads where processes are faster (many workers, a large model); at most 8 if
-        ``workers`` is None.
+    devices: indices of the CUDA devices among which the jobs are distributed in turn; empty for the CPU.
+    resume: True to continue an interrupted run of the same plan.
+    progress: called with the number of bytes of source tensors processed since its last call. These numbers add up to
+        bytes_to_read(plan).
+    processes: True to use processes instead of threads where processes are faster (many workers, a large model). If
+        ``workers`` is None, at most 8 processes are used.
     """
 
     workers: int | None = None
@@ -197,11 +201,13 @@ class Options:
 
 
 def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bool = False) -> None:
-    """Raise CheckpointError for everything that can be rejected before work: destination, leftovers of a run, disk
-    space.
+    """Raise CheckpointError if the plan cannot be executed into ``destination``; nothing is written.
 
-    resume: accept a destination that exists because the run to be resumed had already completed it.
-    removes: accept leftovers that can be removed, because the caller will remove them first.
+    This covers a name that does not suit the output, an existing destination, leftovers of an interrupted run and too
+    little disk space.
+
+    resume: True to accept leftovers of the run to resume, and a destination that this run had already completed.
+    removes: True to accept leftovers that can be removed, because the caller will remove them first.
     """
     target = Path(destination)
     _check_name(plan, target)
@@ -214,19 +220,23 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def file_to_write(plan: Plan, target: Path) -> str | None:
-    """Return the name that the only written file has in the partial directory; None if ``target`` is a directory."""
+    """Return the name of the output file in the partial directory if the result is a single file.
+
+    Return None if the result is a directory.
+    """
     return plan.shards[0].name if plan.is_file or _is_safetensors(target) else None
 
 
 def _is_safetensors(path: Path) -> bool:
-    """Return whether a path is named like a safetensors file."""
+    """Return whether a path ends in .safetensors, in any case of letters."""
     return path.suffix.lower() == ".safetensors"
 
 
 def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
-    """Return messages about what a single safetensors file cannot hold: the config that its loader needs.
+    """Return a message with the entry of config.json that loaders of ``target`` need, if ``target`` is a single
+    safetensors file, which cannot hold it.
 
-    Return () for other destinations, and for containers that need no config.
+    Return () for other destinations, for unquantized results and for ComfyUI's format, which needs no config.
     """
     if not _is_safetensors(target) or plan.form is None or plan.form.format == comfy.FORMAT:
         return ()
@@ -260,7 +270,7 @@ def _check_name(plan: Plan, target: Path) -> None:
 
 
 def check_gguf_name(is_gguf: bool, target: Path) -> None:
-    """Raise CheckpointError if ``target`` is not named like a GGUF file and the source is one, or the other way round.
+    """Raise CheckpointError if ``target`` ends in .gguf but the source is no GGUF file, or the other way round.
 
     is_gguf: True if the source is a GGUF file.
     """
@@ -277,8 +287,19 @@ def check_gguf_name(is_gguf: bool, target: Path) -> None:
 
 
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
-    """Execute ``plan`` into the new directory or file ``destination``, and return the report. Options and errors are
-    those of convert.
+    """Execute a plan from make_plan, and write the result as the new directory or file ``destination``.
+
+    Args:
+        plan: the plan to execute.
+        destination: the directory or file to create, as for convert.
+        options: workers, devices and other choices that do not change the result; None for the defaults.
+
+    Returns:
+        A ConversionReport. If ``options.resume`` is True and an earlier run had completed the result, it reports that
+        run.
+
+    Raises:
+        CheckpointError: as for convert. An exception leaves no incomplete ``destination``.
     """
     options, target = options or Options(), Path(destination)
     done = finished_before(plan, target) if options.resume else None
@@ -294,10 +315,10 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
-    """Return what each job did, if an earlier run of this plan was killed after it had renamed its complete result to
-    ``target``.
+    """Return what each job of an earlier run of this plan did, if that run completed ``target`` but was then killed.
 
-    Return None if there was no such run; then the plan must be executed.
+    Such a run was killed between renaming its result to ``target`` and removing its journal. Return None if there was
+    no such run; then the plan must be executed.
     """
     found = jobs_of_finished_run(target, key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
@@ -305,7 +326,10 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
 
 
 def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
-    """Execute a plan in a partial directory, rename this to ``target`` at the end, and return what each job did."""
+    """Execute a plan in a partial directory, rename the result to ``target`` at the end, and return what each job did.
+
+    Raise CheckpointError if a file of the source changed since the plan was made.
+    """
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
     file = file_to_write(plan, target)
@@ -340,8 +364,9 @@ def bytes_to_read(plan: Plan) -> int:
 
 
 def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
-    """Return a dummy file and position for every output of a plan, to build jobs that are only inspected and never
-    run.
+    """Return tensor name -> (dummy file, position 0) for every output of a plan.
+
+    With these positions jobs can be built that are only inspected, never run.
     """
     return {output.name: (Path(), 0) for tensor in plan.tensors for output in tensor.outputs}
 
@@ -354,8 +379,8 @@ def bytes_to_write(plan: Plan) -> int:
 def memory_per_process(plan: Plan) -> int:
     """Return about how many bytes of memory one worker process needs.
 
-    This includes an idle process, a slab (the rows converted at a time) with all its converted forms, and two float32
-    copies of a matrix. The copies are needed if matrices are transposed; the largest of these counts.
+    This is the sum of an idle process and of a slab (the rows converted at a time) with all its converted forms. If
+    matrices are transposed, two float32 copies of the largest transposed matrix are added.
     """
     pieces = (
         piece for tensor in plan.converted for piece in tensor.pieces if piece.transposed or piece.weight.transposed
@@ -367,7 +392,9 @@ def memory_per_process(plan: Plan) -> int:
 class _Run:
     """Execute a plan once, in a partial directory.
 
-    is_file: True if only the file of tensors is needed; False if configs and a manifest are needed beside it.
+    folder: the partial directory.
+    journal: the record of what is done, from which an interrupted run continues.
+    is_file: True to write a single file of tensors; False to write configs and a manifest beside the files of tensors.
     """
 
     def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal, is_file: bool) -> None:
@@ -408,26 +435,30 @@ class _Run:
         return wanted or min(workers, MOST_PROCESSES), False
 
     def _check(self, job: Job, found: Measured) -> None:
-        """Raise CheckpointError if the measurements of a weight show what the request does not allow.
+        """Raise CheckpointError if the measurements of a weight show values that the request does not allow.
 
-        These are NaN and infinities, unless the request says what to do with them, and scales that MXFP8 cannot hold,
-        unless the request allows to requantize.
+        NaN and infinities are rejected if the request has nonfinite="error". Scales that MXFP8 cannot hold are rejected
+        if the request has requantize=False.
+
+        found: the measurements of the job's weight.
         """
         run_job.check_finite(job, found)
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise fp8_to_mxfp8.refused(job.name)
 
     def _write_beside(self) -> None:
-        """Write the files of the model that contain no tensors: copies of unchanged files, the index and the
-        configs.
-        """
+        """Write the files that contain no tensors: copies of unchanged files, the index and the configs."""
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
             write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
 
     def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
-        """Return file name -> digest for all files of the result. Hash the files that ``hashed`` does not contain."""
+        """Return file name -> digest for all files of the result.
+
+        hashed: the digests that are known, by path. All other files are hashed now.
+        executor: where the hashing runs; None for this process.
+        """
         paths = {name: self.folder / name for name in names_in(self.folder)}
         new = run_all(executor, deque((digest_of, (path,)) for path in paths.values() if path not in hashed))
         found = {**hashed, **{one.path: one for one in new}}
@@ -437,7 +468,7 @@ class _Run:
 def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
     """Create an output file with its final size and its header, so that jobs can write into it in any order.
 
-    A file that an interrupted run left is reused. Return tensor name -> (file, byte position of its data).
+    The data of a file that an interrupted run left is kept. Return tensor name -> (file, byte position of its data).
     """
     path = folder / shard.name
     header, places, position = _header(plan, shard)
@@ -452,7 +483,7 @@ def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path
 
 
 def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
-    """Return the header of an output file, tensor name -> byte position of its data, and the size of the file in
+    """Return three facts about an output file: its header, tensor name -> byte position of its data, and its size in
     bytes.
     """
     source = plan.source.files[0]
@@ -468,14 +499,14 @@ def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
-    """Return what the manifest records of a conversion: version, format, source and request."""
+    """Return the facts about a conversion that the manifest records: version, format, source and request."""
     facts = {"version": __version__, "format": plan.format_name, "source": source_facts(plan.source)}
     carried = {"codes": "carried"} if plan.carries_codes else {}
     return facts | {"request": request_facts(plan.request)} | carried
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return file name -> JSON content, for the index and the configs that the result needs to be a loadable model."""
+    """Return file name -> JSON content, for the index and the configs without which engines cannot load the result."""
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.shards) > 1:
         weight_map = {output.name: shard.name for shard in plan.shards for output in shard.outputs}
@@ -512,7 +543,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
 
 
 def _without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of config.json's content without the entries that declare a quantization."""
+    """Return a copy of config.json's content without the entries that declare how the source is quantized."""
     stale = ("quantization_config", "compression_config", "quantization")
     found = {key: value for key, value in config.items() if key not in stale}
     if isinstance(found.get("text_config"), dict):

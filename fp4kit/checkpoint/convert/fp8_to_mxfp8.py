@@ -1,7 +1,7 @@
-"""Convert FP8 with 128x128 blocks to MXFP8 without loss: keep the codes, and repeat each block's scale for its 1x32
-blocks.
+"""Convert FP8 with 128x128 blocks to MXFP8 without loss.
 
-This is possible only if all scales are powers of two, because MXFP8's scales (E8M0) are.
+The codes are kept, and the scale of each 128x128 block is repeated for every 1x32 block within it. This is possible
+only if all scales are powers of two, because MXFP8's E8M0 scales can represent nothing else.
 """
 
 from __future__ import annotations
@@ -36,20 +36,26 @@ def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
 
 
 def is_exact(weight: Weight, slab: Slab) -> bool:
-    """Return whether a slab can become MXFP8 without loss: all its scales are powers of two that E8M0 can represent."""
+    """Return whether a slab (some rows of a weight) can become MXFP8 without loss.
+
+    This is True if all its scales are powers of two that E8M0 can represent.
+    """
     assert slab.scales is not None
     return _are_exact(slab.scales)
 
 
 def _are_exact(scales: np.ndarray) -> bool:
-    """Return whether all scales, float32 numbers or E8M0 codes, are powers of two that E8M0 can represent."""
+    """Return whether all scales are powers of two that E8M0 can represent.
+
+    scales: float32 numbers, or uint8 if they are E8M0 codes already.
+    """
     return bool((_exponent_codes(scales) >= 0).all())
 
 
 def check(weights: Iterable[Weight]) -> None:
-    """Raise CheckpointError for the first weight that cannot become MXFP8 without loss.
+    """Raise CheckpointError for the first weight with a scale that is not a power of two that E8M0 can represent.
 
-    Only the scales are read. They must all be powers of two.
+    Only the scales are read, so that a plan can call this before any conversion.
     """
     with Readers() as readers:
         for weight in weights:
@@ -59,13 +65,16 @@ def check(weights: Iterable[Weight]) -> None:
 
 
 def refused(tensor: str) -> CheckpointError:
-    """Return the error for a tensor whose scales are not powers of two."""
+    """Return the error to raise for a tensor whose scales are not all powers of two."""
     why = "its scales are not powers of two, so MXFP8 cannot keep its values; use --requantize to accept the loss"
     return CheckpointError(f"{shown(tensor)}: {why}")
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
-    """Write a job's codes unchanged, and one scale per 1x32 block in place of one per 128x128 block."""
+    """Write a job's codes unchanged, and one E8M0 scale per 1x32 block in place of one scale per 128x128 block.
+
+    All scales must be powers of two; see is_exact.
+    """
     have, wide, columns = job.weight.container, job.container.group_size, job.weight.shape[-1]
     assert have is not None
     height, width = have.block

@@ -44,9 +44,15 @@ _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class Rules:
     """Say how convert_tensors converts: by which recipe, into which container, and which tensors.
 
-    config: the model's config.json; its numbers of layers and heads and its model type are needed.
+    recipe: the recipe for newly quantized tensors.
+    config: the content of the model's config.json; its numbers of layers and heads and its model type are used.
     format: the container's name; None for the container that most engines load.
-    recipe, wishes, input_scale, activations: as for make_plan.
+    wishes: which layers to quantize.
+    input_scale: a positive float32 activation scale to write for every layer; None for none.
+    activations: measured activations, from which every layer gets its own input scale; None for none.
+
+    Raises CheckpointError if the format is not a quantized container that can be written from memory, if the container
+    cannot store the model, or if input scales are given to a container without them.
     """
 
     recipe: Recipe
@@ -68,20 +74,20 @@ class Rules:
             )
         if self.format == comfy.FORMAT:
             raise CheckpointError("format comfy: convert_tensors does not write files of ComfyUI; use convert")
-        # reject a model that the container cannot store now, not at its first tensor
+        # Reject an unsuitable model here, before the first tensor is converted.
         mlx.check(self.form, self.config, ())
         check_input_scale(self.form, self._request.gives_input_scales)
 
     @lazy_property
     def form(self) -> Container:
-        """The container that convert_tensors writes."""
+        """The container (names, dtypes and layout of the tensors) that convert_tensors writes."""
         found = self._request.form_for(self.config)
         assert found is not None
         return found
 
     @lazy_property
     def _request(self) -> Request:
-        """The request of a conversion with these rules."""
+        """The Request that the checkpoint converter would get for these rules."""
         return Request(self.recipe, self.format, self.wishes, self.input_scale, activations=self.activations)
 
     @lazy_property
@@ -91,25 +97,27 @@ class Rules:
 
     @lazy_property
     def _wishes(self) -> Wishes:
-        """The user's selection of layers, reduced to experts if the container can hold nothing else."""
+        """The user's selection of layers, limited to experts if the container can hold only quantized experts."""
         return replace(self.wishes, preset="experts") if experts_only(self.form) else self.wishes
 
     def names(self, name: str) -> tuple[str, ...]:
         """Return the Hugging Face names of the tensors that a Megatron-Core parameter holds.
 
-        They are several for a fused parameter, and none for ``_extra_state``. A Hugging Face name is returned
-        unchanged, except for parts that wrappers add, such as ``_orig_mod.`` and ``module.``, which are removed.
+        A fused parameter has several names; ``_extra_state`` has none. If ``name`` is a Hugging Face name already, it
+        is the only one that is returned. Prefixes that wrappers add, such as ``_orig_mod.`` and ``module.``, are
+        removed.
         """
         return hugging_face_names(unwrapped(name), layers=self._facts.layers)
 
     def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
-        """Return name -> the converter's decision to quantize the tensor or not. Each tensor is (name, safetensors
-        dtype, shape).
+        """Return name -> the decision to quantize the tensor or not, which the checkpoint converter would make.
+
+        tensors: (Hugging Face name, safetensors dtype such as "BF16", shape) per tensor.
         """
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
-        """Return the description of a tensor by which the selection decides whether to quantize it."""
+        """Return the description of a tensor from which ``decide`` tells whether to quantize it."""
         if len(shape) != 3:
             return candidate(name, dtype, shape, self._facts)
         return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
@@ -122,17 +130,17 @@ class TensorConverter:
     """Convert tensors that arrive in several buckets, such as those that a trainer sends to its rollout engine.
 
     Layers that share a tensor scale (q, k and v; gate and up) are held back until the last of them arrives, in whatever
-    bucket that is. Call ``flush`` after the last bucket: it proves that nothing is left.
+    bucket that is. Call ``flush`` after the last bucket, so that no layer is silently lost.
 
     Args:
-        rules: recipe, container and selection.
-        incomplete: what flush does with a group of which some layers never arrived: "error" raises, "quantize" gives
-            those that arrived one tensor scale, for models that do not have the others.
-        since: the tensors that an earlier conversion yielded, name -> array. Tensors that are equal to theirs in dtype,
-            shape and every byte are not yielded again. None yields all.
+        rules: recipe, container and selection of layers.
+        incomplete: what flush does if some layers of a group with one tensor scale never arrived. "error" raises
+            CheckpointError. "quantize" quantizes those that arrived, for models that do not have the other layers.
+        since: name -> array, the tensors that an earlier conversion yielded. A tensor is not yielded again if it equals
+            the earlier tensor of its name in dtype, shape and every byte. None yields all tensors.
 
     Raises:
-        CheckpointError: ``incomplete`` is another text.
+        CheckpointError: ``incomplete`` is neither "error" nor "quantize".
 
     Examples:
         >>> import numpy as np
@@ -158,27 +166,29 @@ class TensorConverter:
         self._since = since or {}
 
     def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yield the tensors of the quantized checkpoint that a bucket of a model's tensors completes.
+        """Convert one bucket of a model's tensors, and yield every tensor of the quantized checkpoint that is ready.
+
+        A layer is not ready while it waits for a layer with the same tensor scale from a later bucket.
 
         Args:
-            tensors: (name, array) pairs, as for convert_tensors. A name may come only once over all buckets.
+            tensors: (name, array) pairs, as for convert_tensors. Each name may come only once over all buckets.
 
         Yields:
             (name, array) pairs, as convert_tensors does.
 
         Raises:
-            CheckpointError: a name that came before; a tensor that is quantized already; and as for convert_tensors.
+            CheckpointError: a name came before, in this bucket or an earlier one; and as for convert_tensors.
         """
         yield from self._new(self._converted_of(tensors))
 
     def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
-        """Yield the pairs whose arrays differ from those in ``since``."""
+        """Yield the (name, array) pairs whose names ``since`` lacks, or whose arrays differ from its arrays."""
         return (
             (name, part) for name, part in pairs if name not in self._since or not _is_same(part, self._since[name])
         )
 
     def _converted_of(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yield the tensors that a bucket completes, whether they changed or not."""
+        """Yield the tensors that are ready after a bucket, including those that are unchanged since ``since``."""
         rules = self.rules
         for original, array in tensors:
             for name, part in _taken_apart(original, array, rules):
@@ -194,7 +204,7 @@ class TensorConverter:
                     yield from _gathered(module, matrix, rules, self._waiting)
 
     def _check_new(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to an adapter."""
+        """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to a LoRA adapter."""
         if name in self._seen:
             raise CheckpointError(f"{shown(name)}: came twice; send every tensor once, or begin a new TensorConverter")
         self._seen.add(name)
@@ -209,10 +219,14 @@ class TensorConverter:
             raise CheckpointError(f"{shown(name)}: {adapter}")
 
     def flush(self) -> Iterator[Named]:
-        """End the conversion: yield the layers that still wait for others of their group, if these may stay missing.
+        """End the conversion after the last bucket.
+
+        Yields:
+            With incomplete="quantize", the (name, array) pairs of the layers that still wait for a layer with the same
+            tensor scale. Otherwise nothing.
 
         Raises:
-            CheckpointError: a group of layers that share a tensor scale is incomplete; a gate has no up projection.
+            CheckpointError: layers still wait, and ``incomplete`` is "error"; or a gate has no up projection.
         """
         alone = fused_layers.missing_gated_halves(self._converted)
         if alone:
@@ -227,7 +241,7 @@ class TensorConverter:
         return self._new(pair for members in waiting.values() for pair in _quantized(members, self.rules))
 
 
-# The dtypes of 8-bit and packed arrays, as safetensors names them.
+# dtype name of an array -> safetensors dtype, for the dtypes that only quantized checkpoints have
 _EIGHT_BITS = {
     "uint8": "U8",
     "int8": "I8",
@@ -244,7 +258,7 @@ _EIGHT_BITS = {
 def _is_same(a: Any, b: Any) -> bool:
     """Return whether two arrays are equal in library, dtype, shape and every byte.
 
-    Arrays on a GPU are compared there; only the answer is read.
+    Arrays of PyTorch and CuPy on a GPU are compared there. PyTorch tensors on different devices count as different.
     """
     if type(a) is not type(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
         return False
@@ -263,7 +277,7 @@ def _is_same(a: Any, b: Any) -> bool:
 def convert_tensors(
     tensors: Iterable[Named], rules: Rules, incomplete: str = "error", since: Mapping[str, Any] | None = None
 ) -> Iterator[Named]:
-    """Yield the tensors of a quantized checkpoint, given those of a model; the result is what convert would write.
+    """Quantize the tensors of a model in memory, and yield the tensors that convert would write for it.
 
     A quantized layer is yielded as several tensors (codes, scales), under the names and dtypes of rules.form. A tensor
     that is not converted is yielded unchanged. Layers that share a tensor scale (gate and up; q, k and v) are held back
@@ -273,11 +287,11 @@ def convert_tensors(
         tensors: (name, array) pairs of a whole model. The arrays are of any library, on the host or a GPU. The names
             are Hugging Face's or Megatron-Core's. Fused parameters of Megatron-Core are split: linear_fc1 into gate and
             up, linear_qkv into q, k and v by the heads in rules.config.
-        rules: recipe, container and selection.
-        incomplete: "error" to raise if some layers that share a tensor scale never arrive; "quantize" to quantize those
-            that arrived, for models that do not have the others.
-        since: the tensors that an earlier call yielded, name -> array; those that did not change are not yielded again,
-            so that a rollout engine gets only what changed. None yields all.
+        rules: recipe, container and selection of layers.
+        incomplete: what to do if some layers that share a tensor scale never arrive. "error" raises CheckpointError.
+            "quantize" quantizes those that arrived, for models that do not have the other layers.
+        since: name -> array, the tensors that an earlier call yielded. Tensors that are unchanged are not yielded
+            again, so that a rollout engine gets only the changed ones. None yields all tensors.
 
     Yields:
         (name, array) pairs in the library of the input. 8-bit floats have the dtypes of PyTorch or ml_dtypes; in CuPy
@@ -306,12 +320,15 @@ def convert_tensors(
 
 
 def _dtype_name(array: Any) -> str:
-    """Return the name of an array's dtype without its library: "bfloat16" for torch.bfloat16."""
+    """Return the name of an array's dtype without its library, such as "bfloat16" for torch.bfloat16."""
     return str(array.dtype).removeprefix("torch.")
 
 
 def _taken_apart(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named]:
-    """Yield the Hugging Face (name, array) pairs of one Megatron-Core parameter. A fused parameter gives several."""
+    """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs.
+
+    A fused parameter gives two or three pairs, ``_extra_state`` none, and any other parameter one.
+    """
     names = rules.names(megatron_name)
     if len(names) == 1 or not names:
         yield from ((name, array) for name in names)
@@ -325,7 +342,8 @@ def _taken_apart(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named
 def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[Any, Any, Any]:
     """Split Megatron-Core's fused linear_qkv into q, k and v, and return them in this order.
 
-    For each key-value head, the fused tensor has rows of [its query heads, one key head, one value head].
+    The rows of the fused tensor are grouped by key-value head. Each group holds the query heads that use this head, its
+    key head and its value head. Raise CheckpointError if ``config`` lacks the numbers of heads or they do not fit.
     """
     text = config.get("text_config", config)
     heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
@@ -355,7 +373,8 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
 def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
     """Yield (layer name, matrix) for every layer that a tensor holds.
 
-    A stack of experts is split into its experts, unless the container stores stacks whole.
+    A 2-D tensor is one layer. A 3-D stack of experts is split into its experts, unless the container stores stacks
+    whole; then the stack is yielded as one array. Stacks that the model stores transposed are transposed back.
     """
     shape = tuple(array.shape)
     module = name.removesuffix(".weight")
@@ -372,16 +391,21 @@ def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
 
 
 def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Iterator[Piece]:
-    """Yield the layers that a stack of experts is split into, each with its name, expert number and rows."""
+    """Yield the layers that a stack of experts is split into: for each its name, expert number and range of rows.
+
+    module: the name of the stack without ".weight".
+    name: the full name of the stack's tensor.
+    """
     return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
 
 
 def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Named]]) -> Iterator[Named]:
-    """Quantize a layer and yield its (name, array) pairs, unless it shares a tensor scale with layers that have not
-    arrived.
+    """Quantize a layer and yield its (name, array) pairs as soon as all layers with its tensor scale have arrived.
 
-    In that case, store the layer in ``waiting`` and yield nothing. When the last layer of the group arrives, yield the
-    pairs of all.
+    Until then, store the layer in ``waiting`` and yield nothing. When the last layer of the group arrives, yield the
+    pairs of all its layers.
+
+    waiting: group name -> (layer name, matrix) pairs of the incomplete groups; it is changed in place.
     """
     group = fused_layers.group_of(module) if rules.form.has_tensor_scale else None
     if group is None:
@@ -395,7 +419,10 @@ def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Na
 
 
 def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
-    """Quantize layers that share a tensor scale by their largest amax, and yield the (name, array) pairs of all."""
+    """Quantize (layer name, matrix) pairs that share a tensor scale, and yield the (name, array) pairs of all.
+
+    The tensor scale follows from the largest amax of the layers.
+    """
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None
     columns = {module: int(matrix.shape[-1]) for module, matrix in members}
@@ -417,8 +444,10 @@ def _finite_amax(module: str, matrix: Any) -> np.float32:
 def _parts(
     module: str, matrix: Any, shared: np.float32 | None, rules: Rules, input_amax: np.float32 | None
 ) -> Iterator[Named]:
-    """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale, as far
-    as the container has them.
+    """Quantize one layer and yield its (name, array) pairs: codes, block scales, tensor scale and input scale.
+
+    The tensor scale is left out if ``shared`` is None. The input scale is left out if there is neither
+    ``rules.input_scale`` nor ``input_amax``.
 
     shared: the largest amax of the layers that share the tensor scale; None if the container has no tensor scale.
     input_amax: the amax of the layer's inputs; None if it was not measured.
@@ -444,10 +473,12 @@ def _parts(
 
 
 def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.float32:
-    """Return the number that the container stores as tensor scale: the scale itself, or the divisor that is its
-    reciprocal.
+    """Return the number that the container stores as tensor scale: the scale of ``q``, or a divisor.
 
-    Raise CheckpointError if it is not a positive normal float32, because no loader could use it.
+    The divisor is the one that the recipe computes, otherwise the reciprocal of the scale. Raise CheckpointError if the
+    scale or the divisor is not a positive normal float32, because no loader could use it.
+
+    amax: the largest amax of the layers that share the tensor scale.
     """
     scale = np.float32(float(q.tensor_scale))
     divisor = divisor_of(rules.recipe, rules.form, amax, q.dtype)
@@ -460,8 +491,9 @@ def _stored_scale(module: str, q: Any, amax: np.float32, rules: Rules) -> np.flo
 
 
 def _typed(array: Any, dtype: str) -> Any:
-    """Return an array of bytes viewed with the safetensors dtype ``dtype``, or unchanged if its library lacks this
-    dtype.
+    """Return an array of bytes, viewed as the safetensors dtype ``dtype`` in its own library.
+
+    Return the array unchanged if the dtype is stored as bytes, or if the library has no such dtype.
     """
     if dtype == "U32":
         return pack_mlx(array) if library_of(array) is None else array.view(torch_arrays.dtype_named("uint32"))
@@ -475,7 +507,7 @@ def _typed(array: Any, dtype: str) -> Any:
 
 
 def _in_library(value: np.ndarray, like: Any) -> Any:
-    """Return a host array in the library and on the device of ``like``."""
+    """Copy a host array to the library and device of the array ``like``. Return it unchanged if ``like`` is NumPy."""
     if isinstance(like, np.ndarray):
         return value
     library = library_of(like)

@@ -1,9 +1,10 @@
-"""Keep a journal of a conversion, so that an interrupted run can continue: lines of JSON beside the files that it
-fills.
+"""Keep a journal of a conversion, so that an interrupted run can continue.
 
-The first line is a key that identifies the run. The key covers the source (name, size, modification time and header of
-every file, and its config), the request and the version. A job that the journal records as done is skipped only if its
-bytes still have the recorded CRC-32, because a line may reach the disk before the bytes do.
+The journal is a file of JSON lines in the partial directory, beside the output files. Its first line is a key that
+identifies the run. The key is a hash of the source (name, size, modification time and header of every file, and its
+config), the request and the version of fp4kit. Every further line records what was measured for a job, or that a job is
+done. A job that is recorded as done is skipped only if its bytes in the output files still have the recorded CRC-32,
+because a line may reach the disk before the bytes do.
 """
 
 from __future__ import annotations
@@ -29,8 +30,9 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def header_digest(file: SafetensorsFile) -> str:
-    """Return the SHA-256 of a file's header as hexadecimal text. For a safetensors file it includes the eight bytes of
-    length.
+    """Return the SHA-256 of the header of a safetensors or GGUF file, as hexadecimal text.
+
+    For a safetensors file, the hash includes the eight bytes before the header that hold its length.
     """
     with file.path.open("rb") as stream:
         if isinstance(file, GgufFile):
@@ -40,18 +42,21 @@ def header_digest(file: SafetensorsFile) -> str:
 
 
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
-    """Return file name -> its size in bytes and the SHA-256 of its header."""
+    """Return file name -> {"bytes": size, "header_sha256": hash} for every file of tensors in the source."""
     return {file.name: {"bytes": file.size, "header_sha256": header_digest(file)} for file in source.files}
 
 
 def identity(source: Source) -> str:
-    """Return text that identifies a model: its absolute path, and a hash of the sizes and headers of its files."""
+    """Return a text that identifies a model: its absolute path, and a hash of the sizes and headers of its files."""
     facts = json.dumps(source_facts(source), sort_keys=True).encode()
     return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
 
 
 def request_facts(request: Request) -> dict[str, Any]:
-    """Return a request as an object for JSON, from which the key of a run is computed."""
+    """Return a request as an object for JSON, for the key of a run and for the manifest.
+
+    Optional fields of the request (codes, search, activations, ignore) are left out if they are not used.
+    """
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
@@ -72,21 +77,27 @@ def request_facts(request: Request) -> dict[str, Any]:
 
 
 def key_of(source: Source, request: Request) -> str:
-    """Return the key that identifies a run: equal for equal sources, requests and versions."""
+    """Return the key that identifies a run, a SHA-256 as hexadecimal text.
+
+    Two runs have the same key if their sources, requests and versions of fp4kit are equal (see the head of this file).
+    """
     times = {file.name: file.path.stat().st_mtime_ns for file in source.files}
     facts = [__version__, source_facts(source), times, dict(source.config), request_facts(request)]
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-_LONGEST_KEY = 1 << 10  # the most bytes to read of a journal's first line, which holds a SHA-256
+_LONGEST_KEY = 1 << 10  # how many bytes of a journal's first line are read; the line holds a SHA-256
 
 
 class Journal:
-    """Read the journal of an interrupted run, and append to it, one line per write.
+    """Read the journal of an interrupted run, or create a new journal, and append lines to it.
 
-    measured, done: what the lines of the earlier run record, by the key of the job. A line that was cut off counts as
-        not written.
-    Raises CheckpointError if the journal belongs to another run, or if the file is too large to be a journal. In both
+    path: the file of the journal; it is created if it does not exist.
+    key: the key of this run, from key_of.
+    measured, done: job key -> what the interrupted run recorded; empty for a new journal. A line that was cut off or
+        is damaged counts as not written.
+
+    Raises CheckpointError if the journal's key is not ``key``, or if the file is too large to be a journal. In both
     cases the file stays unchanged.
     """
 
@@ -107,11 +118,14 @@ class Journal:
         self.close()
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the journal's file."""
         os.close(self._file)
 
     def _begin(self, path: Path, key: str) -> None:
-        """Read the complete lines, cut off an incomplete last one, and write the key if the journal is new."""
+        """Read the complete lines, cut off an incomplete last line, and write the key if the journal is new.
+
+        Raise CheckpointError if the journal has a different key or is too large.
+        """
         size = os.fstat(self._file).st_size
         if size > MAX_BYTES:
             raise CheckpointError(
@@ -133,8 +147,8 @@ class Journal:
             self._write({"key": key})
 
     def _believe(self, line: Mapping[str, Any]) -> None:
-        """Store the result that a line of an earlier run records. Ignore a damaged line."""
-        with suppress(TypeError):  # a damaged line
+        """Store the Measured or Done of one line of the interrupted run. Ignore a damaged line."""
+        with suppress(TypeError):  # the line has too many or too few fields
             if "measured" in line:
                 self.measured[str(line["measured"][0])] = Measured(*line["measured"])
             if "done" in line:
@@ -147,23 +161,23 @@ class Journal:
             data = data[os.write(self._file, data) :]
 
     def note_measured(self, found: Measured) -> None:
-        """Record the measurements of a weight, such as its amax."""
+        """Append the measurements of a job's weight, such as its amax."""
         self._write({"measured": list(found)})
 
     def note_done(self, found: Done) -> None:
-        """Record that a job has written its bytes."""
+        """Append that a job has written its bytes, with their CRC-32."""
         self._write({"done": list(found)})
 
 
 def key_of_lines(path: Path) -> str | None:
-    """Return the key of the run that wrote a journal; None if the journal does not begin with a key."""
+    """Return the key of the run that wrote the journal ``path``, or None if the file does not begin with a key."""
     with path.open("rb") as file:
         key = _parsed(file.readline(_LONGEST_KEY)).get("key")
     return key if isinstance(key, str) else None
 
 
 def _parsed(line: bytes) -> dict[str, Any]:
-    """Return the JSON object in a line, or an empty one if the line is damaged."""
+    """Return the JSON object in a line, or {} if the line is damaged."""
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):

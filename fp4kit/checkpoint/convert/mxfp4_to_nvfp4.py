@@ -1,10 +1,15 @@
 """Convert MXFP4 to NVFP4: keep the codes, and turn power-of-two scales into E4M3 block scales and a tensor scale.
 
-Let k be the exponents of the blocks that contain a nonzero code, and m = max(k) - 8, with the maximum over all layers
-that share the tensor scale. Then tensor_scale = 2^m, and block_scale = 2^(k - m) for both halves of a block of 32. This
-is exact if and only if max(k) - min(k) <= 17. Otherwise blocks with k - m < -9 are out of range: their values are
-quantized by the recipe under the tensor scale 2^m, and all other blocks keep their codes. fp4kit.requantize does this
-for one array. This module does it slab by slab (some rows at a time). Source: Model-Optimizer utils/numeric_utils.py.
+Let 2^k be the scale of a block of 32 that contains a nonzero code. Let m = max(k) - 8, with the maximum over all such
+blocks of the layers that share the tensor scale. Then
+
+  tensor_scale = 2^m
+  block_scale = 2^(k - m), for both halves of the block of 32
+
+E4M3 holds 2^-9 to 2^8, so this is exact if and only if max(k) - min(k) <= 17. Otherwise, blocks with k - m < -9 are out
+of range: their values are quantized by the recipe under the tensor scale 2^m. All other blocks keep their codes.
+fp4kit.requantize does this for one array. This module does it slab by slab (some rows at a time).
+Source: Model-Optimizer utils/numeric_utils.py.
 """
 
 from __future__ import annotations
@@ -26,15 +31,18 @@ from fp4kit.reference.tensor_rules import full_range, tensor_scale
 
 _HIGHEST = 8  # exponent of 256, the largest power of two of E4M3
 _RANGE = 17  # E4M3 has the powers of two from 2^-9 to 2^8: their exponents differ by at most 17
-_MAGNITUDE = (1 << (E2M1.bits - 1)) - 1  # a code without its sign bit
-_ANY_MAGNITUDE = np.uint8(_MAGNITUDE | _MAGNITUDE << 4)  # the magnitudes of both codes in a byte
+_MAGNITUDE = (1 << (E2M1.bits - 1)) - 1  # mask of a code without its sign bit
+_ANY_MAGNITUDE = np.uint8(_MAGNITUDE | _MAGNITUDE << 4)  # mask of the magnitudes of both codes in a byte
 _POWERS = {  # exponent of a power of two -> its E4M3 code
     int(np.log2(value)): code for code, value in enumerate(E4M3.values[:128]) if value > 0 and np.log2(value) % 1 == 0
 }
 
 
 def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
-    """Return for each block whether it contains a nonzero code."""
+    """Return, for each block of a slab, whether it contains a nonzero code. The codes of 0 and -0 count as zero.
+
+    The result is boolean and has the shape of the slab's scales.
+    """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     blocks = slab.codes.reshape(*slab.scales.shape, -1)
     found: npt.NDArray[np.bool_] = ((blocks & _ANY_MAGNITUDE) != 0).any(axis=-1)
@@ -42,9 +50,9 @@ def _holds_something(weight: Weight, slab: Slab) -> npt.NDArray[np.bool_]:
 
 
 def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
-    """Return the smallest and the largest scale exponent of the blocks that contain a nonzero code.
+    """Return the smallest and the largest scale exponent of a slab's blocks that contain a nonzero code.
 
-    Return (2^20, -2^20) if all codes are zero.
+    Return (2^20, -2^20) if all codes are zero, so that a minimum and a maximum with other slabs ignore this slab.
     """
     assert slab.scales is not None
     used = slab.scales[_holds_something(weight, slab)]
@@ -52,10 +60,12 @@ def exponents(weight: Weight, slab: Slab) -> tuple[int, int]:
 
 
 def is_exact(low: int, high: int) -> bool:
-    """Return whether NVFP4 can hold blocks whose exponents are ``low`` to ``high`` without loss.
+    """Return whether NVFP4 can hold MXFP4 blocks without loss.
 
     This needs block scales that E4M3 can represent, and a tensor scale that is a normal float32. Return True for
     all-zero weights, for which exponents() gives low > high.
+
+    low, high: the smallest and the largest scale exponent of the blocks that contain a nonzero code.
     """
     if high < low:
         return True
@@ -66,9 +76,11 @@ def is_exact(low: int, high: int) -> bool:
 
 
 def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 codes of the scales of a slab's blocks of 16, two equal ones for each block of 32.
+    """Return the E4M3 codes of the scales of a slab's blocks of 16: two equal codes for each block of 32.
 
-    high: the largest exponent of all blocks that share the tensor scale.
+    The code is 0 for all-zero blocks, and for blocks whose scale E4M3 cannot represent.
+
+    high: the largest scale exponent of all nonzero blocks that share the tensor scale.
     """
     assert slab.scales is not None
     table = np.zeros(256, np.uint8)
@@ -79,11 +91,12 @@ def block_scales(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.uint8]
 
 
 def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
-    """Return whether a cast keeps the codes of all blocks in range.
+    """Return whether a cast from MXFP4 to NVFP4 is possible, which keeps the codes of all blocks in range.
 
-    If blocks are out of range, their new codes need a recipe that makes the tensor scale 2^(high - 8) of an amax.
+    If False, the whole layer must be requantized. It is False if the tensor scale is not a normal float32. It is also
+    False if blocks are out of range and ``recipe`` cannot give them codes under the tensor scale 2^(high - 8).
 
-    low, high: the smallest and the largest exponent of all blocks that share the tensor scale.
+    low, high: the smallest and the largest scale exponent of all nonzero blocks that share the tensor scale.
     """
     if high < low or high - low <= _RANGE:
         return is_exact(low, high)
@@ -94,16 +107,17 @@ def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
 
 
 def _amax(recipe: Recipe, high: int) -> np.float32:
-    """Return the tensor amax of which `recipe` makes the tensor scale 2^(high - 8)."""
+    """Return the tensor amax for which ``recipe`` computes the tensor scale 2^(high - 8)."""
     return np.float32(np.ldexp(full_range(recipe), high - _HIGHEST))
 
 
 def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
-    """Write a job's codes, its new block scales and tensor scale. Return what changed.
+    """Write the codes of a job's MXFP4 weight with NVFP4 block scales and tensor scale. Return what changed.
 
-    Only blocks out of range get new codes.
+    Only blocks out of range get new codes. Call this only if keeps_codes returns True.
 
-    high: the largest exponent of all blocks that share the tensor scale.
+    high: the largest scale exponent of all nonzero blocks that share the tensor scale. If there are none, it is -2^20,
+        and the tensor scale is 1.
     """
     changes = Changes()
     for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
@@ -119,7 +133,10 @@ def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
 
 
 def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_]:
-    """Return for each block whether it contains a nonzero code and E4M3 does not hold its new scale."""
+    """Return, for each block of a slab, whether it contains a nonzero code and its new scale is too small for E4M3.
+
+    high: the largest scale exponent of all nonzero blocks that share the tensor scale.
+    """
     assert slab.scales is not None
     out: npt.NDArray[np.bool_] = slab.scales.astype(np.int32) - E8M0.bias < high - _RANGE
     return out & _holds_something(weight, slab)
@@ -128,9 +145,13 @@ def _out_of_range(weight: Weight, slab: Slab, high: int) -> npt.NDArray[np.bool_
 def _encoded(
     job: Job, slab: Slab, out: npt.NDArray[np.bool_], scales: npt.NDArray[np.uint8], amax: np.float32
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8], Changes]:
-    """Return the codes and block scales of a slab with new ones in the blocks out of range, and what changed.
+    """Quantize the blocks of a slab that are out of range. Return the slab's codes, its block scales and what changed.
 
-    out: the blocks of 32 that are out of range. scales: those of the blocks in range, for blocks of 16.
+    Blocks in range keep their codes and the scales that are given. The inputs are not changed.
+
+    out: for each block of 32, whether it is out of range.
+    scales: the E4M3 codes of the scales per block of 16; those of blocks out of range are replaced.
+    amax: the tensor amax to quantize with.
     """
     assert slab.codes is not None
     rows = out.any(axis=1)

@@ -12,10 +12,13 @@ from fp4kit.layouts import pack_gguf, swizzle_scales
 
 
 def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
-    """Write some rows of a layer: packed codes of shape (rows, bytes per row), and their block scales.
+    """Write the next rows of a layer: their packed codes and their block scales.
 
     If the container stores blocks (GGUF), codes and scales are interleaved in one tensor; otherwise they are two
-    tensors. If it stores swizzled scales, ``codes`` must be whole tiles of 128 rows, except at the end of the layer.
+    tensors. If it stores swizzled scales, every call but the last must get a multiple of 128 rows.
+
+    codes: packed codes of shape (rows, bytes per row).
+    scales: the codes of the block scales, of shape (rows, blocks per row).
     """
     form = job.container
     if form.in_blocks:

@@ -1,6 +1,6 @@
 """Write the scalars of a layer: its tensor scale and its input scale.
 
-In memory, a scale multiplies on decode. Some containers store its reciprocal, a divisor.
+In memory, a scale is a multiplier: decoded value = element * scale. Some containers store its reciprocal, a divisor.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def usable_tensor_scale(scale: Any) -> bool:
-    """Return whether a scale is positive, finite and normal.
+    """Return whether a scale is a positive normal float32, so that every loader can use it.
 
-    Subnormals are not usable, because loaders that flush subnormals would read them as 0.
+    Subnormals are not usable, because loaders that flush subnormals would read them as 0. NaN, infinity and 0 are not
+    usable either.
     """
     return bool(FLT_MIN <= scale <= FLT_MAX)
 
 
 def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored: np.float32 | None = None) -> None:
-    """Write the tensor scale unless it is None, and the input scale if the container has one.
+    """Write the scalars of a layer: its tensor scale unless that is None, and its input scale if the job has one.
 
-    tensor_scale: the scale as it multiplies on decode.
-    stored: the number to write for it; see put_tensor_scale.
+    The input scale comes from the job (see put_given_input_scale).
+
+    tensor_scale: the scale as a multiplier on decode; None if the layer has none.
+    stored: the number to write for the tensor scale; see put_tensor_scale.
     """
     if tensor_scale is not None:
         put_tensor_scale(job, output, tensor_scale, stored)
@@ -37,11 +40,14 @@ def put_scalars(job: Job, output: Sink, tensor_scale: np.float32 | None, stored:
 
 
 def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float32 | None = None) -> None:
-    """Write the tensor scale of a layer. Raise CheckpointError if it is not a positive normal float32.
+    """Write the tensor scale of a layer in the direction and unit of the container.
 
-    scale: the scale as it multiplies on decode.
-    stored: the number to write if the producer does not compute it from the scale; None to write what the container's
-        rule makes of the scale (such as its reciprocal).
+    Raise CheckpointError if the scale or the number to write is not a positive normal float32.
+
+    scale: the scale as a multiplier on decode.
+    stored: the number to write, if the producer of the container does not compute it from the scale (see divisor_of).
+        If None, the number is the reciprocal of the scale for containers with divisors, otherwise the scale in the
+        container's unit.
     """
     form = job.container
     with np.errstate(over="ignore", divide="ignore"):  # an unusable result is rejected below
@@ -56,16 +62,18 @@ def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float
 
 
 def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
-    """Write an input scale. ``scale`` multiplies on decode; it is inverted if the container stores divisors.
+    """Write the input scale of a layer, or its reciprocal if the container stores divisors.
 
-    Raise CheckpointError if it is not a positive normal float32.
+    Raise CheckpointError if the scale or its reciprocal is not a positive normal float32.
+
+    scale: the scale as a multiplier on decode.
     """
     check_input_scale(job, scale)
     output.put(INPUT_SCALE, np.array([np.float32(1) / scale if job.container.divides else scale], np.float32))
 
 
 def check_input_scale(job: Job, stored: np.float32) -> None:
-    """Raise CheckpointError if a stored input scale is not a positive normal float32, whose reciprocal is one too."""
+    """Raise CheckpointError unless an input scale and its reciprocal are both positive normal float32 numbers."""
     if not usable_tensor_scale(stored) or not usable_tensor_scale(np.float32(1) / stored):
         raise CheckpointError(
             f"{shown(job.name)}: input scale is {stored}; a positive normal float32 is needed; repair the source, or"
@@ -74,14 +82,18 @@ def check_input_scale(job: Job, stored: np.float32) -> None:
 
 
 def input_scale_of(form: Container, amax: np.float32) -> np.float32:
-    """Return the number that a container stores as the input scale of a layer whose inputs have this amax."""
+    """Return the number that a container stores as input scale: a multiplier, or a divisor if the container divides.
+
+    amax: the measured amax of the layer's inputs.
+    """
     return input_global_scale(amax) if form.divides else input_scale(amax)
 
 
 def put_given_input_scale(job: Job, output: Sink) -> None:
-    """Write the input scale of a layer that has no valid one: from its measured activations, or as the user gave it.
+    """Write the input scale that the job gives: from its measured input amax, otherwise the number that the user gave.
 
-    Raise CheckpointError if there is neither, because the source's input scale belongs to the old codes.
+    This is for layers without an input scale and for layers with new codes, because the input scale of the source
+    belongs to the old codes. Raise CheckpointError if the job gives neither.
     """
     if job.input_amax is not None:
         stored = input_scale_of(job.container, np.float32(job.input_amax))

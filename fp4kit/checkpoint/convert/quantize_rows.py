@@ -25,11 +25,12 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 
 def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[int, Losses]:
-    """Quantize the weight of a job and write it.
+    """Quantize the weight of a job, and write its codes, block scales, tensor scale and input scale.
+
+    Return the number of NaN and infinite values that were replaced, and the errors without and with the job's scale
+    search. The errors are all 0 if the job has no search.
 
     amax: the largest amax of the layers that share the tensor scale.
-    Return how many NaN and infinities were replaced, and the errors before and after a scale search (zeros without a
-    search).
     """
     tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
     replaced, q, losses = 0, None, Losses()
@@ -40,7 +41,7 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         if job.nonfinite == "saturate":
             x, count = saturated(x, amax)
             replaced += count
-        if job.search and (amax or tensor_amax is None):  # verify gives no amax if nothing depends on it
+        if job.search and (amax or tensor_amax is None):  # without tensor scaling, verify passes amax 0
             q, more = searched_rows.quantized(x, job, amax, weights)
             losses = losses.plus(more)
         else:
@@ -53,14 +54,18 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 
 
 def _column_weights(job: Job, readers: Readers) -> np.ndarray | None:
-    """Return the column weights of a job's scale search; None if it has none."""
+    """Read and return the column weights of a job's scale search, or None if all columns weigh the same."""
     if isinstance(job.columns, ChannelWeights):
         return job.columns.read()
     return None if job.columns is None else readers.array(job.columns)
 
 
 def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
-    """Quantize a slab on the job's device, and return the result as NumPy arrays."""
+    """Quantize a slab (some rows of a weight) on the job's device, and return the result as NumPy arrays.
+
+    tensor_amax: the amax for the tensor scale; None if the recipe has no tensor scale. If it is 0, the result is that
+        of of_zeros.
+    """
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))
     if job.device is None:
@@ -70,22 +75,26 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
 
 
 def of_zeros(q: Quantized) -> Quantized:
-    """Return an all-zero ``q`` with codes and block scales of 0 and a tensor scale of 1, which every loader can read.
+    """Return the quantized zeros ``q`` with scales that every loader can read: block scales 0 and tensor scale 1.
 
-    For zeros, most producers store scales of 0, a subnormal or NaN. Only nvfp4-te already gives the form returned here.
+    For all-zero tensors, most producers store scales that are 0, subnormal or NaN. Only the recipe nvfp4-te already
+    computes these scales.
     """
     zeros = {"packed": np.zeros_like(q.packed), "block_scale": np.zeros_like(q.block_scale)}
     return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
 
 
 def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """Return the number to store as tensor scale where the producer does not compute it from the scale.
+    """Return the number to store as tensor scale if it must not be computed from the tensor scale.
 
-    - If the container stores the amax (MLX), this is ``amax``, provided that it gives the recipe's tensor scale up to
-      one rounding.
-    - If the container stores a divisor, this is the recipe's own divisor, provided that the recipe computes one.
+    - For a container that stores the amax (MLX), it is ``amax`` if this amax decodes to the recipe's tensor scale, up
+      to one rounding.
+    - For a container that stores a divisor, it is the recipe's own divisor if the recipe computes one.
 
-    Return None in all other cases; then the caller computes the number from the scale.
+    Return None in all other cases, and for an amax of 0. The caller then computes the number from the tensor scale.
+
+    amax: the largest amax of the layers that share the tensor scale.
+    dtype: the dtype of the values that are quantized.
     """
     if form.tensor_scale_unit != 1 and amax > 0:
         made = np.float32(tensor_scale(np.asarray(amax), recipe, dtype).decode)
@@ -96,10 +105,12 @@ def divisor_of(recipe: Recipe, form: Container, amax: np.float32, dtype: np.dtyp
 
 
 def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
-    """Replace infinities by ``amax``, with their sign, and NaN by 0. Return the values and the number of replacements.
+    """Return ``x`` with infinities replaced by ``amax`` with their sign and NaN by 0, and the number of replacements.
 
-    amax: the largest finite magnitude of the layers that share a tensor scale. It is limited to the largest value of
-        the dtype.
+    If there is nothing to replace, ``x`` itself is returned.
+
+    amax: the largest finite magnitude of the layers that share a tensor scale. If the dtype of ``x`` cannot hold it,
+        the largest value of the dtype is used.
     """
     wide = x.astype(np.float32)
     count = int(np.count_nonzero(~np.isfinite(wide)))
@@ -110,13 +121,14 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
 
 
 def check_scales(job: Job, q: Quantized) -> None:
-    """Raise CheckpointError if block scales are NaN, because no loader can use them.
+    """Raise CheckpointError if new block scales are NaN, because no loader can use them.
 
-    Some recipes give NaN block scales for zeros or subnormals.
+    Some recipes compute NaN block scales for zeros or subnormals. NaN is accepted if the job has nonfinite="keep",
+    except in GGUF blocks.
     """
     assert q.recipe.scale is not None and q.block_scale is not None
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
-    # --nonfinite keep allows NaN scales, except in GGUF blocks, where llama.cpp would read them as numbers.
+    # In GGUF blocks, llama.cpp would read a NaN scale as a number.
     if bad and (job.nonfinite != "keep" or job.container.in_blocks):
         raise CheckpointError(
             f"{shown(job.name)}: {bad} block scales are NaN; leave the layer out with --keep, or use another recipe"

@@ -1,6 +1,6 @@
-"""Convert between two containers of one format: write codes and scales unchanged, under other names.
+"""Convert between two containers of one format: write codes and scales unchanged under the output container's names.
 
-The tensor scale is inverted if only one of the two containers stores it as a divisor.
+The tensor scale and the input scale are inverted if only one of the two containers stores them as divisors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from fp4kit.storage.errors import CheckpointError, shown
 def write(job: Job, readers: Readers, output: Sink) -> None:
     """Write all parts of a job's weight: codes, block scales, tensor scale and input scale.
 
-    A scalar that both containers store in one direction (multiplier or divisor) is copied bit for bit.
+    A scalar is copied bit for bit if both containers store multipliers or both store divisors; otherwise it is
+    inverted. A missing tensor scale is written as 1. For a missing input scale, see put_given_input_scale. The factors
+    per column of AWQ layers are copied; raise CheckpointError if they are not BF16.
     """
     source_form = job.weight.container
     assert source_form is not None

@@ -1,8 +1,8 @@
 """Run the jobs of a conversion.
 
-Jobs are independent: they run in any order, in any process, on any machine that sees the files. A job writes its own
-    bytes of the output files. If layers share a tensor scale, all of them are measured before any is written: each is
-    read once to find its amax and its NaN and infinities.
+Jobs are independent: they run in any order, in any process, on any machine that sees the files. Each job writes its own
+byte ranges of the output files. If layers share a tensor scale, all of them are measured before any is written: each is
+read once to find its amax and the number of NaN and infinities.
 """
 
 from __future__ import annotations
@@ -53,10 +53,12 @@ TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of
 
 
 def measure(job: Job, tick: Tick | None = None) -> Measured:
-    """Read the weight of a job once, and return what must be known before the layers that share its tensor scale are
-    written.
+    """Read the weight of a job once, and return its measurements, which are needed before its group is written.
 
-    This is the amax, the number of NaN and infinities, and whether a lossless conversion is possible.
+    They are the amax, the number of NaN and infinities, and for casts whether a lossless conversion is possible. A
+    group is the layers that share a tensor scale.
+
+    tick: called with the number of bytes after each read; None for no call.
     """
     with Readers(tick) as readers:
         found = Measured(job.key)
@@ -66,7 +68,7 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
-    """Return the measurements of two parts of a weight, or of two weights, combined into one."""
+    """Return the combined measurements of two parts of a weight, or of two weights, under the key of ``a``."""
     low, high = min(a.low, b.low), max(a.high, b.high)
     return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, low, high, a.exact and b.exact)
 
@@ -74,7 +76,8 @@ def _joined(a: Measured, b: Measured) -> Measured:
 def _measured(job: Job, slab: Slab) -> Measured:
     """Return the measurements of one slab (some rows) of a job's weight.
 
-    Raise CheckpointError if its scales are zero or negative, unless the request keeps what is not finite.
+    For a quantized weight, raise CheckpointError if its scales are invalid (see trouble_with_scales), unless the job
+    has nonfinite="keep".
     """
     if job.weight.container is not None and job.nonfinite != "keep":
         trouble = trouble_with_scales(job.weight, slab)
@@ -96,7 +99,7 @@ def _measured(job: Job, slab: Slab) -> Measured:
 
 
 def join_group(found: list[Measured]) -> Measured:
-    """Return the measurements of all layers that share a tensor scale, combined into one."""
+    """Return the combined measurements of all layers that share a tensor scale. ``found`` must not be empty."""
     result = found[0]
     for one in found[1:]:
         result = _joined(result, one)
@@ -106,7 +109,9 @@ def join_group(found: list[Measured]) -> Measured:
 def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
     """Run a job: write its bytes into the output files, and return what it did, with the CRC-32 of the bytes.
 
-    shared: the measurements of the layers that share its tensor scale; None if the job needs none.
+    shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
+        measurements.
+    tick: called with the number of bytes after each read; None for no call.
     """
     with Readers(tick) as readers, _Output(job.targets) as output:
         made = produce(job, shared, readers, output)
@@ -114,8 +119,12 @@ def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
 
 
 class Made(NamedTuple):
-    """Report what a job did: the action taken, how many NaN and infinities were replaced, the errors of a scale search,
-    and what a cast could not keep.
+    """Report what a job did; see the fields of the same names in Done.
+
+    action: the action that was taken.
+    replaced: the number of NaN and infinite values that were replaced.
+    losses: the errors without and with the scale search; zeros without a search.
+    changes: what a cast could not keep; zeros without a cast.
     """
 
     action: str
@@ -127,9 +136,11 @@ class Made(NamedTuple):
 def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -> Made:
     """Convert the weight of a job, put the bytes into ``output``, and return what was done.
 
-    shared: the measurements of the layers that share its tensor scale; None if the job needs none.
     If the planned action keeps the codes but the new format cannot hold the scales, the weight is requantized instead.
-    A cast to NVFP4 computes new codes only for the blocks whose scales are out of range, if its tensor scale is usable.
+    A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks out of range get new codes.
+
+    shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
+        measurements.
     """
     action, replaced, losses, changes = job.action, 0, Losses(), Changes()
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
@@ -153,7 +164,10 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
 
 def _is_castable(job: Job, shared: Measured) -> bool:
-    """Return whether a job may be cast from MXFP4 to NVFP4. shared: the measurements of its group."""
+    """Return whether a job can be cast from MXFP4 to NVFP4; otherwise its weight must be requantized.
+
+    shared: the combined measurements of the layers that share its tensor scale.
+    """
     return mxfp4_to_nvfp4.keeps_codes(job.new_recipe, shared.low, shared.high)
 
 
@@ -164,11 +178,11 @@ def _copy(source: Located, readers: Readers, output: Sink) -> None:
 
 
 def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> int:
-    """Decode a weight, round its values to the target's dtype, and write them. Return how many NaN and infinities were
-    replaced.
+    """Decode a weight, round its values to the target's dtype, and write them. Return the number of replaced values.
 
-    shared: the measurements of the weight if NaN and infinities are to be replaced; None to keep them.
     A matrix that the model stores transposed is written some columns at a time.
+
+    shared: the measurements of the weight, to replace NaN by 0 and infinities by its amax; None to keep them.
     """
     dtype = NUMPY_DTYPES[job.targets[0].dtype]
     replaced = 0
@@ -194,8 +208,9 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
 
 
 def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tuple[np.ndarray, int]:
-    """Return ``values`` rounded to ``dtype``, and how many NaN and infinities were replaced (none if ``shared`` is
-    None).
+    """Return ``values`` rounded to ``dtype``, and the number of NaN and infinite values that were replaced.
+
+    shared: the measurements whose amax replaces infinities; None to replace nothing.
     """
     values, count = (values, 0) if shared is None else quantize_rows.saturated(values, np.float32(shared.amax))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -203,7 +218,10 @@ def _rounded(values: np.ndarray, dtype: np.dtype, shared: Measured | None) -> tu
 
 
 class _Output:
-    """Write the parts of a job (codes, scales, ...) to their places in the output files, piece by piece in order."""
+    """Write the parts of a job (codes, scales, ...) to their byte ranges of the output files.
+
+    Each part may be put in pieces, in order. Use it as a context manager, which opens and closes the files.
+    """
 
     def __init__(self, targets: tuple[Target, ...]) -> None:
         self._targets = {target.part: target for target in targets}
@@ -230,7 +248,7 @@ class _Output:
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
-        """Append the bytes of an array to a part."""
+        """Append the bytes of an array to a part. Raise CheckpointError if the part gets more bytes than planned."""
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, position = self._targets[part], self._next[part]
         if position + raw.size > target.position + target.nbytes:
@@ -240,7 +258,7 @@ class _Output:
         self._next[part] += raw.size
 
     def finish(self) -> str:
-        """Return the CRC-32 values of all parts as text. Raise CheckpointError if a part is not complete."""
+        """Return the CRC-32 values of all parts as one text. Raise CheckpointError if a part is not complete."""
         for part, target in self._targets.items():
             missing = target.position + target.nbytes - self._next[part]
             if missing:
@@ -251,7 +269,7 @@ class _Output:
 
 
 def write_at(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all bytes of ``data`` at a position of an open file."""
+    """Write all bytes of ``data`` at the byte ``position`` of an open file."""
     while data:
         written = os.pwrite(descriptor, data, position)
         data, position = data[written:], position + written
@@ -263,15 +281,18 @@ def _joined_sums(sums: Iterable[int]) -> str:
 
 
 def read_back(job: Job) -> Done:
-    """Read the bytes of a job from the output files, and return a Done with the CRC-32 that they have now.
+    """Read the bytes that an interrupted run wrote for a job, and return a Done with their CRC-32.
 
-    Compare it with the CRC-32 in the journal to know whether an interrupted run really wrote them.
+    The scheduler compares it with the CRC-32 in the journal to know whether all bytes of the job reached the disk.
     """
     return Done(job.key, _joined_sums(_sum_of(target) for target in job.targets), job.action)
 
 
 def _sum_of(target: Target) -> int:
-    """Read a target's bytes from its file and return their CRC-32."""
+    """Read a target's bytes from its output file, and return their CRC-32.
+
+    If the file is too short, the CRC-32 is that of the bytes that exist.
+    """
     found, left = 0, target.nbytes
     with target.path.open("rb", buffering=0) as file:
         file.seek(target.position)
@@ -281,7 +302,10 @@ def _sum_of(target: Target) -> int:
 
 
 def check_finite(job: Job, found: Measured) -> None:
-    """Raise CheckpointError if a weight contains NaN or infinity, and the request does not say what to do with them."""
+    """Raise CheckpointError if a weight contains NaN or infinity and its job has nonfinite="error".
+
+    found: the measurements of the weight.
+    """
     if found.nonfinite and job.nonfinite == "error":
         raise CheckpointError(
             f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "

@@ -22,18 +22,18 @@ from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import Call, run_all
 
 T = TypeVar("T")
-# raises CheckpointError for a weight with values that the request does not allow
+# A function that raises CheckpointError if the measurements show values that the request does not allow.
 Check = Callable[[Job, Measured], None]
 
 
 class JobScheduler:
-    """Run the jobs of a plan, in its order.
+    """Run the jobs of a plan: measure, write, then sync and hash the finished files.
 
-    all_jobs: the jobs.
+    all_jobs: the jobs, in the order in which to start them.
     files: the files of the partial directory that the jobs write into.
     journal: the record of what is done, from which an interrupted run continues.
     check: called with a job and its measurements before anything of its group is written; raises to stop the run.
-    tick: called with the number of bytes of source tensors done since its last call. The bytes of a job that is
+    tick: called with the number of bytes of source tensors processed since its last call. The bytes of a job that is
         measured first count twice.
 
     After ``run``, ``done`` maps the key of every job to what it did, and ``digests`` maps the path of every file to its
@@ -50,7 +50,7 @@ class JobScheduler:
         self.digests: dict[Path, Digest] = {}
         self._in_process = True
         self._groups: dict[str, list[Job]] = defaultdict(list)
-        # file -> keys of its jobs that are not done
+        # file -> keys of the jobs that write into the file and are not done
         self._unwritten: dict[Path, set[str]] = {path: set() for path in files}
         for job in all_jobs:
             if job.is_measured:
@@ -62,7 +62,8 @@ class JobScheduler:
     def run(self, executor: Executor | None, width: int) -> None:
         """Run all jobs that an interrupted run has not done.
 
-        executor, width: as for run_all.
+        executor: where the jobs run; None for this process.
+        width: how many calls are submitted to the executor at a time.
         """
         self._in_process = executor is None
         self._take_over(executor)
@@ -72,9 +73,7 @@ class JobScheduler:
                 queue.extendleft(reversed(self._after(one)))
 
     def _take_over(self, executor: Executor | None) -> None:
-        """Accept the jobs that the journal records as done, if their bytes in the files still have the recorded
-        CRC-32.
-        """
+        """Mark the jobs as done that the journal records as done, if their bytes still have the recorded CRC-32."""
         noted = self._journal.done
         for now in run_all(
             executor, deque((run_job.read_back, (job,)) for job in self._jobs.values() if job.key in noted)
@@ -84,7 +83,11 @@ class JobScheduler:
                 self._tick(self._jobs[now.key].nbytes_in)
 
     def _first(self) -> Iterator[Call[Any]]:
-        """Yield the calls that can start at once, because they need no result of another call."""
+        """Yield the calls that can start at once, because they need no result of another call.
+
+        These are measurements, jobs that need none, and the last calls of files that are complete. Results that the
+        journal holds are recorded on the way, in place of measuring again.
+        """
         for path, waiting in self._unwritten.items():
             if not waiting:
                 yield from _last_calls(path)
@@ -98,17 +101,17 @@ class JobScheduler:
                 yield self._call(run_job.write, job, None)
 
     def _call(self, function: Callable[..., Any], job: Job, *arguments: Any) -> Call[Any]:
-        """Return a call of ``function`` for run_all, with ``job`` and ``arguments``.
+        """Return the call ``function(job, *arguments)`` in the form that run_all takes.
 
-        A call in this process reports progress after every read. For a call elsewhere, _after reports it when the call
-        has ended.
+        In this process, the call reports progress after every read. With an executor, ``_after`` reports the progress
+        when the call has ended.
         """
         return (
             (_metered, (self._tick, function, job, *arguments)) if self._in_process else (function, (job, *arguments))
         )
 
     def _after(self, result: Measured | Done | Digest | None) -> list[Call[Any]]:
-        """Record the result of a call, and return the calls that can start now.
+        """Record the result of a call, and return the calls that can start because of it; [] if there are none.
 
         result: None if the call synced a file, for which there is nothing to record.
         """
@@ -128,8 +131,9 @@ class JobScheduler:
         return calls
 
     def _take_measured(self, found: Measured) -> list[Call[Any]]:
-        """Record the measurements of a job. If they complete its group, return the calls that write the group, else
-        none.
+        """Check and record the measurements of a job. If its group is complete, return the calls that write the group.
+
+        Otherwise return []. Jobs that are done already are not written again.
         """
         job = self._jobs[found.key]
         self._check(job, found)
@@ -142,7 +146,10 @@ class JobScheduler:
         return [self._call(run_job.write, member, shared) for member in members if member.key not in self.done]
 
     def _take_done(self, result: Done) -> list[Call[Any]]:
-        """Record that a job is done. Return the calls that sync and hash the files that are thereby complete."""
+        """Record that a job is done, and return the calls that sync and hash the files that this job completed.
+
+        Return [] if the job completed no file.
+        """
         self.done[result.key] = result
         calls: list[Call[Any]] = []
         for path in dict.fromkeys(target.path for target in self._jobs[result.key].targets):
@@ -161,9 +168,11 @@ def _last_calls(path: Path) -> list[Call[Any]]:
 
 
 def _metered(tick: Tick, function: Callable[..., T], job: Job, *arguments: Any) -> T:
-    """Run a job's call, report progress after every read, and return the call's result.
+    """Call ``function(job, *arguments, tick)`` with a tick that reports progress, and return the result.
 
     The reported bytes always add up to ``job.nbytes_in``, even if the call reads more or fewer bytes.
+
+    tick: called with a number of bytes after every read.
     """
     left = job.nbytes_in
 

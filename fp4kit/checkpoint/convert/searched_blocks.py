@@ -2,17 +2,17 @@
 
 Candidates and ties:
 
-- nvfp4-gguf: the E4M3 codes 1 to 126. A block whose codes are all 0 gets byte 0.
+- nvfp4-gguf: the E4M3 codes 1 to 126. A block whose element codes are all 0 gets the scale byte 0.
 - mxfp4-gguf: 2^j times the largest power of two that is at most amax / 4, for j from -1 to 1. With column weights, or
-  an error whose power is below 2, j begins at -4, and the scale that llama.cpp computes stands for j = 0.
+  for an error sum(abs(x - y) ** p) with p below 2, j begins at -4, and j = 0 is the scale that llama.cpp computes.
 
 Errors are compared in float32, as fp4kit.search_scales computes them. Among equal errors, the smallest scale wins.
 
-For mxfp4-gguf without column weights and a power of at least 2, no other scale byte has a smaller error: with j = -2,
-the element of the largest magnitude alone adds more error than the whole block has with j = 0. With j = 2, the values
-of magnitudes up to the largest one are a subset of those with j = 1.
+For mxfp4-gguf without column weights and with p of at least 2, the range -1 to 1 is sufficient: no other scale byte has
+a smaller error. With j = -2, the element of the largest magnitude alone adds more error than the whole block has with
+j = 0. With j = 2, the representable values up to the largest magnitude of the block are a subset of those with j = 1.
 
-If all column weights of a block are 0, the block is searched with equal weights, because its error says nothing.
+If all column weights of a block are 0, every scale has the error 0, so the block is searched with equal weights.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import encode
 from fp4kit.types import Objective
 
-# A recipe with scale_max 256. Its candidate for the E4M3 value c is tensor_amax * c / 256 / 6. With a tensor amax of
-# 1536 this is c, exactly in float32, and the block amax that search_scales returns is 6 * c.
+# A recipe with the scale_max 256. Its candidate scale for the E4M3 value c is tensor_amax * c / 256 / 6. With the
+# tensor amax 256 * 6 = 1536, this is exactly c in float32, and the block amax that search_scales returns is 6 * c.
 _UNIT_RECIPE = "nvfp4-modelopt-static-4over6"
 _UNIT_AMAX = np.float32(256 * 6)
 _WIDE = (-4, 1)  # the range of j for E8M0 scales if the default range may miss the smallest error
@@ -43,7 +43,8 @@ def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized
     """Quantize a matrix with the scale bytes that give the smallest error (see the head of this file).
 
     x: float32, float16 or bfloat16 (rows, columns), a NumPy or CuPy array.
-    objective, weights: as for fp4kit.search_scales.
+    objective: the error to minimize, as for fp4kit.search_scales, such as "mse".
+    weights: the weight of each column in the error, float32 (columns,); None for equal weights.
     """
     error = cast(Objective, objective)
     weights = None if weights is None else _without_zero_blocks(weights, recipe.block_size)
@@ -56,9 +57,9 @@ def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized
 
 
 def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
-    """Quantize a matrix with the given values of its block scales, which E4M3 represents exactly.
+    """Quantize a matrix with given block scales. The scale of a block becomes 0 if all its element codes are 0.
 
-    Scales of blocks whose codes are all 0 become 0.
+    values: the block scales as numbers that E4M3 represents exactly, of shape (rows, blocks per row).
     """
     on_host = isinstance(values, np.ndarray)
     codes = encode(values if on_host else values.get(), E4M3)
@@ -69,7 +70,7 @@ def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
 
 
 def _without_zero_blocks(weights: Any, size: int) -> Any:
-    """Return column weights in which every block of ``size`` zeros is replaced by ones."""
+    """Return the column weights with every block of ``size`` columns that is all zero replaced by ones."""
     blocks = weights.reshape(-1, size)
     is_zero = ~blocks.any(axis=-1, keepdims=True)
     return (blocks + is_zero.astype(np.float32)).reshape(-1)

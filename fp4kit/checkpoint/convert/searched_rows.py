@@ -1,4 +1,4 @@
-"""Quantize with searched block scales, and compute the error that the search saves."""
+"""Quantize rows with block scales found by a search, and compute the errors with and without the search."""
 
 from __future__ import annotations
 
@@ -20,9 +20,12 @@ from fp4kit.types import Objective
 
 
 def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | None) -> tuple[Quantized, Losses]:
-    """Quantize ``x`` with the block scales that give the smallest error.
+    """Quantize ``x`` with the block scales that give the smallest error under the objective ``job.search``.
 
     Return the result as NumPy arrays, and the errors without and with the search.
+
+    amax: the largest amax of the layers that share the tensor scale; unused by GGUF recipes, which have none.
+    weights: the weight of each column in the error; None for equal weights.
     """
     if job.device is None:
         before, after = _both(x, job, amax, weights)
@@ -34,8 +37,9 @@ def quantized(x: np.ndarray, job: Job, amax: np.float32, weights: np.ndarray | N
 
 
 def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, Quantized]:
-    """Quantize twice, and return both results: with the amax of each block, and with the block amaxes that the search
-    found.
+    """Quantize ``x`` twice, and return both results: first without, then with the scale search.
+
+    Arguments are those of ``quantized``, but ``x`` and ``weights`` are CuPy arrays if the job has a device.
     """
     r = job.new_recipe
     if r.id in BLOCK_RECIPES:
@@ -46,9 +50,12 @@ def _both(x: Any, job: Job, amax: np.float32, weights: Any) -> tuple[Quantized, 
 
 @ieee("convert")
 def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndarray | None) -> Losses:
-    """Return the sums of squares of ``x`` and of the errors of ``before`` and ``after``, which are ``x`` quantized.
+    """Return the sums of squares of ``x``, of the errors of ``before`` and of the errors of ``after``.
 
-    Differences are exact in float64; sums are taken over chunks of rows, in order.
+    Differences are exact in float64. Sums are taken over chunks of rows, in order, so that they are reproducible.
+
+    before, after: ``x`` quantized without and with the search.
+    weights: the weight of each column in the sums; None for equal weights.
     """
     values = [dequantize(q, np.float32) for q in (before, after)]
     found = Losses()
@@ -59,8 +66,9 @@ def _losses(x: np.ndarray, before: Quantized, after: Quantized, weights: np.ndar
 
 
 def _squares(x: np.ndarray, weights: np.ndarray | None) -> float:
-    """Return the sum of squares of ``x``, weighted per column, added in an order that does not depend on the
-    machine.
+    """Return the sum of squares of ``x``, added in an order that does not depend on the machine.
+
+    weights: one factor per column; None for none.
     """
     if weights is None:
         flat = x.reshape(-1)
