@@ -1,4 +1,4 @@
-"""Choose an action for each selected weight: how it gets into the output container (see the list in job.py)."""
+"""Choose, for each weight to convert, the action that brings it into the output container (see the list in job.py)."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from fp4kit.storage.errors import CheckpointError, shown
 def actions_of(
     selected: Mapping[str, Weight], groups: Mapping[str, Collection[str]], form: Container, request: Request
 ) -> dict[str, str]:
-    """Return tensor name -> action, one of the actions in job.py, for each selected weight.
+    """Return tensor name -> action, one of the actions in job.py, for each weight to convert.
 
     If weights that share a tensor scale would get different actions, those that are already quantized are requantized.
 
-    selected: tensor name -> weight.
-    groups: group name -> names of the tensors that share a tensor scale.
+    selected: the weights to convert, by the name of the tensor with their values or codes.
+    groups: group name -> the tensor names of the weights that share a tensor scale.
     form: the container to write.
-    Raises CheckpointError if a weight would be requantized and the request does not allow that.
+    request: the user's options; its recipe and ``requantize`` matter here.
+
+    Raises CheckpointError if a weight would be requantized but ``request.requantize`` is False, or if the recipe rounds
+    tensor scales to the weight's dtype and weights that share one have different dtypes.
     """
     found = {name: action_of(weight.container, target_of(weight.container, form)) for name, weight in selected.items()}
     mixed: dict[str, str] = {}
@@ -37,9 +40,10 @@ def actions_of(
 
 
 def _loss(weight: Weight, form: Container, group: str | None) -> str:
-    """Return the error message for a weight that would have to be requantized.
+    """Return the error message for a weight that would have to be requantized although that is not allowed.
 
-    group: the name of the layers that share its tensor scale, if they are the reason; otherwise None.
+    form: the container to write.
+    group: the name of the group of weights that share a tensor scale, if the group is the reason; otherwise None.
     """
     why = f"quantizing it as {form} would change its values"
     if group is not None:
@@ -51,10 +55,10 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
 def _check_dtypes(group: str, weights: Collection[Weight], request: Request) -> None:
     """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
 
-    This concerns only recipes of compressed-tensors, which round the tensor scale to the dtype of the weight. Other
-    recipes always pass.
+    Only recipes of compressed-tensors can fail, because they round the tensor scale to the dtype of the weight. A
+    quantized weight counts as float32.
 
-    group: the name of the layers that share the tensor scale, for the error message.
+    group: the name of the group of weights that share the tensor scale, for the error message.
     """
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
     if len(dtypes) > 1 and request.recipe.tensor_rule == "compressed_tensors":

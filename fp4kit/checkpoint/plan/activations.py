@@ -1,7 +1,8 @@
 """Give every layer of a conversion an input scale, from measured activations (fp4kit.calibration).
 
-The inputs of a layer may have been measured under the name of the layer itself, of a layer that loaders fuse with it
-because both read the same input, or of the fused layer. All of these share the largest amax, so fused layers agree.
+Loaders fuse layers that read the same input, such as gate_proj and up_proj. The inputs of a layer may therefore have
+been measured under its own name, under that of a layer fused with it, or under that of the fused layer. The largest
+amax among these names is used, so that all layers of a fusion get one input scale.
 """
 
 from __future__ import annotations
@@ -30,13 +31,14 @@ _WAY_OUT = "run the model in fp4kit.torch.collect, or leave the layers unquantiz
 
 @dataclass(frozen=True)
 class Activations:
-    """Hold measured activations, and how input scales follow from them.
+    """Hold the amaxes of measured activations, from which a conversion computes input scales.
 
     Args:
         amaxes: layer -> amax of its inputs; 0 for a layer or an expert that saw no input other than zero.
-        columns: layer -> K, the number of inputs per token.
-        unseen: what happens to experts that saw no token, as for Collector.amaxes: "error", "layer" or "none".
-        facts: what the manifest records about them.
+        columns: layer -> K, the number of input values per token.
+        unseen: what to do with an expert whose amax is 0. "error" raises, "layer" gives it the largest amax of the
+            experts of its layer, and "none" gives it no input scale.
+        facts: what the manifest of the output records about the activations, such as the names and SHA-256 of files.
 
     Raises:
         CheckpointError: if there is no layer, or ``unseen`` is unknown.
@@ -57,18 +59,21 @@ class Activations:
     def of(
         cls, source: Collector | Iterable[str | Path], rule: Rule | Headroom = "max", unseen: Unseen = "error"
     ) -> Activations:
-        """Return the activations that a Collector holds, or that its files hold together.
+        """Return the activations that a Collector measured, or that saved files hold together.
 
         Args:
-            source: a Collector; or the paths of files that Collector.save wrote, such as one per rank.
-            rule: how an amax follows from the inputs, as for Collector.amaxes.
-            unseen: what happens to experts that saw no token.
+            source: a Collector; or the paths of files that Collector.save wrote, such as one per process of a
+                distributed run.
+            rule: how an amax follows from the inputs, as for Collector.amaxes: "max", "headroom" or a Headroom.
+            unseen: what to do with an expert that saw no input other than zero: "error", "layer" or "none", as for
+                the class.
 
         Returns:
             The Activations.
 
         Raises:
-            CheckpointError: if a file cannot be used, or if rule or policy are unknown.
+            CheckpointError: if a file cannot be used, no layer was measured, ``rule`` or ``unseen`` is unknown, or the
+                rule needs histograms that were not collected.
 
         Examples:
             >>> import numpy as np
@@ -92,17 +97,18 @@ class Activations:
         return cls(amaxes, collector.columns(), unseen, facts)
 
     def of_layers(self, layers: Mapping[str, int]) -> dict[str, np.float32]:
-        """Return the amax of the inputs of each layer.
+        """Return the amax of the inputs of each layer to convert.
 
         Args:
             layers: layer -> K, its number of columns.
 
         Returns:
-            Layer -> amax. With the policy "none", experts that saw no token are left out.
+            Layer -> amax. If ``unseen`` is "none", experts that saw no input other than zero are left out.
 
         Raises:
-            CheckpointError: with the names, if a layer was not measured, saw no input other than zero, has another
-                number of columns, or has an amax of which no engine can use the input scale.
+            CheckpointError: with the names of the layers, if a layer was not measured, saw no input other than zero
+                (for an expert, see ``unseen``), was measured with a number of columns other than its own, or has an
+                amax whose input scale is not a normal float32.
         """
         amaxes = {layer: self._amax_of(layer) for layer in layers}
         stacks = {expert.stack for expert in map(expert_of, layers) if expert is not None}
@@ -123,14 +129,19 @@ class Activations:
         return _usable({layer: found[layer] for layer in layers if layer in found})
 
     def _amax_of(self, layer: str) -> np.float32 | None:
-        """Return the largest amax measured under the names of a layer; None if there is none."""
+        """Return the largest amax measured under any name for the inputs of a layer; None if none was measured.
+
+        The head of this file says which names these are.
+        """
         names = fused_layers.same_input_names(layer)
         return max((self.amaxes[name] for name in names if name in self.amaxes), default=None)
 
     def _experts_of(self, stack: str) -> dict[str, np.float32]:
-        """Return the name and the amax of all measured experts of a layer, under the name that the layer has.
+        """Return layer name -> amax for all measured experts of one layer; 0 for an expert that saw only zeros.
 
-        stack: the name of the layer in all experts, without a number.
+        Experts measured under the name of a layer that is fused with it are included, and named after ``stack``.
+
+        stack: the name of the layer without the number of the expert, such as "mlp.experts.up_proj".
         """
         measured = {name for same in fused_layers.same_input_names(stack) for name in self._numbered.get(same, ())}
         names = {expert_name("activations", stack, number) for number in measured}
@@ -138,7 +149,7 @@ class Activations:
 
     @lazy_property
     def _numbered(self) -> Mapping[str, set[int]]:
-        """A map from the name of a layer of all experts to the numbers of the experts that were measured."""
+        """A map from a layer's name without the number of the expert to the numbers of its measured experts."""
         found: dict[str, set[int]] = defaultdict(set)
         for name in self.amaxes:
             expert = expert_of(name)
@@ -147,7 +158,10 @@ class Activations:
         return found
 
     def _check_columns(self, layers: Mapping[str, int]) -> None:
-        """Raise CheckpointError if a layer was measured with another number of columns than it has."""
+        """Raise CheckpointError if a layer was measured with a number of columns other than its own.
+
+        layers: layer -> its number of columns. A layer that was not measured passes.
+        """
         for layer, columns in layers.items():
             for name in fused_layers.same_input_names(layer):
                 if self.columns.get(name, columns) != columns:
@@ -158,7 +172,7 @@ class Activations:
 
 
 def _check_files(paths: Iterable[Path]) -> None:
-    """Raise CheckpointError if a path is not that of a file."""
+    """Raise CheckpointError if a path of saved activations is missing or is a directory."""
     for path in paths:
         if not path.is_file():
             raise CheckpointError(
@@ -168,16 +182,19 @@ def _check_files(paths: Iterable[Path]) -> None:
 
 
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
-    """Return whether a layer is an expert of which other experts were measured.
+    """Return whether a layer belongs to an expert, and at least one expert of the same layer was measured.
 
-    experts: layer of all experts -> its measured experts.
+    experts: name of a layer without the number of the expert -> its measured experts (see Activations._experts_of).
     """
     expert = expert_of(layer)
     return expert is not None and bool(experts[expert.stack])
 
 
 def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
-    """Return the amaxes, or raise CheckpointError with the layers whose input scale is not a normal float32."""
+    """Return ``amaxes`` (layer -> amax) unchanged if every input scale that follows is a normal float32.
+
+    Raises CheckpointError, with the names of the other layers, if one is not.
+    """
     unusable = [
         layer
         for layer, amax in amaxes.items()

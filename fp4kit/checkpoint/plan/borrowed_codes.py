@@ -1,7 +1,7 @@
-"""Take codes from a quantized model of the other file kind in place of a model's own values (``--codes``).
+"""Take codes from a second, quantized version of a model instead of quantizing the source's own values (``--codes``).
 
-If the source is a GGUF file, the codes come from a model directory, and the other way round. Because the codes are
-copied, nothing is rounded a second time.
+One of the two models is a GGUF file and the other is a model directory. Because the codes are copied, nothing is
+rounded a second time.
 
 The gguf package's name map tells which layers correspond, and row_orders.py handles different row orders. Before codes
 are used, a few decoded rows are compared with the source's own values.
@@ -33,7 +33,7 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 
 _Layer = tuple[str, int]  # (module, index of the expert in a stack of a GGUF file)
 _EXPERT = re.compile(r"(.*\.)(?:experts|switch_mlp)\.(\d+)\.(\w+)")  # mlx-lm calls its stacks switch_mlp
-# mlx-lm's names of Mixtral experts -> the names in the gguf package's map.
+# Layers of a Mixtral expert: mlx-lm's name -> name in the gguf package's map.
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 _MIN_SQNR_DB = 6.0  # 4-bit codes of the right rows give 15 to 25 dB; codes of other rows give about 0 dB
 _KINDS = ("mxfp4", "nvfp4")
@@ -42,10 +42,10 @@ _KINDS = ("mxfp4", "nvfp4")
 def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) -> dict[str, Weight]:
     """Return the weights of ``model``, with codes of ``donor`` in place of their values where ``donor`` has codes.
 
-    Weights without a quantized counterpart in ``donor`` stay unchanged. A stack of experts takes codes only if all of
-    its layers have a quantized counterpart.
+    Codes are MXFP4 or NVFP4. Weights without such a counterpart in ``donor`` stay unchanged. A stack of experts takes
+    codes only if all of its layers have a counterpart.
 
-    weights: tensor name -> weight of ``model``.
+    weights: tensor name -> weight of ``model``, the source of the conversion.
     donor: a quantized version of the model.
 
     Raises CheckpointError if not exactly one of the two is a GGUF file, if the gguf package is missing or does not know
@@ -80,15 +80,15 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 
 
 def _is_file(source: Source) -> bool:
-    """Return whether a source is a GGUF file, and not a model directory."""
+    """Return whether a source is a GGUF file; False for a model directory."""
     return ARCHITECTURE in source.config
 
 
 def _origins(source: Source) -> dict[_Layer, Origin]:
-    """Return where the 4-bit codes of each layer of a quantized model are: layer -> rows of a weight.
+    """Return where a model stores the MXFP4 or NVFP4 codes of its layers: (module, expert) -> rows of a weight.
 
-    Stacks of a GGUF file give one layer per expert, with the stack's name and the expert's index. Stacks of a model
-    directory give the separate layers that they consist of.
+    A stack of experts in a GGUF file gives one entry per expert, with the stack's name and the expert's index. A stack
+    in a model directory gives one entry per layer of an expert, with the name of that layer and the index 0.
     """
     form, found = GGUF_NVFP4 if _is_file(source) else CT_NVFP4, {}
     for weight in weights_of(source.tensors, source.config).values():
@@ -101,7 +101,11 @@ def _origins(source: Source) -> dict[_Layer, Origin]:
 
 
 def _layers(weight: Weight, model: Source) -> list[_Layer]:
-    """Return the layers that a weight of ``model`` consists of, in the order of its rows; one for a single matrix."""
+    """Return the layers (module, expert) that a weight of ``model`` consists of, in the order of its rows.
+
+    A single matrix is one layer. In a GGUF file, a stack has one layer per expert, with the stack's name. In a model
+    directory, each expert has a name of its own, and gate and up of a gate_up stack are separate layers.
+    """
     if len(weight.shape) == 2 or _is_file(model):
         return [(weight.name, e) for e in range(weight.experts)]
     stack = gate_first(weight, model.config)
@@ -111,7 +115,9 @@ def _layers(weight: Weight, model: Source) -> list[_Layer]:
 def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
     """Return the quantized rows in ``origins`` if they make up the whole weight; otherwise ().
 
-    All of them must have one container and one shape.
+    The result is also () if there are no origins, or if their containers or shapes differ.
+
+    origins: the quantized counterparts of the layers of ``weight`` that were found, in the order of its rows.
     """
     wanted = weight.experts * weight.shape[-2], weight.shape[-1]
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
@@ -127,9 +133,11 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
 def _in_order(
     weight: Weight, rows: tuple[Rows, ...], model: Source, order: HeadOrder | None, readers: Readers
 ) -> tuple[Rows, ...]:
-    """Return the quantized rows in the row order of ``weight``, a weight of ``model``.
+    """Return the quantized counterpart of a weight, reordered to the row order of the weight.
 
-    order: the second order in which the rows of q and k may be stored; None for other layers.
+    weight: a weight of ``model``, the source.
+    rows: its quantized counterpart in the other model, one item per layer.
+    order: for q and k, the reordering to try (see row_orders.py); None for all other layers.
     """
     if has_alternating_rows(weight, model.config):
         return tuple(alternate_rows(rows))
@@ -137,7 +145,12 @@ def _in_order(
 
 
 class _Names:
-    """Translate layer names to the names in a GGUF file, by the gguf package's name map."""
+    """Translate layer names of a model directory to those of a GGUF file, with the gguf package's name map.
+
+    file: the GGUF file of the two models; its architecture selects the name map.
+
+    Raises CheckpointError if the gguf package is missing or does not know the architecture.
+    """
 
     def __init__(self, file: Source) -> None:
         try:
@@ -156,9 +169,9 @@ class _Names:
         self._map = gguf.get_tensor_name_map(number, int(file.config.get("num_hidden_layers", 0)))
 
     def of(self, source: Source, layer: _Layer) -> _Layer | None:
-        """Return the name that a layer of ``source`` has in a GGUF file, or None if the name map does not know it.
+        """Return (module, expert) as a GGUF file names a layer of ``source``, or None if the name map does not know it.
 
-        If ``source`` is a GGUF file, that is the layer's own name.
+        If ``source`` is a GGUF file, this is ``layer`` itself.
         """
         if _is_file(source):
             return layer
@@ -172,16 +185,22 @@ class _Names:
         return None if name is None else (name, int(match[2]))
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
-        """Return the alternative row order of ``source`` if it is q or k, which have two; otherwise None."""
+        """Return the reordering that may turn the other model's rows into those of ``weight``, if it is q or k.
+
+        Return None for all other layers, and if the number of heads is unknown.
+
+        source: the model that ``weight`` is from.
+        """
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
         return order_of_heads(leaf, weight.shape[-2], self._config, _is_file(source))
 
 
 def recorded_recipe(source: Source) -> str:
-    """Return the id of the recipe that a model's config records, or "" if it records none.
+    """Return the id of the fp4kit recipe that a model records as the one that made its codes, or "" if it records none.
 
-    The metadata of its files counts only if the config declares no quantization, as for ComfyUI.
+    The id is in ``quantization_config`` of the config. If the config has no such entry, as in ComfyUI files, the
+    metadata of the model's safetensors files is searched.
     """
     declared = source.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
@@ -194,13 +213,13 @@ def recorded_recipe(source: Source) -> str:
 def check_values_agree(
     converted: Iterable[str], unquantized: Mapping[str, Weight], taken: Mapping[str, Weight]
 ) -> None:
-    """Raise CheckpointError if the borrowed codes of a tensor do not decode to about the tensor's own values.
+    """Raise CheckpointError if the borrowed codes of a weight decode to values that are not near its own.
 
-    Only a few rows are compared.
+    A few rows are compared; their signal-to-noise ratio must be at least 6 dB.
 
-    converted: names of the tensors to check.
-    unquantized: tensor name -> weight of the source.
-    taken: tensor name -> the weight with borrowed codes.
+    converted: the tensor names of the weights to check.
+    unquantized: tensor name -> weight of the source, with its own values.
+    taken: tensor name -> the weight with borrowed codes, as ``borrow_codes`` returns it.
     """
     with Readers() as readers:
         for name in converted:

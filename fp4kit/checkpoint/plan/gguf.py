@@ -15,19 +15,22 @@ FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
 
 
 def is_gguf_config(config: Mapping[str, Any]) -> bool:
-    """Return whether a config was made from the header of a GGUF file (see ggml_names.config_of)."""
+    """Return whether ``config`` was built from the header of a GGUF file, as ggml_names.config_of does.
+
+    This tells a GGUF file from a model directory, whose config is config.json.
+    """
     return ggml_names.ARCHITECTURE in config
 
 
 def stores(recipe: Recipe) -> bool:
-    """Return whether a GGUF container can store a recipe's codes and scales."""
+    """Return whether one of the GGUF containers can store a recipe's codes and scales."""
     return any(form.stores(recipe) for form in FORMS)
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the GGUF container for a recipe's codes and scales.
+    """Return the first GGUF container in FORMS that can store a recipe's codes and scales.
 
-    Raises CheckpointError if no GGUF container can store them.
+    Raises CheckpointError if none can.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -39,11 +42,13 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
-    """Raise CheckpointError if a GGUF file cannot be converted. Model directories always pass.
+    """Raise CheckpointError if a GGUF file cannot be converted. A model directory always passes.
 
-    Errors are: an image or audio projector; modules whose tensor scales llama.cpp cannot use.
+    A GGUF file fails if it is an image or audio projector, or if ``form`` stores tensor scales and llama.cpp cannot use
+    a tensor scale for one of the modules.
 
-    form: the container to write, or None to write unquantized tensors. modules: the modules to quantize.
+    form: the container to write, or None to write unquantized tensors.
+    modules: the names of the modules to quantize.
     """
     if not is_gguf_config(source.config):
         return
@@ -57,7 +62,11 @@ def check(source: Source, form: Container | None, modules: Collection[str]) -> N
 
 
 def _check_scales(source: Source, modules: Collection[str]) -> None:
-    """Raise CheckpointError if llama.cpp cannot use a tensor scale for one of the modules to quantize."""
+    """Raise CheckpointError if llama.cpp would ignore or reject the tensor scale of a module to quantize.
+
+    source: a GGUF file.
+    modules: the names of the modules to quantize.
+    """
     found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
     if found:
         module, text = found[0]

@@ -32,14 +32,16 @@ _SUMS, _COUNTS = ".in_sum2", ".counts"
 _LONGEST_NAME = 65535
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.([^.]+)")
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-# Mixtral's names of experts -> those in the gguf package's map.
+# Layers of a Mixtral expert: Hugging Face name -> names in the gguf package's map.
 _PARTS = {"w1": ("w1", "gate_proj"), "w2": ("w2", "down_proj"), "w3": ("w3", "up_proj")}
 
 
 class ChannelWeights(NamedTuple):
-    """Locate the column weights of one matrix in an imatrix file.
+    """Locate the column weights of one matrix in an imatrix file, so that a job can read them later.
 
-    position: where its K float32 values begin.
+    path: the imatrix file.
+    position: the offset in bytes of the matrix's first value in the file.
+    columns: K, the number of its float32 values, one per column.
     divisor: the number to divide the values by; 0 if the expert was never called, so that every weight is 1.
     """
 
@@ -49,7 +51,7 @@ class ChannelWeights(NamedTuple):
     divisor: float
 
     def read(self) -> np.ndarray:
-        """Return the column weights, float32 (K,)."""
+        """Read the values and return the column weights, float32 (K,): values / divisor, or ones if divisor is 0."""
         if self.divisor == 0:
             return np.ones(self.columns, np.float32)
         values = np.fromfile(self.path, "<f4", self.columns, offset=self.position)
@@ -57,11 +59,11 @@ class ChannelWeights(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """Locate the values of one weight in an imatrix file.
+    """Locate the values of one weight (a matrix or a stack of experts) in an imatrix file.
 
-    position: where its float32 values begin.
-    nvalues: the number of values: K per expert.
-    divisors: the number to divide by, one per expert; a legacy file has one for all experts.
+    position: the offset in bytes of its first float32 value in the file.
+    nvalues: the number of values: K for a matrix, K per expert for a stack.
+    divisors: the numbers to divide the values by, one per expert. A legacy file has one for all experts.
     """
 
     position: int
@@ -71,11 +73,11 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True)
 class Imatrix:
-    """Hold the places of all column weights in an imatrix file.
+    """Describe an imatrix file: where it stores the column weights of every layer. The values stay in the file.
 
     path: the file.
-    sha256: the SHA-256 of the file.
-    entries: the entry of each weight, by its name in a GGUF file without ".weight".
+    sha256: the SHA-256 of the file, in hexadecimal.
+    entries: weight -> its Entry. The key is the name of the weight in a GGUF file, without ".weight".
     """
 
     path: Path
@@ -84,13 +86,19 @@ class Imatrix:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The name and the SHA-256 of the file, as a manifest records them."""
+        """The facts that the manifest of a conversion records about the imatrix: name and SHA-256 of the file."""
         return {"imatrix": self.path.name, "sha256": self.sha256}
 
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
         """Return the place of the column weights of one matrix, or None if the file has none for it.
 
-        module: the name of the layer to write. expert: the index of the matrix in its stack.
+        Names are tried as they are, and as the gguf package's name map translates them.
+
+        module: the name of the layer to write; the name of ``weight`` is tried after it.
+        weight: the source weight that the layer is made from.
+        expert: the index of the matrix in ``weight``; 0 for a single matrix.
+
+        Raises CheckpointError if the file has the weight, but with a size that does not fit.
         """
         for name in (module, weight.name):
             if name in self.entries:
@@ -104,7 +112,10 @@ class Imatrix:
         return None
 
     def _translated(self, module: str) -> tuple[str, int | None] | None:
-        """Return (name in the file, index of the expert or None) of a layer with a Hugging Face name."""
+        """Translate a Hugging Face name and return (key in ``entries``, index of the expert).
+
+        The index is None if the name has no expert number. Return None if the file has no weight of that name.
+        """
         match = _EXPERT.fullmatch(module)
         stem, index = (module, None) if match is None else (match[1], int(match[2]))
         leaves = ("",) if match is None else tuple(f".{leaf}" for leaf in _PARTS.get(match[3], (match[3],)))
@@ -115,7 +126,13 @@ class Imatrix:
         return None
 
     def _matrix(self, entry: Entry, weight: Weight, expert: int, experts: int) -> ChannelWeights:
-        """Return the place of the column weights of one expert. Raise CheckpointError if the sizes do not fit."""
+        """Return the place of the column weights of one matrix of an entry.
+
+        expert: the index of the matrix in the entry.
+        experts: the number of matrices that the entry must have values for.
+
+        Raises CheckpointError if the numbers of values or divisors do not fit ``weight`` and ``experts``.
+        """
         columns = weight.shape[-1]
         counts = len(entry.divisors)
         if entry.nvalues != columns * experts or expert >= experts or counts not in (1, experts):
@@ -128,9 +145,15 @@ class Imatrix:
         return ChannelWeights(self.path, entry.position + 4 * columns * expert, columns, divisor)
 
     def check(self, layers: Iterable[tuple[str, Weight, int]]) -> tuple[str, ...]:
-        """Check the column weights of layers, given as (module, weight, expert), and return warnings.
+        """Check the column weights of all layers that a scale search will use, and return warnings.
 
-        A warning names the layers that the file does not have, and the experts that were never called.
+        One warning names the layers that are missing in the file. Another names the experts that were never called.
+
+        Args:
+            layers: (module, weight, expert) per layer, as for ``of``. Duplicates are checked once.
+
+        Returns:
+            The warnings; () if there are none.
 
         Raises:
             CheckpointError: if the file has none of the layers, a size does not fit, or weights are negative, NaN or
@@ -154,7 +177,10 @@ class Imatrix:
         return tuple(self._warnings(missing, never))
 
     def _checked(self, module: str, place: ChannelWeights) -> np.ndarray:
-        """Return the column weights at a place. Raise CheckpointError if one is negative, NaN or infinite."""
+        """Read and return the column weights at ``place``. Raise CheckpointError if one is negative, NaN or infinite.
+
+        module: the name of the layer, for the error message.
+        """
         values = place.read()
         bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
         if bad:
@@ -165,7 +191,10 @@ class Imatrix:
         return values
 
     def _warnings(self, missing: list[str], never: list[str]) -> Iterator[str]:
-        """Yield a warning for layers without weights, and one for experts that were never called."""
+        """Yield a warning about layers without column weights, and one about experts that were never called.
+
+        missing: the names of these layers. never: the names of these experts. An empty list gives no warning.
+        """
         name = shown(self.path.name)
         if missing:
             yield f"imatrix {name}: has no weights for {len(missing)} layers, which get equal ones: {listed(missing)}"
@@ -174,16 +203,24 @@ class Imatrix:
 
 
 def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
-    """Return whether weights stand for an expert that saw no token.
+    """Return whether the column weights of a matrix say that it saw no token.
 
-    A legacy file stores a value of 1 per call for each of its channels.
+    This is so if the divisor is 0, or if all of several weights are 1, because a legacy file stores that for an expert
+    that saw no token.
+
+    values: the column weights, read from ``place``.
     """
     return place.divisor == 0 or bool(values.size > 1 and (values == 1).all())
 
 
 @cache
 def _name_map() -> dict[str, tuple[str, ...]]:
-    """Return the gguf package's name map: Hugging Face name, with {bid} for the layer -> names in GGUF files."""
+    """Return the gguf package's name map for all architectures: Hugging Face name -> possible names in GGUF files.
+
+    Both contain "{bid}" in place of the layer's number.
+
+    Raises CheckpointError if the gguf package is missing.
+    """
     try:
         import gguf
     except ImportError:
@@ -201,7 +238,10 @@ def _name_map() -> dict[str, tuple[str, ...]]:
 
 
 def gguf_names(module: str) -> tuple[str, ...]:
-    """Return the names that a layer with a Hugging Face name may have in GGUF files."""
+    """Return the names that a layer with a Hugging Face name may have in GGUF files; () if the name is unknown.
+
+    There may be several because the name map of no particular architecture is used. They do not end in ".weight".
+    """
     module = module.replace("language_model.", "")
     number = _NUMBER.search(module)
     if number is None:
@@ -211,10 +251,10 @@ def gguf_names(module: str) -> tuple[str, ...]:
 
 
 def read_imatrix(path: str | Path) -> Imatrix:
-    """Return the places of the column weights in an imatrix file of either form.
+    """Read the structure of an imatrix file, legacy or GGUF, and return where its column weights are.
 
     Raises:
-        CheckpointError: if the file is missing, or is no complete imatrix file.
+        CheckpointError: if the file is missing, is not a complete imatrix file, or has no entries.
     """
     path = Path(path)
     if not path.is_file():
@@ -228,7 +268,10 @@ def read_imatrix(path: str | Path) -> Imatrix:
 
 
 def _gguf_entries(path: Path) -> dict[str, Entry]:
-    """Return weight name -> entry of a GGUF imatrix. Raise CheckpointError if the file is another one."""
+    """Return weight name -> Entry of an imatrix file in GGUF form; {} if it has no entries.
+
+    Raises CheckpointError if the GGUF file is not an imatrix, or if sums or counts of a weight are missing or invalid.
+    """
     file = read_gguf(path)
     name = shown(path.name)
     if file.metadata.get("general.type") != "imatrix":
@@ -249,7 +292,10 @@ def _gguf_entries(path: Path) -> dict[str, Entry]:
 
 
 def _legacy_entries(path: Path) -> dict[str, Entry]:
-    """Return weight name -> entry of a legacy imatrix file. Raise CheckpointError if it is damaged."""
+    """Return weight name -> Entry of a legacy imatrix file.
+
+    Raises CheckpointError if the file is not one, ends early, or names a weight twice.
+    """
     size, found = path.stat().st_size, {}
     with path.open("rb") as stream:
         count = _number(stream, path, "its number of entries")
@@ -275,7 +321,12 @@ def _legacy_entries(path: Path) -> dict[str, Entry]:
 
 
 def _number(stream: BinaryIO, path: Path, what: str) -> int:
-    """Read an int32. Raise CheckpointError if the file ends; ``what`` names the number."""
+    """Read a little-endian int32 from a legacy imatrix file and return it.
+
+    what: what the number means, for the error message.
+
+    Raises CheckpointError if the file ends first.
+    """
     data = stream.read(4)
     if len(data) < 4:
         raise _damaged(path, f"it ends inside {what}")
@@ -283,5 +334,8 @@ def _number(stream: BinaryIO, path: Path, what: str) -> int:
 
 
 def _damaged(path: Path, why: str) -> CheckpointError:
-    """Return the error for a file that is no legacy imatrix file."""
+    """Return the error for a file that is not a usable legacy imatrix file.
+
+    why: the fault that was found.
+    """
     return CheckpointError(f"imatrix {shown(path.name)}: is no usable imatrix file: {why}; make it with llama-imatrix")

@@ -3,9 +3,9 @@
 Actions, the values of Job.action:
   copy: copy a tensor's bytes.
   quantize: quantize unquantized values.
-  rename: keep codes and scales; only names, layout or direction of the tensor scale change.
-  cast: MXFP4 to NVFP4 with the same codes, except in blocks whose scales NVFP4 cannot hold.
-  carry: FP8 with 128x128 scales to MXFP8 with the same codes, if the scales are powers of two.
+  rename: keep codes and scales. Only their names, their layout or the direction of the tensor scale change.
+  cast: convert MXFP4 to NVFP4. Codes are kept, except in blocks whose scales NVFP4 cannot hold.
+  carry: convert FP8 with 128x128 scales to MXFP8. Codes are kept, which needs scales that are powers of two.
   requantize: decode, then quantize.
   dequantize: decode to unquantized values.
 """
@@ -32,26 +32,33 @@ COPY, QUANTIZE, RENAME, CAST, CARRY, REQUANTIZE, DEQUANTIZE = (
     "requantize",
     "dequantize",
 )
-# Actions that may compute new codes, so that a scale search applies.
+# Actions that may compute new codes. A search of block scales applies to these actions only.
 SEARCHED = (QUANTIZE, REQUANTIZE, CAST)
 DEVICE_SLAB_BYTES = 32 << 20  # bytes of source elements per slab that is sent to a GPU
-Tick = Callable[[int], None]  # called with the number of bytes after each read
+Tick = Callable[[int], None]  # reports progress: called after each read with the number of bytes read
 
 
 class Sink(Protocol):
-    """Receive the output of a job, part by part. Parts are CODES, SCALES, TENSOR_SCALE, INPUT_SCALE and VALUES."""
+    """Receive the output of a job, for example to write it to a file.
+
+    The output consists of parts: CODES, SCALES, TENSOR_SCALE and INPUT_SCALE, or VALUES if it is unquantized.
+    """
 
     def has(self, part: str) -> bool:
-        """Return whether the sink accepts ``part``. Only accepted parts may be put."""
+        """Return whether the sink accepts ``part``. ``put`` may be called with accepted parts only."""
 
     def put(self, part: str, array: Any) -> None:
-        """Write ``array`` after everything that was put into this part before."""
+        """Append ``array`` to the data of ``part``."""
 
 
 def target_of(have: Container | None, form: Container) -> Container:
-    """Return the container to write for a weight, if the output format is that of ``form``.
+    """Return the container to write for a weight: ``form``, with one exception.
 
-    It is ``form``, except that Model-Optimizer's AWQ layers keep their factor per column in its own format.
+    An AWQ layer of Model-Optimizer stays in its AWQ container if ``form`` is Model-Optimizer's NVFP4, so that it keeps
+    its factor per column.
+
+    have: the container of the weight; None if it is unquantized.
+    form: the container of the output.
     """
     return MODELOPT_AWQ if have is MODELOPT_AWQ and form is MODELOPT_NVFP4 else form
 
@@ -72,10 +79,11 @@ def action_of(have: Container | None, form: Container | None) -> str:
 
 
 class Target(NamedTuple):
-    """Locate the bytes [position, position + nbytes) of an output file, which a job writes.
+    """Locate the bytes [position, position + nbytes) of an output file to which a job writes one part of its output.
 
-    part: what they hold: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE or VALUES.
-    dtype: the safetensors dtype of their tensor.
+    part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE or VALUES.
+    path: the output file.
+    dtype: the safetensors dtype of the output tensor that these bytes belong to.
     """
 
     part: str
@@ -89,23 +97,24 @@ class Target(NamedTuple):
 class Job:
     """Describe the conversion of one tensor, or of some rows of one matrix of a weight.
 
-    key: identifies the job within a run and in its journal.
+    key: identifies the job within a run and in the journal, which records finished jobs.
     action: one of the actions at the head of this file.
     source: the weight to read; for "copy", the tensor to read.
     targets: where to write each part of the output (codes, scales, ...).
     expert: the index of the matrix to read; 0 for a single layer.
     span: the rows (first, end) to read; None for all.
-    group: identifies the jobs that share a tensor scale.
-    recipe: how new codes are computed.
+    group: jobs with one group share a tensor scale.
+    recipe: how new codes are computed; None for "copy".
     form: the container to write; None to write unquantized values.
-    input_scale: the activation scale that the user gave, or None. A layer that keeps its codes and has an input scale
-        keeps that one.
+    input_scale: the activation scale to write, as the user gave it; None if the user gave none. A layer that keeps its
+        codes also keeps its own input scale, if it has one.
     nonfinite: what to do with NaN and infinity, one of NONFINITE.
     transposed: True to write unquantized values as [K, N].
-    device: the CUDA device that computes; None for the CPU.
-    search: the error that a search of block scales minimizes; "" for no search.
-    columns: the column weights of that error, or None.
-    input_amax: the amax of the inputs, from which the input scale of a layer without one follows; or None.
+    device: the number of the CUDA device that computes; None for the CPU.
+    search: the error that a search of block scales minimizes, such as "mse"; "" for no search.
+    columns: where the column weights of that error are; None weights all columns equally.
+    input_amax: the amax of the layer's inputs, from which its input scale is computed; None if it was not measured. A
+        layer that keeps its codes also keeps its own input scale, if it has one.
     """
 
     key: str
@@ -132,32 +141,35 @@ class Job:
 
     @property
     def weight(self) -> Weight:
-        """The weight that is read; the job must not be a copy of a tensor."""
+        """The weight that is read. Not for jobs whose action is "copy", which read a tensor."""
         assert isinstance(self.source, Weight)
         return self.source
 
     @property
     def new_recipe(self) -> Recipe:
-        """The recipe for new codes; the job must have one."""
+        """The job's ``recipe``. Only for jobs that have one, so that callers need not check for None."""
         assert self.recipe is not None
         return self.recipe
 
     @property
     def container(self) -> Container:
-        """The container to write; the job must have one."""
+        """The container to write. Only for jobs with quantized output, so that callers need not check for None."""
         assert self.form is not None
         return self.form
 
     @property
     def shape(self) -> tuple[int, int]:
-        """(rows, columns) of the part of the matrix that the job converts."""
+        """The shape (rows, columns) of the part of the matrix that the job converts. Not for copies of tensors."""
         rows, columns = self.weight.shape[-2:]
         first, end = self.span or (0, rows)
         return end - first, columns
 
     @property
     def slab_bytes(self) -> int | None:
-        """The slab size for reading, in bytes of source elements; None for the default on a CPU."""
+        """The size of a slab, the rows that are read at a time, in bytes of source elements.
+
+        None means the default, if the job runs on the CPU.
+        """
         return None if self.device is None else DEVICE_SLAB_BYTES
 
     @property
@@ -169,7 +181,10 @@ class Job:
 
     @property
     def is_measured(self) -> bool:
-        """True if a first pass over the source must find its amax, scale exponents or non-finite values."""
+        """True if the job needs a first pass over its source, which finds amax, scale exponents or non-finite values.
+
+        ``Measured`` holds the result of the first pass.
+        """
         checked = {DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
         return self.action in (QUANTIZE, CAST, CARRY, REQUANTIZE) or checked.get(self.action, False)
 
@@ -180,8 +195,9 @@ class Measured(NamedTuple):
     key: the key of the job.
     amax: the largest magnitude of the finite values; 0 if none is finite, or if the action is "rename".
     nonfinite: the number of NaN and infinite values.
-    low, high: the smallest and largest scale exponent of the nonzero blocks of an MXFP4 source, if it is to be cast.
-    exact: for FP8 that is carried over to MXFP8, True if all scales are powers of two; otherwise True.
+    low, high: for the action "cast", the smallest and the largest scale exponent of the nonzero blocks. The defaults,
+        with low > high, mean that there are none.
+    exact: for the action "carry", whether all scales are powers of two; True for all other actions.
     """
 
     key: str
@@ -193,9 +209,9 @@ class Measured(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """Count what a cast from MXFP4 to NVFP4 could not keep.
+    """Count the blocks and values that a cast from MXFP4 to NVFP4 changed.
 
-    blocks: the number of blocks of 32 with new codes, because their scales are out of range.
+    blocks: the number of MXFP4 blocks (32 values each) that got new codes, because NVFP4 cannot hold their scales.
     values: the number of values that changed in these blocks.
     largest_error: the largest |new - old| of these values; 0 if none changed.
     """
@@ -205,7 +221,10 @@ class Changes(NamedTuple):
     largest_error: float = 0.0
 
     def plus(self, other: Changes) -> Changes:
-        """Return the changes of two parts of a layer, or of two layers, combined into one."""
+        """Return the changes of two parts of a layer, or of two layers, together.
+
+        Counts are added; the larger of the two errors is kept.
+        """
         error = max(self.largest_error, other.largest_error)
         return Changes(self.blocks + other.blocks, self.values + other.values, error)
 
@@ -214,11 +233,11 @@ class Done(NamedTuple):
     """Record that a job has written its output.
 
     key: the key of the job.
-    crc32: the CRC-32 of the bytes written to each target, in order.
-    action: the action that was taken, which may differ from the planned one (a cast may become a requantization).
+    crc32: the CRC-32 of the bytes written to each target, in the order of ``Job.targets``.
+    action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
     replaced: the number of NaN and infinite values that were replaced.
-    losses: the sums of scale_search.Losses, for a job that searches block scales.
-    changes: the fields of Changes, for a job that was cast.
+    losses: the fields of scale_search.Losses; zeros if the job searched no block scales.
+    changes: the fields of Changes; zeros if the action was not "cast".
     """
 
     key: str

@@ -1,6 +1,6 @@
-"""Carry the scales of a quantized KV cache through a conversion: under the names, and with the declaration, of the output.
+"""Carry the scales of a quantized KV cache through a conversion, with the names and declaration of the output format.
 
-An attention module P has one scale for keys and one for values. Both multiply on decode in all formats.
+An attention module P has one scale for keys and one for values. In both formats, value = stored value * scale.
 
 | format             | tensors                                        | declared in                                               |
 |--------------------|------------------------------------------------|-----------------------------------------------------------|
@@ -24,12 +24,12 @@ _FP8_COMPRESSED = {**_FP8, "strategy": "tensor", "symmetric": True}
 
 
 class KvCache(NamedTuple):
-    """Describe the quantized KV cache that a source declares.
+    """Describe the quantized KV cache of a source, as its config files declare it and its tensors store it.
 
-    scheme: ``kv_cache_scheme`` of config.json; None if it has none.
-    algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json; None if it has none.
-    format: the format that declares it, "modelopt" or "compressed-tensors"; "" for another.
-    tensors: the names of its scales.
+    scheme: ``kv_cache_scheme`` in ``quantization_config`` of config.json; None if there is none.
+    algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json; None if there is none.
+    format: the format of the source, "modelopt" or "compressed-tensors"; "" for any other format.
+    tensors: the names of the tensors that hold its scales; () if there are none.
     """
 
     scheme: Mapping[str, Any] | None
@@ -39,7 +39,7 @@ class KvCache(NamedTuple):
 
     @property
     def is_fp8(self) -> bool:
-        """True if keys and values are FP8 with static scales, the one scheme that both formats have."""
+        """True if the declared scheme is FP8 with static scales, the only scheme that both formats support."""
         scheme = self.scheme or {}
         return (scheme.get("num_bits"), scheme.get("type")) == (8, "float") and not scheme.get("dynamic")
 
@@ -49,7 +49,12 @@ class KvCache(NamedTuple):
         return bool(self.scheme or self.algorithm or self.tensors)
 
     def declaration(self, format: str) -> tuple[Mapping[str, Any] | None, str | None]:
-        """Return (kv_cache_scheme, kv_cache_quant_algo) to declare in the output; (None, None) if it is not carried."""
+        """Return (kv_cache_scheme, kv_cache_quant_algo) to declare in the config files of the output.
+
+        Both are None if the KV cache is not carried into the output (see ``is_carried``).
+
+        format: the output format, such as "modelopt".
+        """
         if not self.is_carried(format):
             return None, None
         if format == self.format:
@@ -57,11 +62,18 @@ class KvCache(NamedTuple):
         return (_FP8, "FP8") if format == "modelopt" else (_FP8_COMPRESSED, None)
 
     def is_carried(self, format: str) -> bool:
-        """Return whether the output format can have this KV cache: FP8, or any scheme that stays in its own format."""
+        """Return whether the KV cache is carried into an output of the given format.
+
+        An FP8 cache is carried into both formats of FORMATS. Any other declared cache is carried only if the output
+        format is the source's. Return False if the source has no quantized KV cache.
+        """
         return self.is_declared and format in FORMATS and (format == self.format or self.is_fp8)
 
     def name(self, tensor: str, format: str) -> str:
-        """Return the name of a scale in the output format."""
+        """Return the name that a scale of the KV cache gets in the output format.
+
+        tensor: the name of the scale in the source. A name that does not end in k_scale or v_scale is returned as is.
+        """
         attention, _, leaf = tensor.rpartition(".")
         projection = _LEAVES.get(leaf)
         if projection is None:
@@ -71,7 +83,10 @@ class KvCache(NamedTuple):
 
 
 def kv_cache_of(source: Source) -> KvCache:
-    """Return the quantized KV cache that a source declares and stores."""
+    """Return the quantized KV cache that a source declares and stores.
+
+    If it has none, the result has ``is_declared`` False.
+    """
     declared = source.config.get("quantization_config")
     declared = declared if isinstance(declared, Mapping) else {}
     scheme = declared.get("kv_cache_scheme")
@@ -84,7 +99,10 @@ def kv_cache_of(source: Source) -> KvCache:
 
 
 def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
-    """Yield a warning if a KV cache that the source declares is left out of the output."""
+    """Yield a warning if the source has a quantized KV cache that is not carried into the output.
+
+    format: the output format. format_name: the name of the output format for the message.
+    """
     if cache.is_declared and not cache.is_carried(format):
         scales = f" and its {len(cache.tensors)} scales are" if cache.tensors else " is"
         yield f"the quantized KV cache of the source{scales} left out: {format_name} has no place for it"

@@ -1,8 +1,9 @@
 """Plan a conversion: an action and a reason per tensor, the files to write, and the exclusion list.
 
-A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it. Planning
-reads only headers and JSON, with two exceptions: block scales that must be powers of two, and a few rows of codes that
-are borrowed from another model (--codes).
+A plan is plain data: ``make_plan`` creates it, ``convert.execute`` executes it, and ``--dry-run`` prints it.
+
+A piece is a unit of work: some rows of one matrix of a weight (see model/layers.py). A group is a set of layers that
+share a tensor scale, because loaders fuse them.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ from fp4kit.recipes import Recipe, recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
-# Action -> the words for it in the reasons of a plan.
+# Action -> the words that describe it in TensorPlan.reason.
 _WORDS = {
     QUANTIZE: "quantized",
     RENAME: "same codes",
@@ -61,14 +62,15 @@ _NO_CODES = Decision(False, "not quantized in the --codes model", True)
 class TensorPlan:
     """Record what happens to one source tensor, or to one weight with all tensors that store it, and why.
 
-    name, dtype, shape: those of the source tensor or weight.
+    name, dtype, shape: those of the tensor. For a weight, name is that of the tensor with its values or codes, and
+        dtype and shape are Weight.dtype and Weight.shape.
     action: one of the actions in job.py.
-    reason: why, in words for the user.
+    reason: why this action was chosen, in words for the user.
     bytes_in: the number of bytes of the source tensors.
     pieces: the units of work for a weight; empty for a tensor that is copied.
     place: where to read a tensor that is copied; None for a weight.
-    group: output module -> group of modules that share its tensor scale; None or {} if there are no groups.
-    renamed: the name under which a tensor is copied; "" for its own name.
+    group: output module -> name of its group, for the modules that share a tensor scale. None or {} if none does.
+    renamed: the output name of a tensor that is copied; "" if it keeps its own name.
     """
 
     name: str
@@ -84,7 +86,7 @@ class TensorPlan:
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """The output tensors that are written for this source tensor or weight, without duplicates."""
+        """The output tensors that this source tensor or weight becomes, each listed once."""
         if self.place is not None:
             return (OutputTensor(self.renamed or self.name, self.dtype, self.shape),)
         return tuple(dict.fromkeys(output for piece in self.pieces for output in piece.outputs))
@@ -97,8 +99,9 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Describe one file to write. It has the name of a source file, and holds what becomes of that file's tensors.
+    """Describe one file to write. It has the name of a source file and stores the converted tensors of that file.
 
+    name: the name of the file.
     tensors: the plans of the source file's tensors.
     metadata: the metadata to write into the file's header.
     """
@@ -121,14 +124,14 @@ class Plan:
         source: the model to read.
         request: what the user asked for.
         form: the container to write; None to write unquantized tensors.
-        has_input_scale: whether every quantized layer gets an input scale.
+        has_input_scale: True if quantized layers get an input scale. Only experts that saw no token may lack one.
         shards: the files to write.
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user.
-        auxiliary: the other files to copy or skip.
+        auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
         items: what the source stores beside its quantized layers (see model/closed_world.py).
-        kv_cache: the quantized KV cache of the source; None if it has none.
-        input_amaxes: output layer -> amax of its inputs, for layers whose input scale follows from activations.
+        kv_cache: the quantized KV cache of the source, if the output carries it; otherwise None.
+        input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
     """
 
     source: Source
@@ -150,14 +153,17 @@ class Plan:
 
     @property
     def carries_codes(self) -> bool:
-        """True if every converted layer keeps the codes of the source, so that ``recipe`` made none of them."""
+        """True if every converted layer keeps the codes of the source, so that ``recipe`` made no code.
+
+        False if codes are borrowed from another model (--codes).
+        """
         return {tensor.action for tensor in self.converted} == {RENAME} and not self.request.codes
 
     @property
     def recorded(self) -> str:
         """The id of the recipe that made the written codes; "" if it is unknown.
 
-        For carried codes, it is the recipe that the source records.
+        If ``carries_codes`` is True, it is the recipe that the source records. Otherwise it is Request.recorded.
         """
         return recorded_recipe(self.source) if self.carries_codes else self.request.recorded
 
@@ -173,12 +179,12 @@ class Plan:
 
     @property
     def converted(self) -> tuple[TensorPlan, ...]:
-        """The plans of all tensors that are not copied."""
+        """The plans of all tensors and weights whose action is not "copy"."""
         return tuple(tensor for tensor in self.tensors if tensor.action != COPY)
 
     @property
     def format_name(self) -> str:
-        """The name of the output format, such as "modelopt NVFP4" or "bf16"."""
+        """The name of the output format, such as "modelopt NVFP4"; "bf16" if the output is unquantized."""
         return "bf16" if self.form is None else container_id(self.form, self.has_input_scale)
 
     @property
@@ -208,33 +214,35 @@ def make_plan(
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
-    Reads headers and JSON files only, except for block scales that must be powers of two and, with ``codes``, a few
-    sample rows.
+    In most cases, only headers and JSON files are read. Some arguments need more: column weights and importance
+    matrices of ``search`` are checked, and a few rows of ``codes`` are compared with the source. Block scales are read
+    if FP8 becomes MXFP8, because they must be powers of two.
 
     Args:
-        source: a model directory, a safetensors file, or a GGUF file, which becomes a GGUF file.
+        source: a model directory, a safetensors file, or a GGUF file. A GGUF file is converted to a GGUF file.
         recipe_id: the recipe for newly quantized tensors, or its id.
         format: the output format: "modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "mlx", or
             "bf16" to decode all layers. None chooses the format that most engines can load for this recipe and model.
         wishes: which layers to quantize; None for the default, all linear layers.
-        input_scale: a positive float32 activation scale to write for every layer. It makes the checkpoint NVFP4 (4-bit
-            activations) instead of W4A16_NVFP4. Use activations for measured scales;
-            1.0 suits loaders that ignore the value.
+        input_scale: a positive float32 activation scale to write for every layer; None to write none. It makes the
+            checkpoint NVFP4 (4-bit activations) instead of W4A16_NVFP4 (16-bit activations). The value 1.0 suits
+            loaders that ignore it. For measured scales, pass ``activations`` instead.
         requantize: True to allow changing the values of layers that are already quantized. If False, their values are
-            kept, except for MXFP4 layers that become NVFP4 and whose exponents are too far apart; the report names
-            these.
+            kept, with one exception: some values of an MXFP4 layer may change if it becomes NVFP4 and its scale
+            exponents are too far apart. The report of the conversion names such layers.
         nonfinite: what to do with NaN and infinity: "error" raises, "keep" follows the recipe, "saturate" replaces
             infinities by the largest finite magnitude and NaN by 0.
-        codes: a quantized version of the model, whose codes are used in place of the source's own values. It must be a
-            directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id`` determines the container to
-            write. Layers that are not quantized there stay unquantized.
-        activations: measured activations, from which every layer gets its own input scale, for example
-            Activations.of(["activations.safetensors"]). Layers that keep their codes and have an input scale keep it.
-        search: search the block scale of smallest error in place of computing it from the block's amax, for example
+        codes: the path of a quantized version of the model, whose codes are copied instead of quantizing the source's
+            own values. It must be a directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id``
+            still determines the container to write. Layers that are unquantized in ``codes`` stay unquantized.
+        search: how to search, for every block, the scale of smallest error, for example
             ScaleSearch.of("mse", column_weights). Needs nvfp4-modelopt-static, nvfp4-gguf or mxfp4-gguf, and the format
-            modelopt, compressed-tensors or GGUF.
-        ignore: globs of tensors, config keys and metadata entries to leave out although fp4kit does not know them.
-            Each must match something that would be refused.
+            modelopt, compressed-tensors or GGUF. None computes block scales from the block's amax.
+        activations: measured activations, from which every layer gets its own input scale, for example
+            Activations.of(["activations.safetensors"]). A layer that keeps its codes also keeps its own input scale, if
+            it has one. None measures nothing.
+        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know, and that are therefore
+            refused. Those that match are left out of the output instead. Every glob must match one of them.
 
     Returns:
         The plan, for ``execute``.
@@ -271,10 +279,12 @@ def make_plan(
 
 
 class _Planner:
-    """Make the plan to convert one source model as one request says.
+    """Make the plan to convert one source model with the options of one request.
 
-    weights: tensor name -> weight of the source, some of them perhaps with codes borrowed from another model.
+    weights: tensor name -> weight of the source. With --codes, some weights have codes of another model.
     items: what the source stores beside its quantized layers. Ignored tensors are not written.
+
+    Raises CheckpointError if the source cannot be converted with this request.
     """
 
     def __init__(
@@ -305,10 +315,12 @@ class _Planner:
             fp8_to_mxfp8.check(self.selected[tensor] for tensor, action in self.actions.items() if action == CARRY)
 
     def _decisions(self) -> dict[str, Decision]:
-        """Decide for each weight and each other tensor whether it is converted. Return tensor name -> decision.
+        """Return tensor name -> the decision whether it is converted, for all weights and all other tensors.
 
-        A weight goes by the name of the tensor with its values or codes. Its other tensors, such as scales, are left
-        out.
+        A weight is listed under the name of the tensor with its values or codes. Its other tensors, such as scales,
+        are not listed. For unquantized output, only weights are listed.
+
+        Raises CheckpointError if the user's patterns do not fit the tensors (see selection.check).
         """
         if self.form is None:
             return {name: Decision(w.container is not None, "already unquantized") for name, w in self.weights.items()}
@@ -332,13 +344,16 @@ class _Planner:
         return decisions
 
     def _has_codes(self, name: str) -> bool:
-        """Return whether the weight ``name`` has codes that are borrowed from another model (--codes)."""
+        """Return whether the tensor ``name`` is a weight with codes that are borrowed from another model (--codes)."""
         return name in self.weights and bool(self.weights[name].members)
 
     def _candidate(self, name: str, entry: TensorEntry, facts: Any) -> Candidate:
-        """Return the description of a tensor for the selection rules.
+        """Return the description of a tensor on which the selection rules decide.
 
-        A tensor in Q8_0 is described as float32 if requantizing is allowed, because the rules then let it be quantized.
+        If requantizing is allowed, a weight in Q8_0 is described as float32, so that the rules let it be quantized.
+
+        entry: the tensor's dtype and shape; those of the weight are used if it is one.
+        facts: the facts about the model, from model_facts.
         """
         weight = self.weights.get(name)
         if weight is None:
@@ -347,10 +362,12 @@ class _Planner:
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
     def _has_input_scale(self) -> bool:
-        """Return whether every quantized layer gets an input scale: the user's, or its own if all of them have one.
+        """Return whether quantized layers get an input scale: from the user, or their own if all of them have one.
 
-        Raises CheckpointError if only some layers that keep their codes have one. Input scales of other formats, such
-        as FP8, are for other activations and do not count.
+        Return False if the output container has no tensor scale. Input scales of formats other than the output's, such
+        as FP8, do not count, because they are for activations of that format.
+
+        Raises CheckpointError if the user gives none and only some of the layers to convert have one.
         """
         if self.form is None or not self.form.has_tensor_scale:
             return False
@@ -367,10 +384,12 @@ class _Planner:
         return bool(have)
 
     def _input_amaxes(self) -> dict[str, np.float32]:
-        """Return output layer -> amax of its inputs, for the layers whose input scale follows from activations.
+        """Return output layer -> amax of its inputs, for the layers whose input scale is computed from activations.
 
-        Experts that saw no token may be left out, if the user wants this. Layers that keep their codes and have an
-        input scale keep that one.
+        Return {} if the user gives no activations. Layers that keep their codes and their own input scale are left out.
+        Experts that saw no token are left out if Activations.unseen is "none".
+
+        Raises CheckpointError if no layer needs the activations, or if a layer was not measured.
         """
         if self.request.activations is None or self.form is None:
             return {}
@@ -387,16 +406,24 @@ class _Planner:
         return self.request.activations.of_layers(columns)
 
     def _keeps_input_scale(self, tensor: str) -> bool:
-        """Return whether a weight keeps its codes and an input scale of its own. tensor: the name of its codes."""
+        """Return whether a weight keeps its codes and has an input scale of its own, which it also keeps.
+
+        tensor: the name of the tensor with the weight's values or codes.
+        """
         return self.actions[tensor] == RENAME and INPUT_SCALE in self.selected[tensor].parts
 
     def _without_input_scale(self, weight: Weight, piece: Piece) -> bool:
-        """Return whether a layer gets no input scale, because it is an expert that saw no token."""
+        """Return whether the layer of ``piece`` gets no input scale, because it is an expert that saw no token.
+
+        weight: the source weight of the layer. Return False if the user gives no activations.
+        """
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
         return measured and not self._keeps_input_scale(weight.tensor)
 
     def _groups(self) -> dict[str, str]:
-        """Return module -> name of its group, for the modules that share a tensor scale with others.
+        """Return output module -> name of its group, for all modules that share a tensor scale with other modules.
+
+        Return {} if the output container has no tensor scale.
 
         Raises CheckpointError if a gate projection has no up projection beside it.
         """
@@ -409,7 +436,11 @@ class _Planner:
         return fused_layers.shared_amax_groups(modules)
 
     def plan(self) -> Plan:
-        """Return the plan. Raises CheckpointError if nothing is converted or two output tensors have the same name."""
+        """Return the plan.
+
+        Raises CheckpointError if nothing is converted, if two output tensors have the same name, or if a scale search
+        does not fit the layers.
+        """
         if not any(True for _ in self.selected):
             raise CheckpointError(
                 "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
@@ -444,7 +475,10 @@ class _Planner:
         )
 
     def _unmeasured(self, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
-        """Return a warning that names the experts without an input scale, if there are any."""
+        """Return a warning that names the experts without an input scale; () if every layer has one.
+
+        shards: the plans of all output files.
+        """
         converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in self.selected)
         names = [
             piece.module
@@ -456,7 +490,7 @@ class _Planner:
         return (f"{len(names)} experts {text}: {listed(names)}",) if names else ()
 
     def _recorded(self) -> str:
-        """Return the id of the recipe to record in the files; "" for unquantized output or an unknown recipe."""
+        """Return the id of the recipe to record in the output files; "" for unquantized output or an unknown recipe."""
         if self.form is None:
             return ""
         kept = set(self.actions.values()) == {RENAME} and not self.request.codes
@@ -478,9 +512,10 @@ class _Planner:
         return ShardPlan(file.name, tensors, {**taken_over, **own})
 
     def _tensor(self, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
-        """Return the plan for one tensor, or for the weight whose values or codes are in it.
+        """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds.
 
-        The plan is to convert the weight, to decode it, to leave it in its container, or to copy the tensor's bytes.
+        A selected weight is converted. Any other quantized weight is decoded, or stays in its container for
+        DeepSeek-V4. All other tensors are copied.
         """
         weight = self.weights.get(entry.name)
         if weight is not None and entry.name in self.selected:
@@ -498,27 +533,33 @@ class _Planner:
         return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
 
     def _stays_quantized(self) -> bool:
-        """Return whether layers that are quantized already and not converted stay in their containers.
+        """Return whether quantized layers that are not converted stay in their containers. Otherwise they are decoded.
 
-        They do in DeepSeek-V4, whose FP8 layers loaders expect beside the experts. Otherwise such layers are decoded.
+        True only for DeepSeek-V4, whose loaders expect FP8 layers beside the converted experts.
         """
         return is_deepseek_v4(self.config) and experts_only(self.form)
 
     def _copied_whole(self, weight: Weight, reason: str) -> TensorPlan:
-        """Return the plan to write a quantized weight unchanged, in its own container."""
+        """Return the plan to write a quantized weight unchanged, in its own container.
+
+        reason: why the weight is not converted.
+        """
         assert weight.container is not None
         found = pieces(weight, weight.container, self.config, INPUT_SCALE in weight.parts)
         why = f"{reason}; as it is"
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, RENAME, why, weight.nbytes, tuple(found))
 
     def _decoded(self, weight: Weight, reason: str) -> TensorPlan:
-        """Return the plan to decode a weight to BF16. A stack is written in the axis order that its model type uses."""
+        """Return the plan to decode a weight to BF16. A stack is written in the axis order that its model type uses.
+
+        reason: why the weight is decoded, for the user.
+        """
         transposed = len(weight.shape) == 3 and (weight.transposed or is_interleaved(self.config))
         found = tuple(unquantized_pieces(weight, "BF16", transposed))
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, DEQUANTIZE, reason, weight.nbytes, found)
 
     def _converted(self, weight: Weight) -> TensorPlan:
-        """Return the plan to convert a weight to the output container, or to decode it if the output is unquantized."""
+        """Return the plan for a selected weight: convert it, or decode it if the output is unquantized."""
         if self.form is None:
             return self._decoded(weight, f"{weight.dtype}: decoded")
         action = self.actions[weight.tensor]
@@ -536,7 +577,10 @@ class _Planner:
         return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
 
     def _actions(self) -> dict[str, str]:
-        """Return tensor name -> the action that brings its weight into the output container; {} if there is none."""
+        """Return tensor name -> the action that brings the weight into the output container, for all selected weights.
+
+        Return {} if the output is unquantized.
+        """
         if self.form is None:
             return {}
         groups: dict[str, set[str]] = defaultdict(set)
@@ -547,7 +591,10 @@ class _Planner:
         return actions_of(self.selected, groups, self.form, self.request)
 
     def _rows_of_other_length(self) -> list[str]:
-        """Return a warning per row length about layers that stay unquantized because their rows are no whole blocks."""
+        """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks.
+
+        Layers with one row length and dtype share a warning. Return [] if there are no such layers.
+        """
         assert self.form is not None
         rows: dict[str, list[str]] = defaultdict(list)
         for name, weight in self.weights.items():
@@ -563,8 +610,9 @@ class _Planner:
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return (exclusion list, warnings about layers that loaders may treat wrongly).
 
-        The exclusion list names unquantized layers that loaders would expect to be quantized. Layers that were
-        quantized already and stay in their containers are not excluded.
+        The exclusion list names the unquantized layers that loaders would expect to be quantized. It is () if the
+        output is unquantized or its format has no such list. Quantized layers that stay in their containers are not
+        listed.
         """
         if self.form is None:
             family, names = support.family_of(self.config), [weight.name for weight in self.weights.values()]
@@ -591,12 +639,17 @@ class _Planner:
 
 
 def _several(layers: list[str]) -> str:
-    """Return the name of the only layer, or the number of layers and the first names."""
+    """Return text that names layers in a warning: the only name, or the number of layers and the first few names."""
     return shown(layers[0]) if len(layers) == 1 else f"{len(layers)} layers ({listed(layers)})"
 
 
 def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
-    """Return a warning if stacks of experts stay unquantized because their names are not supported, else nothing."""
+    """Return a list with one warning about the stacks of experts that stay unquantized because of their names.
+
+    Return [] if there are no such stacks.
+
+    decisions: tensor name -> the decision whether it is converted.
+    """
     kept = [name for name, found in decisions.items() if found.reason.startswith(UNSUPPORTED_STACK)]
     return (
         [f"{_several(kept)}: kept unquantized, because expert stacks of such names are not supported"] if kept else []
@@ -604,13 +657,18 @@ def _kept_stacks(decisions: Mapping[str, Decision]) -> list[str]:
 
 
 def _joined(shards: tuple[ShardPlan, ...]) -> ShardPlan:
-    """Return the plan for one file with the tensors of several: a split GGUF model becomes one GGUF file."""
+    """Return the plan for one file that holds the tensors of all files of a split GGUF model.
+
+    Name and metadata are those of the first file.
+
+    shards: the plans of the files, at least one.
+    """
     tensors = tuple(tensor for shard in shards for tensor in shard.tensors)
     return ShardPlan(shards[0].name, tensors, shards[0].metadata)
 
 
 def _check_outputs(shards: Iterable[ShardPlan]) -> None:
-    """Raise CheckpointError if two tensors would be written under the same name."""
+    """Raise CheckpointError if two output tensors have the same name, in one file or in two."""
     seen: set[str] = set()
     for output in (output for shard in shards for output in shard.outputs):
         if output.name in seen:

@@ -1,4 +1,4 @@
-"""Turn a plan into jobs. A job converts or copies some data, and knows the places in the output files to write."""
+"""Turn a plan into jobs. A job converts or copies some data, and knows where in the output files its result belongs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
 def jobs_of(
     plan: Plan, positions: Mapping[str, tuple[Path, int]], device: Sequence[int | None] = (None,)
 ) -> Iterator[Job]:
-    """Yield the jobs of a plan.
+    """Yield the jobs of a plan, in the order of its tensors: one per tensor to copy, and one per piece to convert.
 
-    positions: name of an output tensor -> (file, offset of its first byte).
-    device: CUDA devices, assigned in turn to the jobs that convert; None in it stands for the CPU.
+    positions: name of an output tensor -> (output file, offset of the tensor's first byte).
+    device: the numbers of the CUDA devices to use, with None for the CPU. Jobs that convert get them in turn; jobs that
+        copy need none.
     """
     number = 0
     for tensor in plan.tensors:
@@ -36,10 +37,10 @@ def jobs_of(
 def _job(
     plan: Plan, tensor: TensorPlan, piece: Piece, positions: Mapping[str, tuple[Path, int]], device: int | None
 ) -> Job:
-    """Return the job that converts one piece (some rows) of a tensor.
+    """Return the job that converts one piece (some rows of a weight) of a tensor's plan.
 
-    positions: name of an output tensor -> (file, offset of its first byte).
-    device: the CUDA device that computes; None for the CPU.
+    positions: name of an output tensor -> (output file, offset of the tensor's first byte).
+    device: the number of the CUDA device that computes; None for the CPU.
     """
     targets = []
     for output in piece.outputs:

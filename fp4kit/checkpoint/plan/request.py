@@ -28,7 +28,7 @@ UNQUANTIZED = "bf16"
 
 @dataclass(frozen=True)
 class Request:
-    """Hold the options of a conversion that the user gives.
+    """Hold the options that the user gives for a conversion.
 
     recipe: how new codes are computed.
     format: the output format; None for the format that most engines can load.
@@ -36,11 +36,13 @@ class Request:
     input_scale: an activation scale to write for every layer, or None.
     requantize: True to allow changing the values of layers that are already quantized.
     nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
-    codes: identifies the quantized model from which codes are copied (--codes); "" if there is none.
-    made_by: the id of the recipe that made the copied codes; "" if that model does not record it.
-    activations: measured activations, from which every layer gets its own input scale; None to measure nothing.
+    codes: the identity (see convert/journal.py) of the model from which codes are copied (--codes); "" for no model.
+    made_by: the id of the recipe that made the copied codes; "" if the model that they come from does not record it.
+    activations: measured activations, from which every layer gets its own input scale; None if there are none.
     search: how to search block scales; None to compute them from each block's amax.
-    ignore: globs of what to leave out although it is not known (see model/closed_world.py).
+    ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see model/closed_world.py).
+
+    Raises CheckpointError if an option is unknown or out of range, or if two options exclude each other.
     """
 
     recipe: Recipe
@@ -62,7 +64,10 @@ class Request:
 
     @property
     def recorded(self) -> str:
-        """The id of the recipe that made the written codes; "" if it is unknown."""
+        """The id of the recipe to record as the one that made the written codes; "" if it is unknown.
+
+        It is ``made_by`` if codes are copied, otherwise the id of ``recipe``.
+        """
         return self.made_by if self.codes else self.recipe.id
 
     def __post_init__(self) -> None:
@@ -85,8 +90,9 @@ class Request:
         """Return the container to write for a model, or None to write unquantized tensors.
 
         config: the content of the model's config.json.
-        Raises CheckpointError if no loader can read this recipe and format for this model, or if a requested scale
-        search or input scale does not fit the container.
+
+        Raises CheckpointError if no loader can read this recipe and format for this model, or if the container does not
+        support a requested scale search or input scale.
         """
         form = self._form_for(config)
         if self.search is not None:
@@ -94,7 +100,7 @@ class Request:
         return form
 
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
-        """Return the container for a model, without checking the scale search (see form_for)."""
+        """Return what ``form_for`` returns, but without checking that the container supports the scale search."""
         if gguf.is_gguf_config(config):
             return self._gguf_form()
         if self.format == UNQUANTIZED:
@@ -107,7 +113,7 @@ class Request:
         if self.format == comfy.FORMAT:
             return self._with_input_scales(comfy.form_for(self.recipe))
         kind, family = kind_of(self.recipe), support.family_of(config)
-        # If no format fits, "modelopt" leads to a refusal that says what to do.
+        # If no format fits, use "modelopt": it is refused below, with a message that says what to do.
         wanted = self.format or support.best_format(kind, family) or "modelopt"
         refused = support.refusal(wanted, kind, family)
         if refused:
@@ -124,27 +130,34 @@ class Request:
         return self._with_input_scales(form)
 
     def _with_input_scales(self, form: Container) -> Container:
-        """Return a container. Raise CheckpointError if the user gives input scales and the container has none."""
+        """Return ``form`` unchanged. Raise CheckpointError if the user gives input scales that it cannot store."""
         if not form.has_tensor_scale:
             self._refuse_input_scales(f"{self.recipe.id} has no input scale", ", or use an NVFP4 recipe")
         return form
 
     def _refuse_input_scales(self, why: str, more: str = "") -> None:
-        """Raise CheckpointError with a reason if the user gives input scales. more: another way out than none."""
+        """Raise CheckpointError if the user gives an input scale or activations; otherwise do nothing.
+
+        why: the reason, for the message. more: a way out other than to leave the option out, added to the message.
+        """
         if self.activations is not None:
             raise CheckpointError(f"activations: {why}; leave them out{more}")
         if self.input_scale is not None:
             raise CheckpointError(f"input scale: {why}; leave it out{more}")
 
     def _mlx_form(self) -> Container:
-        """Return the MLX container for the recipe. Raises CheckpointError if none fits or an input scale is given."""
+        """Return the MLX container for the recipe.
+
+        Raises CheckpointError if no MLX container can store the recipe, or if the user gives input scales.
+        """
         self._refuse_input_scales("mlx-lm reads no input scales")
         return mlx.form_for(self.recipe)
 
     def _gguf_form(self) -> Container | None:
         """Return the GGUF container for the recipe, or None to write unquantized tensors (format "bf16").
 
-        Raises CheckpointError for any other format, for an input scale, or if no container fits the recipe.
+        Raises CheckpointError if another format is requested, if the user gives input scales, or if no GGUF container
+        can store the recipe.
         """
         if self.format not in (None, UNQUANTIZED):
             raise CheckpointError(
@@ -160,7 +173,7 @@ class Request:
 def kind_of(recipe: Recipe) -> str:
     """Return the kind of container that stores a recipe's codes and scales: "nvfp4", "mxfp4" or "mxfp8".
 
-    Raises CheckpointError if no container can store the recipe.
+    Only containers of model directories count. Raises CheckpointError if none of them can store the recipe.
     """
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:
@@ -180,7 +193,10 @@ def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
 
 
 def experts_only(form: Container | None) -> bool:
-    """Return whether loaders of the container ``form`` support quantized routed experts only, and no other layers."""
+    """Return whether loaders of the container ``form`` support only quantized routed experts, and no other layers.
+
+    Return False if ``form`` is None (unquantized output).
+    """
     return form in (GPT_OSS, DEEPSEEK_V4, DEEPSEEK_V4_NVFP4)
 
 

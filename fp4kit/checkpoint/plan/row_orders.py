@@ -1,4 +1,4 @@
-"""Match row orders between a model directory and a GGUF file, so that codes of one can be used in the other.
+"""Match the row orders of a model directory and a GGUF file, so that codes of one can be written to the other.
 
 Two kinds of layers can differ in row order:
 
@@ -29,22 +29,30 @@ _SAMPLE_ROWS = 16  # rows to compare at each end of a matrix
 
 
 def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
-    """Return whether a weight is a gate_up stack with alternating rows: gate 0, up 0, gate 1, ..."""
+    """Return whether a weight is a stack of experts whose gate and up rows alternate: gate 0, up 0, gate 1, ...
+
+    This is the case for gate_up_proj of gpt-oss.
+
+    config: the content of the model's config.json.
+    """
     return len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight from which all gate rows are read before all up rows.
+    """Return a weight that reads all gate rows of an expert before all its up rows.
 
     If gate and up rows of ``weight`` alternate, the result reorders them on reading. Otherwise it is ``weight`` itself.
+
+    config: the content of the model's config.json.
     """
     return replace(weight, order=HeadOrder(weight.shape[-2], False)) if has_alternating_rows(weight, config) else weight
 
 
 def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
-    """Join pairs of layers: yield, for each gate and its up, one matrix in which their rows alternate.
+    """Yield one matrix per expert, in which the rows of its gate and up layers alternate.
 
-    rows: gate and up of the first expert, then of the second, and so on.
+    rows: the rows of all layers: gate and up of the first expert, then gate and up of the second, and so on.
+
     Raises CheckpointError if the layers have tensor scales, because one matrix can have only one.
     """
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
@@ -62,9 +70,12 @@ def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
 
 
 def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool) -> HeadOrder | None:
-    """Return the alternative row order of q or k (see the head of this file); None for all other layers.
+    """Return the reordering of the rows of q or k that the head of this file describes.
 
-    leaf: the leaf of the layer's name in a GGUF file, such as "attn_q".
+    Return None for all other layers, and if the number of heads is unknown or does not divide the rows into heads of an
+    even size above 2.
+
+    leaf: the last component of the layer's name in a GGUF file, such as "attn_q".
     rows: the number of rows of the layer.
     config: the facts from the GGUF header, with the numbers of heads.
     weaves: True to interleave the two halves of each head, False to undo that (see HeadOrder).
@@ -77,7 +88,11 @@ def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool
 def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers: Readers) -> Rows:
     """Return ``rows`` unchanged or reordered by ``order``, whichever decodes closer to the values of ``unquantized``.
 
-    A few rows are compared first, and all rows only if those give a tie.
+    A few rows are compared first. All rows are compared only if these give a tie. If all rows tie, the result is
+    ``rows`` unchanged.
+
+    unquantized: the weight with its own values.
+    rows: the quantized rows of this weight.
     """
     reordered = rows._replace(weight=replace(rows.weight, order=order))
     for max_rows in (_SAMPLE_ROWS, unquantized.shape[-2]):
@@ -88,9 +103,9 @@ def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers:
 
 
 def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, max_rows: int = _SAMPLE_ROWS) -> float:
-    """Return the signal-to-noise ratio in decibels of quantized rows, compared with the unquantized weight.
+    """Return the signal-to-noise ratio of decoded rows in decibels, compared with the rows of the unquantized weight.
 
-    Only ``max_rows`` rows at each end are compared.
+    Only the first and the last ``max_rows`` of ``rows`` are compared.
 
     at: the row of ``unquantized`` that corresponds to the first of ``rows``, counted over all matrices of a stack.
     rows: the quantized rows.

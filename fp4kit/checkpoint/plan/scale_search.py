@@ -1,7 +1,7 @@
 """Configure the search of block scales: which error to minimize, and with which column weights.
 
-Without a search, a block scale follows from the block's amax. A search tries several scales per block and stores the
-one with the smallest error. Column weights give every column of a layer a weight in that error.
+Without a search, a block scale is computed from the block's amax. A search tries several scales per block and stores
+the one with the smallest error. Column weights give every column of a layer a weight in that error.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
-# The recipe for searched scales: it accepts any block scale. Scales from the block amax equal those of nvfp4-modelopt.
+# The recipe to suggest for searched scales, because it accepts any block scale. If the scales are computed from block
+# amaxes, they equal those of nvfp4-modelopt.
 RECIPE = "nvfp4-modelopt-static"
-RECORDED = "as recorded"  # an objective for verify: use the objective that the checkpoint records
-# Recipes of llama.cpp, without tensor scale. Their scale bytes are searched too (see convert/searched_blocks.py).
+RECORDED = "as recorded"  # ScaleSearch.objective for verify: use the objective that the checkpoint records
+# Recipes of llama.cpp, without tensor scale. Their block scales can be searched too (see convert/searched_blocks.py).
 BLOCK_RECIPES = ("nvfp4-gguf", "mxfp4-gguf")
 _FORMATS = ("modelopt", "compressed-tensors")
 Layer = tuple[str, Weight]  # (module to write, weight that it is made from)
@@ -36,13 +37,13 @@ Layer = tuple[str, Weight]  # (module to write, weight that it is made from)
 
 @dataclass(frozen=True)
 class ColumnWeights:
-    """Hold a safetensors file with one float32 vector (K,) of column weights per layer.
+    """Describe a safetensors file with column weights: one float32 vector (K,) per layer. The values stay in the file.
 
-    The column weights are factors of the squared errors of the layer's columns in the error that a scale search
-    minimizes. A vector is named after the layer's weight or its module. The experts of a stack may share one vector,
-    named after the stack.
+    A scale search multiplies the error in each of the K columns by the column's weight. A vector is named after the
+    layer's weight or its module. The experts of a stack may share one vector, named after the stack.
 
-    sha256: the SHA-256 of the file.
+    file: the header of the file.
+    sha256: the SHA-256 of the file, in hexadecimal.
     """
 
     file: SafetensorsFile = field(repr=False)
@@ -50,26 +51,35 @@ class ColumnWeights:
 
     @lazy_property
     def places(self) -> Mapping[str, Located]:
-        """A map from vector name to its place in the file, without the file's header, so that jobs stay small."""
+        """A map from the name of a vector to its place in the file.
+
+        The places do not contain the file's header, so that jobs that are sent to worker processes stay small.
+        """
         alone = SafetensorsFile(self.file.path, self.file.name, self.file.size, (), {})
         return {entry.name: Located(alone, entry) for entry in self.file.entries}
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The name and the SHA-256 of the file, as a manifest records them."""
+        """The facts that the manifest of a conversion records about the vectors: name and SHA-256 of the file."""
         return {"column_weights": self.file.name, "sha256": self.sha256}
 
     def of(self, layer: Layer) -> Located | None:
         """Return the place of a layer's column weights, or None if the file has none for it.
 
-        A vector may be named after the module to write, or after the weight or module that it is made from.
+        layer: (module to write, weight that it is made from). The vector may have the name of either; the module's own
+            vector comes first.
         """
         module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)
         return next((self.places[name] for name in names if name in self.places), None)
 
     def check(self, layers: Iterable[Layer]) -> None:
-        """Raise CheckpointError if a layer has no vector, or a vector has the wrong shape or invalid weights."""
+        """Check the column weights of all layers that a scale search will use.
+
+        layers: (module to write, weight that it is made from) per layer. A module that occurs twice is checked once.
+
+        Raises CheckpointError if a layer has no vector, or if a vector is not float32 (K,) with finite weights >= 0.
+        """
         layers = list(dict(layers).items())
         missing = [layer[0] for layer in layers if self.of(layer) is None]
         if missing:
@@ -85,7 +95,10 @@ class ColumnWeights:
 
 
 def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> None:
-    """Raise CheckpointError unless a tensor is a float32 vector of ``columns`` finite weights >= 0."""
+    """Raise CheckpointError unless the tensor at ``place`` is a float32 vector of ``columns`` finite weights >= 0.
+
+    name: the file and the tensor, for error messages.
+    """
     entry = place.entry
     if (entry.dtype, entry.shape) != ("F32", (columns,)):
         raise CheckpointError(
@@ -101,7 +114,7 @@ def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> 
 
 @dataclass(frozen=True)
 class ScaleSearch:
-    """Describe a search of block scales, which stores the scale with the smallest error for each block.
+    """Describe a search of block scales: the error to minimize per block, and the weights of the columns in it.
 
     Args:
         objective: the error to minimize, as for fp4kit.search_scales, such as "mse". For ``verify``, it may also be
@@ -120,7 +133,7 @@ class ScaleSearch:
             self._check_objective()
 
     def _check_objective(self) -> None:
-        """Raise CheckpointError if the objective is unknown."""
+        """Raise CheckpointError if the objective is unknown. "as recorded" counts as unknown here."""
         try:
             power_of("scale search", self.objective)
         except ValueError as error:
@@ -130,20 +143,20 @@ class ScaleSearch:
     def of(
         cls, objective: str | None, columns: str | Path | None = None, imatrix: str | Path | None = None
     ) -> ScaleSearch | None:
-        """Return the search for an objective and a file of column weights; None if all arguments are None.
+        """Return the search for an objective and, if given, a file of column weights.
 
         Args:
             objective: the error to minimize, or None for no search.
-            columns: the path of a safetensors file with column weights, or None.
-            imatrix: the path of an importance matrix of llama.cpp (legacy or GGUF), whose mean squares of the input
-                channels become column weights; or None.
+            columns: the path of a safetensors file with column weights (see ColumnWeights), or None.
+            imatrix: the path of an importance matrix of llama.cpp (legacy or GGUF), or None. Its mean squares of the
+                input channels become the column weights.
 
         Returns:
-            The search, or None if nothing is to be searched.
+            The search, or None if all arguments are None.
 
         Raises:
-            CheckpointError: if there are column weights but no objective, both kinds of files are given, or a file does
-                not exist or is damaged.
+            CheckpointError: if ``columns`` and ``imatrix`` are both given, one of them is given without an objective,
+                the objective is unknown, or a file is missing or damaged.
         """
         if imatrix is not None:
             if columns is not None:
@@ -162,26 +175,27 @@ class ScaleSearch:
 
     @property
     def words(self) -> str:
-        """A description for users, such as "searched by mse" or "searched by weighted mse"."""
+        """A description for users: "searched by mse", or "searched by weighted mse" if there are column weights."""
         return f"searched by {'weighted ' * (self.columns is not None)}{self.objective}"
 
     def facts(self) -> dict[str, Any]:
-        """Return what a manifest records about the search, as JSON-serializable values.
+        """Return what the manifest of a conversion records about the search, as JSON-serializable values.
 
-        This is the objective, and the name and SHA-256 of the file of column weights if there is one.
+        This is the objective, and, if there are column weights, the name and SHA-256 of their file.
         """
         return {"objective": self.objective, **({} if self.columns is None else self.columns.facts)}
 
     def check(self, recipe: Recipe, form: Container | None, nonfinite: str) -> None:
-        """Check that scales can be searched in a conversion.
+        """Check that a conversion can search block scales. Does nothing if it can.
 
         Args:
             recipe: the recipe for newly quantized tensors.
             form: the container to write; None for unquantized output.
-            nonfinite: the treatment of NaN and infinity; "keep" does not work with a search.
+            nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
 
         Raises:
-            CheckpointError: if scales cannot be searched with these arguments.
+            CheckpointError: if the recipe or the container does not support a search, the objective is unknown, or
+                ``nonfinite`` is "keep", because a block with NaN or infinity has no smallest error.
         """
         self._check_objective()
         self.check_recipe(recipe)
@@ -209,18 +223,21 @@ class ScaleSearch:
             )
 
     def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
-        """Return the place of a layer's column weights, or None if the search has none for it.
+        """Return the place of a layer's column weights, or None if there are none, so that all columns weigh equally.
 
-        expert: the index of the matrix in the weight.
+        layer: (module to write, weight that it is made from).
+        expert: the index of the matrix in the weight; 0 for a single matrix.
         """
         if isinstance(self.columns, Imatrix):
             return self.columns.of(*layer, expert)
         return None if self.columns is None else self.columns.of(layer)
 
     def lacks(self, layer: Layer) -> bool:
-        """Return whether the weights of a layer that was searched with column weights are unknown.
+        """Return whether the column weights of a layer are missing, so that verify cannot repeat its weighted search.
 
-        An imatrix that has no weights for a layer is no such case: equal weights are used then.
+        Always False for an imatrix: layers that it does not name are searched with equal weights.
+
+        layer: (module to write, weight that it is made from).
         """
         return not isinstance(self.columns, Imatrix) and self.columns_of(layer) is None
 
@@ -230,10 +247,13 @@ def recorded_search(
 ) -> tuple[ScaleSearch | None, bool, list[str]]:
     """Find the scale search to repeat when a converted checkpoint is verified.
 
-    Return (search, whether its column weights are missing because the user gave none, warnings). The search is None if
-    the checkpoint was made without one, or with one that this version does not know.
+    Return three values:
 
-    request: the request recorded in the checkpoint's manifest.
+    1. The search. None if the checkpoint was made without a search, or with one that this version does not know.
+    2. True if the search used column weights and the user gave no search, so that the column weights are missing.
+    3. Warnings: column weights other than the recorded ones, or an unknown recorded search.
+
+    request: the request recorded in the checkpoint's manifest; {} if there is none.
     config: fp4kit's entry in the checkpoint's config, used if the manifest records no search.
     requested: the user's search, which takes precedence over both; None if the user gave none.
     """
@@ -260,12 +280,13 @@ def recorded_search(
 
 
 def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[str, ...]:
-    """Raise CheckpointError if a scale search does not fit a plan; otherwise return warnings.
+    """Check that a scale search fits the layers of a plan, and return warnings; () if there are none.
 
-    Errors are: no layer gets new codes; a layer has no valid column weights although there is a file of them. An
-    imatrix may lack layers, which a warning names. Does nothing if ``search`` is None.
-
+    search: the user's scale search; with None, nothing is checked.
     tensors: the plans of all tensors (plan.TensorPlan).
+
+    Raises CheckpointError if no layer gets new codes, or if column weights are missing or invalid. An imatrix may lack
+    layers; a warning names them.
     """
     if search is None:
         return ()
@@ -280,7 +301,9 @@ def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[st
 
 
 def words_of(search: ScaleSearch | None, action: str) -> str:
-    """Return the words about the scale search to add to a layer's entry in the plan; "" if nothing is searched there.
+    """Return the words to add to TensorPlan.reason for a layer whose scales are searched: ", scales searched by mse".
+
+    Return "" if ``search`` is None or the action computes no new codes.
 
     action: what happens to the layer, one of the actions in job.py.
     """
@@ -290,10 +313,10 @@ def words_of(search: ScaleSearch | None, action: str) -> str:
 class Losses(NamedTuple):
     """Hold the squared errors of a layer before and after a scale search, summed in float64.
 
-    If there are column weights, all three sums are weighted by them.
+    If there are column weights, every term of the three sums is multiplied by its column's weight.
 
-    signal: the sum of x^2.
-    before: the sum of squared errors with scales from the block amax.
+    signal: the sum of x^2 over the unquantized values x.
+    before: the sum of squared errors with scales computed from the block amax.
     after: the sum of squared errors with the searched scales.
     """
 
@@ -302,5 +325,5 @@ class Losses(NamedTuple):
     after: float = 0.0
 
     def plus(self, other: Losses) -> Losses:
-        """Return the sums over this layer and ``other`` together."""
+        """Return the sums over two layers, or two parts of a layer, together."""
         return Losses(*(a + b for a, b in zip(self, other, strict=True)))
