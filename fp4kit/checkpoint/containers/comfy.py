@@ -1,7 +1,10 @@
 """Write files for ComfyUI: choose the container, and check what its loader needs.
 
-A layer P has the tensors of Model-Optimizer's container, with the even element of each pair in the high nibble, block
-scales swizzled as cuBLAS wants them, and a tag, P.comfy_quant: JSON text with the format and the layer's shape.
+A layer P has the tensors of Model-Optimizer's container, with these differences:
+
+- In each byte of 4-bit codes, the even element is in the high nibble.
+- Block scales are in the swizzled order that cuBLAS needs.
+- A further tensor, the tag P.comfy_quant, holds JSON text with the format and the layer's shape.
 
 Sources: ComfyUI comfy/ops.py and comfy/quant_ops.py; comfy-kitchen 0.2.40 tensor/nvfp4.py.
 """
@@ -16,13 +19,13 @@ from fp4kit.storage.errors import CheckpointError, shown
 
 FORMAT, ENGINE = COMFY_NVFP4.format, "ComfyUI"
 FORMS = (COMFY_NVFP4, COMFY_MXFP8)
-_ROWS = {"nvfp4": 16, "mxfp8": 32}  # ComfyUI pads the rows of a layer to a multiple of this
+_ROWS = {"nvfp4": 16, "mxfp8": 32}  # kind -> ComfyUI pads the number of rows of a layer to a multiple of this
 
 
 def form_for(recipe: Recipe) -> Container:
-    """Return the container of ComfyUI that stores a recipe's codes and scales.
+    """Return the container in which ComfyUI stores a recipe's codes and scales.
 
-    Raises CheckpointError if ComfyUI has none.
+    Raises CheckpointError if ComfyUI has no such container.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -32,10 +35,10 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def check(form: Container | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if ComfyUI could not load one of the quantized layers.
+    """Raise CheckpointError for the first layer that ComfyUI could not load once it is quantized.
 
-    form: the container to write. Containers of other formats than ComfyUI's, and None, always pass.
-    shapes: name of a layer -> its shape.
+    form: the container to write. Nothing is checked if it is None or not one of ComfyUI's.
+    shapes: layer name -> shape, for the layers to quantize.
     """
     if form is not None and form.format == FORMAT:
         for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
@@ -43,9 +46,9 @@ def check(form: Container | None, shapes: Mapping[str, tuple[int, ...]]) -> None
 
 
 def troubles(layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:
-    """Yield (layer, fault) for each layer that ComfyUI's loader would pad or reject.
+    """Yield (layer name, fault as text) for each layer that ComfyUI's loader would pad or reject.
 
-    layers: name -> (container, shape).
+    layers: layer name -> (one of ComfyUI's containers, shape), for the quantized layers.
     """
     for name, (form, shape) in layers.items():
         multiple = _ROWS[form.kind]

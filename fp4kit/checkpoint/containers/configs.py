@@ -29,7 +29,7 @@ from fp4kit.checkpoint.containers.container import (
 
 FORMATS = ("modelopt", "compressed-tensors", "sglang-mxfp8", "gpt-oss", "deepseek-v4", "bf16")
 ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
-# Containers that a conversion can write with one of FORMATS.
+# The containers that a conversion with one of FORMATS can write.
 WRITTEN = (
     MODELOPT_NVFP4,
     MODELOPT_MXFP8,
@@ -44,26 +44,27 @@ WRITTEN = (
 
 
 def quant_algo(form: Container, has_input_scale: bool) -> str:
-    """Return Model-Optimizer's ``quant_algo`` for a container.
+    """Return the value of Model-Optimizer's config entry ``quant_algo`` for a container, such as "NVFP4".
 
-    NVFP4 without input scales is W4A16_NVFP4, because loaders of plain NVFP4 always read ``input_scale``.
+    NVFP4 without input scales is "W4A16_NVFP4", because loaders of plain NVFP4 always read ``input_scale``.
     """
     name = form.name.removeprefix("modelopt ")
     return "W4A16_NVFP4" if name == "NVFP4" and not has_input_scale else name
 
 
 def container_id(form: Container, has_input_scale: bool) -> str:
-    """Return the name that the modules in loaders/ use for a container.
+    """Return the name that the modules in fp4kit/checkpoint/loaders use for a container.
 
-    For modelopt, the name includes ``quant_algo``, so NVFP4 has one name with input scales and another without.
+    It is "modelopt" and the ``quant_algo`` for Model-Optimizer's containers, so that NVFP4 with input scales and NVFP4
+    without them have different names. It is ``form.name`` for all other containers.
     """
     return f"modelopt {quant_algo(form, has_input_scale)}" if form.format == "modelopt" else form.name
 
 
 def _producer() -> dict[str, str]:
-    """Return the ``producer`` entry of a config.
+    """Return the entry ``producer`` of a config in Model-Optimizer's format.
 
-    Its name is that of Model-Optimizer, which loaders look for. Its version records that fp4kit wrote the file.
+    The name in it is "modelopt", because loaders look for it. The version in it records that fp4kit wrote the file.
     """
     return {"name": "modelopt", "version": f"fp4kit-{__version__}"}
 
@@ -73,14 +74,14 @@ def declarations(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a converted model: (``quantization_config`` of config.json, hf_quant_config.json).
 
-    The second is None for formats that have no hf_quant_config.json. The KV cache is declared unquantized, because the
-    checkpoint has no scales for it.
+    The second is None for formats that have no hf_quant_config.json. The KV cache is declared unquantized; if the
+    checkpoint has scales for it, the caller changes the declaration.
 
     form: the container of the quantized layers.
     ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
     has_input_scale: True if the quantized layers have input scales.
-    own: fp4kit's record of the conversion, stored under the key ``fp4kit``.
-    layers: names of the quantized layers.
+    own: fp4kit's record of the conversion (version, recipe), stored under the key ``fp4kit``.
+    layers: names of the quantized layers; used only for DeepSeek-V4 with NVFP4 experts.
     """
     declared = {**_MAKERS[form.format](form, list(ignore), has_input_scale), "fp4kit": dict(own)}
     if form is DEEPSEEK_V4_NVFP4:
@@ -98,9 +99,11 @@ def declarations(
 def awq_declarations(
     declared: Mapping[str, Any], beside: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return Model-Optimizer's configs for NVFP4 layers of which some have a factor per column, as AWQ makes them.
+    """Turn Model-Optimizer's configs for NVFP4 into those for AWQ, if some layers have one factor per column.
 
-    declared, beside: the configs for NVFP4, as ``declarations`` returns them.
+    Return (``quantization_config`` of config.json, hf_quant_config.json). The second is None if ``beside`` is None.
+
+    declared, beside: the two configs for NVFP4, as ``declarations`` returns them.
     """
     config = {key: value for key, value in declared.items() if key != "config_groups"} | {"quant_algo": "NVFP4_AWQ"}
     if beside is None:
@@ -110,7 +113,7 @@ def awq_declarations(
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return Model-Optimizer's ``quantization_config``. It has ``config_groups`` only for NVFP4."""
+    """Return the ``quantization_config`` of Model-Optimizer, which has ``config_groups`` only for NVFP4."""
     config: dict[str, Any] = {}
     if form is MODELOPT_NVFP4:
         one = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
@@ -182,9 +185,10 @@ def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> d
 def _deepseek_v4_nvfp4(
     form: Container, declared: dict[str, Any], layers: Sequence[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts.
+    """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts, as ``declarations`` does.
 
     declared: the ``quantization_config`` of the FP8 layers, to which the NVFP4 entries are added.
+    layers: names of the NVFP4 experts, from which the containers of experts are declared.
     Source: Model-Optimizer examples/deepseek/deepseek_v4/quantize_to_nvfp4.py.
     """
     one = {"quant_algo": "NVFP4", "group_size": form.group_size}
@@ -209,7 +213,7 @@ def _deepseek_v4_nvfp4(
     return found, {"producer": _producer(), "quantization": {**mixed, "exclude_modules": ignore}}
 
 
-# Format -> the function that makes its quantization_config.
+# format -> the function that returns its quantization_config
 _MAKERS = {
     "modelopt": _modelopt,
     "compressed-tensors": _compressed_tensors,

@@ -1,11 +1,11 @@
 """Describe containers: how a quantized linear layer is stored as tensors.
 
-A container fixes the names, dtypes and shapes of a layer's tensors and the direction of its tensor scale. A part is
-one of these tensors: the codes, the scales, the tensor scale or the input scale. A stack is a tensor that holds the
-same layer of all experts of a mixture-of-experts model.
+A container determines the names, dtypes and shapes of a layer's tensors, and whether the tensor scale is stored as a
+multiplier or a divisor. A part is one of these tensors: the codes, the block scales, the tensor scale or the input
+scale. A stack is a tensor that holds one layer of all experts of a mixture-of-experts model.
 
-The table describes a layer P of shape [..., N, K]. Codes and scales are row-major, and element 2j of a row is in the
-low nibble:
+The table describes a layer P of shape [..., N, K]. Codes and scales are row-major. In a byte of two 4-bit codes,
+element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
 
 | container                               | codes                       | scales                 | tensor scale                  |
 |-----------------------------------------|-----------------------------|------------------------|-------------------------------|
@@ -41,10 +41,10 @@ low nibble:
 ***  The stored value is the tensor's amax: the tensor scale times the largest value of a block (6 * 448). The
      containers "mlx nvfp4" and "gguf NVFP4" have no tensor scale.
 
-METHOD is modelopt, compressed-tensors or quark. compressed-tensors rounds decoded values to the dtype of the scales. ComfyUI's
-layers also have a tag, P.comfy_quant, or an entry in the safetensors metadata.
+METHOD is modelopt, compressed-tensors or quark. With compressed-tensors, decoded values are rounded to the dtype of the
+scales. ComfyUI's layers also have a tag, P.comfy_quant, or an entry in the safetensors metadata.
 
-MLX and GGUF containers keep stacks of experts, [E, N, K], with one tensor scale per expert.
+MLX and GGUF containers store experts as stacks [E, N, K], with one tensor scale per expert.
 
 Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py;
 transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
@@ -66,7 +66,8 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
 COLUMN_SCALE, TAG = "column_scale", "tag"
-# Safetensors dtypes that hold the same bytes as the usual dtype of codes or block scales. Some tools write these.
+# usual safetensors dtype of codes or block scales -> the dtypes that are accepted for it, because some tools declare
+# the bytes so; U8 may hold any 8-bit codes, and float32 scales may be stored as BF16 or F16
 SAME_BYTES = {
     "U8": ("U8", "I8", "F8_E8M0"),
     "I8": ("U8", "I8"),
@@ -80,7 +81,11 @@ _Pair = tuple[str, str]
 
 @dataclass(frozen=True)
 class OutputTensor:
-    """Describe one tensor to be written: its name, safetensors dtype, shape, and which part of its layer it is."""
+    """Describe one tensor to be written.
+
+    dtype: its safetensors dtype.
+    part: what it holds of its layer, such as CODES or SCALES; VALUES for an unquantized tensor.
+    """
 
     name: str
     dtype: str
@@ -89,7 +94,7 @@ class OutputTensor:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that the tensor takes in the file."""
+        """The number of bytes of the tensor's data in the file."""
         return nbytes_of(self.dtype, self.shape)
 
 
@@ -103,20 +108,21 @@ class Container:
     element: the element format of the codes.
     scale: the element format of the block scales; None for float32 scales.
     block: (rows, columns) that share one block scale.
-    suffixes: part (CODES, SCALES, ...) -> the suffix that, after the module's name, gives the tensor's name.
+    suffixes: part (CODES, SCALES, ...) -> suffix. The name of the part's tensor is the module's name and this suffix.
     codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
     tensor_scale_shape: the shape of the tensor scale and input scale of a single layer.
-    divides: True if decoding divides by the stored tensor scale.
+    divides: True if decoding divides by the stored tensor scale; False if it multiplies.
     stack: how experts are stored. "": as separate layers. "rows": [E, N, K], as in MLX and GGUF. "blocks":
         [E, N, K/32, 16]. "columns": [E, K/2, N].
-    tensor_scale_unit: the stored value is the tensor scale times this.
-    is_exact: True if another container differs only in scale shape or tensor scale. To avoid confusion, a damaged
-        layer (with scales of the wrong shape, or without its tensor scale) is then never read as this container.
-    in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. Its shape is the layer's.
-    high_first: True if the even element of a pair of 4-bit codes is in the high nibble.
-    swizzled: True if the block scales are stored in the order of cuBLAS, tiles of 128 rows and 4 columns.
+    tensor_scale_unit: the stored value is the tensor scale times this factor.
+    is_exact: True if some other container differs from this container only in the shape of the scales or in the tensor
+        scale. Then a damaged layer (with scales of the wrong shape, or without its tensor scale) is never read as this
+        container, even where damaged layers are accepted to report them.
+    in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. This tensor has the layer's shape.
+    high_first: True if a byte of 4-bit codes has the even element in the high nibble.
+    swizzled: True if the block scales are stored in the order of cuBLAS, in tiles of 128 rows and 4 columns.
     rounds: True if decoded values are rounded to the dtype in which the scales are stored.
-    method: the ``quant_method`` of config.json that declares this container; "" if it is the same as ``format``.
+    method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
     algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none must.
     """
 
@@ -148,13 +154,13 @@ class Container:
         return hash(self.name)
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Pickle by name, so that a worker process gets the module's constant and ``is`` works.
+        # Pickle by name, so that a worker process gets its own constant of this module and ``is`` comparisons work.
         return _with_block, (self.name, self.block)
 
     def for_columns(self, columns: int) -> Container:
-        """Return this container for rows of ``columns`` elements.
+        """Return this container with the block width that it has for rows of ``columns`` elements.
 
-        It differs only if the block width is 0, which stands for a whole row: then the width becomes ``columns``.
+        A block width of 0 stands for a whole row and is replaced by ``columns``. With any other width, return self.
         """
         return self if self.block[1] else replace(self, block=(self.block[0], columns))
 
@@ -165,27 +171,31 @@ class Container:
 
     @property
     def row_multiple(self) -> int:
-        """The number of elements of which the length of a row, K, must be a multiple."""
+        """The number that must divide K, the number of elements per row."""
         if self.in_blocks:
             return GGUF_BLOCKS[self.kind].elements
         return max(self.group_size, self._unit_bits // self.element.bits)
 
     @property
     def _unit_bits(self) -> int:
-        """The number of bits of one element of the codes tensor, such as 8 for U8, which holds two 4-bit codes.
+        """The number of bits of one element of the codes tensor: 8 for U8, which holds two 4-bit codes.
 
-        If codes and scales share a tensor (in_blocks), it is the number of bits of a code.
+        If codes and scales share a tensor (in_blocks), it is the number of bits of one code, because that tensor has
+        the layer's shape.
         """
         return self.element.bits if self.in_blocks else DTYPE_BITS[self.codes_dtype]
 
     @property
     def needed(self) -> set[str]:
-        """The parts that every layer must have, apart from the tensor scale."""
+        """The parts without which a layer cannot be read: codes, block scales and column scales, if there are any.
+
+        The tensor scale is not among them.
+        """
         return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE}
 
     @property
     def keeps_stacks(self) -> bool:
-        """True if a stack of experts is stored as one layer, not split by expert."""
+        """True if a stack of experts is stored as one layer, False if every expert is stored as its own layer."""
         return bool(self.stack)
 
     @property
@@ -195,20 +205,24 @@ class Container:
 
     @property
     def direction(self) -> tuple[bool, float]:
-        """(divides, tensor_scale_unit). If two containers agree in it, they store a tensor scale as the same number."""
+        """The pair (divides, tensor_scale_unit).
+
+        Two containers with equal pairs store a tensor scale as the same number, so that it can be copied bit for bit.
+        """
         return self.divides, self.tensor_scale_unit
 
     def multiplier(self, stored: np.float32) -> np.float32:
-        """Convert a stored tensor scale to the factor to multiply by on decode.
+        """Convert a stored tensor scale to the factor by which decoding multiplies.
 
-        The conversion is one division, rounded to float32.
+        This is 1 / stored if the container divides, otherwise stored / tensor_scale_unit, rounded once to float32.
         """
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
 
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
-        """Return the tensors that store a layer of shape [..., N, K]: part -> (safetensors dtype, shape).
+        """Return part -> (safetensors dtype, shape) for the tensors that store a layer.
 
+        shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
         has_input_scale: True to include the input scale.
         """
         *lead, rows, columns = shape
@@ -235,26 +249,31 @@ class Container:
         return found
 
     def tag(self, shape: tuple[int, ...]) -> bytes:
-        """Return the tag of a layer of ``shape`` that ComfyUI reads: JSON text in UTF-8."""
+        """Return the bytes of the tag tensor that ComfyUI reads: JSON text with the format and the layer's shape."""
         return json.dumps({"format": self.name.removeprefix("comfy "), "orig_shape": list(shape)}).encode()
 
     @property
     def slab_rows(self) -> int:
-        """The number of rows of which every slab but the last must be a multiple when a layer is written."""
+        """The number that must divide the rows of a slab when a layer is written in slabs (some rows at a time).
+
+        The last slab of a layer may have any number of rows.
+        """
         return 128 if self.swizzled else 1
 
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
-        """Return the tensors to write for the layer ``module`` of shape [..., N, K].
+        """Return the tensors to write for a layer.
 
+        module: the layer's name.
+        shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
         has_input_scale: True to include the input scale.
         """
         specs = self.specs(shape, has_input_scale).items()
         return tuple(OutputTensor(module + self.suffixes[part], *spec, part) for part, spec in specs)
 
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
-        """Return the shape [..., N, K] of a layer, from the shape of its codes tensor.
+        """Return the shape [N, K] or [E, N, K] of the layer whose codes tensor has the shape ``codes``.
 
-        Return None if no layer in this container has a codes tensor of the shape ``codes``.
+        Return None if no layer in this container has a codes tensor of this shape.
         """
         if self.stack == "columns":
             if len(codes) != 3:
@@ -271,11 +290,13 @@ class Container:
         return shape if height > 1 or shape[-1] % width == 0 else None
 
     def shapes_of_scales(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return the shapes in which tools store the block scales of a layer of shape [..., N, K].
+        """Return all shapes in which tools store the block scales of a layer of shape [..., N, K].
 
-        The first is the usual one. Scales per row are [N, 1] or [N]; scales of 128x128 blocks may have axes of length
-        1 between the others. Swizzled scales are padded to whole tiles, and are [rows, columns] or, as torchao shows
-        them, [32 * tiles, 16 * tiles].
+        The first is the shape that ``specs`` gives. Further shapes exist in three cases:
+
+        - One scale per row is [N, 1] or [N].
+        - Scales of 128x128 blocks are [rows, columns] or [rows, 1, columns, 1].
+        - Swizzled scales, padded to whole tiles, are [rows, columns] or, in torchao, [rows / 4, columns * 4].
         """
         usual = self.specs(shape)[SCALES][1]
         *lead, rows, columns = usual
@@ -286,17 +307,20 @@ class Container:
         return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
 
     def module_of(self, name: str) -> str | None:
-        """Return the module whose block scales are in the tensor ``name``, or None if that name has another suffix.
+        """Return the layer that the tensor ``name`` reveals, or None if ``name`` does not end in ``key_suffix``.
 
-        Containers without block scales expect the name of the tensor scale. Containers that hold codes and scales in
-        one tensor (in_blocks) expect the name of that tensor.
+        A layer in a container is found by the tensor of its block scales, because unquantized layers have none.
         """
         suffix = self.key_suffix
         return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
 
     @property
     def key_suffix(self) -> str:
-        """The suffix of the tensor by which a layer of this container is found (see module_of)."""
+        """The suffix of the tensor by which ``module_of`` finds a layer of this container.
+
+        This is the tensor of the block scales. If there are no block scales, it is the tensor scale. If codes and
+        scales share a tensor (in_blocks), it is that tensor.
+        """
         part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
         return self.suffixes[CODES if self.in_blocks else part]
 
@@ -313,13 +337,13 @@ class Container:
         """Return whether a layer can be moved to the container ``other`` without changing its codes and block scales.
 
         Names, layout and the direction of the tensor scale may differ. A layer without a tensor scale can be moved to a
-        container with one, where it is 1.
+        container with a tensor scale, which becomes 1; the reverse is not possible.
         """
         return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
 
     @property
     def _values(self) -> tuple[object, ...]:
-        """The properties that determine a layer's decoded values, apart from the stored numbers."""
+        """The properties that, together with the stored numbers, determine a layer's decoded values."""
         per_column = COLUMN_SCALE in self.suffixes
         return self.element, self.scale, self.block, per_column, self.rounds
 
@@ -333,7 +357,10 @@ def _modelopt(
 ) -> Container:
     """Return one of Model-Optimizer's containers.
 
-    name: its name without "modelopt". size: elements per block. dtypes: the safetensors dtypes of codes and scales.
+    name: the container's name without "modelopt".
+    element, scale: the element formats of codes and block scales.
+    size: the number of elements per block.
+    dtypes: the safetensors dtypes of codes and block scales.
     """
     suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
     if kind == "nvfp4":
@@ -346,8 +373,10 @@ def _compressed(
 ) -> Container:
     """Return one of the containers of compressed-tensors.
 
-    name: its name without "compressed-tensors". size: elements per block. dtypes: the safetensors dtypes of codes and
-    scales.
+    name: the container's name without "compressed-tensors".
+    element, scale: the element formats of codes and block scales.
+    size: the number of elements per block.
+    dtypes: the safetensors dtypes of codes and block scales.
     """
     suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
     if kind == "nvfp4":
@@ -406,15 +435,17 @@ MODELOPT_STACKS = Container(
 FP8_BLOCKS = Container(
     "fp8 128x128", "", "fp8", E4M3, None, (128, 128), {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "F32"
 )
-# FP8 with one scale per layer or per row, or 128x128 blocks under other names. Only read.
+# The containers of _fp8 are only read: FP8 with one scale per layer or per row, or with 128x128 blocks whose scales are
+# called weight_scale.
 _FP8_DTYPES = ("F8_E4M3", "F32")
 
 
 def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
-    """Return a container of FP8 codes under float32 scales.
+    """Return a container of FP8 codes with float32 scales, which is only read.
 
-    name: its name. block: (rows, columns) per scale; (1, 0) for one scale per row; (0, 0) for one scale per layer.
-    method: the ``quant_method`` that declares it. The tools that share one store it alike.
+    name: the container's name without the method.
+    block: (rows, columns) per scale; (1, 0) for one scale per row; (0, 0) for one scale per layer.
+    method: the ``quant_method`` of config.json that declares the container.
     """
     part = SCALES if block[0] else TENSOR_SCALE
     suffixes = {CODES: ".weight", part: ".weight_scale", INPUT_SCALE: ".input_scale"}
@@ -444,7 +475,7 @@ MODELOPT_NVFP4_32 = replace(
     method="modelopt",
     algorithm="W4A8_NVFP4_FP8",
 )
-# Model-Optimizer's AWQ: decoded values are multiplied by one scale per column.
+# Model-Optimizer's AWQ: decoded values are multiplied by one factor per column.
 MODELOPT_AWQ = replace(
     MODELOPT_NVFP4,
     name="modelopt NVFP4_AWQ",
@@ -454,7 +485,7 @@ MODELOPT_AWQ = replace(
 )
 
 
-# The tensors of Model-Optimizer's containers, as other tools declare them.
+# Containers of Quark and AutoRound, which store the tensors of the containers above under their own quant_method.
 QUARK_MXFP4 = replace(MODELOPT_MXFP4, name="quark mxfp4", format="", method="quark")
 AUTO_ROUND = tuple(
     replace(like, name=like.name.replace("compressed-tensors", "auto-round"), format="", method="auto-round")
@@ -463,7 +494,13 @@ AUTO_ROUND = tuple(
 
 
 def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Container:
-    """Return one of ComfyUI's containers: names as Model-Optimizer's, swizzled scales, and a tag beside the codes."""
+    """Return a variant of a container as ComfyUI stores it: with swizzled block scales and a tag beside the codes.
+
+    like: the container whose names, formats and dtypes are used.
+    name: the new container's name without "comfy".
+    format: the value of ``--format`` that writes it; "" if it is only read.
+    more: further fields of Container to change.
+    """
     suffixes = {**like.suffixes, INPUT_SCALE: ".input_scale", TAG: ".comfy_quant"}
     return replace(
         like, name=f"comfy {name}", format=format, suffixes=suffixes, swizzled=like.scale is not None, **more
@@ -477,9 +514,11 @@ COMFY_FP8 = _comfy(FP8_LAYERS[0], "float8_e4m3fn", "")
 
 
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
-    """Return one of the containers of torchao's safetensors files, with swizzled scales.
+    """Return a variant of a container as torchao's safetensors files store it, with swizzled scales; it is only read.
 
-    name: the format. like: a container of the same format. tensor_scale: True if a tensor scale is stored.
+    name: the new container's name without "torchao".
+    like: the container whose formats and dtypes are used.
+    tensor_scale: True if a tensor scale is stored.
     """
     suffixes = {CODES: "._weight_qdata", SCALES: "._weight_scale"}
     if tensor_scale:
@@ -497,7 +536,12 @@ TORCHAO = (
 
 
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
-    """Return one of MLX's containers. name: its name without "mlx". size: elements per block."""
+    """Return one of MLX's containers.
+
+    name: the container's kind, and its name without "mlx".
+    element, scale: the element formats of codes and block scales.
+    size: the number of elements per block.
+    """
     suffixes = {CODES: ".weight", SCALES: ".scales"}
     return Container(
         f"mlx {name}", "mlx", name, element, scale, (1, size), suffixes, "U32", "U8", stack="rows", is_exact=True
@@ -505,7 +549,11 @@ def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> 
 
 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
-    """Return the GGUF container of a kind, "mxfp4" or "nvfp4"."""
+    """Return the GGUF container of a kind, without a tensor scale.
+
+    kind: "mxfp4" or "nvfp4".
+    scale: the element format of the block scales.
+    """
     block, dtype = GGUF_BLOCKS[kind], kind.upper()
     suffixes = {CODES: ".weight", INPUT_SCALE: ".input_scale"}
     return Container(
@@ -575,11 +623,14 @@ CONTAINERS = (
 
 
 def container(name: str) -> Container:
-    """Return the container of CONTAINERS that is called ``name``; there must be one."""
+    """Return the container of CONTAINERS with this name. Raise StopIteration if there is none."""
     return next(candidate for candidate in CONTAINERS if candidate.name == name)
 
 
 def _with_block(name: str, block: tuple[int, int]) -> Container:
-    """Return the container called ``name``, with blocks of another size if it has no fixed size."""
+    """Return the container called ``name``, with its block replaced by ``block`` if they differ.
+
+    They differ only after ``for_columns``. Unpickling calls this function.
+    """
     found = container(name)
     return found if found.block == block else replace(found, block=block)

@@ -1,7 +1,7 @@
 """Interpret tensor names in GGUF files as llama.cpp does.
 
-This module knows the role of each part of a dotted name, the matrices that llama.cpp never quantizes, and the modules
-and architectures for which llama.cpp applies a tensor scale (``.scale``).
+This module knows the role of a matrix by its name, the matrices that llama.cpp never quantizes, and the modules and
+architectures for which llama.cpp applies a tensor scale (``.scale``).
 
 Sources, all in llama.cpp 0c1e57098:
   llama-quant.cpp, tensor_allows_quantization: matrices that stay unquantized.
@@ -18,7 +18,7 @@ from typing import Any, Literal
 Role = Literal["tower", "mtp", "head", "embedding", "router", "experts", "shared", "attention", "mlp"]
 ARCHITECTURE = "general.architecture"  # a key of the GGUF header and of the dict that config_of returns
 ENGINE = "llama.cpp 0c1e57098"
-# Header keys that fp4kit writes into converted files.
+# Keys of the metadata that fp4kit writes into the headers of converted files.
 RECIPE, VERSION, SCALE_SEARCH = "fp4kit.recipe", "fp4kit.version", "fp4kit.scale_search"
 
 _PARTS = ("gate", "up", "down", "gate_up")
@@ -40,7 +40,7 @@ ROLES: dict[str, Role] = {
     **{f"ffn_{part}": "mlp" for part in _PARTS},
 }
 
-# Matrices that llama.cpp's quantizer never quantizes, apart from routers (see ROLES).
+# Names of matrices that llama.cpp's quantizer never quantizes. It does not quantize routers either (see ROLES).
 _KEPT = re.compile(
     r"_norm\.weight|altup|laurel|per_layer_model_proj|ssm_conv1d|shortconv\.conv\.weight|indexer\.[kq]_proj\.weight"
     r"|time_mix_(first|w[012]|v[012]|a[012]|g[12]|decay_w[12]|lerp_fused)\.weight|attn_rel_b\.weight"
@@ -48,15 +48,21 @@ _KEPT = re.compile(
 
 
 def unquantized_reason(name: str) -> str | None:
-    """Return why llama.cpp's quantizer leaves the matrix ``name`` unquantized, or None if it may be quantized."""
+    """Return the reason why llama.cpp's quantizer leaves the matrix ``name`` unquantized, as text for a message.
+
+    Return None if the name does not forbid quantization.
+    """
     found = _KEPT.search(name)
     return f"llama.cpp reads it unquantized ({found[0]})" if found else None
 
 
 def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return a stand-in for config.json, built from a GGUF header.
+    """Build a stand-in for config.json from the header of a GGUF file, for code that expects a Hugging Face config.
 
-    It holds the architecture, and, if the header has them, the numbers of layers and heads and fp4kit's recipe.
+    It holds the architecture. If the header has them, it also holds the numbers of layers and heads, and fp4kit's
+    record of the conversion.
+
+    metadata: key -> value as text, from the header.
     """
     architecture = metadata.get(ARCHITECTURE, "")
     config: dict[str, Any] = {ARCHITECTURE: architecture}
@@ -74,7 +80,7 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
     return config
 
 
-# Architectures whose graphs multiply by every loaded .scale. All others silently ignore some scales.
+# Architectures whose compute graphs multiply by every loaded .scale. All other graphs silently ignore some scales.
 SCALING = {
     "llama",
     "mistral3",
@@ -104,10 +110,10 @@ _BEFORE_BIAS = re.compile(
 
 
 def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (module, fault) for modules whose tensor scale (``.scale``) llama.cpp cannot use.
+    """Yield (module, fault as text) for each module whose tensor scale (``.scale``) llama.cpp cannot use.
 
-    architecture: the model's ``general.architecture``.
-    scaled: the modules that have a tensor scale.
+    architecture: the value of ``general.architecture`` in the file's header.
+    scaled: the names of the modules that have a tensor scale.
     tensors: the names of all tensors in the file.
     """
     for module in scaled:

@@ -1,8 +1,9 @@
 """Write MLX directories: choose the container, declare it in config.json, and check that mlx-lm can load the model.
 
 Tensors keep their Hugging Face names. When mlx-lm loads a model, the ``sanitize`` method of the model's class renames
-them, and mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight. This works for a model type if
-``sanitize`` moves no weights of linear layers, or stacks the scales of experts together with their weights.
+and stacks them. After that, mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight. So a model
+type can be written only if its ``sanitize`` leaves the tensors of linear layers alone, or moves the scales of experts
+together with their weights.
 
 Source: mlx-lm 0.32.2, utils.py (load_model, infer_quant_config) and models/*.py. Tested by loading qwen3 and mixtral;
 for the other model types, the lists below are from reading the code.
@@ -53,7 +54,7 @@ _DENSE = {  # model types for which mlx-lm's sanitize method moves no tensor of 
     "stablelm",
     "starcoder2",
 }
-# Model types for which mlx-lm's sanitize method stacks both the weights and the scales of experts.
+# Model types for which mlx-lm's sanitize method stacks the scales of experts as it stacks their weights.
 _STACKING = {"deepseek", "deepseek_v2", "dots1", "exaone_moe", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen2_moe"}
 _LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # sanitize stacks the weights of experts but drops their scales
 
@@ -61,7 +62,7 @@ _LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # sanitize stacks the weights
 def form_for(recipe: Recipe) -> Container:
     """Return the MLX container that stores a recipe's codes and scales.
 
-    Raises CheckpointError if linear layers of mlx-lm cannot store them.
+    Raises CheckpointError if there is none, or if the recipe has a tensor scale, which linear layers of mlx-lm ignore.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -76,15 +77,16 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def declaration(form: Container) -> dict[str, Any]:
-    """Return the ``quantization`` entry of config.json for a container."""
+    """Return the entry ``quantization`` of config.json that declares one of MLX's containers."""
     return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 
 
 def check(form: Container | None, config: Mapping[str, Any], modules: Collection[str]) -> None:
-    """Raise CheckpointError if mlx-lm could not load one of the quantized ``modules``.
+    """Raise CheckpointError if mlx-lm could not load a model once ``modules`` are quantized.
 
-    form: the container to write. Containers of other formats than MLX, and None, always pass.
-    config: the content of config.json.
+    form: the container to write. Nothing is checked if it is None or not one of MLX's.
+    config: the content of config.json, whose ``model_type`` decides.
+    modules: the names of the layers to quantize.
     """
     if form is None or form.format != FORMAT:
         return
@@ -102,14 +104,15 @@ def check(form: Container | None, config: Mapping[str, Any], modules: Collection
         )
 
 
-# Layers that mlx-lm makes of one layer of Hugging Face: {its name: the name of the layer that it is made from}.
+# last part of the name of a layer that only mlx-lm has -> that of the Hugging Face layer from which mlx-lm makes it
 _REWRITTEN = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
 
 
 def check_source(form: Container | None, modules: Iterable[str]) -> None:
-    """Raise CheckpointError if a source has layers that only mlx-lm has, and the output is not for mlx-lm.
+    """Raise CheckpointError if the source has layers that only mlx-lm can load, but the output is not for mlx-lm.
 
-    form: the container to write; None for unquantized output. modules: the names of the source's layers.
+    form: the container to write; None for unquantized output.
+    modules: the names of the source's layers.
     """
     if form is not None and form.format == FORMAT:
         return
@@ -123,9 +126,10 @@ def check_source(form: Container | None, modules: Iterable[str]) -> None:
 
 
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
-    """Yield (module, fault) for each reason why mlx-lm would reject a model directory or load it wrongly.
+    """Yield (module or file, fault as text) for each reason why mlx-lm would reject a directory or load it wrongly.
 
-    config: the content of config.json. layers: module -> container of each quantized layer.
+    config: the content of config.json.
+    layers: module name -> container, for the quantized layers.
     """
     declared = config.get("quantization")
     if not isinstance(declared, Mapping):

@@ -1,7 +1,6 @@
-"""Describe, as data and pure functions, how inference engines load checkpoints: which containers each reads, and where
-it fails.
+"""Describe how inference engines load checkpoints: which containers each engine reads, and where it fails.
 
-Nothing in this package reads a file. Source: vLLM 0.33.0, SGLang 0.5.23, transformers 5.23.0, compressed-tensors 0.20.0
-and Model-Optimizer 0.47.0. They were run on a CPU with their own model classes and weight loaders, or their source was
-read.
+The package consists of data and pure functions; nothing in it reads a file. Source: vLLM 0.33.0, SGLang 0.5.23,
+transformers 5.23.0, compressed-tensors 0.20.0 and Model-Optimizer 0.47.0. These engines were run on a CPU with their
+own model classes and weight loaders, or their source was read.
 """

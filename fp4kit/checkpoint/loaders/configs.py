@@ -1,6 +1,4 @@
-"""Check whether the configs of a quantized checkpoint (config.json, hf_quant_config.json) declare what engines
-require.
-"""
+"""Check that the configs of a quantized checkpoint (config.json, hf_quant_config.json) declare what engines require."""
 
 from __future__ import annotations
 
@@ -21,26 +19,30 @@ _CONFIG, _HF = "config.json", "hf_quant_config.json"
 
 
 def _section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    """Return the object under ``key`` of a config, or an empty one if there is none."""
+    """Return the object under ``key`` of a config, or {} if there is none or it is not an object."""
     value = config.get(key)
     return value if isinstance(value, Mapping) else {}
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return ``quantization_config`` of config.json; an empty mapping if there is none."""
+    """Return the entry ``quantization_config`` of config.json, or {} if there is none."""
     return _section(config, "quantization_config")
 
 
 def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the entries of ``config_groups`` in a config.json, or an empty list if there are none."""
+    """Return the groups that ``config_groups`` of a config.json lists, each of them an object; [] if there are none."""
     found = quantization_config(config).get("config_groups")
     return [group for group in found.values() if isinstance(group, Mapping)] if isinstance(found, Mapping) else []
 
 
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a compressed-tensors checkpoint stores input scales.
+    """Return whether a checkpoint must store input scales according to compressed-tensors' config.
 
-    It does if a group of its config quantizes input activations with scales that are not computed at run time.
+    It must if its layers are NVFP4 and a group of its config quantizes input activations with scales that are not
+    computed at run time. Return False for other containers.
+
+    container: one of ``containers.CONTAINERS``.
+    config: the content of config.json.
     """
     inputs = [_section(group, "input_activations") for group in groups(config)]
     stored = any(each and each.get("dynamic") is not True for each in inputs)
@@ -48,7 +50,7 @@ def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
 
 
 def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if ``quant_method`` is not the one with which the engine loads this container."""
+    """Yield a finding if the config declares a ``quant_method`` with which the engine does not load this container."""
     used = CONTAINERS[container].format
     needed = _METHODS.get(used)
     method = str(quantization_config(config).get("quant_method", ""))
@@ -58,18 +60,23 @@ def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
         yield finding(_READER.get(used, "vLLM"), "error", _CONFIG, text)
 
 
-# Container -> algorithms of Model-Optimizer whose layers have the container's tensors, and perhaps additional ones.
+# Model-Optimizer's container -> other quant_algo values whose layers have the tensors of this container, and perhaps
+# further tensors.
 _STORED_LIKE = {
     "NVFP4": ("NVFP4_AWQ", "NVFP4_SVD", "W4A8_NVFP4_FP8"),
     "W4A16_NVFP4": ("NVFP4_AWQ", "NVFP4_SVD"),
     "mxfp4": ("W4A8_MXFP4_FP8",),
 }
-_KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> those of these algorithms that it loads
+_KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of _STORED_LIKE that it loads
 
 
 def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors: algorithm, input
-    activations, group size.
+    """Yield a finding for each entry of a Model-Optimizer config that does not fit the tensors.
+
+    The algorithm, the group size and, for NVFP4, the input activations are checked.
+
+    container: the container of the tensors, one of ``containers.CONTAINERS``.
+    config: the content of config.json.
     """
     section = quantization_config(config)
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
@@ -95,7 +102,10 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding per engine if the config declares another group size than the tensors have."""
+    """Yield a finding per engine if the config declares a group size that is not the container's.
+
+    section: the ``quantization_config``; if it declares no group size, nothing is yielded.
+    """
     size, needed = section.get("group_size"), CONTAINERS[container].group_size
     if size is not None and size != needed:
         for engine in ("vLLM", "SGLang"):
@@ -105,15 +115,18 @@ def _group_size(container: str, section: Mapping[str, Any]) -> Iterator[Finding]
 
 
 def is_mixed(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json declares Model-Optimizer's MIXED_PRECISION, with an algorithm per layer."""
+    """Return whether a config.json declares Model-Optimizer's MIXED_PRECISION, which has an algorithm per layer."""
     declared = quantization_config(config)
     method = str(declared.get("quant_method", "")).lower()
     return method.startswith("modelopt") and str(declared.get("quant_algo", "")).upper() == "MIXED_PRECISION"
 
 
 def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterator[str]:
-    """Yield the quantized layers that ``quantized_layers`` names neither themselves nor by the module that holds them.
+    """Yield the quantized layers that a MIXED_PRECISION config does not list, so that engines miss them.
 
+    A layer is listed if ``quantized_layers`` names the layer itself or a module that contains it.
+
+    config: the content of config.json.
     layers: the names of all quantized layers.
     """
     listed = set(_section(quantization_config(config), "quantized_layers"))
@@ -124,12 +137,14 @@ def unlisted_layers(config: Mapping[str, Any], layers: Iterable[str]) -> Iterato
 
 
 def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json that declares only what a mixed checkpoint declares for its layers of one container.
+    """Reduce the config.json of a mixed checkpoint to what it declares for the layers of one container.
 
-    A config of one format is returned unchanged. ``quantized_layers`` of Model-Optimizer gives the algorithm;
-    ``config_groups`` of compressed-tensors are reduced to those with the container's format.
+    Return a changed copy, so that these layers can be checked as if the checkpoint had no others. For Model-Optimizer,
+    its ``quant_algo`` is the algorithm in ``quantized_layers`` that fits ``kind``. For compressed-tensors, it has only
+    the ``config_groups`` with the container's format. Return ``config`` itself if it is not mixed.
 
-    kind: the kind of the layers, such as "nvfp4". container: the container as requirements list it.
+    kind: the kind of the layers, such as "nvfp4".
+    container: the container of the layers, one of ``containers.CONTAINERS``.
     """
     declared = quantization_config(config)
     layers = declared.get("quantized_layers")
@@ -154,8 +169,12 @@ _CT_WEIGHTS: dict[str, dict[str, Any]] = {
 
 
 def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of a compressed-tensors config that does not fit the tensors: format, groups,
-    weights.
+    """Yield a finding for each entry of a compressed-tensors config that does not fit the tensors.
+
+    The format, the presence of ``config_groups`` and the weights of each group are checked.
+
+    container: the container of the tensors, one of ``containers.CONTAINERS``.
+    config: the content of config.json.
     """
     needed_format = container.removeprefix("compressed-tensors ")
     if (found := quantization_config(config).get("format")) != needed_format:
@@ -176,14 +195,17 @@ def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[F
 
 
 def _gpt_oss(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding if the config names another model than gpt_oss, for which alone engines read this container."""
+    """Yield a finding if the ``model_type`` is not gpt_oss, because engines read this container for no other model."""
     if config.get("model_type") != "gpt_oss":
         text = f"model_type is {config.get('model_type')!r}; blocks and scales are read only for 'gpt_oss'"
         yield finding("vLLM", "error", _CONFIG, text)
 
 
 def _deepseek_v4(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each entry of a DeepSeek-V4 config that does not fit the tensors."""
+    """Yield a finding for each entry of a DeepSeek-V4 config that does not fit the tensors.
+
+    The model type, the ``quant_method`` and the data type of the experts are checked.
+    """
     method = quantization_config(config).get("quant_method")
     for key, value, needed in (
         ("model_type", config.get("model_type"), "deepseek_v4"),
@@ -206,8 +228,9 @@ _CHECKS = {
 
 
 def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for entries that hf_quant_config.json lacks, and for those that contradict config.json.
+    """Yield a finding if hf_quant_config.json lacks entries, and one for each entry that contradicts config.json.
 
+    config: the content of config.json.
     nested: the content of hf_quant_config.json.
     """
     section = _section(nested, "quantization")
@@ -226,7 +249,11 @@ def _nested(container: str, config: Mapping[str, Any], nested: Mapping[str, Any]
 
 
 def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Collection[str]) -> Iterator[Finding]:
-    """Yield a finding if the configs declare an FP8 KV cache, but no tensor stores its scales."""
+    """Yield a finding if a config declares an FP8 KV cache, but no tensor stores its scales.
+
+    nested: the content of hf_quant_config.json; {} if there is no such file.
+    tensors: the names of all tensors.
+    """
     scheme = _section(quantization_config(config), "kv_cache_scheme")
     declared = scheme.get("num_bits") == 8 or _section(nested, "quantization").get("kv_cache_quant_algo") == "FP8"
     if declared and not any(name.endswith((".k_scale", ".v_scale")) for name in tensors):
@@ -236,12 +263,13 @@ def _kv_cache(config: Mapping[str, Any], nested: Mapping[str, Any], tensors: Col
 def findings(
     container: str, config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, tensors: Collection[str]
 ) -> list[Finding]:
-    """Return a finding for each entry of a checkpoint's configs that an engine would reject or misread; empty if there
-    is none.
+    """Return a finding for each entry of a checkpoint's configs that an engine would reject or misread.
 
-    container: one of ``containers.CONTAINERS``.
+    The list is empty if there is no such entry.
+
+    container: the container of the quantized layers, one of ``containers.CONTAINERS``.
     config: the content of config.json.
-    hf_quant_config: the content of hf_quant_config.json, or None.
+    hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
     tensors: the names of all tensors.
     """
     used = CONTAINERS[container].format

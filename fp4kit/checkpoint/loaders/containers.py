@@ -1,5 +1,6 @@
-"""List the containers that configs can declare: for each, its ``--format``, the kind of its recipes, and how its config
-lists the layers that stay unquantized.
+"""List the containers that engines load, with the format that writes them and the syntax of their exclusion lists.
+
+A container is a way to store quantized layers as tensors. An exclusion list names the layers that stay unquantized.
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ _SYNTAX = {
 
 @dataclass(frozen=True)
 class LoaderContainer:
-    """Describe one container.
+    """Describe one container that engines load.
 
-    format: the name that ``--format`` takes.
-    kind: the kind of the recipes that it stores; None for unquantized weights.
+    id: the unique name, such as "modelopt NVFP4".
+    format: the value of ``--format`` that writes it.
+    kind: the kind of the recipes that it stores, such as "nvfp4"; None for unquantized weights.
     group_size: the number of elements that share a block scale; None for unquantized weights.
-    syntax: the syntax of its exclusion list (the layers that stay unquantized); None if it has no list.
+    syntax: the syntax of its exclusion list, as for ``exclusions.exclusion_list``; None if it has no list.
     """
 
     id: str
@@ -37,9 +39,9 @@ class LoaderContainer:
 
 
 def _declared() -> dict[str, LoaderContainer]:
-    """Return id -> container, for all formats that ``--format`` accepts.
+    """Return id -> container, for the containers that FORMATS write.
 
-    Model-Optimizer's NVFP4 has two ids, with or without scales of activations.
+    Model-Optimizer's NVFP4 has two ids: "modelopt NVFP4" with input scales, "modelopt W4A16_NVFP4" without.
     """
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
     ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
@@ -56,9 +58,11 @@ def container(format: str, kind: str, *, input_scale: bool = False) -> LoaderCon
     """Return the container in which ``format`` stores recipes of ``kind``, or None if it cannot store them.
 
     format: one of FORMATS.
-    kind: one of KINDS; the format "bf16" accepts any.
-    input_scale: True if 4-bit activations have scales. They make "modelopt" NVFP4 instead of W4A16_NVFP4.
-    Raises ValueError for a format or kind that is not listed.
+    kind: one of KINDS; the format "bf16" accepts any of them.
+    input_scale: True if input scales are stored. Then Model-Optimizer's NVFP4 is "modelopt NVFP4", otherwise "modelopt
+        W4A16_NVFP4". All other containers ignore it.
+
+    Raises ValueError for a format that is not in FORMATS or a kind that is not in KINDS.
     """
     for name, value, allowed in (("format", format, FORMATS), ("recipe kind", kind, KINDS)):
         if value not in allowed:

@@ -1,6 +1,4 @@
-"""Name the inference engines that load checkpoints, with the versions that were examined, and define findings about
-them.
-"""
+"""Name the examined engines and their versions, and define Finding, a fault that an engine would meet."""
 
 from __future__ import annotations
 
@@ -18,11 +16,11 @@ VERSIONS = {
 Status = Literal["loads", "fails", "wrong values", "unknown"]
 How = Literal["run", "read", ""]
 Severity = Literal["error", "warning"]
-SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; the others only decode its tensors
+SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; the rest of VERSIONS only decode its tensors
 
 
 def named(engines: Iterable[str]) -> str:
-    """Return engines with their versions as text, such as ``vLLM 0.33.0, SGLang 0.5.23``."""
+    """Return the names of engines with their versions as one text, such as ``vLLM 0.33.0, SGLang 0.5.23``."""
     return ", ".join(f"{engine} {VERSIONS[engine]}" for engine in engines)
 
 
@@ -30,9 +28,10 @@ def named(engines: Iterable[str]) -> str:
 class Finding:
     """Describe a fault that one engine would meet in one part of a checkpoint.
 
-    severity: "error" if the engine rejects the checkpoint or decodes wrong values, else "warning".
-    subject: the part: a module, a tensor, a file, or "model".
-    text: what is wrong.
+    engine, version: the name and version of the engine.
+    severity: "error" if the engine rejects the checkpoint or decodes wrong values, otherwise "warning".
+    subject: where the fault is: the name of a module, tensor or file, or "model" for the whole model.
+    text: a message that says what is wrong.
     """
 
     engine: str
@@ -46,5 +45,5 @@ class Finding:
 
 
 def finding(engine: str, severity: Severity, subject: str, text: str) -> Finding:
-    """Return a Finding about an engine, with the engine's version from VERSIONS."""
+    """Return a Finding about ``engine``, with its version from VERSIONS. The arguments are the fields of Finding."""
     return Finding(engine, VERSIONS[engine], severity, subject, text)

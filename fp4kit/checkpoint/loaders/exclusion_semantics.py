@@ -1,11 +1,11 @@
-"""Decide which modules an engine leaves unquantized, given a checkpoint's exclusion list: one predicate per engine and
-format.
+"""Decide which modules an engine leaves unquantized, given a checkpoint's exclusion list.
 
-A predicate takes one module, named as the engine names it, and the patterns of the list. The module is a linear layer,
-a fused layer that joins several (``...qkv_proj``), or a container of experts (``...mlp.experts``). A predicate raises
-PartsDisagree if some parts of a fused layer are excluded and others are not, because the engine refuses to load such a
-list. It raises ValueError for a pattern that the engine cannot compile. Names are those of the checkpoint; an engine
-that renames a model's modules renames the list in the same way.
+There is one predicate per engine and format. A predicate takes the name of one module and the patterns of the list. The
+module is a linear layer, a fused layer that joins several linear layers (``...qkv_proj``), or a container of experts
+(``...mlp.experts``). Names are those of the checkpoint. An engine that renames a model's modules renames the list, too.
+
+A predicate raises PartsDisagree if some parts of a fused layer are excluded and others are not, because the engine
+refuses to load such a checkpoint. It raises ValueError for a pattern that the engine cannot compile.
 """
 
 from __future__ import annotations
@@ -27,19 +27,21 @@ SGLANG_FUSED: Mapping[str, tuple[str, ...]] = {**_QKV, "fused_qkv_a_proj_with_mq
 MLA_LEAVES = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 _VLLM_TOWERS = ("vision_tower", "vision_model", "vit_large_projector")
-# Engines look up these names below a container of experts, even if the experts' projections have other names.
+# Engines look up these names below a container of experts, even if the projections in the checkpoint are called
+# differently, such as w1.
 _FIRST_EXPERT = ("0.gate_proj", "0.up_proj", "0.down_proj")
 
 
 class PartsDisagree(ValueError):
-    """Report that some parts of a fused layer are excluded and others are not, so that the engine raises."""
+    """Report that an exclusion list has some parts of a fused layer but not all, so that the engine fails to load."""
 
 
 def container_of(module: str) -> str | None:
-    """Return the container of experts that ``module`` is or lies in, such as ``model.layers.0.mlp.experts``.
+    """Return the name of the container of experts that ``module`` is or lies in, such as ``layers.0.mlp.experts``.
 
-    The stacks of GraniteMoE, ``block_sparse_moe.input_linear`` and ``block_sparse_moe.output_linear``, belong to
-    ``block_sparse_moe.experts``, because engines give their experts this name. Return None if there is no container.
+    Return None if the module is neither a container of experts nor inside one. The stacks of GraniteMoE,
+    ``block_sparse_moe.input_linear`` and ``block_sparse_moe.output_linear``, belong to ``block_sparse_moe.experts``,
+    because engines give their experts this name.
     """
     parent, leaf = split_module(module)
     if leaf in GRANITE_STACKS and split_module(parent)[1] == "block_sparse_moe":
@@ -51,8 +53,9 @@ def container_of(module: str) -> str | None:
 
 
 class Patterns(tuple[str, ...]):
-    """Hold an exclusion list and cache look-ups in it. Predicates accept any sequence of patterns, but are faster with
-    this class.
+    """Hold the patterns of an exclusion list, and cache what the predicates derive from them.
+
+    Predicates accept any sequence of patterns, but repeated calls are faster with this class.
     """
 
     @lazy_property
@@ -67,25 +70,25 @@ class Patterns(tuple[str, ...]):
 
     @lazy_property
     def mla_leaves(self) -> frozenset[str]:
-        """The names of MLA projections (see MLA_LEAVES) in which patterns end."""
+        """The members of MLA_LEAVES that are the last part of some pattern."""
         return frozenset(pattern.rpartition(".")[2] for pattern in self).intersection(MLA_LEAVES)
 
     @lazy_property
     def with_and_without_model(self) -> Patterns:
-        """The list with every pattern twice: with a leading ``model.``, and without it."""
+        """A list with every pattern twice: without and with a leading ``model.``."""
         bare = [pattern.removeprefix("model.") for pattern in self]
         return Patterns((*bare, *(f"model.{pattern}" for pattern in bare)))
 
     @lazy_property
     def _compiled(self) -> dict[Callable[[str], str | None], list[re.Pattern[str]]]:
-        """A cache: translation function -> compiled patterns; see expressions."""
+        """The cache of ``expressions``: translation function -> compiled patterns."""
         return {}
 
     def expressions(self, translated: Callable[[str], str | None]) -> list[re.Pattern[str]]:
-        """Return the patterns as compiled regular expressions.
+        """Return the patterns as compiled regular expressions. Raise ValueError if one cannot be compiled.
 
-        translated: the function that makes a regular expression of a pattern, or None to skip the pattern. The results
-            are cached per function.
+        translated: a function that returns the regular expression of a pattern, or None to leave the pattern out. The
+            compiled expressions are cached per function.
         """
         if translated not in self._compiled:
             texts = ((pattern, translated(pattern)) for pattern in self)
@@ -94,8 +97,9 @@ class Patterns(tuple[str, ...]):
 
 
 def _expression(text: str, pattern: str) -> re.Pattern[str]:
-    """Return the compiled regular expression ``text``. If it cannot be compiled, raise ValueError that names
-    ``pattern``.
+    """Compile the regular expression ``text``. If this fails, raise ValueError with ``pattern`` in its message.
+
+    pattern: the pattern of the exclusion list from which ``text`` was made.
     """
     try:
         return re.compile(text)
@@ -104,25 +108,25 @@ def _expression(text: str, pattern: str) -> re.Pattern[str]:
 
 
 def _prepared(patterns: Iterable[str]) -> Patterns:
-    """Return the patterns as an instance of Patterns."""
+    """Return ``patterns`` as Patterns, unchanged if it is one already, so that its cache is kept."""
     return patterns if isinstance(patterns, Patterns) else Patterns(patterns)
 
 
 def _parts(module: str, fused: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Return the names of the layers that the fused layer ``module`` joins, or an empty list if it is not a fused
-    layer.
+    """Return the full names of the layers that the fused layer ``module`` joins, or [] if it is not a fused layer.
 
-    fused: last part of a fused layer's name -> last parts of its layers' names.
+    fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
     """
     parent, leaf = split_module(module)
     return [join_module(parent, part) for part in fused.get(leaf, ())]
 
 
 def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) -> bool:
-    """Return whether ``parts``, the layers that a fused layer joins, are all excluded. Raise PartsDisagree if only some
-    are.
+    """Return True if all parts of a fused layer are excluded, and False if none is. Otherwise raise PartsDisagree.
 
-    hit: tells whether one of them is excluded.
+    module: the name of the fused layer, for the message.
+    parts: the names of the layers that it joins.
+    hit: a function that tells whether one of them is excluded.
     """
     hits = [part for part in parts if hit(part)]
     if hits and len(hits) < len(parts):
@@ -132,10 +136,13 @@ def _all_or_none(module: str, parts: Sequence[str], hit: Callable[[str], bool]) 
 
 
 def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether vLLM's quant_utils.is_layer_skipped returns true for ``module``.
+    """Return the result of vLLM's quant_utils.is_layer_skipped for ``module``.
 
-    It compares whole names. A fused layer is excluded if its parts are, and experts are also excluded by the name of
-    any one expert.
+    It compares whole names: a module is skipped if it is listed, and a fused layer if all its parts are listed. A
+    module with "experts" in its name is skipped if a pattern contains its name, such as the name of one expert.
+
+    prepared: the exclusion list.
+    fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
     """
     parts = _parts(module, fused)
     if parts:
@@ -146,7 +153,7 @@ def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str
 
 
 def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``, and every other pattern unchanged."""
+    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``. Yield every other pattern unchanged."""
     for pattern in patterns:
         if len(pattern) > 1 and pattern[-1] == "*" and pattern[-2] != ".":
             yield from (pattern[:-1], f"{pattern[:-1]}.*")
@@ -155,24 +162,27 @@ def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _fnmatch_glob(pattern: str) -> str | None:
-    """Return the regular expression of a pattern that is an fnmatch glob, or None if the pattern is a plain name."""
+    """Return the regular expression of an fnmatch glob, or None if the pattern has no ``*``, ``?`` or ``[``."""
     return translate(pattern) if re.search(r"[*?\[]", pattern) else None
 
 
 def vllm_modelopt(module: str, patterns: Sequence[str], *, mapped: bool = False) -> bool:
     """Return whether vLLM leaves ``module`` of a Model-Optimizer checkpoint unquantized.
 
-    A fused layer is excluded by the exact names of its parts. Any other module is excluded by:
+    A module is excluded by each of these:
 
-    - its exact name
+    - its exact name in the list
+    - for a fused layer, the exact names of all its parts; raise PartsDisagree if only some are listed
+    - for a container of experts, a pattern that contains its name, such as the name of one expert
     - a pattern that is a substring of its name (so ``model.layers.1`` also excludes layer 10)
-    - a glob
+    - an fnmatch glob that matches its name
     - vision_tower, vision_model or vit_large_projector in its name
 
     vLLM repeats the substring test without a leading ``language_model.``; this never excludes more.
 
-    mapped: True for a model whose names vLLM maps to its own. Then vLLM first splits ``prefix*`` into ``prefix`` and
-        ``prefix.*``.
+    patterns: the exclusion list.
+    mapped: True for a model whose module names vLLM maps to its own. Then vLLM first replaces each pattern ``prefix*``
+        by ``prefix`` and ``prefix.*``.
 
     Source: vLLM 0.33.0 layers/quantization/modelopt.py ModelOptQuantConfigBase.is_layer_excluded, get_quant_method,
     apply_vllm_mapper; utils/quant_utils.py is_layer_skipped.
@@ -194,10 +204,11 @@ def _paths(module: str) -> Iterable[str]:
 
 
 def _sglang_skipped(module: str, prepared: Patterns) -> bool:
-    """Return whether SGLang's quantization/utils.py is_layer_skipped returns true for ``module``.
+    """Return the result of is_layer_skipped in SGLang's quantization/utils.py for ``module``.
 
-    A pattern is a dotted path that may occur anywhere in the name. The parts of a fused layer must all be excluded or
-    none.
+    A module is skipped if a pattern is a dotted path that occurs anywhere in its name. A fused layer is skipped if all
+    its parts are; raise PartsDisagree if only some are. A module with "experts" in its name is also skipped if a
+    pattern contains its name, such as the name of one expert.
     """
     parts = _parts(module, SGLANG_FUSED)
     if parts:
@@ -208,8 +219,10 @@ def _sglang_skipped(module: str, prepared: Patterns) -> bool:
 
 
 def _sglang_glob(pattern: str) -> str | None:
-    """Return the regular expression of a glob in which only ``*`` is special, or None if the pattern is a plain
-    name.
+    """Translate a glob to a regular expression as SGLang does: ``.`` stands for itself and ``*`` for any text.
+
+    SGLang escapes no other character. Return None for a plain name, which has only letters, digits, ``_``, ``.`` and
+    ``-``.
     """
     return pattern.replace(".", r"\.").replace("*", ".*") if re.search(r"[^\w.-]", pattern) else None
 
@@ -217,12 +230,15 @@ def _sglang_glob(pattern: str) -> str | None:
 def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of a Model-Optimizer NVFP4 checkpoint unquantized.
 
-    A module is excluded by:
+    A module is excluded by each of these:
 
-    - a dotted path that occurs anywhere in its name
+    - a pattern that is a dotted path within its name; for a fused layer, within the names of all its parts
+    - for a container of experts, a pattern that contains its name, such as the name of one expert
     - a glob that matches its whole name, its name without ``language_model.``, or any single part of its name
-    - the MLA rule: a pattern that ends in q_a_proj, q_b_proj, kv_a_proj_with_mqa or kv_b_proj excludes the modules of
-      every layer whose last part contains this name
+    - the MLA rule: if a pattern ends in q_a_proj, q_b_proj, kv_a_proj_with_mqa or kv_b_proj, the modules of every
+      layer are excluded whose last part contains this projection's name
+
+    Raise PartsDisagree if only some parts of a fused layer are excluded by dotted paths.
 
     Source: SGLang 0.5.23 layers/quantization/modelopt_quant.py ModelOptQuantConfig.is_layer_excluded; utils.py
     is_layer_skipped, _module_path_match.
@@ -240,9 +256,9 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
 def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of an mxfp8 or fp8 checkpoint unquantized.
 
-    Patterns are dotted paths that may occur anywhere in the name, with or without a leading ``model.``. There are no
-    wildcards: ``model.visual.*`` excludes nothing. Either all parts of a fused layer must be
-    excluded or none of them.
+    A module is excluded by a pattern, with or without a leading ``model.``, that is a dotted path within its name.
+    There are no wildcards: ``model.visual.*`` excludes nothing. A fused layer is excluded if all its parts are; raise
+    PartsDisagree if only some are.
 
     Source: SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config; utils.py is_layer_skipped,
     _module_path_match.
@@ -251,24 +267,23 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _ct_expression(pattern: str) -> str | None:
-    """Return the regular expression of a compressed-tensors pattern that begins with ``re:``, or None for a plain
-    name.
-    """
+    """Return the regular expression after ``re:`` in a compressed-tensors pattern, or None if it is a plain name."""
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
 def _ct_name(module: str, prepared: Patterns) -> bool:
-    """Return whether a compressed-tensors list has ``module``: by its exact name, or by a ``re:`` pattern that matches
-    from the start.
-    """
+    """Return whether the list has the exact name of ``module``, or a ``re:`` pattern that matches its beginning."""
     return module in prepared.names or any(each.match(module) for each in prepared.expressions(_ct_expression))
 
 
 def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[str] = ("Linear", "Module")) -> bool:
-    """Return whether compressed-tensors leaves a layer unquantized; so does transformers, which uses it.
+    """Return whether compressed-tensors leaves ``module`` unquantized. The result also holds for transformers, which
+    uses it.
 
-    A layer is excluded by its exact name, by a ``re:`` pattern that matches from the start of the name, or by the name
-    of one of its ``classes``.
+    A layer is excluded by its exact name, by a ``re:`` pattern that matches the beginning of the name, or by the name
+    of one of its classes.
+
+    classes: the names of the layer's class and base classes.
 
     Source: compressed-tensors 0.20.0 utils/match.py is_match, match_name; transformers 5.23.0
     quantizers/quantizer_compressed_tensors.py, which applies the configuration through it.
@@ -280,7 +295,9 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    fused: the engine's fused layers; see vllm_compressed_tensors for the rules.
+    The rules are those of vllm_compressed_tensors.
+
+    fused: the engine's fused layers: last part of the name -> last parts of the names of the layers that it joins.
     """
     prepared = _prepared(patterns)
     parts = _parts(module, fused)
@@ -294,9 +311,12 @@ def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[s
 def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     """Return whether vLLM leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    A module is excluded by its exact name or a ``re:`` pattern. A fused layer that is not listed by its own name is
-    excluded if its parts are. A container of experts is excluded if 0.gate_proj, 0.up_proj and 0.down_proj below it
-    are. Unlike in compressed-tensors, names of classes have no effect.
+    - A linear layer is excluded by its exact name or by a ``re:`` pattern that matches the beginning of its name.
+    - A fused layer is excluded by its exact name, or if all its parts are excluded.
+    - A container of experts is excluded if 0.gate_proj, 0.up_proj and 0.down_proj below it are all excluded.
+
+    Raise PartsDisagree if only some of these parts are excluded. Unlike in compressed-tensors, names of classes have no
+    effect.
 
     Source: vLLM 0.33.0 layers/quantization/compressed_tensors/utils.py should_ignore_layer; compressed_tensors_moe
     get_moe_method.
@@ -305,8 +325,9 @@ def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized; the rules are those of
-    vLLM.
+    """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized.
+
+    The rules are those of vllm_compressed_tensors, with SGLang's fused layers.
 
     Source: SGLang 0.5.23 layers/quantization/compressed_tensors/utils.py should_ignore_layer.
     """
@@ -314,18 +335,18 @@ def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _up_to_a_part(pattern: str) -> str:
-    """Return the regular expression ``pattern`` extended so that a match must end where a part of a dotted name
-    ends.
-    """
+    """Extend the regular expression ``pattern`` so that a match must end where a part of a dotted name ends."""
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 
 def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
-    """Return whether transformers finds ``module`` in the list ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8
-    checkpoint.
+    """Return whether ``modules_to_not_convert`` of an mxfp4, mxfp8 or fp8 checkpoint has ``module`` for transformers.
 
-    A pattern is a regular expression that matches from the start of the name to the end of a part, or a plain suffix of
-    the name. If ``patterns`` is None, no module is listed.
+    A pattern applies to the module if, as a regular expression, it matches from the start of the name to the end of one
+    of its parts. It also applies if the name ends in the pattern as plain text.
+
+    patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
+
     Source: transformers 5.23.0 quantizers/quantizers_utils.py should_convert_module.
     """
     if patterns is None:
@@ -337,26 +358,31 @@ def transformers_listed(module: str, patterns: Sequence[str] | None) -> bool:
 def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
     """Return whether transformers leaves ``module`` of a gpt-oss checkpoint unquantized.
 
-    It quantizes only experts, and of these only containers that are not listed.
+    It quantizes only containers of experts that are not listed (see transformers_listed).
+
     Source: transformers 5.23.0 integrations/mxfp4.py replace_with_mxfp4_linear.
     """
     return split_module(module)[1] != "experts" or transformers_listed(module, patterns)
 
 
 def vllm_gpt_oss(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module`` of a gpt-oss checkpoint unquantized: True for linear layers, False for
-    experts.
+    """Return whether vLLM leaves ``module`` of a gpt-oss checkpoint unquantized.
 
-    vLLM does not read the exclusion list of such a checkpoint. Source: vLLM 0.33.0 layers/quantization/mxfp4.py
-    Mxfp4Config.
+    The result is False for containers of experts and True for all other modules. vLLM ignores the exclusion list of a
+    gpt-oss checkpoint, so ``patterns`` has no effect.
+
+    Source: vLLM 0.33.0 layers/quantization/mxfp4.py Mxfp4Config.
     """
     return split_module(module)[1] != "experts"
 
 
 def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
-    """Return whether vLLM leaves ``module``, a container of experts of a native DeepSeek-V4 checkpoint, unquantized.
+    """Return whether vLLM leaves a container of experts of a DeepSeek-V4 checkpoint unquantized.
 
-    It is excluded by its exact name, or by the name of any one expert.
+    It is excluded by a pattern that is or contains its name, such as the name of one expert.
+
+    module: the name of the container of experts.
+
     Source: vLLM 0.33.0 models/deepseek_v4/quant_config.py DeepseekV4FP8Config.get_quant_method.
     """
     return _vllm_skipped(module, _prepared(patterns), {})
@@ -366,11 +392,12 @@ def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
 class Reader:
     """Describe how one engine looks up the modules of a model in the exclusion list.
 
-    excluded: the engine's predicate (module, patterns) -> whether the engine leaves the module unquantized.
+    excluded: the engine's predicate: (module, patterns) -> True if the engine leaves the module unquantized.
     fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
-    experts: what the engine looks up: the container of experts, each expert, or no experts ("not asked").
-    linears: False if the engine looks up only experts.
-    head: True if the engine looks up lm_head even if it is tied and has no tensor.
+    experts: which names of experts the engine looks up. "container": that of their container. "each": that of each
+        expert. "not asked": none.
+    linears: False if the engine looks up experts only, and no linear layers.
+    head: True if the engine looks up lm_head even if it is tied to the embedding and has no tensor.
     """
 
     engine: str
@@ -381,9 +408,10 @@ class Reader:
     head: bool = False
 
     def lookups(self, modules: Iterable[str]) -> dict[str, list[str]]:
-        """Return name that the engine looks up -> those of ``modules`` that this name stands for.
+        """Group modules by the name that the engine looks up for them: looked-up name -> the modules that it covers.
 
-        For example, a fused layer's name stands for the layers that it joins.
+        For example, a fused layer's name covers the layers that it joins. Modules that the engine does not look up are
+        left out.
         """
         fused_of = {part: leaf for leaf, parts in self.fused.items() for part in parts}
         groups: dict[str, list[str]] = {}
@@ -394,7 +422,10 @@ class Reader:
         return groups
 
     def _lookup(self, module: str, fused_of: Mapping[str, str]) -> str | None:
-        """Return the name under which the engine looks up ``module``, or None if the engine does not look it up."""
+        """Return the name under which the engine looks up ``module``, or None if the engine does not look it up.
+
+        fused_of: last part of a layer's name -> last part of the name of the fused layer that joins it.
+        """
         container = container_of(module)
         if container is not None and self.experts != "each":
             return container if self.experts == "container" else None
@@ -409,7 +440,7 @@ _COMPRESSED_TENSORS = (
     Reader("vLLM", vllm_compressed_tensors, VLLM_FUSED),
     Reader("SGLang", sglang_compressed_tensors, SGLANG_FUSED),
     Reader("compressed-tensors", compressed_tensors, experts="each"),
-    # transformers looks up no experts, because they are not modules there
+    # In transformers, experts are not modules, so it looks up none of them.
     Reader("transformers", compressed_tensors, experts="not asked"),
 )
 READERS: Mapping[str, tuple[Reader, ...]] = {

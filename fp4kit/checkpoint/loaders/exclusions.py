@@ -1,9 +1,13 @@
 """Write and check exclusion lists, which tell engines which layers of a checkpoint are not quantized.
 
-Each engine has its own syntax. A list names every linear layer that is copied unquantized, the name of the fused layer
-that engines make of it, and ``lm_head``. Engines quantize ``lm_head`` even if it is tied and has no tensor. A subtree
-that is copied as a whole is listed by its prefix alone, without the layers below it. Otherwise SGLang would apply the
-name of an MLA projection to this projection in every layer.
+Each container has its own syntax. A list contains:
+
+- every linear layer that is copied unquantized
+- the fused layers that engines make of these layers
+- ``lm_head``, unless it is quantized, because engines quantize it even if it is tied and has no tensor
+
+A subtree that is copied as a whole is listed by its prefix alone, without the layers below it. Otherwise SGLang would
+apply the name of an MLA projection below it to this projection in every layer of the model.
 """
 
 from __future__ import annotations
@@ -22,20 +26,25 @@ _MLA_ANY_ALIAS = "fused_qkv_a_proj*"  # vLLM's name is fused_qkv_a_proj
 
 
 def _parents(module: str) -> Iterator[str]:
-    """Yield the proper prefixes of a dotted name, the longest first."""
+    """Yield the names of the modules that contain ``module``, the innermost first: "a.b" and "a" for "a.b.c"."""
     while (cut := module.rfind(".")) > 0:
         module = module[:cut]
         yield module
 
 
 def _below(module: str, roots: Collection[str]) -> str | None:
-    """Return the member of ``roots`` that ``module`` lies below, or None if there is none."""
+    """Return the member of ``roots`` that contains ``module``, the innermost if there are several, or None.
+
+    A module does not contain itself.
+    """
     return next((parent for parent in _parents(module) if parent in roots), None)
 
 
 def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield the names of the fused layers that engines make of ``modules``, provided that none of their parts is
-    converted.
+    """Yield the names of the fused layers that engines make of ``modules``, except those with a quantized part.
+
+    modules: names of layers that stay unquantized.
+    converted: names of the quantized layers.
     """
     modules = list(modules)
     parents = {split_module(module)[0] for module in modules}
@@ -46,25 +55,31 @@ def _aliases(modules: Iterable[str], converted: Collection[str]) -> Iterator[str
 
 
 def _containers(copied: Iterable[str], converted: Iterable[str]) -> set[str]:
-    """Return the containers of experts (``...mlp.experts``) in which no expert is converted."""
+    """Return the containers of experts (``...mlp.experts``) with copied experts in which no expert is quantized.
+
+    copied: names of layers that stay unquantized.
+    converted: names of the quantized layers.
+    """
     taken = {container_of(module) for module in converted}
     return {container for module in copied if (container := container_of(module)) and container not in taken}
 
 
 def _mla_hits(names: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return whether SGLang's MLA rule would let one of ``names`` exclude a layer that is converted.
+    """Return whether SGLang's MLA rule would exclude a quantized layer if ``names`` were the exclusion list.
 
-    The rule applies the last part of a pattern, if it is an MLA projection, to every layer of the model.
+    By this rule, a pattern that ends in an MLA projection excludes this projection in every layer of the model.
+
+    converted: names of the quantized layers.
     """
     leaves = {split_module(name)[1] for name in names}.intersection(MLA_LEAVES)
     return any(leaf in split_module(module)[1] for module in converted for leaf in leaves)
 
 
 def _starred(name: str) -> str:
-    """Return a pattern that excludes an MLA projection in one layer only.
+    """Return a pattern that excludes the MLA projection ``name`` in its own layer only.
 
-    A final ``*`` turns off SGLang's MLA rule, by which the pattern would apply to every layer. Return any other name
-    unchanged.
+    The pattern ends in ``*``, which turns off SGLang's MLA rule, by which the name would apply to every layer. A name
+    that is not an MLA projection is returned unchanged.
     """
     parent, leaf = split_module(name)
     if leaf == _MLA_ALIAS:
@@ -75,10 +90,12 @@ def _starred(name: str) -> str:
 def _modelopt(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list in Model-Optimizer's syntax: names and globs.
 
-    _modelopt, _compressed_tensors, _dotted and _mxfp4 share their arguments.
-    names: single layers to exclude.
-    roots, containers: prefixes, and containers of experts, below which everything is excluded.
-    converted: the quantized layers.
+    The functions _compressed_tensors, _dotted and _mxfp4 have the same arguments.
+
+    names: names of single layers to exclude.
+    roots: prefixes below which everything is excluded.
+    containers: names of containers of experts below which everything is excluded.
+    converted: names of the quantized layers.
     """
     written = {_starred(name) for name in names} if _mla_hits(names, converted) else names
     return written | containers | {f"{root}.*" for root in roots | containers}
@@ -90,9 +107,10 @@ def _expression(root: str) -> str:
 
 
 def _mounted(root: str) -> str:
-    """Return the name that serving engines give the subtree ``root`` of a multimodal model.
+    """Return the name that serving engines give the subtree ``root`` of a multimodal model, or ``root`` if it is equal.
 
-    It is needed because engines map names in a list to their own, but not regular expressions.
+    A list needs regular expressions for both names, because engines map plain names in a list to their own names, but
+    not regular expressions.
     """
     name = root.removeprefix("model.")
     if name.startswith("language_model."):
@@ -101,8 +119,9 @@ def _mounted(root: str) -> str:
 
 
 def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns. For the arguments, see
-    _modelopt.
+    """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns.
+
+    For the arguments, see _modelopt.
     """
     covered = roots | containers
     return names | containers | {_expression(root) for root in covered | set(map(_mounted, covered))}
@@ -114,9 +133,10 @@ def _dotted(names: set[str], roots: set[str], containers: set[str], converted: C
 
 
 def _mxfp4(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list of gpt-oss for transformers. For the arguments, see _modelopt.
+    """Return the exclusion list of a gpt-oss model for transformers: names.
 
-    Names with special characters are escaped, because transformers reads names as regular expressions.
+    Names with special characters are escaped, because transformers reads names as regular expressions. For the
+    arguments, see _modelopt.
     """
     return {name if re.fullmatch(r"[\w.-]+", name) else re.escape(name) for name in names | roots | containers}
 
@@ -132,19 +152,20 @@ _SYNTAXES: Mapping[str, Callable[[set[str], set[str], set[str], Collection[str]]
 def exclusion_list(
     syntax: str, copied: Iterable[str], subtrees: Iterable[str], converted: Collection[str]
 ) -> tuple[str, ...]:
-    """Return the exclusion list of a checkpoint, sorted.
+    """Return the exclusion list to write for a checkpoint, sorted.
 
-    syntax: "modelopt" (globs: ``model.visual.*``), "compressed-tensors" (names and ``re:model\\.visual\\..*``),
-        "dotted" (SGLang's mxfp8, paths without wildcards: ``model.visual``) or "mxfp4" (``modules_to_not_convert`` of
-        gpt-oss, for transformers).
-    copied: linear layers, or stacks of experts, that stay unquantized.
-    subtrees: prefixes below which nothing is converted.
-    converted: the quantized layers.
+    One prefix covers all layers below a subtree, and all experts of a container in which none is quantized. In the
+    syntax "modelopt", an MLA projection that is copied in some layers and quantized in others gets a final ``*``, so
+    that SGLang does not apply its pattern to every layer.
 
-    One prefix covers all layers below a subtree, and all experts of a container in which none is converted. In
-    "modelopt", an MLA projection that is copied in some layers and converted in others is written with a final ``*``,
-    so that SGLang does not apply it to every layer.
-    Raises ValueError for an unknown syntax, and if a converted layer lies below a subtree.
+    syntax: "modelopt" (globs such as ``model.visual.*``), "compressed-tensors" (names, and patterns such as
+        ``re:model\\.visual\\..*``), "dotted" (SGLang's mxfp8, paths without wildcards such as ``model.visual``) or
+        "mxfp4" (``modules_to_not_convert`` of gpt-oss, for transformers).
+    copied: names of the linear layers and stacks of experts that stay unquantized.
+    subtrees: prefixes below which nothing is quantized.
+    converted: names of the quantized layers.
+
+    Raises ValueError for an unknown syntax, and if a quantized layer lies below one of ``subtrees``.
     """
     if syntax not in _SYNTAXES:
         raise ValueError(f"exclusion_list: syntax {syntax!r}; one of {', '.join(_SYNTAXES)} is needed")
@@ -171,10 +192,12 @@ _KEYS = {
 
 
 def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the exclusion list of a ``quantization_config``, or an empty one if it has none.
+    """Return the exclusion list in a ``quantization_config``, or () if it has none.
 
-    If the config has several lists, the one that comes first in _KEYS counts. Raises ValueError if it is not a list of
-    strings, because engines fail on it.
+    If the config has lists under several keys, the key that comes first in _KEYS counts. Raises ValueError if its value
+    is not a list of strings, because engines fail on such a value.
+
+    syntax: as for exclusion_list; it determines the keys.
     """
     for key in _KEYS[syntax]:
         patterns = quantization_config.get(key)
@@ -186,9 +209,9 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
 
 
 def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
-    """Return " by PATTERN", with the first pattern that excludes ``name`` on its own, for an error message.
+    """Return " by PATTERN" for a message, with the first pattern that excludes the module ``name`` on its own.
 
-    Return an empty string if there is no such pattern.
+    Return "" if there is no such pattern, or if the engine excludes the module even with an empty list.
     """
     if not reader.excluded(name, ()):
         for pattern in patterns:
@@ -201,9 +224,9 @@ def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
 
 
 def _mla_advice(reader: Reader, culprit: str) -> str:
-    """Return advice for an error message if SGLang ignores the layer number in the pattern, else an empty string.
+    """Return advice for a message if SGLang's MLA rule applies a pattern to every layer of the model, otherwise "".
 
-    culprit: the pattern as _culprit returns it.
+    culprit: " by PATTERN", as _culprit returns it.
     """
     parent, leaf = split_module(culprit.removeprefix(" by "))
     if reader.engine != "SGLang" or leaf not in MLA_LEAVES:
@@ -217,9 +240,12 @@ def _mla_advice(reader: Reader, culprit: str) -> str:
 def _verdict(
     reader: Reader, name: str, members: Sequence[str], converted: Collection[str], patterns: Sequence[str]
 ) -> str | None:
-    """Return what would go wrong when an engine looks up ``name`` in the list, or None if nothing would.
+    """Return a message about the fault that an engine meets when it looks up ``name`` in the list, or None.
 
-    members: the modules that the name stands for.
+    reader: how the engine looks up modules.
+    members: the modules that ``name`` covers, such as the layers that a fused layer joins.
+    converted: names of the quantized layers.
+    patterns: the exclusion list.
     """
     quantized = [member for member in members if member in converted]
     if quantized and len(quantized) < len(members):
@@ -240,14 +266,15 @@ def _verdict(
 def check(
     container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]
 ) -> tuple[Finding, ...]:
-    """Return a finding for every mistake that an engine would make because of an exclusion list; empty if there is
-    none.
+    """Return a finding for every module that an exclusion list makes an engine load wrongly; () if there is none.
 
-    container: one of ``containers.CONTAINERS``. For any other, no engine is known, and the result is empty.
-    patterns: the list, as the checkpoint has it.
-    copied: linear layers and stacks of experts that are not quantized.
-    converted: those that are quantized.
-    A finding names the module as the engine does: the fused layer, or the container of experts.
+    For example, a quantized layer is excluded, or an unquantized layer is not. A finding names the module as the engine
+    looks it up: the linear layer, the fused layer, or the container of experts.
+
+    container: one of ``containers.CONTAINERS``. For any other name the result is (), because no engine is known.
+    patterns: the exclusion list of the checkpoint.
+    copied: names of the linear layers and stacks of experts that are not quantized.
+    converted: names of the quantized layers.
     """
     converted = tuple(converted)
     modules = dict.fromkeys((*copied, *converted))
@@ -257,8 +284,10 @@ def check(
 def _check(
     container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]
 ) -> Iterator[Finding]:
-    """Yield the findings of every engine that reads ``container``; see check. ``modules`` are all layers, copied or
-    converted.
+    """Yield the findings of ``check`` for every engine that reads ``container``.
+
+    modules: names of all layers, copied or quantized.
+    converted: names of the quantized layers.
     """
     for reader in READERS.get(container, ()):
         lookups = reader.lookups(modules)

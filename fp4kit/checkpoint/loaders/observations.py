@@ -1,8 +1,8 @@
-"""List what engines were observed to do with each container.
+"""List what each engine was observed to do with each container.
 
-A row is (containers, families of models, engine, status, "run" or "read", note). The engines have the versions of
-``engines.VERSIONS``. They were run on a CPU with small models of every family, or their source was read. If two rows
-are about the same case, the later one holds.
+A row of RUNS is (containers, families of models, engine, status, how, note). ``how`` is "run" if the engine was run on
+a CPU with a small model of the family, and "read" if its source was read. The engines have the versions in
+``engines.VERSIONS``. If two rows cover the same container, family and engine, the later row holds.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _GPT_OSS = ("gpt-oss",)
 _DEEPSEEK_V4 = ("deepseek-v4",)
 _BF16 = ("bf16",)
 
-# families with linear layers under Hugging Face names; dense includes llama
+# Families whose linear layers have Hugging Face names. Rows for "dense" also hold for "llama", if it has no own row.
 _HF = "dense moe deepseek_v3 vlm stacked_moe"
 _NAMES = "its choice of method, exclusions, names, shapes and dtypes were tested, but not its values"
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"

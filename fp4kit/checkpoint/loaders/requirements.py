@@ -1,7 +1,7 @@
-"""Check the tensors of a container against what engines require, on plain data.
+"""Check that the tensors of a checkpoint have the names, dtypes, shapes and scales that engines require.
 
-The table lists the tensors of a linear layer ``P`` of shape [N, K]. A stack of E experts has a leading E on every
-shape.
+The functions work on plain data; no file is read. The table lists the required tensors of a linear layer ``P`` of shape
+[N, K]. For a stack of E experts, every shape has a leading E.
 
 | container                | tensors                                                                             |
 |--------------------------|-------------------------------------------------------------------------------------|
@@ -50,8 +50,9 @@ _QUANTIZED_WEIGHTS = ("U8", "I8", "F8_E4M3")
 class Required:
     """Describe a tensor that engines need for every quantized layer.
 
-    suffix: the end of its name, after the name of the layer.
-    shape: a rule over N and K, such as "N, K/16"; "" for a scalar, which may also be stored as [1].
+    suffix: the end of the tensor's name, after the name of the layer.
+    dtype: the safetensors dtype that it must have.
+    shape: its shape in terms of the layer's N and K, such as "N, K/16"; "" for a scalar, which may be stored as [1].
     """
 
     suffix: str
@@ -63,16 +64,19 @@ _CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
 
 
 def _mx(weight: str, kind: str, scale: str) -> tuple[Required, ...]:
-    """Return the tensors of an MX layer: codes and scales.
+    """Return the tensors of an MXFP4 or MXFP8 layer: codes and block scales.
 
-    weight, scale: their suffixes. kind: "packed" for 4-bit codes, "bytes" for 8-bit codes.
+    weight, scale: the suffixes of codes and block scales.
+    kind: "packed" for 4-bit codes, "bytes" for 8-bit codes.
     """
     return Required(weight, *_CODES[kind]), Required(scale, "U8", "N, K/32")
 
 
 def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
-    """Return the tensors of an NVFP4 layer: codes with the suffix ``weight``, block scales, and scalars with the
-    suffixes ``scalars``.
+    """Return the tensors of an NVFP4 layer: codes, block scales and scalars.
+
+    weight: the suffix of the codes.
+    scalars: the suffixes of the float32 scalars, such as the tensor scale.
     """
     scales = (Required(scalar, "F32", "") for scalar in scalars)
     return Required(weight, *_CODES["packed"]), Required(".weight_scale", "F8_E4M3", "N, K/16"), *scales
@@ -93,21 +97,23 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "bf16": (),
 }
 _FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
-# a layer may have these scalars even if its container does not need them
+# Suffixes of scalars that a layer may have even if its container does not require them.
 _OPTIONAL = {".input_scale", ".input_global_scale"}
 _INPUT_SCALE = Required(".input_global_scale", "F32", "")
 
 
 def _split(name: str) -> tuple[str, str] | None:
-    """Return a tensor's name as (layer, suffix), or None if no tensor of a quantized layer has such a suffix."""
+    """Split a tensor's name into (layer, suffix). Return None if its suffix is none of a quantized layer's tensors."""
     match = _SUFFIX.fullmatch(name)
     return (match[1], match[2]) if match else None
 
 
 def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
-    """Return layer -> suffix -> tensor, for every layer or stack of experts that has packed weights or scales.
+    """Group tensors by layer: layer -> suffix -> tensor, for every layer or stack of experts that has codes or scales.
 
     Model-Optimizer's stacks ``P``, ``P_weight_scale`` (Llama 4) are not recognized.
+
+    tensors: name -> (safetensors dtype, shape), for all tensors of the checkpoint.
     """
     layers: dict[str, dict[str, Tensor]] = defaultdict(dict)
     for name, tensor in tensors.items():
@@ -117,7 +123,11 @@ def quantized_layers(tensors: Mapping[str, Tensor]) -> dict[str, dict[str, Tenso
 
 
 def _is_quantized(parts: Parts) -> bool:
-    """Return whether the tensors of a layer include codes or scales."""
+    """Return whether a layer has codes or scales.
+
+    parts: suffix -> (safetensors dtype, shape). A layer whose only tensor is a ``.weight`` is quantized if this is a
+        matrix of an 8-bit dtype.
+    """
     if set(parts) - {".weight"}:
         return True
     dtype, shape = parts[".weight"]
@@ -125,10 +135,13 @@ def _is_quantized(parts: Parts) -> bool:
 
 
 def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[Required, ...]:
-    """Return the tensors that a layer needs.
+    """Return the tensors that engines require for a layer.
 
-    They depend on the layer's own dtype for DeepSeek-V4, which also has FP8 layers and, in its NVFP4 form, MXFP4
-    experts.
+    They are those of the container, with two exceptions. A compressed-tensors config can require input scales. In a
+    DeepSeek-V4 model, the dtype of the layer's weight decides, because some layers are FP8 and, beside NVFP4 experts,
+    some experts are MXFP4.
+
+    parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.
     """
     dtype = parts.get(".weight", ("",))[0]
     if container.startswith("deepseek-v4") and dtype == "F8_E4M3":
@@ -140,15 +153,19 @@ def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[
 
 
 def _evaluated(rule: str, rows: int, columns: int) -> tuple[int, ...]:
-    """Return the shape that a rule such as ``N, K/2`` gives for N = rows and K = columns. Quotients are rounded up."""
+    """Return the shape that ``Required.shape``, such as "N, K/2", gives for N = rows and K = columns.
+
+    Quotients are rounded up. The shape is () for the rule "".
+    """
     sizes = {"N": rows, "K": columns}
     terms = [term.strip().partition("/") for term in rule.split(",")] if rule else []
     return tuple(-(-sizes[size] // int(over or 1)) if size in sizes else int(size) for size, _, over in terms)
 
 
 def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...], int, int] | None:
-    """Return (leading sizes, N, K) of the matrix that a weight with the stored ``shape`` holds, or None if its rank is
-    wrong.
+    """Return (leading sizes, N, K) of a layer from the stored shape of its codes, or None if the rank is wrong.
+
+    weight: the requirement for the codes.
     """
     if weight.suffix == "_blocks":
         return (shape[:-3], shape[-3], shape[-2] * 32) if len(shape) == 4 else None
@@ -157,9 +174,11 @@ def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...],
 
 
 def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
-    """Return what is wrong with the dtype or the shape of one tensor, or None if nothing is.
+    """Return a message about the wrong dtype or shape of one tensor, or None if both are right.
 
-    lead: the leading sizes of a stack. size: N and K.
+    part: what is required.
+    lead: the leading sizes of a stack of experts; () for a single layer.
+    size: N and K of the layer.
     """
     dtype, shape = tensor
     if dtype != part.dtype:
@@ -171,8 +190,10 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
 
 
 def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Iterator[str]:
-    """Yield what is wrong with the dtypes and shapes of the tensors that a layer has. Missing tensors are not
-    reported.
+    """Yield a message for each wrong dtype or shape among the tensors that a layer has. Missing tensors are ignored.
+
+    parts: suffix -> (safetensors dtype, shape).
+    required: the tensors that engines require; the first is the codes, which determine N and K.
     """
     weight = required[0]
     logical = _logical(weight, parts[weight.suffix][1]) if weight.suffix in parts else None
@@ -190,7 +211,7 @@ def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Ite
 
 
 def _consequence(engine: str, layer: str, suffix: str) -> str:
-    """Return what an engine does if the tensor ``suffix`` of a layer is missing, as text for a finding."""
+    """Return a text for a finding that says what ``engine`` does if the tensor ``suffix`` of a layer is missing."""
     if engine == "vLLM":
         raises = suffix == ".weight_scale" and not container_of(layer)
         return 'loading raises "was never loaded"' if raises else "the engine uses uninitialised memory in its place"
@@ -198,10 +219,10 @@ def _consequence(engine: str, layer: str, suffix: str) -> str:
 
 
 def readers(container: str, family: str) -> tuple[str, ...]:
-    """Return the engines whose requirements a checkpoint is checked against.
+    """Return the names of the engines whose requirements a checkpoint is checked against.
 
-    These are the serving engines known to load the container; if there are none, those that read its exclusion list; if
-    there are none either, Model-Optimizer.
+    These are the serving engines that are known to load the container for this family of models. If there are none,
+    they are the serving engines that read its exclusion list. If there are none of these, it is Model-Optimizer.
     """
     loading = engines_for(container, family)
     serving = tuple(dict.fromkeys(each.engine for each in READERS[container] if each.engine in SERVING))
@@ -211,7 +232,11 @@ def readers(container: str, family: str) -> tuple[str, ...]:
 def _layer_findings(
     container: str, layer: str, parts: Parts, required: tuple[Required, ...], engines: Iterable[str]
 ) -> Iterator[Finding]:
-    """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container."""
+    """Yield a finding per engine for every tensor of a layer that is wrong, missing, or foreign to the container.
+
+    parts: suffix -> (safetensors dtype, shape), for the tensors that the layer has.
+    required: the tensors that engines require.
+    """
     expected = {part.suffix for part in required} | _OPTIONAL
     faults = list(_faults(container, parts, required)) if required else []
     foreign = [suffix[1:] for suffix in parts if suffix not in expected]
@@ -226,7 +251,10 @@ def _layer_findings(
 
 
 def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
-    """Return (severity, text) if a tensor scale is unusable or at risk by its value alone, else None."""
+    """Return (severity, message) for a tensor scale that is not a positive normal float32, or None if it is.
+
+    A subnormal is a warning. NaN, infinity, 0 and negative numbers are errors.
+    """
     if not math.isfinite(value) or value <= 0:
         return "error", f"{name} is {value}; a positive finite number is needed"
     if value < float(FLT_MIN):
@@ -238,9 +266,13 @@ _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest 
 
 
 def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
-    """Return what goes wrong in vLLM, which gives a fused layer one tensor scale, if those of its ``members`` differ.
+    """Return a message if the tensor scales of layers differ that vLLM joins into one fused layer with one scale.
 
-    Return None if they agree.
+    The message says by which factors values are wrong. Return None if the scales agree or some of them are unusable.
+
+    members: the names of the layers that the fused layer joins.
+    suffix: the suffix of the tensor scale.
+    scales: tensor name -> stored value.
     """
     values = {split_module(member)[1]: scales[member + suffix] for member in members if member + suffix in scales}
     if len(set(values.values())) < 2 or not all(math.isfinite(value) and value > 0 for value in values.values()):
@@ -256,7 +288,11 @@ def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) 
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Finding]:
-    """Yield a finding for every tensor scale that is unusable, and for every fused layer whose tensor scales differ."""
+    """Yield a finding for every tensor scale that is unusable, and for every fused layer whose tensor scales differ.
+
+    layers: the names of the quantized layers.
+    scales: tensor name -> stored value.
+    """
     for name, value in scales.items():
         layer, part = split_module(name)
         if fault := _unusable(part, value):
@@ -276,8 +312,12 @@ _EXPERTS_ALONE = (  # (container, engine, whether the trap concerns experts or a
 
 
 def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Finding]:
-    """Yield a warning for each engine that is known to reject or misread this container, even if the checkpoint is
-    sound.
+    """Yield a warning for each engine that is known to reject or misread a sound checkpoint in this container.
+
+    Some of these faults concern only experts, or only other layers (see _EXPERTS_ALONE). They are yielded only if the
+    checkpoint has such layers.
+
+    layers: the names of the quantized layers.
     """
     experts = {container_of(layer) is not None for layer in layers}
     for engine, each in known_traps(container, family):
@@ -294,9 +334,11 @@ _SEPARATE_EXPERT = re.compile(r"\.experts\.\d+\.")
 
 
 def split_experts(container: str, family: str, names: Iterable[str]) -> Iterator[Finding]:
-    """Yield a warning if experts are separate in a model whose experts transformers reads only as stacks.
+    """Yield a warning if experts are stored separately in a model whose experts transformers reads only as stacks.
 
-    container: one of ``containers.CONTAINERS``. family: the model's family. names: the names of its modules or tensors.
+    container: one of ``containers.CONTAINERS``.
+    family: the model's family, one of ``support.FAMILIES``.
+    names: the names of the model's modules or tensors.
     """
     each = cell(container, family, "transformers")
     if SPLIT_EXPERTS in each.note and any(map(_SEPARATE_EXPERT.search, names)):
@@ -312,16 +354,18 @@ def findings(
 ) -> list[Finding]:
     """Return a finding for each fault that an engine would meet in a checkpoint's tensors, tensor scales and configs.
 
-    container: one of ``containers.CONTAINERS``.
-    tensors: name -> (safetensors dtype, shape) of all tensors.
-    tensor_scales: name -> stored value, of tensor scales (``P.weight_scale_2``, ``P.weight_global_scale``) and input
+    The list is empty if there is none. Severity "error" means that the named engine rejects the checkpoint or decodes
+    wrong values. Severity "warning" means that the checkpoint is sound, but the named engine cannot use it or misreads
+    it, or a value is at risk. Exclusion lists are checked by ``exclusions.check``.
+
+    container: the container of the quantized layers, one of ``containers.CONTAINERS``.
+    tensors: name -> (safetensors dtype, shape), for all tensors.
+    tensor_scales: name -> stored value, for tensor scales (``P.weight_scale_2``, ``P.weight_global_scale``) and input
         scales; scales of stacks may be left out.
     config: the content of config.json.
-    hf_quant_config: the content of hf_quant_config.json, or None.
+    hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
 
-    Severity "error": the named engine rejects the checkpoint or decodes wrong values. Severity "warning": the
-    checkpoint is sound, but the named engine cannot use it or misreads it, or a value is at risk.
-    Raises ValueError for a container that is not listed. Exclusion lists are checked by ``exclusions.check``.
+    Raises ValueError for a container that is not in ``containers.CONTAINERS``.
     """
     if container not in CONTAINERS:
         raise ValueError(f"findings: container {container!r}; one of {', '.join(CONTAINERS)} is needed")

@@ -1,9 +1,9 @@
 """Tell which engine loads which container for which family of models.
 
 The table has one cell per engine, container and family. A cell says what the engine does, and how this is known: "run"
-(its own code loaded such a file) or "read" (in its source). Without a cell, it is unknown what the engine does. The
-default format, the rejection of pairs that nothing loads, the traps in reports and the table in the docs follow from
-this table.
+(the engine's own code loaded such a file) or "read" (its source was read). If there is no cell, it is unknown what the
+engine does. Four things follow from this table: the default format of a conversion, the rejection of formats that no
+engine loads, the warnings in reports, and the table in the docs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, na
 from fp4kit.checkpoint.loaders.observations import RUNS
 
 FAMILIES = ("dense", "llama", "moe", "stacked_moe", "granite_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
-# Models whose experts transformers reads only as stacks. "granite_moe": those of which fp4kit copies the stacks.
+# model_type -> family, for models whose experts transformers reads only as stacks. fp4kit copies the stacks of
+# "granite_moe" models unquantized.
 _FAMILY_OF_STACKS = {
     "llama4": "stacked_moe",
     "llama4_text": "stacked_moe",
@@ -44,11 +45,11 @@ _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_exp
 
 @dataclass(frozen=True)
 class Cell:
-    """Say what one engine does with a container.
+    """Say what one engine does with a container of a model of one family.
 
     status: "loads", "fails", "wrong values" or "unknown".
-    how: how this is known: "run", "read", or "" if the status is "unknown".
-    note: a condition or reason; "" if there is none.
+    how: "run" if the engine was run, "read" if its source was read, "" if the status is "unknown".
+    note: a condition or a reason as text; "" if there is none.
     """
 
     status: Status
@@ -60,7 +61,7 @@ _UNKNOWN = Cell("unknown")
 
 
 def _cells() -> dict[tuple[str, str, str], Cell]:
-    """Return (container, family, engine) -> cell, from the rows of observations."""
+    """Return (container, family, engine) -> cell, from ``observations.RUNS``. Later rows override earlier rows."""
     table: dict[tuple[str, str, str], Cell] = {}
     for containers, families, engine, status, how, note in RUNS:
         for container_id in containers:
@@ -73,11 +74,16 @@ _CELLS = _cells()
 
 
 def cell(container_id: str, family: str, engine: str) -> Cell:
-    """Return what ``engine`` does with a container of a model of ``family``. If nothing is known, its status is
-    "unknown".
+    """Return the cell that says what ``engine`` does with a container of a model of ``family``.
 
-    For "llama", the cell of "dense" is returned if "llama" has no cell of its own.
-    Raises ValueError for a container, family or engine that is not listed.
+    Its status is "unknown" if nothing is known. If the family "llama" has no cell of its own, the cell of "dense" is
+    returned.
+
+    container_id: one of ``containers.CONTAINERS``.
+    family: one of FAMILIES.
+    engine: one of ``engines.VERSIONS``.
+
+    Raises ValueError if one of the arguments is not listed there.
     """
     if container_id not in CONTAINERS or family not in FAMILIES or engine not in VERSIONS:
         raise ValueError(
@@ -91,15 +97,21 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
 
 
 def engines_for(container_id: str, family: str) -> tuple[str, ...]:
-    """Return the serving engines (vLLM, SGLang, transformers) that load a container for models of ``family``."""
+    """Return the names of the serving engines (vLLM, SGLang, transformers) that load a container for a family.
+
+    Return () if none is known to load it.
+    """
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
 
 
 def _rank(container_id: str, family: str) -> tuple[int, int, int]:
     """Return a sort key for a container; a larger key is better.
 
-    It consists of three numbers: the serving engines that load the container; minus those that silently misread it; and
-    the loading engines for which this was run rather than read.
+    It consists of three numbers of serving engines:
+
+    - those that load the container
+    - those that silently misread it, negated
+    - those that load it and were run, rather than only their source read
     """
     cells = [cell(container_id, family, engine) for engine in SERVING]
     loads = [each for each in cells if each.status == "loads"]
@@ -107,7 +119,7 @@ def _rank(container_id: str, family: str) -> tuple[int, int, int]:
 
 
 def _candidates(kind: str) -> list[LoaderContainer]:
-    """Return the containers that can store recipes of ``kind``, without bf16."""
+    """Return the quantized containers that can store recipes of ``kind``, one per format, in the order of FORMATS."""
     found = (container(format, kind) for format in FORMATS if format != "bf16")
     return [each for each in found if each is not None]
 
@@ -115,8 +127,9 @@ def _candidates(kind: str) -> list[LoaderContainer]:
 def best_format(kind: str, family: str) -> str | None:
     """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
 
-    Ties are broken by fewer engines that silently misread it, then by more engines that were run, then by the order of
-    FORMATS. Return None if no engine is known to load any format.
+    Return None if no engine is known to load any format. Among formats with equally many engines, the one that fewer
+    engines silently misread is chosen, then the one that more engines were seen to load in a run, then the first in
+    FORMATS. Raises ValueError for a kind that is not in KINDS.
     """
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
@@ -125,7 +138,10 @@ def best_format(kind: str, family: str) -> str | None:
 
 
 def _way_out(kind: str, family: str) -> str:
-    """Return advice for an error message: the recipe and the format that engines load for models of ``family``."""
+    """Return advice for an error message: a format that engines load for ``family``, with a recipe of ``kind``.
+
+    If there is none, a kind of recipe for which there is one is named as well, or else the format bf16.
+    """
     for other in (kind, *(each for each in KINDS if each != kind)):
         best = best_format(other, family)
         if best is not None:
@@ -136,17 +152,17 @@ def _way_out(kind: str, family: str) -> str:
 
 
 def _stored(format: str, kind: str) -> LoaderContainer:
-    """Return the container in which ``format`` stores recipes of ``kind``. The pair must be a valid one."""
+    """Return the container in which ``format`` stores recipes of ``kind``, which must exist."""
     found = container(format, kind)
     assert found is not None
     return found
 
 
 def refusal(format: str, kind: str, family: str) -> str | None:
-    """Return why a conversion to ``format`` by a recipe of ``kind`` is rejected, and what to use instead.
+    """Return the reason why a conversion to ``format`` by a recipe of ``kind`` is rejected, or None if it is accepted.
 
-    A pair is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load it for
-    models of ``family``. Return None for any other pair.
+    It is rejected if the format cannot store recipes of this kind, or if no serving engine is known to load the result
+    for models of ``family``. The text also says what to use instead.
     """
     target = container(format, kind)
     if target is None:
@@ -166,15 +182,19 @@ def refusal(format: str, kind: str, family: str) -> str | None:
 
 
 def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, cell) for every engine that fails on the container, misreads it, or loads it with a
-    reservation.
+    """Return (engine, cell) for every engine whose cell has a note.
+
+    These engines fail on the container, misread it, or load it under a condition.
     """
     cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
     return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")
 
 
 def family_of(config: Mapping[str, Any]) -> str:
-    """Return the family of a model, one of FAMILIES, as its config.json shows it."""
+    """Return the family of a model, one of FAMILIES, judged by the content of its config.json.
+
+    Models that nothing else identifies are "moe" if the config has a number of experts, otherwise "dense".
+    """
     by_stacks = _FAMILY_OF_STACKS.get(str(config.get("model_type", "")))
     if by_stacks is not None:
         return by_stacks
@@ -195,9 +215,9 @@ def family_of(config: Mapping[str, Any]) -> str:
 
 
 def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
-    """Return one row of the table in the docs, for families that all engines treat alike.
+    """Return one row of the Markdown table in the docs, for families that all engines treat alike.
 
-    notes: note -> its number. New notes are added.
+    notes: text of a note -> its number. Notes that are new in this row are added to it.
     """
     cells = []
     for engine in VERSIONS:
@@ -209,7 +229,10 @@ def _row(container_id: str, families: list[str], notes: dict[str, int]) -> str:
 
 
 def _alike(container_id: str) -> list[list[str]]:
-    """Return the families in groups that all engines treat alike. Families of which nothing is known are left out."""
+    """Group the families that every engine treats alike, as a list of groups.
+
+    Families about which nothing is known for this container are left out.
+    """
     groups: dict[tuple[Cell, ...], list[str]] = {}
     for family in FAMILIES:
         groups.setdefault(tuple(cell(container_id, family, engine) for engine in VERSIONS), []).append(family)
@@ -217,8 +240,9 @@ def _alike(container_id: str) -> list[list[str]]:
 
 
 def markdown() -> str:
-    """Return the table of the docs as Markdown: a row per container and group of families, a column per engine, and
-    notes below.
+    """Return the table for the docs as Markdown, with one column per engine, and numbered notes below it.
+
+    Each row is for one container and a group of families that every engine treats alike.
     """
     notes: dict[str, int] = {}
     head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
