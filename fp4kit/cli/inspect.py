@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.checkpoint.model.closed_world import CARRIED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.inspect import Checkpoint, open_checkpoint, quantization_summary
+from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text

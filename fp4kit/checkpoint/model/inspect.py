@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.model import closed_world
-from fp4kit.checkpoint.model.closed_world import REFUSED
+from fp4kit.checkpoint.model.items import REFUSED, Item
 from fp4kit.checkpoint.model.model_files import (
     CONFIG,
     HF_QUANT_CONFIG,
@@ -62,7 +62,7 @@ class Checkpoint:
         return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
     @lazy_property
-    def items(self) -> tuple[closed_world.Item, ...]:
+    def items(self) -> tuple[Item, ...]:
         """The items that the checkpoint stores besides its quantized layers. Each says whether fp4kit knows it."""
         return closed_world.items_of(self, self.weights)
 

@@ -27,6 +27,7 @@ from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.model import closed_world, side_files, wrapper_names
 from fp4kit.checkpoint.model.declared_quantization import check_declared
+from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, Source, open_source
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
@@ -142,7 +143,7 @@ class Plan:
     ignore: tuple[str, ...]
     warnings: tuple[str, ...]
     auxiliary: side_files.AuxiliaryFiles
-    items: tuple[closed_world.Item, ...] = ()
+    items: tuple[Item, ...] = ()
     kv_cache: kv_cache.KvCache | None = None
     input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
 
@@ -288,12 +289,12 @@ class _Planner:
     """
 
     def __init__(
-        self, source: Source, request: Request, weights: Mapping[str, Weight], items: tuple[closed_world.Item, ...]
+        self, source: Source, request: Request, weights: Mapping[str, Weight], items: tuple[Item, ...]
     ) -> None:
         self.source, self.request, self.weights = source, request, weights
         self.config = source.config
         self.items = items
-        self.left_out = {item.name for item in items if item.group == closed_world.IGNORED}
+        self.left_out = {item.name for item in items if item.group == IGNORED}
         self.form = request.form_for(self.config)
         mlx.check_source(self.form, [weight.name for weight in weights.values()])
         self.kv_cache = kv_cache.kv_cache_of(source)

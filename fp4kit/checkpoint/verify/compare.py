@@ -17,9 +17,10 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
-from fp4kit.checkpoint.model.closed_world import REFUSED, Item, items_of
+from fp4kit.checkpoint.model.closed_world import items_of
 from fp4kit.checkpoint.model.decode import codes_of, row_chunks
 from fp4kit.checkpoint.model.inspect import Checkpoint, natural_order, open_checkpoint
+from fp4kit.checkpoint.model.items import REFUSED, Item
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.compare_configs import ConfigDifference, compare_configs

@@ -24,8 +24,8 @@ from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_l
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
-from fp4kit.checkpoint.model.closed_world import IGNORED, REFUSED, Item
 from fp4kit.checkpoint.model.inspect import Checkpoint
+from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
 from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
