@@ -1,3 +1,4 @@
-"""Check a checkpoint (its integrity, what loaders make of it, its values), compare two checkpoints, and repair tensor
-scales that disagree.
+"""Verify a checkpoint, compare two checkpoints, and repair tensor scales that disagree.
+
+Verifying covers the integrity of the files, the requirements of inference engines, and the values.
 """

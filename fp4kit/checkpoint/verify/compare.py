@@ -1,7 +1,8 @@
-"""Compare two checkpoints tensor by tensor: missing tensors, other dtypes or shapes, differing bytes.
+"""Compare two checkpoints a and b: their tensors, quantized layers, configs and file metadata.
 
-If a layer is quantized in at least one of the checkpoints, its codes, scales, decoded values and SQNR are compared as
-well. So are configs and the metadata of the files (compare_configs.py).
+Tensors are compared by name: presence, dtype, shape and bytes. If a layer is quantized in at least one checkpoint, its
+codes, scales and decoded values are compared as well, and the SQNR is computed. ``compare_configs.py`` compares configs
+and metadata.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from fp4kit.storage.safetensors_file import TensorEntry
 class TensorDifference:
     """Describe one tensor that differs between checkpoints a and b.
 
-    kind: "missing" (from b), "extra" (only in b), "dtype", "shape" or "bytes".
-    detail: what differs, in words.
+    kind: "missing" (only in a), "extra" (only in b), "dtype", "shape" or "bytes".
+    detail: what differs, as text.
     """
 
     name: str
@@ -42,14 +43,14 @@ class TensorDifference:
 
 @dataclass(frozen=True)
 class LayerDifference:
-    """Describe how a layer differs that is quantized in checkpoint a, in b, or in both.
+    """Describe the differences of a layer that is quantized in checkpoint a, in b, or in both.
 
-    elements: the number of its elements.
-    codes, scales: how many codes and block scales differ; None if one checkpoint has the layer unquantized.
-    values: how many decoded values differ in their bits.
-    tensor_scales: the tensor scales in a and in b; None where there is none.
-    sqnr_db: the SQNR of b's values, with a's values as the signal.
-    tensors: the names of the tensors that hold the layer, in a and in b.
+    elements: the number of elements of the layer.
+    codes, scales: the number of codes and block scales that differ; None if the layer is unquantized in a or b.
+    values: the number of decoded values whose float32 bits differ.
+    tensor_scales: the tensor scales in a and in b, as multipliers on decode; None where there is no tensor scale.
+    sqnr_db: the SQNR in decibels of the values in b, with the values in a as the signal.
+    tensors: the names of the tensors that hold the layer in a, then in b.
     """
 
     name: str
@@ -67,9 +68,9 @@ class CheckpointComparison:
     """Hold all differences between two checkpoints. How tensors are distributed over files is not compared.
 
     same: the number of tensors that are equal in dtype, shape and every byte.
-    tensors, layers, configs: what differs.
-    refused: what one of the checkpoints holds that is not known. If there is any, no layer is decoded, and ``layers``
-        is empty.
+    tensors, layers, configs: the differences; each is empty if there are none.
+    refused: the tensors, config keys and metadata entries of a or b that fp4kit does not know. If there are any, no
+        layer is decoded, and ``layers`` is empty.
     """
 
     same: int
@@ -80,7 +81,7 @@ class CheckpointComparison:
 
     @property
     def equal(self) -> bool:
-        """True if all tensors, configs and metadata are equal."""
+        """True if all tensors, configs and metadata of a and b are equal."""
         return not self.tensors and not self.configs
 
 
@@ -91,16 +92,16 @@ def compare_checkpoints(
 
     Args:
         a, b: directories, .safetensors or .gguf files.
-        progress: called with the number of bytes of ``a`` done since its last call; these numbers add up to the bytes
-            of its tensors.
-        ignore: globs of tensors, config keys and metadata entries that shall not keep layers from being decoded
-            although they are not known.
+        progress: called with the number of bytes of ``a`` compared since its last call; these numbers add up to the
+            bytes of its tensors.
+        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know. By default, such items
+            prevent the decoding of layers; those that match a glob do not.
 
     Returns:
         A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
 
     Raises:
-        CheckpointError: a checkpoint is malformed.
+        CheckpointError: a or b is malformed.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)
@@ -121,7 +122,10 @@ def compare_checkpoints(
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
-    """Return how two tensors of one name differ in presence, dtype or shape, or None if they do not."""
+    """Return the difference in presence, dtype or shape of the tensor ``name`` in two checkpoints, or None.
+
+    ``name`` must exist in at least one of them. Only the first difference is returned.
+    """
     if name not in right.tensors:
         return TensorDifference(name, "missing", _described(left.tensors[name][1]))
     if name not in left.tensors:
@@ -134,14 +138,14 @@ def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> Tensor
 
 
 def _described(entry: TensorEntry) -> str:
-    """Return a tensor's dtype and shape as text."""
+    """Return a tensor's dtype and shape as text, such as "BF16 [32, 64]"."""
     return f"{entry.dtype} {list(entry.shape)}"
 
 
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
-    """Return how many bytes of a tensor differ, or None if none do.
+    """Return a difference with the number of bytes that differ in a tensor, or None if all bytes are equal.
 
-    If both checkpoints share one file, its bytes are not read.
+    If the tensor is in the same place of the same file for both checkpoints, its bytes are not read.
     """
     (file, entry), (other, place) = left.tensors[name], right.tensors[name]
     if entry.start == place.start and os.path.samefile(file.path, other.path):
@@ -152,9 +156,12 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
 
 def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield (name, its rows in the left checkpoint, its rows in the right one) for every layer to compare.
+    """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer to compare.
 
-    These layers are quantized in at least one checkpoint, have the same shape in both, and own a tensor that differs.
+    These layers are quantized in at least one checkpoint, have equal shapes in both, and have a tensor that differs. An
+    expert of a stack is a layer of its own.
+
+    changed: the names of the tensors that differ.
     """
     forms = dict.fromkeys(weight.container for side in (right, left) for weight in side.layers.values())
     seen = set()
@@ -171,10 +178,11 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
 
 
 class _Counts(NamedTuple):
-    """Count what differs in some rows of a layer.
+    """Hold the numbers of values, codes and block scales that differ in some rows of a layer.
 
     codes, scales: None if the layer is unquantized in one checkpoint.
-    signal, noise: the sums of squares of a's values, and of the differences to b's values.
+    signal: the sum of squares of the values in checkpoint a.
+    noise: the sum of squares of the differences between the values in a and in b.
     """
 
     values: int
@@ -186,9 +194,12 @@ class _Counts(NamedTuple):
 
 @ieee("compare")
 def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> LayerDifference:
-    """Compare one layer of two checkpoints, and return how it differs.
+    """Compare one layer of two checkpoints, a few rows at a time, and return its differences.
 
-    If the element formats differ, all codes count as different.
+    If the element formats in a and b differ, all codes count as different.
+
+    name: the layer's name for the result.
+    a, b: the rows of the layer in each checkpoint.
     """
     height = max(o.weight.container.block[0] for o in (a, b) if o.weight.container is not None)
     found = [_rows_difference(a, b, rows, readers) for rows in row_chunks(*a.shape, height)]
@@ -201,13 +212,13 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 
 
 def _total(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of the counts that are not None, or None if all are."""
+    """Return the sum of the counts that are not None, or None if all counts are None."""
     present = [count for count in counts if count is not None]
     return sum(present) if present else None
 
 
 def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
-    """Compare some rows of a layer in two checkpoints, and return counts of what differs."""
+    """Compare the rows ``rows`` of a layer in two checkpoints, and return the numbers of differences."""
     one, other = a.slab(readers, rows), b.slab(readers, rows)
     x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
     codes = scales = None
@@ -224,10 +235,14 @@ def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Co
 def _different(
     format_a: Any, format_b: Any, x: Any, y: Any, total: int, a: Origin | None = None, b: Origin | None = None
 ) -> int:
-    """Return how many codes or block scales of x and y differ.
+    """Return the number of codes or block scales that differ between the arrays x and y.
 
-    If their formats or shapes differ, all count as different: ``total``, or the size of x if ``total`` is 0.
-    a, b: the layers that the codes belong to, which tell how codes are packed; None for scales.
+    If their formats or shapes differ, all of them count as different.
+
+    format_a, format_b: the formats of codes or scales, such as E4M3.
+    x, y: packed codes, or the codes of block scales.
+    total: the number of codes of x; 0 for block scales, for which the size of x is used.
+    a, b: the layers that the codes belong to, which determine how codes are packed; None for block scales.
     """
     if format_a != format_b or x.shape != y.shape:
         return total or int(x.size)
@@ -237,6 +252,6 @@ def _different(
 
 
 def _tensor_scale(origin: Origin, readers: Readers) -> float | None:
-    """Return the tensor scale of a layer as it multiplies on decode, or None if the layer has none."""
+    """Return the tensor scale of a layer as a multiplier on decode, or None if the layer has no tensor scale."""
     scale = tensor_scale_of(readers, origin.weight, origin.expert)
     return None if scale is None else float(scale)

@@ -20,10 +20,10 @@ METADATA = "__metadata__"
 class ConfigDifference:
     """Describe one entry of a config or of metadata that differs between checkpoints a and b.
 
-    place: the file, or ``__metadata__`` with the safetensors files that hold it.
-    key: the key; ``outer.inner`` in nested objects; empty for a whole file.
-    kind: "missing" (from b), "extra" (only in b) or "value".
-    a, b: the values; None where there is none.
+    place: the name of the config file, or for metadata ``__metadata__``, with the file names if they matter.
+    key: the key of the entry; ``outer.inner`` in nested objects; "" if the whole file is missing.
+    kind: "missing" (only in a), "extra" (only in b) or "value".
+    a, b: the values of the entry; None where it does not exist.
     """
 
     place: str
@@ -34,7 +34,7 @@ class ConfigDifference:
 
     @property
     def detail(self) -> str:
-        """The two values, or how they differ if they are lists, in a few words."""
+        """A short text with the two values, the differing entries of two lists, or the only value."""
         if self.kind != "value":
             return _brief(self.a if self.kind == "missing" else self.b)
         if isinstance(self.a, list) and isinstance(self.b, list):
@@ -43,11 +43,13 @@ class ConfigDifference:
 
 
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
-    """Return the differences between the configs and the metadata of two checkpoints. The order of keys is ignored.
+    """Return the differences between the configs and the metadata of two checkpoints; () if there are none.
 
-    Values of different types always differ: 1 equals neither 1.0 nor true. Metadata is compared file by file if both
-    checkpoints have files of the same names. Otherwise the metadata of all files of a checkpoint is merged before it is
-    compared.
+    The order of keys is ignored. Values of different types always differ: 1 equals neither 1.0 nor true. If both
+    checkpoints have files of the same names, metadata is compared file by file. Otherwise the metadata of all files of
+    each checkpoint is merged before it is compared.
+
+    Raises CheckpointError if the configs are nested too deeply.
     """
     try:
         return tuple(_differences(left, right))
@@ -71,7 +73,7 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences of the safetensors metadata. A difference that several files share is yielded once."""
+    """Yield the differences of the metadata in file headers. A difference that several files share is yielded once."""
     one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
     if one.keys() != other.keys():
         yield from _of_objects(METADATA, "", _merged(left), _merged(right))
@@ -85,7 +87,7 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the metadata of all files of a checkpoint: key -> its value, or a list of its values if files disagree.
+    """Merge the metadata of all files of a checkpoint: key -> value, or a sorted list of values if files disagree.
 
     The keys that number the files of a split GGUF model are left out.
     """
@@ -101,7 +103,8 @@ def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
 def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
     """Yield the differences of two JSON objects. Nested objects are compared entry by entry.
 
-    place: the file. prefix: what precedes the keys in nested objects.
+    place: the name of the file, for the results.
+    prefix: a text to put before every key: the outer keys with "." after each, or "".
     """
     for name in sorted({*a, *b}):
         key = f"{prefix}{name}"
@@ -116,19 +119,19 @@ def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, A
 
 
 def _text(value: Any) -> str:
-    """Return a value as JSON text. Two texts are equal only if the values have equal types and are equal."""
+    """Return a value as JSON text with sorted keys, so that values are equal in type and content if their texts are."""
     return json.dumps(value, sort_keys=True)
 
 
 def _brief(value: Any) -> str:
-    """Return a value as JSON text, or its number of entries if the text would be long."""
+    """Return a value as JSON text, or for an object or list of more than 40 characters its number of entries."""
     if isinstance(value, (dict, list)) and len(_text(value)) > 40:
         return f"{len(value)} entries"
     return _text(value)
 
 
 def _entries(a: list[Any], b: list[Any]) -> str:
-    """Return how two lists differ, in words: which entries only one of them has."""
+    """Describe the difference of two lists as text: how many entries only one of them has, with an example."""
     one, other = ([_text(value) for value in values] for values in (a, b))
     only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
     if not only_a and not only_b:

@@ -1,6 +1,6 @@
-"""Check the input scales of a checkpoint against each other: outliers, an inverted direction, and fused layers.
+"""Check the input scales of a checkpoint: outliers, reciprocals in place of scales, and differences in fused layers.
 
-The requirements of engines cover input scales that are missing, zero, negative, NaN or infinite (loaders/requirements).
+``loaders/requirements.py`` already reports input scales that are missing, zero, negative, NaN or infinite.
 """
 
 from __future__ import annotations
@@ -35,9 +35,13 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -> Iterator[Issue]:
-    """Yield a warning for every input scale that contradicts those of other layers.
+    """Yield a warning for every NVFP4 input scale that contradicts the input scales of other layers.
 
-    stored: tensor name -> stored value. Values that no engine can use are left out.
+    There are three kinds: most scales look like their own reciprocals; one scale is far from those of similar layers;
+    layers that an engine fuses have different scales.
+
+    weights: the layers of the checkpoint.
+    stored: tensor name -> stored value of input scales. Zero, negative, NaN and infinite values are ignored.
     """
     layers = [weight for weight in weights if weight.container is not None and weight.container.kind == "nvfp4"]
     amaxes = {weight.name: _amax_of(weight, stored) for weight in layers}
@@ -57,12 +61,13 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
 def unlike_activations(
     weights: Iterable[Weight], stored: Mapping[str, float], activations: Activations
 ) -> Iterator[Issue]:
-    """Yield an error for every NVFP4 layer whose input scale is not the one that measured activations give.
+    """Yield an error for every NVFP4 layer whose stored input scale does not follow from measured activations.
 
-    Layers without an input scale are left out, because the requirements of engines name them. Raises CheckpointError if
-    the activations do not fit the layers (see Activations.of_layers).
+    Layers without an input scale are ignored, because the requirements of engines already report them. Raises
+    CheckpointError if the activations do not fit the layers (see Activations.of_layers).
 
-    stored: tensor name -> stored value.
+    stored: tensor name -> stored value of input scales.
+    activations: the measured activations.
     """
     layers = {
         weight.name: weight
@@ -80,7 +85,11 @@ def unlike_activations(
 
 
 def recorded_activations(root: Path) -> tuple[Any, Any]:
-    """Return (rule, policy for unseen experts) that the manifest of a converted checkpoint records; None if unknown."""
+    """Return two options with which a converted checkpoint made input scales from activations, from its manifest.
+
+    They are (rule, policy for unseen experts), as for Activations.of. Each is None if the manifest does not record it
+    or if its value is unknown.
+    """
     request = (load_manifest(root) or {}).get("request")
     facts = request.get("activations") if isinstance(request, Mapping) else None
     found = facts if isinstance(facts, Mapping) else {}
@@ -89,7 +98,7 @@ def recorded_activations(root: Path) -> tuple[Any, Any]:
 
 
 def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
-    """Return the amax of a layer's inputs that its input scale stands for; 0 if it has no usable one."""
+    """Return the amax of a layer's inputs that follows from its input scale, or 0 if it has no usable input scale."""
     place, form = weight.parts.get(INPUT_SCALE), weight.container
     value = 0.0 if place is None else stored.get(place.entry.name, 0.0)
     if form is None or not (math.isfinite(value) and value > 0):
@@ -98,7 +107,12 @@ def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
 
 
 def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
-    """Yield a warning for every layer whose amax is far from the median of the layers that differ only in numbers."""
+    """Yield a warning for every layer whose input amax is far from the median of its kind.
+
+    A kind is the layers whose names differ only in numbers. Kinds of fewer than 4 layers are not checked.
+
+    amaxes: layer name -> amax of the inputs, from the input scale.
+    """
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in amaxes:
         kinds[_NUMBER.sub("#", name)].append(name)
@@ -116,9 +130,10 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
 
 
 def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:
-    """Yield a warning for every group of fused layers that have different input scales.
+    """Yield a warning for every group of layers that engines fuse but that have different input scales.
 
-    divides: the layers whose containers store divisors.
+    amaxes: layer name -> amax of the inputs, from the input scale.
+    divides: the names of the layers whose containers store divisors.
     """
     for key, members in fused_layers.fused_groups(amaxes).items():
         found = {amaxes[name] for name in members}

@@ -1,6 +1,4 @@
-"""Check a checkpoint without its source: what is not known in it, scales that lose values, and the requirements of
-loaders.
-"""
+"""Check a checkpoint without its source: unknown content, scales that lose values, and the requirements of engines."""
 
 from __future__ import annotations
 
@@ -36,13 +34,14 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 @dataclass(frozen=True)
 class Issue:
-    """Describe something wrong with a checkpoint, or worth knowing.
+    """Describe a fault of a checkpoint, or a fact worth knowing about it.
 
-    severity: "error" for what is wrong, "warning" for what is worth knowing.
-    subject: the tensor, layer or file.
+    severity: "error" for a fault, "warning" for a fact worth knowing.
+    subject: the name of the tensor, layer or file, or "model".
+    text: what is wrong. If ``count`` is not 0, it names the kind of items that are counted.
     loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an
         engine.
-    count: the number of items that ``text`` speaks of; 0 if it speaks of no number.
+    count: the number of items that ``text`` names, such as NaN block scales; 0 if nothing is counted.
     """
 
     severity: str
@@ -53,12 +52,15 @@ class Issue:
 
     @property
     def sentence(self) -> str:
-        """The text, followed by the count if there is one."""
+        """The text, followed by ": " and the count if the count is not 0."""
         return f"{self.text}: {self.count}" if self.count else self.text
 
 
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
-    """Yield an error for everything that reading refuses, and a warning for everything that ``--ignore`` leaves out."""
+    """Yield an error for every item that reading refuses, and a warning for every item that ``--ignore`` leaves out.
+
+    items: the tensors, config keys and metadata entries of a checkpoint, each with the group that it belongs to.
+    """
     for item in items:
         if item.group in (REFUSED, IGNORED):
             why = item.why if item.group == REFUSED else f"left out by --ignore; {item.why}"
@@ -76,7 +78,11 @@ _FACTS = (
 
 
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
-    """Yield an issue for each count of a layer that should be zero, such as the number of NaN block scales."""
+    """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales.
+
+    name: the layer's name.
+    tally: the counts of its stored values.
+    """
     for fact, severity, text in _FACTS:
         count = getattr(tally, fact)
         if count:
@@ -84,10 +90,13 @@ def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:
-    """Return an issue for each way in which an engine that loads this kind of checkpoint would fail on it or misread
-    it.
+    """Return an issue for each fault that the engines for this kind of checkpoint would meet when they load it.
 
-    tensor_scales: name -> stored value, of tensor scales and input scales.
+    The engine is llama.cpp for GGUF, mlx-lm for MLX and ComfyUI for its format. For all other formats, the
+    requirements in loaders/ are checked. Where no requirements are known, a warning says so.
+
+    model: the checkpoint.
+    tensor_scales: tensor name -> stored value, for tensor scales and input scales.
     """
     form, config = _form(model.layers.values()), model.config or {}
     if ggml_names.ARCHITECTURE in config:
@@ -136,15 +145,21 @@ _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
 
 
 def _unknown(container: str, names: list[str]) -> Issue:
-    """Return a warning that what engines require of some layers is not known."""
+    """Return a warning that layers in a container are not checked, because the requirements of engines are unknown.
+
+    names: the names of these layers.
+    """
     text = f"{container}: the requirements of loaders are not known, so {len(names)} layers are not checked"
     return Issue("warning", "model", text)
 
 
 def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[str]]:
-    """Return container -> names of its layers, for the layers of a mixed checkpoint that are not in ``form``.
+    """Return container name -> names of its layers, for the layers of a mixed checkpoint that are not in ``form``.
 
-    Layers that engines expect beside those of ``form``, as in DeepSeek-V4, are left out.
+    Layers that are checked together with those of ``form`` are left out, as in DeepSeek-V4. Return {} if ``form`` is
+    None.
+
+    form: the container that most layers have, from _form.
     """
     found: dict[str, list[str]] = defaultdict(list)
     beside = is_deepseek_v4(model.config or {})
@@ -156,22 +171,22 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
 
 
 def _is_checked_with(form: Container | None, name: str) -> bool:
-    """Return whether layers of the container ``name`` are checked by the requirements of ``form``.
+    """Return whether layers of the container ``name`` are checked with the requirements for the container ``form``.
 
-    Model-Optimizer's stacks of experts are, together with its single layers.
+    This is True only for Model-Optimizer's stacks of experts beside its single NVFP4 layers.
     """
     return form is MODELOPT_NVFP4 and name == MODELOPT_STACKS.name
 
 
 def _issue(found: Finding) -> Issue:
-    """Return a finding about an engine in the form of an Issue."""
+    """Convert a finding about an engine to an Issue."""
     return Issue(found.severity, found.subject, found.text, f"{found.engine} {found.version}")
 
 
 def _form(weights: Iterable[Weight]) -> Container | None:
     """Return the container that most layers have, or None if no layer is quantized.
 
-    Containers that have a ``--format`` take precedence, because the requirements of loaders are known only for these.
+    Containers that ``--format`` can write take precedence, because the requirements of engines are known only for them.
     """
     counts = Counter(weight.container for weight in weights if weight.container is not None)
     usable = {form: count for form, count in counts.items() if form.format} or counts
@@ -179,10 +194,13 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
 
 def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
-    """Return the name by which the requirements of loaders list the container ``form``.
+    """Return the name of the container ``form`` in loaders/, such as "modelopt NVFP4".
 
-    NVFP4 has two names, with or without scales of activations. The config decides; if it says nothing, the majority of
-    layers does.
+    Model-Optimizer's NVFP4 has two names there: with and without input scales. The ``quant_algo`` of the config
+    decides. If the config has none, the name with input scales is returned if most layers have input scales.
+
+    weights: the layers of the checkpoint.
+    config: the content of config.json.
     """
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
@@ -196,9 +214,12 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 
 
 def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterator[Finding]:
-    """Yield a finding for each mistake that an engine would make because of the checkpoint's exclusion list.
+    """Yield a finding for each module that the checkpoint's exclusion list makes an engine load wrongly.
 
-    name: the container as the requirements of loaders list it.
+    Nothing is yielded if the container has no exclusion list, or if no engine reads it.
+
+    name: the container's name in loaders/, from _container_id.
+    form: the container; None if no layer is quantized.
     """
     declared = (model.config or {}).get("quantization_config")
     syntax = CONTAINERS[name].syntax
@@ -214,12 +235,11 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterato
 
 
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
-    """Return the names of the unquantized linear layers and stacks of experts, which the exclusion list must
-    contain.
-    """
+    """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list."""
     facts = model_facts(model.config or {})
     parts = part_names(model.layers.values())
-    # A stack may be stored as [E, K, N]. Its axis order changes why it is unquantized, but not whether it is listed.
+    # A stack may be stored as [E, K, N] and is then taken for [E, N, K]. This can change the reason why it is
+    # unquantized, but not whether it must be listed.
     found = [
         candidate(name, entry.dtype, entry.shape, facts)
         for name, (_, entry) in model.tensors.items()
@@ -230,8 +250,9 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
 
 
 def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
-    """Merge issues of equal severity, loader and text: return each once, with the sum of the counts, and all of their
-    subjects.
+    """Merge issues that have equal severity, loader and text, so that a report can show them in one line.
+
+    Return (first issue with the sum of all counts, the subjects of all issues) for each such group.
     """
     found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
     for issue in issues:

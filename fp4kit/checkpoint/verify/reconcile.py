@@ -1,12 +1,16 @@
 """Repair a checkpoint in which layers that a loader joins into one have different tensor scales.
 
 A loader joins q, k and v, or gate and up, into one fused layer. These layers are its parts. vLLM uses one tensor scale
-for a fused layer and does not rescale the parts, so their values are wrong if the parts have different tensor scales.
+for a fused layer and does not rescale the parts, so values are wrong if the parts have different tensor scales.
 
-Let s be the tensor scale of a part, which multiplies on decode, and t the largest s. The block scales of a part become
-E4M3(block_scale * (s / t)). Each step rounds to nearest even; the quotient and the product are float32. Codes stay. A
-part with s = t keeps its codes and block scales. All parts store the number of the part that has t, bit for bit. Values
-are exact if s / t is a power of two and no block scale becomes subnormal.
+Let s be the tensor scale of a part, as a multiplier on decode, and t the largest s of the fused layer. Then
+
+  new block_scale = E4M3(block_scale * (s / t))
+  new tensor scale = t
+
+The quotient, the product and E4M3 round to nearest even; quotient and product are float32. Codes do not change, and a
+part with s = t keeps its block scales. All parts store the tensor scale of the part that has t, bit for bit. Values do
+not change if s / t is a power of two and no block scale becomes subnormal.
 """
 
 from __future__ import annotations
@@ -55,13 +59,14 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True)
 class Repair:
-    """Describe one layer that gets another tensor scale.
+    """Describe one layer that gets a new tensor scale.
 
-    name, group: the layer, and the fused layer that it is part of.
-    before, after: the old and the new tensor scale, as they multiply on decode.
-    block_scales, changed: how many block scales the layer has, and how many of them change.
-    underflow: the number of block scales that were nonzero and become zero.
-    sqnr_db: the SQNR of the new values, with the old ones as the signal; inf if no value changes.
+    name: the name of the layer.
+    group: the name of the fused layer that it is part of.
+    before, after: the old and the new tensor scale, as multipliers on decode.
+    block_scales, changed: the number of block scales of the layer, and the number of them that change.
+    underflow: the number of nonzero block scales that become zero.
+    sqnr_db: the SQNR in decibels of the new values, with the old values as the signal; inf if no value changes.
     """
 
     name: str
@@ -78,9 +83,9 @@ class Repair:
 class Reconciliation:
     """Report what a reconciliation found and did.
 
-    groups: the number of fused layers.
-    repairs: the layers that get another tensor scale.
-    destination: where the copy was written; None if nothing was written.
+    groups: the number of fused layers in the checkpoint.
+    repairs: the layers that get a new tensor scale; empty if all fused layers agree.
+    destination: the copy that was written; None if nothing was written, because there was no destination or no repair.
     """
 
     groups: int
@@ -89,10 +94,9 @@ class Reconciliation:
 
 
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Return fused layer -> name of a part -> its weight, for the fused layers whose parts store different tensor
-    scales.
+    """Return fused layer -> part name -> weight, for the fused layers whose parts store different tensor scales.
 
-    The stored numbers are compared, because engines compare these. Two different divisors may have one reciprocal.
+    The stored numbers are compared, because engines compare these. Two different divisors may have equal reciprocals.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}
@@ -104,7 +108,7 @@ def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weigh
 
 
 def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
-    """Return the bits of the stored tensor scale, and whether it is a divisor."""
+    """Return the bytes of a weight's stored tensor scale, and True if it is a divisor."""
     assert weight.container is not None
     return scalar_of(readers, weight, TENSOR_SCALE).tobytes(), weight.container.divides
 
@@ -112,8 +116,10 @@ def _stored(weight: Weight, readers: Readers) -> tuple[bytes, bool]:
 def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
     """Return the part of a fused layer that has the largest tensor scale.
 
-    Among parts with equal scales, return the one with the smallest stored number. It decides only between divisors, of
-    which several may have one reciprocal.
+    Among parts with equal scales, return the part with the smallest stored number. Stored numbers can differ only if
+    they are divisors with equal reciprocals.
+
+    parts: part name -> weight.
     """
 
     def scale(part: Weight) -> tuple[float, float]:
@@ -125,8 +131,10 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 
 
 def _layers(source: Source) -> dict[str, Weight]:
-    """Return tensor name -> weight, for the layers whose tensor scale can be reconciled: single layers, not stacks of
-    experts.
+    """Return tensor name -> weight, for the layers whose tensor scale can be reconciled.
+
+    These are single layers with a tensor scale. Stacks of experts, swizzled layers and layers that store an amax as
+    tensor scale are left out.
     """
     weights = weights_of(source.tensors, source.config)
     return {
@@ -149,21 +157,24 @@ def reconcile(
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
 
     A fused layer consists of layers that a loader joins into one, such as q, k and v. Everything except the scales of
-    parts that disagree is copied byte for byte, including configs and index.
+    parts that disagree is copied byte for byte, including configs and index. A directory gets a new manifest. If all
+    parts agree, nothing is written.
 
     Args:
         source: a model directory or safetensors file with Model-Optimizer's or compressed-tensors' NVFP4.
-        destination: a new directory, or a new safetensors file if the source is one; None to report only and write
-            nothing.
+        destination: a new directory, or a new safetensors file if the source is a safetensors file; None to write
+            nothing and only report.
         progress: called with the number of bytes of tensors written since the last call.
-        ignore: globs of tensors, config keys and metadata entries to copy although they are not known.
+        ignore: globs of tensors, config keys and metadata entries to copy although fp4kit does not know them.
 
     Returns:
-        A Reconciliation.
+        A Reconciliation with the repaired layers.
 
     Raises:
-        CheckpointError: the checkpoint has no tensor scales, or a scale is not a positive normal float32; and what
-            convert raises for a destination.
+        CheckpointError: the checkpoint has no tensor scales, a tensor scale of a repaired layer is not a positive
+            normal float32, or the destination is rejected as by convert.
+
+    Numerics: see the head of this file for the formula and its rounding.
     """
     model = open_source(Path(source))
     if is_gguf_config(model.config):
@@ -193,9 +204,13 @@ def reconcile(
 
 
 class _Repaired:
-    """Hold the old and the new scales of one layer whose fused layer disagrees.
+    """Hold the old and the new scales of one part of a fused layer whose parts disagree.
 
+    weight: the part.
+    group: the name of the fused layer.
     largest: the part of the fused layer whose tensor scale all parts get.
+
+    Raises CheckpointError if the tensor scale of the part or of ``largest`` is not a positive normal float32.
     """
 
     def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
@@ -213,19 +228,20 @@ class _Repaired:
         self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
         self.new = _rescaled(self.form, self.old, scale, shared)
         self.was = scalar_of(readers, weight, TENSOR_SCALE)
-        # Store the bits of the largest part's number, because the reciprocal of its reciprocal may be another number.
+        # Copy the largest part's stored number: the reciprocal of a divisor's reciprocal may differ from the divisor.
         self.stored = scalar_of(readers, largest, TENSOR_SCALE)
         if largest.container.direction != self.form.direction:
             self.stored = np.float32(1) / shared if self.form.divides else shared
 
     def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (tensor name, new array) for the block scales and the tensor scale."""
+        """Yield (tensor name, new array) for the block scales, then for the tensor scale."""
         yield self.weight.parts[SCALES].entry.name, self.new
         yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([self.stored], np.float32)
 
     def report(self, readers: Readers) -> Repair:
-        """Return what changes and what it costs: decode the layer with the old and the new scales, a few rows at a
-        time, and compare.
+        """Return a Repair with the changes of the scales and the SQNR of the new values.
+
+        The layer is decoded with the old and the new scales, a few rows at a time.
         """
         assert self.form.scale is not None
         rows, columns = self.weight.shape
@@ -249,9 +265,12 @@ class _Repaired:
 def _rescaled(
     form: Container, codes: npt.NDArray[np.uint8], scale: np.float32, shared: np.float32
 ) -> npt.NDArray[np.uint8]:
-    """Return the E4M3 codes of block_scale * (scale / shared), given the codes of the block scales.
+    """Return the E4M3 codes of block_scale * (scale / shared). Nothing overflows, because scale <= shared.
 
-    As scale <= shared, nothing overflows. NaN stays NaN.
+    NaN stays NaN.
+
+    codes: the E4M3 codes of the block scales.
+    scale, shared: the old and the new tensor scale, as multipliers on decode.
     """
     assert form.scale is not None
     found: npt.NDArray[np.uint8] = form.scale.encode(form.scale.values[codes] * (scale / shared))
@@ -259,7 +278,11 @@ def _rescaled(
 
 
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
-    """Write a copy of all files of the model, in which only the scales of ``changed`` have new bytes."""
+    """Write a copy of a model to ``target``, in which only the scales of the layers in ``changed`` have new bytes.
+
+    changed: layer name -> its new scales.
+    tick: called with the number of bytes of tensors written since the last call.
+    """
     is_file = target.suffix.lower() == ".safetensors"
     if is_file and not model.root.is_file():
         raise CheckpointError(f"{target}: a model directory becomes a directory; name one without .safetensors")
@@ -287,7 +310,7 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
 
 @dataclass(frozen=True)
 class _Spec:
-    """Hold what the header of a safetensors file says of a tensor."""
+    """Hold the name, dtype and shape of a tensor for the header of a safetensors file."""
 
     name: str
     dtype: str
@@ -297,9 +320,10 @@ class _Spec:
 def _write_file(
     file: SafetensorsFile, folder: Path, new: Mapping[str, np.ndarray], readers: Readers, tick: Progress
 ) -> None:
-    """Write a copy of one safetensors file.
+    """Write a copy of one safetensors file into ``folder``.
 
-    new: tensor name -> new array; all other tensors are copied.
+    new: tensor name -> new array; all other tensors are copied byte for byte.
+    tick: called with the number of bytes of each chunk after it is written.
     """
     specs = [_Spec(entry.name, entry.dtype, entry.shape) for entry in file.entries]
     with SafetensorsWriter(folder / file.name, specs, file.metadata) as writer:
@@ -313,7 +337,7 @@ def _write_file(
 def _chunks(
     file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers
 ) -> Iterator[np.ndarray]:
-    """Yield the array that replaces a tensor, or the tensor's stored bytes in chunks if ``new`` does not have it."""
+    """Yield the new array of a tensor if ``new`` has its name, otherwise its stored bytes in chunks."""
     if entry.name in new:
         yield new[entry.name]
     else:

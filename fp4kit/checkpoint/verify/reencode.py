@@ -1,8 +1,8 @@
 """Re-encode the layers of a checkpoint from its source, and compare the result with the checkpoint byte by byte.
 
-A layer is re-encoded by the code of a conversion (run_job.produce), whose bytes are compared with the file instead of
-written. If layers share a tensor scale, their amax is computed from the source first. At most a slab (some rows of a
-layer) is in memory at a time.
+A layer is re-encoded by the function that a conversion uses (run_job.produce). Its bytes are compared with the file
+instead of being written. If layers share a tensor scale, their amax is computed from the source first. Each worker
+holds at most a slab (some rows of a layer) in memory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
 
 def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, int], Origin]:
-    """Return (layer, expert) -> the rows of the source that it was made from, for the weights of a checkpoint.
+    """Return (layer name, expert number) -> the rows of the source from which the matrix was made.
 
-    A weight that has no counterpart of its shape in the source is left out.
+    A matrix without a counterpart of equal shape in the source is left out. A single layer has the expert number 0.
+
+    stored: the weights of the checkpoint.
+    original: the source.
     """
     stored = list(stored)
     whole = {weight.name: weight for weight in weights_of(original.tensors, original.config).values()}
@@ -61,9 +64,9 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
 
 
 def transposed_from(stored: Iterable[Weight], original: Source) -> dict[str, tuple[str, ...]]:
-    """Return name of a weight -> the source's tensors of which it holds the transpose, which are not compared.
+    """Return weight name -> names of source tensors, for quantized weights that hold the transpose of these tensors.
 
-    mlx-lm stores a part of DeepSeek's kv_b_proj so.
+    Such weights are not compared with the source. mlx-lm stores a part of DeepSeek's kv_b_proj in this way.
     """
     counterparts = Counterparts(original)
     found = {w.name: counterparts.of(w, 0) for w in stored if w.container is not None}
@@ -75,12 +78,12 @@ class Settings:
     """Say how the checkpoint was made, as far as this is known.
 
     recipe: the recipe of its quantized layers; None if unknown.
-    input_scale: the input scale written for every layer; None if unknown.
-    nonfinite: what the conversion did with NaN and infinities, "keep" or "saturate"; None if unknown, so that each
-        layer may be either.
+    input_scale: the input scale that was written for every layer; None if unknown.
+    nonfinite: what the conversion did with NaN and infinities, "keep" or "saturate"; None if unknown. Then both are
+        tried.
     devices: the CUDA devices to use in turn; None stands for the CPU.
-    search: the search of block scales; None if they were not searched.
-    weighted: True if the search had column weights. ``search`` contains these only if the user gave them.
+    search: the search that determined the block scales; None if they were not searched.
+    weighted: True if the search had column weights. ``search`` contains the weights only if the user gave them.
     """
 
     recipe: Recipe | None = None
@@ -95,11 +98,12 @@ class Settings:
 class Check:
     """Describe one matrix of the checkpoint to check.
 
-    stored, expert: the weight, and the number of the matrix in it.
-    origin: the rows of the source that it was made from; None without a source.
-    job: the job that re-encodes it; None if it cannot be re-encoded.
-    why: why there is no job; "" if there is one or if there is no source.
-    may_saturate: True if the conversion may have replaced NaN and infinities. The job keeps them.
+    stored: the weight that holds the matrix.
+    expert: the number of the matrix in a stack of experts; 0 for a single layer.
+    origin: the rows of the source from which the matrix was made; None if there are none.
+    job: the job that re-encodes the matrix; None if it cannot be re-encoded.
+    why: the reason why there is no job; "" if there is a job or no ``origin``.
+    may_saturate: True if it is unknown whether the conversion replaced NaN and infinities. The job keeps them.
     """
 
     stored: Weight
@@ -111,12 +115,15 @@ class Check:
 
     @property
     def key(self) -> str:
-        """A key that is unique among the checks: layer name and expert number."""
+        """The layer name and expert number as one text, which is unique among the checks."""
         return f"{self.stored.name}#{self.expert}"
 
     @property
     def needs_amax(self) -> bool:
-        """True if the matrix cannot be re-encoded before an amax is known, so that its source is read twice."""
+        """True if the source rows must be measured (amax, scale exponents) before the matrix can be re-encoded.
+
+        They are then read twice.
+        """
         job = self.job
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
             return False
@@ -125,7 +132,7 @@ class Check:
 
     @property
     def nbytes(self) -> int:
-        """The size of the source rows that the matrix comes from; without a source, the size of the matrix itself."""
+        """The size in bytes of the source rows of the matrix; without source rows, that of the stored matrix."""
         if self.origin is None:
             return self.stored.nbytes // self.stored.experts
         source = self.origin.weight
@@ -133,7 +140,7 @@ class Check:
 
     @property
     def nbytes_read(self) -> int:
-        """The number of bytes that the check reads. A matrix whose amax is computed first is read twice."""
+        """The number of bytes that the check counts as read: ``nbytes``, or twice as many if ``needs_amax`` is True."""
         return self.nbytes * (1 + self.needs_amax)
 
 
@@ -141,12 +148,13 @@ class Check:
 class ReencodedLayer:
     """Report the result of a check.
 
-    tally: counts of the stored values, such as NaN or saturated ones.
-    action: how the matrix was re-encoded; "" if it was not.
-    compared, differing: part (codes, scales, ...) -> number of bytes.
-    error: why re-encoding failed; "" if it did not.
-    usual_db: the SQNR in decibels that the format usually gives on the source of this matrix; None if it was re-encoded
-        or has no source.
+    check: the check that was run.
+    tally: counts of the stored values, such as NaN or saturated values.
+    action: the action by which the matrix was re-encoded, such as "quantize"; "" if it was not.
+    compared, differing: part (codes, scales, ...) -> the number of bytes that were compared, and that differ.
+    error: the error message if re-encoding failed; otherwise "".
+    usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the matrix
+        was re-encoded or has no source rows.
     """
 
     check: Check
@@ -159,9 +167,11 @@ class ReencodedLayer:
 
 
 def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
-    """Yield a Check for every matrix that is quantized, or was decoded from a quantized source.
+    """Yield a Check for every matrix that is quantized, or that was decoded from a quantized source.
 
-    found: the rows of the source that matrices come from, from origins_of; empty without a source.
+    stored: the weights of the checkpoint.
+    found: the source rows of matrices, from origins_of; empty without a source.
+    settings: how the checkpoint was made.
     """
     stored = list(stored)
     groups = _groups(stored)
@@ -180,7 +190,7 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 
 
 def _groups(stored: Iterable[Weight]) -> dict[str, str]:
-    """Return layer name -> name of its group, for layers that share a tensor scale."""
+    """Return layer name -> name of its group, for the layers that share a tensor scale with other layers."""
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]
     )
@@ -189,9 +199,13 @@ def _groups(stored: Iterable[Weight]) -> dict[str, str]:
 def _job(
     stored: Weight, expert: int, origin: Origin, group: str, settings: Settings, device: int | None
 ) -> tuple[Job | None, str]:
-    """Return (the job that re-encodes a matrix, ""), or (None, the reason) if this is not possible.
+    """Return (the job that re-encodes a matrix, ""), or (None, the reason as text) if this is not possible.
 
-    group: the name of the layers that share the tensor scale.
+    stored, expert: the weight of the checkpoint, and the number of the matrix in it.
+    origin: the source rows of the matrix.
+    group: the name of the group of layers that share its tensor scale.
+    settings: how the checkpoint was made.
+    device: the CUDA device that computes; None for the CPU.
     """
     form, recipe = stored.container, settings.recipe
     if form is not None and form.stack == "columns":
@@ -233,9 +247,10 @@ def _job(
 
 
 def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target, ...]:
-    """Return where the bytes of one matrix are in each tensor of a weight.
+    """Return the byte ranges of one matrix in the tensors of a weight, one Target per tensor.
 
-    The input scale is included only if its right value is known.
+    expert: the number of the matrix in a stack of experts.
+    has_input_scale: True to include the input scale, because its right value is known.
     """
     found = []
     for part, place in weight.parts.items():
@@ -246,8 +261,11 @@ def _targets(weight: Weight, expert: int, has_input_scale: bool) -> tuple[Target
 
 
 class _Comparison:
-    """Take the bytes of a re-encoded matrix, part by part in order, compare them with the file, and count the
-    differences.
+    """Compare the bytes of a re-encoded matrix with the file, and count the differences.
+
+    It is the Sink of a job: instead of writing a part (codes, scales, ...), ``put`` compares it.
+
+    compared, differing: part -> the number of bytes compared so far, and of those that differ.
     """
 
     def __init__(self, readers: Readers, weight: Weight, targets: Iterable[Target]) -> None:
@@ -261,7 +279,7 @@ class _Comparison:
         return part in self._targets
 
     def put(self, part: str, array: Any) -> None:
-        """Compare the next bytes of a part with the file."""
+        """Compare the next bytes of a part with the file. Raise CheckpointError if the stored part has fewer bytes."""
         encoded: npt.NDArray[np.uint8] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, done = self._targets[part], self.compared[part]
         if done + encoded.size > target.nbytes:
@@ -272,11 +290,13 @@ class _Comparison:
 
 
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[ReencodedLayer]:
-    """Run all checks, and yield their results as they arrive.
+    """Run all checks, and yield their results in the order in which they finish.
 
-    First, the amaxes of layers that share a tensor scale are computed from the source.
-    tick: called with the number of bytes done since its last call; these numbers add up to the nbytes_read of all
-        checks.
+    The amaxes of layers that share a tensor scale are computed from the source before the first check.
+
+    executor: where the checks run; None for this process.
+    tick: called with the number of bytes processed since its last call; these numbers add up to the sum of
+        ``nbytes_read`` over all checks.
     """
     members: dict[str, list[Measured]] = defaultdict(list)
     wanted = {check.key: check for check in checks if check.needs_amax}
@@ -293,11 +313,12 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
 
 
 def look(check: Check, shared: Measured | None) -> ReencodedLayer:
-    """Run one check: re-encode the matrix, compare it with the file, and count its values.
+    """Run one check: re-encode the matrix, compare it with the file, and count its stored values.
 
-    If it differs and the conversion may have replaced NaN and infinities, it is also re-encoded with them replaced.
-    That result is returned if it equals the file.
-    shared: the measurements (amax, ...) of the layers that share a tensor scale; None if none are needed.
+    If the matrix differs and ``check.may_saturate`` is True, it is re-encoded a second time with NaN and infinities
+    replaced. The second result is returned if it equals the file, otherwise the first.
+
+    shared: the combined measurements of the layers that share its tensor scale; None if none are needed.
     """
     with Readers() as readers:
         found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
@@ -320,7 +341,9 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
 def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
     """Re-encode one matrix by ``job``, compare it with the file, and return the result.
 
-    found: the counts of its values, which the result includes.
+    If re-encoding raises CheckpointError, the result has its message.
+
+    found: the counts of the stored values, for the result.
     """
     comparison = _Comparison(readers, check.stored, job.targets)
     try:
@@ -331,7 +354,7 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
 
 
 def _tally(check: Check, readers: Readers) -> StoredCounts:
-    """Count the values of a quantized matrix. If it has a source, the errors against the source are included."""
+    """Count the stored values of a quantized matrix. If it has source rows, include the errors against them."""
     form, origin = check.stored.container, check.origin
     assert form is not None
     height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
@@ -343,15 +366,16 @@ def _tally(check: Check, readers: Readers) -> StoredCounts:
     return total(found)
 
 
-# Kind of container -> a recipe whose error is usual for it.
+# kind of container -> a recipe that gives the usual error of this kind; "mxfp8-te" for kinds that are not listed
 _USUAL = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp"}
 _SAMPLED_ROWS = 64
 
 
 def usual_db(check: Check, readers: Readers) -> float | None:
-    """Return the SQNR that a usual recipe gives on the first rows of a matrix's source; None without a source.
+    """Return the SQNR in decibels that a usual recipe for the format gives on the first rows of a matrix's source.
 
-    None also for values that are not finite, or all zeros.
+    Return None if the matrix is unquantized, has no source rows, or if the first rows contain NaN or infinity or only
+    zeros.
     """
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:
@@ -367,15 +391,15 @@ def usual_db(check: Check, readers: Readers) -> float | None:
 
 
 def rows_of(origin: Origin, start: int, count: int) -> Origin:
-    """Return an Origin for ``count`` rows of ``origin``, beginning at row ``start``."""
+    """Return an Origin for ``count`` rows of ``origin``, beginning at row ``start`` of its own rows."""
     first = origin.span[0] + start
     return replace(origin, span=(first, first + count))
 
 
 def differing_bytes(stored: Located, source: Located) -> int:
-    """Return how many bytes differ between an unconverted tensor and the source's tensor of the same name.
+    """Return the number of bytes that differ between an unconverted tensor and the source's tensor of the same name.
 
-    If their float dtypes differ, the source's values are rounded to the stored dtype first.
+    If both have float dtypes and these differ, the source's values are rounded to the stored dtype first.
     """
     found = 0
     have, want = (NUMPY_DTYPES.get(place.entry.dtype) for place in (stored, source))

@@ -1,7 +1,7 @@
-"""Write the report of a verification as one self-contained HTML page. It needs no network, no other files and no fonts;
-charts are SVG.
+"""Write the report of a verification as one self-contained HTML page.
 
-All text from the checkpoint is escaped. The page's security policy admits only its own style and script, by digest.
+The page needs no network, no further files and no fonts; charts are SVG. All text from the checkpoint is escaped. The
+page's Content-Security-Policy allows only its own style and script, identified by their SHA-256.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
 from fp4kit.storage.errors import listed, shown
 from fp4kit.storage.whole_file import whole_file
 
-# sizes of a chart in pixels: width, height, left margin, other margins
+# Sizes of a chart in pixels: width, height, left margin, and the margin on the other three sides.
 _WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18
 _DOT = 2.5  # radius of a point of a chart, in pixels
 
 
 def write_report(report: VerifyReport, path: str | Path) -> None:
-    """Write the page of a report to a file, which appears only when it is complete."""
+    """Write the HTML page of a report to ``path``. The file appears only when it is complete."""
     with whole_file(Path(path)) as temporary:
         temporary.write_bytes(page(report).encode("utf-8"))
 
 
 def page(report: VerifyReport) -> str:
-    """Return the HTML page of a report. Equal reports give equal pages."""
+    """Return the whole HTML page of a report. Equal reports give equal pages."""
     style, script = (Path(__file__).with_name(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     title = f"fp4kit verify: {report.path.name}"
@@ -50,7 +50,7 @@ def page(report: VerifyReport) -> str:
 
 
 def _digest(text: str) -> str:
-    """Return the SHA-256 of a text in the form that the page's security policy needs."""
+    """Return the SHA-256 of a text in the form of a Content-Security-Policy: "sha256-" and base64."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode('utf-8')).digest()).decode('ascii')}"
 
 
@@ -60,7 +60,7 @@ def _text(value: object) -> str:
 
 
 def _head(report: VerifyReport) -> str:
-    """Return the HTML of the page's head: title, number of errors and warnings, and facts about the verification."""
+    """Return the HTML of the page's top: title, number of errors and warnings, and facts about the verification."""
     verdict = "clean" if report.clean else "error"
     warnings = len(report.issues) - report.errors
     word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"
@@ -100,7 +100,10 @@ def _issues(report: VerifyReport) -> str:
 
 
 class _Point(NamedTuple):
-    """Hold one point of the charts: the counts of all layers that have this number and kind; see _points."""
+    """Hold one point of the charts: the summed counts of all layers with one layer number and one kind.
+
+    For the definition of number and kind, see _points.
+    """
 
     number: int
     kind: str
@@ -108,9 +111,10 @@ class _Point(NamedTuple):
 
 
 def _points(layers: Iterable[LayerReport]) -> list[_Point]:
-    """Return the points of the charts.
+    """Return the points of the charts, sorted by layer number.
 
-    A layer's number is the first number in its name; its kind is its name without numbers.
+    A layer's number is the first number in its name. Its kind is its name without numbers and without the prefix that
+    all names share. Layers without a number or without counted elements have no point.
     """
     found: dict[tuple[int, str], list[StoredCounts]] = defaultdict(list)
     for layer in layers:
@@ -123,8 +127,9 @@ def _points(layers: Iterable[LayerReport]) -> list[_Point]:
 
 
 def _common_start(names: Iterable[str]) -> int:
-    """Return the length of the longest dotted prefix that all names share. The last part of a name does not belong to
-    it.
+    """Return the length of the longest prefix of whole dotted parts that all names share, with its last dot.
+
+    The last part of a name never belongs to the prefix. Return 0 if nothing is shared.
     """
     levels = zip(*(name.split(".")[:-1] for name in names), strict=False)
     return sum(len(level[0]) + 1 for level in takewhile(lambda level: len(set(level)) == 1, levels))
@@ -136,7 +141,10 @@ def _share(count: int, of: int) -> float:
 
 
 def _charts(report: VerifyReport) -> Iterator[str]:
-    """Yield the HTML of the legend and of each chart; nothing if no layer name has a number."""
+    """Yield the HTML of the legend, then of each chart that has values.
+
+    Yield nothing if no layer name has a number.
+    """
     points = _points(report.layers)
     if not points:
         return
@@ -150,7 +158,7 @@ def _charts(report: VerifyReport) -> Iterator[str]:
 
 
 def _patch(colour: str) -> str:
-    """Return the SVG of a legend entry's colour sample."""
+    """Return the SVG of a small square in a colour, for an entry of the legend."""
     return f'<svg width="12" height="9"><rect width="9" height="9" fill="{colour}"/></svg>'
 
 
@@ -164,10 +172,13 @@ _VALUES: tuple[tuple[str, str, Callable[[StoredCounts], float]], ...] = (
 
 
 def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[float], colours: Mapping[str, str]) -> str:
-    """Return the HTML of one chart. It has a line per kind of layer; the layer numbers are on the horizontal axis.
+    """Return the HTML of one chart, with one line per kind of layer and the layer numbers on the horizontal axis.
 
-    values: the height of each point; a point with NaN is not drawn. name: the end of the chart's HTML id. title: its
-    caption. colours: the colour of each kind of layer.
+    name: the end of the chart's HTML id.
+    title: the caption.
+    points: the points; their kinds and layer numbers are used.
+    values: the height of each point; a point with NaN is not drawn.
+    colours: kind of layer -> colour.
     """
     ticks = _ticks([value for value in values if math.isfinite(value)])
     numbers = sorted({point.number for point in points})
@@ -187,7 +198,12 @@ def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[flo
 
 
 def _ticks(values: Sequence[float]) -> list[float]:
-    """Return about six equally spaced round numbers, at least two, that enclose all values."""
+    """Return the numbers to label on a chart's vertical axis: at least two, usually about six.
+
+    They are round and equally spaced, and enclose all values.
+
+    values: finite numbers; if there are none, the axis is made for the value 0.
+    """
     low, high = min(values, default=0.0), max(values, default=0.0)
     rough = (high - low or abs(high) / 10 or 1.0) / 4
     power = 10.0 ** math.floor(math.log10(rough))
@@ -197,9 +213,10 @@ def _ticks(values: Sequence[float]) -> list[float]:
 
 
 class _Scale(NamedTuple):
-    """Map layer numbers and values to positions in a chart. Infinities are placed at its edges.
+    """Map layer numbers and values to positions in a chart. Infinities are placed at the top and bottom edges.
 
-    left, right: the layer numbers at the edges. low, high: the values at the edges.
+    left, right: the layer numbers at the left and right edges.
+    low, high: the values at the bottom and top edges.
     """
 
     left: int
@@ -208,17 +225,22 @@ class _Scale(NamedTuple):
     high: float
 
     def x(self, number: float) -> float:
-        """Return the distance of a layer number from the left, in pixels."""
+        """Return the distance of a layer number from the left side of the chart, in pixels."""
         return _LEFT + (_WIDTH - _LEFT - _EDGE) * (number - self.left) / (self.right - self.left)
 
     def y(self, value: float) -> float:
-        """Return the distance of a value from the top, in pixels."""
+        """Return the distance of a value from the top of the chart, in pixels."""
         inside = min(max(value, self.low), self.high)
         return _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * (inside - self.low) / (self.high - self.low)
 
 
 def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
-    """Return the SVG of a chart's grid lines and labels."""
+    """Return the SVG of a chart's horizontal grid lines and of the labels of both axes.
+
+    place: maps numbers and values to positions.
+    numbers: the layer numbers; at most 24 of them are labelled.
+    ticks: the values that get a grid line and a label.
+    """
     found = []
     for tick in ticks:
         y = place.y(tick)
@@ -230,7 +252,7 @@ def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
 
 
 def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
-    """Return the SVG of one line of a chart with its points. A point is (x, y, the text that appears over it)."""
+    """Return the SVG of one line of a chart with its points. A point is (x, y, tooltip text), in pixels."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_DOT}"><title>{_text(t)}</title></circle>' for x, y, t in points
@@ -239,7 +261,7 @@ def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
 
 
 def _colours(kinds: Iterable[str]) -> Mapping[str, str]:
-    """Return kind of layer -> colour. Kinds that follow each other have very different hues."""
+    """Return kind of layer -> CSS colour. Successive kinds have very different hues."""
     return {kind: f"hsl({i * 137.508 % 360:.0f} 60% 48%)" for i, kind in enumerate(kinds)}
 
 
@@ -277,7 +299,7 @@ def _table(report: VerifyReport) -> str:
 
 
 def _row(layer: LayerReport) -> str:
-    """Return the HTML of one layer's row in the table of layers."""
+    """Return the HTML of the row of one layer in the table of layers."""
     found = layer.tally
     cells = [
         _number(found.sqnr_db, _decibels(found.sqnr_db)),
@@ -298,7 +320,7 @@ def _row(layer: LayerReport) -> str:
 def _number(value: float | None, text: str | None = None) -> str:
     """Return the HTML of a table cell that sorts as a number. None is shown as "-" and sorts last.
 
-    text: the text to show instead of the number.
+    text: the text to show instead of the number; None to show the number, a float with four digits.
     """
     if value is None:
         return '<td data-value="NaN">-</td>'

@@ -1,7 +1,9 @@
-"""Recognise smoothed layers: a tool divided a norm by one factor per column, and multiplied the layers after it.
+"""Recognise smoothed layers, so that verify does not report them as damaged.
 
-SmoothQuant and AWQ do this to make activations easier to quantize. The model computes the same, but the norm and the
-layers differ from the source. With f = norm of the source / stored norm, a smoothed layer is near W * f.
+To make activations easier to quantize, SmoothQuant and AWQ divide the weight of a norm by one factor per column and
+multiply the columns of the layers after it by these factors. The model computes the same function, but norm and layers
+differ from the source. Let f = source norm / stored norm, and W the source of a layer after it. If the layer was
+smoothed, its decoded values are near W * f.
 """
 
 from __future__ import annotations
@@ -24,10 +26,10 @@ _NEAR_USUAL_DB = 1.0  # a norm is smoothed if one of its layers then comes this 
 
 
 class Smoothing(NamedTuple):
-    """Say what was smoothed.
+    """Hold the norms and layers that were smoothed (see the head of this file).
 
-    norms: the names of norms that differ from the source by a factor per column which layers after them have undone.
-    layers: the name of each smoothed layer -> the SQNR in decibels of its values, compared with W * f.
+    norms: the names of the smoothed norms.
+    layers: name of a smoothed layer -> the SQNR in decibels of its values, with W * f as the signal.
     """
 
     norms: frozenset[str]
@@ -35,10 +37,13 @@ class Smoothing(NamedTuple):
 
 
 def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Check]) -> Smoothing:
-    """Return which of the changed tensors are norms that were smoothed, and which layers.
+    """Find the norms among the changed tensors that were smoothed, and the layers that were smoothed with them.
+
+    A layer counts if multiplying its source by f improves the SQNR by at least 0.5 dB. A norm counts if one of its
+    layers then comes within 1 dB of the usual SQNR of its format.
 
     changed: (stored, source) pairs of unquantized tensors whose bytes differ.
-    checks: the matrices of the checkpoint, with their rows in the source.
+    checks: the matrices of the checkpoint, with their source rows.
     """
     norms: set[str] = set()
     gained: dict[tuple[str, str], float] = {}  # (norm, layer) -> SQNR
@@ -62,7 +67,10 @@ def smoothing_of(changed: Iterable[tuple[Located, Located]], checks: Iterable[Ch
 
 
 def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[np.float32] | None:
-    """Return source / stored of a norm, float32; None if the tensors are no vectors of finite nonzero floats."""
+    """Return the factors source / stored of a norm as float32, one per column.
+
+    Return None unless both tensors are vectors of finite nonzero floats.
+    """
     if len(stored.entry.shape) != 1 or not {stored.entry.dtype, source.entry.dtype} <= set(FLOAT_DTYPES):
         return None
     new, old = (readers.array(place).astype(np.float32) for place in (stored, source))
@@ -73,7 +81,10 @@ def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[n
 
 
 def _sqnr_db(check: Check, factor: npt.NDArray[np.float32], readers: Readers) -> float:
-    """Return the SQNR of the first rows of a stored matrix, compared with its source times ``factor``."""
+    """Return the SQNR in decibels of the first rows of a stored matrix.
+
+    The signal is the source rows of the matrix, multiplied by ``factor``, one number per column.
+    """
     count = min(_ROWS, check.stored.shape[-2])
     assert check.origin is not None and check.stored.container is not None
     height = check.stored.container.block[0]

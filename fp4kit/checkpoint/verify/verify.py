@@ -1,5 +1,6 @@
-"""Verify a checkpoint: check its files, its stored values and what loaders make of it, and compare its bytes with the
-source.
+"""Verify a checkpoint: check its files, its stored values and the requirements of engines.
+
+If the source is given, the checkpoint is also compared with it byte by byte.
 """
 
 from __future__ import annotations
@@ -43,15 +44,15 @@ from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 @dataclass(frozen=True)
 class LayerReport:
-    """Report on one layer or stack of experts that is quantized, or was decoded from a quantized source.
+    """Report on one layer or stack of experts that is quantized, or that was decoded from a quantized source.
 
-    format: the format in which it is stored.
-    action: how it was re-encoded from the source; "" if it was not.
-    codes, scales, others: (bytes that differ, bytes compared) between the re-encoded layer and the file. ``others`` are
-        tensor scales, input scales and unquantized values.
-    tensor_scale: the tensor scale as it multiplies on decode; for a stack, that of the first expert; None if there is
+    format: the name of the container in which the layer is stored, or its dtype if it is unquantized.
+    action: the actions by which it was re-encoded from the source, such as "quantize"; "" if it was not.
+    codes, scales, others: (bytes that differ, bytes compared) between the re-encoded layer and the file. ``others``
+        counts tensor scales, input scales and unquantized values.
+    tensor_scale: the tensor scale as a multiplier on decode; for a stack, that of the first expert; None if there is
         none.
-    tally: counts of the stored values, such as NaN or saturated ones.
+    tally: counts of the stored values, such as NaN or saturated values.
     usual_db: the SQNR in decibels that the format usually gives on the layer's source; None if the layer was re-encoded
         or has no source.
     """
@@ -74,7 +75,7 @@ class LayerReport:
 
     @property
     def compared(self) -> int:
-        """The number of bytes of the layer that were compared."""
+        """The number of bytes of the layer that were compared with the re-encoded layer."""
         return self.codes[1] + self.scales[1] + self.others[1]
 
     def as_data(self) -> dict[str, Any]:
@@ -88,12 +89,14 @@ class LayerReport:
 class VerifyReport:
     """Report the result of a verification.
 
-    manifest: whether the files are those that the manifest records: "equal", "differs", or "none" without a manifest.
-    recipe: the recipe with which layers were re-encoded, or None.
+    path, source: the checkpoint, and the source that it was compared with, or None.
+    recipe: the id of the recipe with which layers were re-encoded; None if it is unknown.
     scales: how block scales were searched, such as "searched by mse"; "" if they were not.
-    formats: the formats of the layers.
+    formats: the formats of the layers, each once.
+    manifest: "equal" if the files are those that the manifest records, "differs" if not, "none" without a manifest.
+    layers: one report per layer, in the order of the files.
     copied: the number of unconverted tensors that were compared with the source.
-    changed: (name, number of differing bytes) of those that differ.
+    changed: (name, number of differing bytes) of the unconverted tensors that differ from the source.
     issues: errors, then warnings.
     """
 
@@ -110,7 +113,7 @@ class VerifyReport:
 
     @lazy_property
     def total(self) -> StoredCounts:
-        """The counts of stored values, over all layers."""
+        """The counts of stored values, summed over all layers."""
         return total(layer.tally for layer in self.layers)
 
     @property
@@ -120,11 +123,11 @@ class VerifyReport:
 
     @property
     def clean(self) -> bool:
-        """True if no issue is an error. Every byte that differs is an error; warnings are allowed."""
+        """True if no issue is an error. A byte that differs from the source is an error; warnings are allowed."""
         return not self.errors
 
     def as_data(self) -> dict[str, Any]:
-        """Return the report as a dict for JSON, except that it may contain infinities and paths."""
+        """Return the report as a dict for JSON. The caller must convert infinities and Path objects in it."""
         layers = [layer.as_data() for layer in self.layers]
         whole = {**asdict(self.total), "sqnr_db": self.total.sqnr_db}
         changed = [{"name": name, "bytes": count} for name, count in self.changed]
@@ -134,11 +137,13 @@ class VerifyReport:
 
 @dataclass(frozen=True)
 class Verification:
-    """Hold a verification that is prepared but not executed. Only headers and configs have been read for it.
+    """Hold a verification that is prepared by ``prepare`` and not yet executed.
 
+    root, source: the checkpoint and its source; None without a source.
+    settings: how the checkpoint was made.
     checks: the matrices to check.
     copies: (stored, source) pairs of unconverted tensors to compare.
-    issues: what headers and configs show already.
+    issues: the issues that headers, configs and scalars already show.
     """
 
     root: Path
@@ -150,7 +155,7 @@ class Verification:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that execution reads; the numbers that options.progress gets add up to it.
+        """The number of bytes that ``execute`` reports to options.progress in total.
 
         They are bytes of the source, or of the checkpoint if there is no source.
         """
@@ -166,25 +171,27 @@ def verify(
     ignore: Iterable[str] = (),
     activations: Activations | None = None,
 ) -> VerifyReport:
-    """Return what is wrong with the checkpoint in the directory ``destination``, or with a GGUF file.
+    """Verify a checkpoint, and return a report of everything that is wrong with it.
 
-    With a source, every layer is re-encoded from it and compared byte by byte, and the errors of the values are
-    computed. If layers share a tensor scale, their amax is computed from the source. Files that a killed run left in a
-    completed directory, or beside a completed file, are errors as well. Memory does not grow with the model.
+    The files are compared with the manifest, and stored values, configs and scales are checked. With a source, every
+    layer is also re-encoded from it and compared byte by byte, and the errors of the values are computed. If layers
+    share a tensor scale, their amax is computed from the source. Files that a killed run left in a completed directory,
+    or beside a completed file, are errors. Memory does not grow with the model.
 
     Args:
-        destination: model directory or GGUF file.
-        source: the model that it was made from.
-        recipe: the recipe of quantized layers; by default the one that the checkpoint records.
-        options: as for convert; ``resume`` has no effect.
-        search: the search of block scales; by default the one that the checkpoint records. If it had column weights,
-            they must be given.
-        ignore: globs of tensors, config keys and metadata entries that are not known and shall not be errors.
-        activations: measured activations. An input scale that they do not give is an error. They are not needed for
-            the other checks of input scales.
+        destination: the model directory, GGUF file or safetensors file to verify.
+        source: the model from which it was made; None to check it alone.
+        recipe: the recipe of the quantized layers; None for the recipe that the checkpoint records.
+        options: workers, devices and progress, as for convert; ``resume`` has no effect.
+        search: the search that determined the block scales; None for the search that the checkpoint records. If the
+            search had column weights, they must be given here.
+        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know. Unknown items that match a
+            glob are warnings; all others are errors.
+        activations: measured activations. An input scale that does not follow from them is an error. None skips this
+            check only.
 
     Returns:
-        A VerifyReport.
+        A VerifyReport. Its ``clean`` is True if there are no errors.
 
     Raises:
         CheckpointError: a directory cannot be opened, the recipe does not support the search, or the activations do not
@@ -202,10 +209,10 @@ def prepare(
     ignore: Iterable[str] = (),
     activations: Activations | None = None,
 ) -> Verification:
-    """Prepare a verification: read headers and configs, match layers with those of the source, and check loader
-    requirements.
+    """Prepare a verification for ``execute``, without reading the values of layers.
 
-    Arguments and errors are those of verify.
+    Headers, configs and scalars are read, layers are matched with those of the source, and the requirements of engines
+    are checked. Arguments and errors are those of ``verify``.
     """
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
@@ -224,7 +231,7 @@ def prepare(
 
 
 def _opened(root: Path) -> Checkpoint:
-    """Open a model directory. Unlike for ``fp4kit inspect``, it must have a config."""
+    """Open a model directory or file as a Checkpoint. Unlike for ``fp4kit inspect``, a directory must have a config."""
     found = open_source(root)
     beside = (
         load_object(existing_file(root, HF_QUANT_CONFIG), HF_QUANT_CONFIG) if lexists(root / HF_QUANT_CONFIG) else None
@@ -233,7 +240,7 @@ def _opened(root: Path) -> Checkpoint:
 
 
 def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
-    """Return tensor name -> stored value, of the tensor scales and input scales of all layers that are not stacks."""
+    """Return tensor name -> stored value, for the tensor scales and input scales of all layers except stacks."""
     single = [weight.parts for weight in weights if len(weight.shape) == 2]
     places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
     with Readers() as readers:
@@ -243,8 +250,12 @@ def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
 def _settings(
     model: Checkpoint, wanted: str | Recipe | None, options: Options, search: ScaleSearch | None
 ) -> tuple[Settings, list[Issue]]:
-    """Return how the checkpoint was made, and issues about this. What the user says (wanted, search) precedes manifest
-    and config.
+    """Return how the checkpoint was made, and warnings if the records about this are unknown or contradict each other.
+
+    The records are those in the manifest and the config. What the user gives has precedence over them.
+
+    wanted: the recipe that the user gives, or None.
+    search: the search of block scales that the user gives, or None.
     """
     manifest = load_manifest(model.path) or {}
     request = manifest.get("request")
@@ -275,13 +286,19 @@ def _settings(
 
 
 def _recipe_of_file(model: Checkpoint) -> str | None:
-    """Return the id of the recipe that a single safetensors file records in its metadata, or None."""
+    """Return the id of the recipe in the metadata of a single safetensors file.
+
+    Return None for a directory, a GGUF file, or if no recipe is recorded.
+    """
     is_file = model.path.is_file() and not isinstance(model.files[0], GgufFile)
     return model.files[0].metadata.get(RECIPE) if is_file else None
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
-    """Return a warning for every file of the source that differs from the one recorded in the manifest."""
+    """Return a warning for every file of the source whose size or header differs from the manifest's record of it.
+
+    Return [] if the manifest records no source.
+    """
     facts, now = (load_manifest(model.path) or {}).get("source"), source_facts(original)
     if not isinstance(facts, dict):
         return []
@@ -293,10 +310,11 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
 
 
 class _SourceComparison:
-    """Match the tensors of a checkpoint with those of its source, and decide what to compare.
+    """Match the tensors of a checkpoint with those of its source, and decide which to compare.
 
-    checks: the matrices that are quantized or decoded.
-    copies: (stored, source) pairs of all other tensors that both have with one shape, and with one dtype or floats.
+    checks: the matrices that are quantized in the checkpoint, or that were decoded from a quantized source.
+    copies: (stored, source) pairs of all other tensors that both have under one name, with equal shapes, and with equal
+        dtypes or two float dtypes.
     """
 
     def __init__(self, model: Checkpoint, original: Source, settings: Settings) -> None:
@@ -311,10 +329,11 @@ class _SourceComparison:
         self.copies = tuple(self._alike.values())
 
     def _copied(self) -> tuple[dict[str, tuple[Located, Located]], dict[str, str]]:
-        """Return two dicts for the unconverted tensors that both have under one name.
+        """Return two dicts for the unconverted tensors that the checkpoint and the source have under one name.
 
-        The first maps names to (stored, source) pairs to compare: tools cast some tensors, such as the router's, so
-        float dtypes may differ. The second maps names to what is wrong, if shapes or other dtypes differ.
+        The first maps names to the (stored, source) pairs that can be compared. Their shapes are equal, and their
+        dtypes are equal or both floats, because tools cast some tensors, such as the router's. The second maps all
+        other names to a text that says what differs.
         """
         alike, unlike = {}, {}
         for name, (file, entry) in self._model.tensors.items():
@@ -329,8 +348,10 @@ class _SourceComparison:
         return alike, unlike
 
     def issues(self) -> list[Issue]:
-        """Return issues for what only the checkpoint or only the source has, and for layers that cannot be
-        re-encoded.
+        """Return the issues that the matching shows, before any values are compared.
+
+        They are about tensors that only the checkpoint or only the source has, tensors with different shapes or dtypes,
+        and layers that cannot be compared or re-encoded.
         """
         without = [check.stored.name for check in self.checks if check.origin is None]
         strange = [name for name in without if name not in self._transposed]
@@ -359,7 +380,10 @@ class _SourceComparison:
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
-    """Execute a verification that was prepared, and return its report."""
+    """Execute a verification from ``prepare``, and return its report.
+
+    options: workers, devices and progress, as for convert; None for the defaults.
+    """
     options = options or Options()
     start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
@@ -377,7 +401,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
 
 
 def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
-    """Compare a copied tensor with the source, and return it with the number of bytes that differ."""
+    """Compare an unconverted tensor with the source. Return (``stored``, number of bytes that differ)."""
     return stored, reencode.differing_bytes(stored, source)
 
 
@@ -388,10 +412,12 @@ def _report(
     file_differences: Sequence[str] | None,
     smoothing: Smoothing,
 ) -> VerifyReport:
-    """Put the results together into a report, whose layers are in the order of the files.
+    """Combine the results of a verification into a report, whose layers are in the order of the files.
 
-    found: the results of the checks. changed: (name, differing bytes) of copied tensors.
-    file_differences: differences from the manifest; None without a manifest.
+    found: the results of the checks.
+    changed: (name, number of differing bytes) of unconverted tensors that differ from the source.
+    file_differences: lines "file: difference" about files that differ from the manifest; None without a manifest.
+    smoothing: the norms and layers that a tool has smoothed.
     """
     of_layer: dict[str, list[ReencodedLayer]] = defaultdict(list)
     for one in found:
@@ -434,7 +460,7 @@ _LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4k
 
 
 def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
-    """Return the report on one layer, put together from the results of its matrices."""
+    """Combine the results of the matrices of one layer (several for a stack of experts) into a report."""
     weight = members[0].check.stored
     compared, differing = Counter[str](), Counter[str]()
     for one in members:
@@ -467,8 +493,10 @@ _SMOOTHED = "was divided by a factor per column that layers after it were multip
 def _garbage(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
     """Yield an error if a layer that could not be re-encoded is much farther from its source than its format requires.
 
-    Calibration and other algorithms change the SQNR by a few decibels; wrong scales or swapped nibbles by many.
-    smoothed_db: the SQNR of a smoothed layer (see smoothing.py); None for other layers.
+    The limit is 10 dB below the usual SQNR for 4-bit codes and 15 dB for 8-bit codes. Calibration and similar
+    algorithms change the SQNR by a few decibels; wrong scales or swapped nibbles change it by more than that.
+
+    smoothed_db: the SQNR of a smoothed layer (see smoothing.py), which is used in place of its own; None otherwise.
     """
     found, usual = layer.tally.sqnr_db if smoothed_db is None else smoothed_db, layer.usual_db
     bits = container(layer.format).element.bits if found is not None and usual is not None else 0
@@ -482,7 +510,11 @@ def _garbage(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
-    """Yield an error for each kind of part (codes, block scales, others) that differs from the re-encoded layer."""
+    """Yield an error for each kind of part (codes, block scales, others) that differs from the re-encoded layer.
+
+    used: the recipe with which layers were re-encoded; None if it is unknown.
+    search: the search that determined the block scales; None if they were not searched.
+    """
     scales = f" with scales {search.words}" if search is not None else ""
     expected = "the source"
     if used is not None and layer.action not in _WITHOUT_RECIPE:
