@@ -1,7 +1,8 @@
-"""Account for everything that a checkpoint stores beside its quantized layers, so that nothing is ignored in silence.
+"""Account for everything in a checkpoint that may concern quantization, so that nothing is ignored in silence.
 
-Reading is closed-world. Each tensor under a quantized layer, each config key that concerns quantization and each entry
-of the safetensors metadata is an *item* of one of four groups:
+Reading is closed-world: an entry that fp4kit does not know is refused, not skipped. Each tensor of a quantized layer or
+beside one, each config key that concerns quantization and each entry of the safetensors metadata is an *item*. An item
+belongs to one of four groups:
 
 - understood: what fp4kit reads depends on it, or it was compared with the tensors and agrees.
 - carried: it is known not to change the decoded weights. A conversion copies or replaces it.
@@ -37,7 +38,7 @@ Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 
 
 class Model(Protocol):
-    """Describe what ``items_of`` reads of an opened model: a Source or a Checkpoint."""
+    """Describe the properties of an opened model that ``items_of`` reads. Source and Checkpoint have them."""
 
     @property
     def tensors(self) -> Tensors:
@@ -53,12 +54,20 @@ class Model(Protocol):
 
 
 def items_of(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item of an opened model (see account). weights: the weights that weights_of finds in it."""
+    """Return every item of an opened model, refused ones included (see ``account``).
+
+    weights: the weights that ``weights_of`` finds in the model.
+    ignore: globs of item names, as given with ``--ignore``.
+    """
     return account(model.tensors, weights, model.config, model.hf_quant_config, ignore)
 
 
 def check_model(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item of an opened model. Raise CheckpointError if one is refused (see check)."""
+    """Return every item of an opened model. Raise CheckpointError if one is refused (see ``check``).
+
+    weights: the weights that ``weights_of`` finds in the model.
+    ignore: globs of item names, as given with ``--ignore``.
+    """
     patterns = tuple(ignore)
     items = items_of(model, weights, patterns)
     check(items, patterns)
@@ -74,9 +83,9 @@ def account(
 ) -> tuple[Item, ...]:
     """Return every item of a checkpoint: first its tensors, then its configs, then its metadata.
 
-    tensors, weights: all tensors of the checkpoint, and the weights that weights_of finds in them.
+    tensors, weights: all tensors of the checkpoint, and the weights that ``weights_of`` finds in them.
     config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if a file is missing.
-    ignore: globs of names, as given with ``--ignore``. Refused items that match one become IGNORED.
+    ignore: globs of item names, as given with ``--ignore``. The group of a refused item that matches one is IGNORED.
     """
     patterns = tuple(ignore)
     found = [
@@ -94,7 +103,10 @@ def account(
 
 
 def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
-    """Raise CheckpointError if an item is refused, or if a pattern of ``--ignore`` matches no item that needs it."""
+    """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` matches no item that would be refused.
+
+    items: the items, as ``account`` returns them for the same ``ignore``.
+    """
     found = tuple(items)
     for pattern in ignore:
         if not any(item.group == IGNORED and fnmatchcase(item.name, pattern) for item in found):
@@ -105,7 +117,10 @@ def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
 
 
 def refusal(refused: list[Item]) -> str:
-    """Return the error message for refused items: the first of each reason by name, and how many more there are."""
+    """Return the error message for refused items.
+
+    For each of the first four reasons, it names one item and the number of other items with that reason.
+    """
     by_reason: dict[str, list[str]] = {}
     for item in refused:
         by_reason.setdefault(item.why, []).append(item.subject)
@@ -120,7 +135,7 @@ def refusal(refused: list[Item]) -> str:
 
 # Tensors -------------------------------------------------------------------------------------------------------------
 
-# Name of a tensor after its layer's name -> why it does not change the decoded weight.
+# Last part of a tensor's name, after the name of its layer -> why the tensor does not change the decoded weight.
 _CARRIED_TENSORS = {
     "bias": "added to the layer's output",
     "k_scale": "scale of the KV cache",
@@ -131,7 +146,7 @@ _CARRIED_TENSORS = {
     "input_scale": "scale of the layer's inputs",
     "input_global_scale": "scale of the layer's inputs",
 }
-# Name of a tensor after its layer's name -> why the decoded weight would be wrong without it.
+# Last part of a tensor's name, after the name of its layer -> why the decoded weight would be wrong without the tensor.
 _REFUSED_TENSORS = {
     "pre_quant_scale": "multiplies the columns of the weight (AWQ), which is not supported for this format",
     "weight_quantizer._svdquant_lora_a": "low-rank part of the weight (SVDQuant), which is not supported",
@@ -155,7 +170,11 @@ _ADAPTER_LEAVES = ("dora_scale", "hada_w1_a", "hada_w2_a", "lokr_w1", "lokr_w2",
 
 
 def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each tensor that is a part of a quantized layer, lies under one, or looks like a part."""
+    """Yield an item for each tensor that concerns quantization. Unquantized weights and other plain tensors give none.
+
+    These tensors are the codes and scales of quantized layers, tensors whose names begin with that of a quantized
+    layer, scales of the KV cache, tensors of adapters, and tensors that look like codes or scales of an unknown format.
+    """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     parts = {place.entry.name: (weight, part) for weight in quantized.values() for part, place in weight.parts.items()}
     tagged = comfy_layers(tensors)
@@ -198,7 +217,7 @@ def rest_of_kv(name: str) -> bool:
 
 
 def adapter_trouble(name: str) -> str:
-    """Return why a tensor of an adapter, such as LoRA, is refused; "" for other tensors."""
+    """Return the reason to refuse a tensor of an adapter, such as LoRA; "" for all other tensors."""
     pieces = name.split(".")
     if any(piece in _ADAPTERS for piece in pieces) or pieces[-1] in _ADAPTER_LEAVES:
         return "a tensor of an adapter (LoRA), not of a model; merge the adapter into its model first"
@@ -206,9 +225,12 @@ def adapter_trouble(name: str) -> str:
 
 
 def _layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str] | None:
-    """Return (the quantized layer that a tensor lies under, the rest of the tensor's name); None if there is none.
+    """Find the quantized layer whose name is the beginning of a tensor's name.
 
-    Tensors beside a stack of experts share the stack's name up to an underscore.
+    Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
+    rest follows a dot; for a stack of experts, it may also follow an underscore. Return None if there is no such layer.
+
+    quantized: module name -> quantized weight.
     """
     at = name.rfind(".")
     while at > 0:
@@ -226,7 +248,10 @@ def _layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, st
 
 
 def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
-    """Return the item for a tensor that lies under a quantized layer but is not one of its parts."""
+    """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales.
+
+    name: the name of the tensor. rest: the end of this name, after the layer's name (see _layer_above).
+    """
     if rest in _CARRIED_TENSORS and not (rest == "input_scale" and len(entry.shape) > 1):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
     known = _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}")
@@ -234,16 +259,17 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
 
 
 def _unknown_format(name: str, tensors: Tensors) -> str:
-    """Return why a tensor that looks quantized belongs to no layer, and what is known about its format."""
+    """Return the reason to refuse a tensor that looks quantized but belongs to no container that fp4kit reads."""
     known = _recognised(name, tensors)
     what = "packed weights or scales in a format that fp4kit does not know"
     return f"{what}{f' ({known})' if known else ''}; convert the unquantized release of the model"
 
 
 def _recognised(name: str, tensors: Tensors) -> str:
-    """Return what is known about the layer of a tensor that belongs to no container; "" if nothing is.
+    """Return the name of the unsupported format of a tensor's layer, such as "GPTQ or AWQ integers", for a message.
 
-    It is a format that fp4kit does not read, or what keeps the layer from being read as the nearest container.
+    If the format is not recognized, return what keeps the layer from being read as the nearest container. Return "" if
+    there is no such container either.
     """
     module = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
     has = {suffix: tensors[module + suffix][1] for suffix in _SUFFIXES if module + suffix in tensors}
@@ -266,7 +292,7 @@ def _recognised(name: str, tensors: Tensors) -> str:
 
 
 def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
-    """Return whether a matrix of packed codes has 24 bytes per scale byte: 32 elements of 6 bits."""
+    """Return whether codes have 24 bytes per scale byte, which is the size of a block of 32 elements of 6 bits."""
     rows_and_columns = (*scales.shape[:-1], scales.shape[-1] * 24) if scales.shape else ()
     return (codes.dtype, scales.dtype) == ("U8", "U8") and codes.shape == rows_and_columns
 
@@ -281,7 +307,13 @@ def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
 
 
 def _nearest_container(module: str, tensors: Tensors) -> str:
-    """Return what a layer lacks to be one of a container that has the same codes and scales; "" if none is near."""
+    """Return a container that a layer nearly fits, and what keeps it from fitting, as text for an error message.
+
+    This is a missing tensor or a wrong shape of the scales: "modelopt NVFP4, but P.weight_scale_2 is missing". Return
+    "" if no container is near.
+
+    module: the name of the layer.
+    """
     best = ""
     for container in CONTAINERS:
         names = {part: module + suffix for part, suffix in container.suffixes.items()}
@@ -332,9 +364,10 @@ _NIBBLES = (
 
 
 def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) -> Item:
-    """Return the item for the tensor ``.comfy_quant`` of a layer, whose content is compared with the layer's tensors.
+    """Compare the content of a layer's tensor ``.comfy_quant`` with the layer's tensors, and return the item for it.
 
-    tagged: layer -> its entry in ComfyUI's metadata, which replaces the tensor's content; None without an entry.
+    tagged: layer -> its entry in ComfyUI's metadata, which replaces the tensor's content; None if it has no entry (see
+        ``comfy_layers``).
     """
     place = weight.parts[TAG]
     with Readers() as readers:
@@ -344,7 +377,10 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
 
 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
-    """Return why a layer's entry in ComfyUI's tag or metadata is refused; "" if it agrees with the tensors."""
+    """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the tensors.
+
+    entry: the parsed content of the tag, or the layer's entry in the metadata.
+    """
     assert weight.container is not None
     if not isinstance(entry, Mapping):
         return f"{shown(json.dumps(entry))}, where an object with the key format is needed"
@@ -365,7 +401,10 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
 
 
 def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of the files' safetensors metadata. GGUF metadata is not looked at here."""
+    """Yield an item for each entry of the files' safetensors metadata; none if no layer is quantized.
+
+    The metadata of GGUF files is not checked here.
+    """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     if not quantized:
         return
@@ -385,7 +424,13 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
 
 
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield the items of ComfyUI's metadata: one for all layers that agree, and one for each that does not."""
+    """Yield the items of ComfyUI's metadata, which describes quantized layers: one for the metadata as a whole.
+
+    There is one more item for an unknown key or version, and for each described layer that is missing, is unquantized
+    or has no tensor ``.comfy_quant`` of its own.
+
+    text: the metadata, as JSON. quantized: module name -> quantized weight.
+    """
     content = parse_object(text.encode(), f"metadata {COMFY_METADATA}")
     unknown = [key for key in content if key not in ("format_version", "layers")]
     if unknown or content.get("format_version", "1.0") != "1.0":
@@ -408,7 +453,10 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
 
 
 def _torchao_item(key: str, text: str) -> Item:
-    """Return the item for the metadata entry that torchao writes per tensor: its class, as JSON."""
+    """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
+
+    key: the name of the tensor. text: the entry.
+    """
     try:
         content = json.loads(text)
         data = content.get("_data") or {}

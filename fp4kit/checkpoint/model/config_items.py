@@ -1,7 +1,7 @@
-"""Compare what the configs of a checkpoint declare about quantization with its tensors.
+"""Compare what the config files of a checkpoint declare about quantization with its tensors.
 
 Each entry of config.json and hf_quant_config.json that concerns quantization becomes an item (see closed_world.py). An
-entry that is not known is refused, and so is an entry that contradicts the tensors.
+entry that is unknown or contradicts the tensors is refused.
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import shown
 
-Check = Callable[[Any, "_Layers"], str]  # (value, layers) -> why it is refused; "" if it is not
+# A check decides on the value of one config entry: (value, layers of the checkpoint) -> the reason to refuse the entry,
+# or "" to accept it. The reason is a predicate, such as "is 5, which is not known"; the caller adds the entry's name.
+Check = Callable[[Any, "_Layers"], str]
 
 
 class _Layers(NamedTuple):
-    """Hold what the checks of config entries compare with: the containers of the quantized layers, by module name."""
+    """Hold the quantized layers of a checkpoint, with which the checks compare config entries.
+
+    forms: module name -> container.
+    """
 
     forms: Mapping[str, Container]
 
@@ -32,12 +37,12 @@ class _Layers(NamedTuple):
 
 
 def _any(value: Any, layers: _Layers) -> str:
-    """Return "": every value of the config entry is accepted."""
+    """Return "", so that every value of the config entry is accepted (see Check)."""
     return ""
 
 
 def _only(*allowed: Any) -> Check:
-    """Return a check that accepts the given values and refuses all others."""
+    """Return a check that accepts the given values and refuses all others. Types must agree too: 1 is not True."""
 
     def check_value(value: Any, layers: _Layers) -> str:
         if any(value == one and type(value) is type(one) for one in allowed):
@@ -48,12 +53,12 @@ def _only(*allowed: Any) -> Check:
 
 
 def brief(value: Any) -> str:
-    """Return a JSON value as text of at most 60 characters."""
+    """Return a JSON value as text for a message, cut to 60 characters."""
     text = shown(json.dumps(value, default=str))
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-# Algorithm of Model-Optimizer, in capitals -> the kinds of layers that it stores.
+# Model-Optimizer's name of an algorithm, in capitals -> the kinds of containers that store its layers.
 _ALGORITHMS: dict[str, tuple[str, ...]] = {
     "NVFP4": ("nvfp4",),
     "W4A16_NVFP4": ("nvfp4",),
@@ -71,7 +76,10 @@ _MIXED = "MIXED_PRECISION"
 
 
 def _algorithm(value: Any, layers: _Layers) -> str:
-    """Return why Model-Optimizer's ``quant_algo`` is unknown or contradicts the tensors; "" if it agrees."""
+    """Return the reason to refuse Model-Optimizer's ``quant_algo``, or "" to accept it (see Check).
+
+    It is refused if it is unknown, or if a layer is of a kind other than the algorithm's.
+    """
     name = str(value).upper()
     if name == _MIXED:
         return ""
@@ -82,7 +90,10 @@ def _algorithm(value: Any, layers: _Layers) -> str:
 
 
 def _quantized_layers(value: Any, layers: _Layers) -> str:
-    """Return why an entry of ``quantized_layers`` is unknown or contradicts its layer's tensors; "" if all agree."""
+    """Return the reason to refuse Model-Optimizer's ``quantized_layers``, or "" to accept it (see Check).
+
+    It is refused if it names an unknown algorithm or key, or an algorithm that contradicts the tensors of its layer.
+    """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
     for name, entry in value.items():
@@ -100,7 +111,10 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
 
 
 def _group_size(value: Any, layers: _Layers) -> str:
-    """Return why a declared group size contradicts the blocks of the layers; "" if it agrees."""
+    """Return the reason to refuse a ``group_size``, or "" to accept it (see Check).
+
+    It is refused if there are 4-bit or MXFP8 layers, but none has blocks of this width. None is accepted.
+    """
     sizes = {form.block[1] for form in layers.forms.values() if form.kind in ("nvfp4", "mxfp4", "mxfp8")}
     if value is None or not sizes or value in sizes:
         return ""
@@ -108,7 +122,10 @@ def _group_size(value: Any, layers: _Layers) -> str:
 
 
 def _block_size(value: Any, layers: _Layers) -> str:
-    """Return why ``weight_block_size`` contradicts the blocks of the layers; "" if it agrees."""
+    """Return the reason to refuse ``weight_block_size``, or "" to accept it (see Check).
+
+    It is refused if there are FP8 or MXFP8 layers, but none has blocks of this size. None is accepted.
+    """
     blocks = {form.block for form in layers.forms.values() if form.kind in ("fp8", "mxfp8")}
     if value is None or not blocks or (isinstance(value, list) and tuple(value) in blocks):
         return ""
@@ -132,7 +149,10 @@ _SCHEME: dict[str, Check] = {
 
 
 def _scheme(value: Any, layers: _Layers) -> str:
-    """Return what is unknown in the scheme of weights of a config group; "" if all of it is known."""
+    """Return the reason to refuse the scheme of weights in a config group, or "" to accept it (see Check).
+
+    It is refused if a key or the value of a key is not in _SCHEME.
+    """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
     for key, one in value.items():
@@ -152,7 +172,10 @@ _FORMATS = {
 
 
 def _format(value: Any, layers: _Layers) -> str:
-    """Return why the declared format of compressed-tensors is unknown or contradicts the tensors; "" if it agrees."""
+    """Return the reason to refuse the ``format`` of compressed-tensors, or "" to accept it (see Check).
+
+    It is refused if it is unknown, or if a layer is of a kind other than the format's.
+    """
     if value in ("mixed-precision", None, "dense"):
         return ""
     if value not in _FORMATS:
@@ -173,9 +196,10 @@ _GROUP_KEYS = (
 
 
 def _groups(value: Any, layers: _Layers) -> str:
-    """Return what is unknown or wrong in the config groups of compressed-tensors or Model-Optimizer; "" if nothing is.
+    """Return the reason to refuse ``config_groups`` of compressed-tensors or Model-Optimizer, or "" (see Check).
 
-    Checked are the keys, the schemes of weights, and the targets. Schemes of activations may be anything.
+    The keys, the formats, the schemes of weights and the targets of every group are checked. Schemes of activations are
+    not.
     """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
@@ -193,10 +217,10 @@ def _groups(value: Any, layers: _Layers) -> str:
 
 
 def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
-    """Return which layer is stored in another format than its config group declares; "" if none is.
+    """Return the reason to refuse config groups if the format of a layer is not that of its group; "" if all agree.
 
-    Groups are compared only if there are several and each has a format. A layer that several groups match must fit one
-    of them.
+    Layers are checked only if there are several groups and each has a format. A layer that several groups match must
+    fit one of them.
     """
     if not all(group.get("format") for group in groups) or len(groups) < 2:
         return ""
@@ -209,7 +233,10 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
 
 
 def _matches(group: Mapping[str, Any], name: str) -> bool:
-    """Return whether a config group names a layer: by its class Linear, by its name, or by a pattern ("re:...")."""
+    """Return whether a config group applies to a layer.
+
+    Its targets are the class "Linear", names of layers or the ends of names, and regular expressions ("re:...").
+    """
     for target in group.get("targets") or ():
         pattern = str(target)
         if pattern in ("Linear", name) or name.endswith(f".{pattern}"):
@@ -220,22 +247,29 @@ def _matches(group: Mapping[str, Any], name: str) -> bool:
 
 
 def _transform(value: Any, layers: _Layers) -> str:
-    """Return why ``transform_config`` is refused: stored weights would be rotated. Return "" if it has no transform."""
+    """Return the reason to refuse ``transform_config``, or "" if it declares no transform (see Check).
+
+    Transforms rotate the stored weights, and fp4kit does not undo rotations.
+    """
     if not value or value == {"config_groups": {}}:
         return ""
     return "declares rotations of the weights, which are not undone here; use a checkpoint without transforms"
 
 
 def _dense(value: Any, layers: _Layers) -> str:
-    """Return why ``sparsity_config`` is refused: it has a format of its own. Return "" for dense weights."""
+    """Return the reason to refuse ``sparsity_config``, or "" for dense weights (see Check).
+
+    Sparse weights are stored in formats of their own, which fp4kit does not read.
+    """
     form = value.get("format") if isinstance(value, Mapping) else value
     return "" if not form or form == "dense" else f"declares the sparse format {brief(form)}, which is not supported"
 
 
 def _quark_algorithms(value: Any, layers: _Layers) -> str:
-    """Return why ``algo_config`` of quark is refused: it may rotate the weights. Return "" for other algorithms.
+    """Return the reason to refuse ``algo_config`` of quark, or "" to accept it (see Check).
 
-    Algorithms such as GPTQ and AWQ change only which values are stored.
+    GPTQ, AWQ and smoothing are accepted, because they change only which values are stored. All other algorithms are
+    refused, because they may rotate the weights.
     """
     for one in value if isinstance(value, list) else [value] if value else []:
         name = str(one.get("name", "")) if isinstance(one, Mapping) else str(one)
@@ -244,7 +278,8 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
     return ""
 
 
-# {quant_method: {key: (group, why, check)}}
+# For each quant_method, the known keys of quantization_config: key -> (group of the item, reason, check of the value).
+# The keys in _COMMON are known for every method.
 _IS_NAME = "names the method; the tensors decide"
 _LISTED = "names of unquantized layers; the tensors show the same"
 _ACTIVATIONS = "concerns activations"
@@ -351,7 +386,8 @@ _METHODS: dict[str, dict[str, _Entry]] = {
 def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each entry of config.json that concerns quantization.
 
-    A checkpoint without quantized layers has none: check_declared refuses a config that declares some.
+    If no layer is quantized, nothing is yielded, because check_declared then refuses a config that declares
+    quantization.
     """
     layers = _layers(weights)
     if not layers.forms:
@@ -369,12 +405,15 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
 
 
 def _layers(weights: Mapping[str, Weight]) -> _Layers:
-    """Return the containers of all quantized layers, by module name."""
+    """Return the quantized layers among ``weights``, with which the checks compare config entries."""
     return _Layers({w.name: w.container for w in weights.values() if w.container is not None})
 
 
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
-    """Yield an item for each key of a ``quantization_config``, by the table of its ``quant_method``."""
+    """Yield an item for each key of a ``quantization_config``. Its ``quant_method`` decides which keys are known.
+
+    value: the content of ``quantization_config``. path: its path in config.json, with which the items' names begin.
+    """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
         return
@@ -388,10 +427,12 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 def _entries(
     value: Mapping[str, Any], path: str, place: str, known: Mapping[str, _Entry], layers: _Layers
 ) -> Iterator[Item]:
-    """Yield an item for each key of a JSON object.
+    """Yield an item for each key of a JSON object in a config file.
 
-    path: the path of the object, with which the names of the items begin. place: the file that holds it.
-    known: key -> (group, reason, check). A key that is not in it is refused, and so is a value that its check refuses.
+    value: the object.
+    path: the path of the object, with which the names of the items begin.
+    place: the name of the config file.
+    known: key -> (group, reason, check). An unknown key is refused, and so is a value that the check refuses.
     """
     for key, one in value.items():
         name = f"{path}.{key}"
@@ -404,9 +445,11 @@ def _entries(
 
 
 def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
-    """Yield the items of MLX's ``quantization``: for the default scheme, and for entries of single layers.
+    """Yield the items of MLX's ``quantization``, which holds a default scheme and entries of single layers.
 
-    path: the path of ``quantization`` in config.json.
+    If the scheme of a layer contradicts its tensors, the only item is a refused one.
+
+    value: the content of ``quantization``. path: its path in config.json.
     """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
@@ -430,7 +473,10 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 
 
 def hf_quant_items(content: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of hf_quant_config.json."""
+    """Yield an item for each entry of hf_quant_config.json; none if no layer is quantized.
+
+    content: the content of the file.
+    """
     layers = _layers(weights)
     for key, value in content.items() if layers.forms else ():
         if key == "quantization" and isinstance(value, Mapping):

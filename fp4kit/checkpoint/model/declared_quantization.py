@@ -1,4 +1,4 @@
-"""Check that no config of a source model declares quantization if none of its tensors is quantized."""
+"""Check that the config files of a source model do not declare quantization if none of its tensors is quantized."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from fp4kit.storage.errors import CheckpointError
 
 
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
-    """Raise CheckpointError if a config declares quantization although no tensor is quantized."""
+    """Raise CheckpointError if a config file declares quantization although no tensor is quantized.
+
+    weights: the weights that ``weights_of`` finds in the source.
+    """
     stored = [weight for weight in weights.values() if weight.container is not None]
     declared = None if stored else next(_declarations(source), None)
     if declared is not None:
@@ -18,7 +21,10 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
 
 
 def _declarations(source: Source) -> Iterator[str]:
-    """Yield a phrase for an error message per config entry or file that declares the source to be quantized."""
+    """Yield one phrase per config entry or file that declares quantization; nothing if none does.
+
+    A phrase, such as "config.json: has quantization_config", begins an error message.
+    """
     text = source.config.get("text_config")
     for section in (source.config, text if isinstance(text, dict) else {}):
         yield from (f"{CONFIG}: has {key}" for key in ("quantization_config", "compression_config") if section.get(key))

@@ -21,8 +21,10 @@ CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries 
 def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
     """Yield consecutive slices that cover the rows of a matrix, each of at most CHUNK_ELEMENTS elements.
 
-    The length of every slice except the last is a multiple of ``multiple``. A slice has at least ``multiple`` rows,
-    even if those exceed CHUNK_ELEMENTS.
+    The number of rows of every slice except the last is a multiple of ``multiple``, even if ``multiple`` rows have more
+    than CHUNK_ELEMENTS elements. A matrix without rows gives no slice.
+
+    rows, columns: the shape of the matrix.
     """
     step = max(1, CHUNK_ELEMENTS // max(columns, 1) // multiple) * multiple
     for start in range(0, rows, step):
@@ -30,7 +32,10 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 
 
 def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-    """Unpack the codes of stored rows: return them as [N, K], one code per byte."""
+    """Return the codes of stored rows, [N, K], one code per byte.
+
+    form: the container, which determines the packing. stored: the packed bytes of the rows.
+    """
     codes: npt.NDArray[np.uint8] = unpacked(stored, form.element.packing)
     return codes
 
@@ -39,12 +44,12 @@ def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.u
 def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32]]:
     """Return two float32 tables: (value per element code, value per scale byte).
 
-    The product of one entry of each table is the decoded value, exact in float32. The container must store its scales
-    as bytes (E4M3 or E8M0), not as float32.
+    The product of an element's entry and its scale's entry is the decoded value, exact in float32. The container must
+    store its scales as bytes (E4M3 or E8M0), not as float32.
 
-    The tables for GGUF containers follow llama.cpp and the decode rule of its recipe: element values are doubled and
-    have no negative zero; scale values are halved. The scale table is filled with the decoded smallest subnormal
-    element, so that the E8M0 byte 255, which stands for 2^128, has a finite entry.
+    The tables for GGUF containers follow llama.cpp: element values are doubled and have no negative zero, and scale
+    values are halved. An entry of the scale table is the smallest subnormal element, decoded with that scale byte. The
+    E8M0 byte 255, which stands for 2^128, therefore has a finite entry.
     """
     assert form.scale is not None
     elements, scales = form.element.values, form.scale.values
@@ -58,7 +63,10 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
 
 
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
-    """Return the float32 values of stored block scales. Scales that are stored as float32 are returned unchanged."""
+    """Return the float32 values of block scales, in the shape of ``scales``.
+
+    scales: the block scales as stored: bytes (E4M3 or E8M0), or float32, which is returned unchanged.
+    """
     if form.scale is None:
         return scales
     values = _factors(form)[1][scales]
@@ -72,8 +80,8 @@ def decode(
 ) -> npt.NDArray[np.float32]:
     """Return value(code) * (block_scale * tensor_scale), [N, K] float32.
 
-    codes: [N, K], one code per byte.
-    block_scale: as stored, one scale per block of form.block (rows, columns).
+    codes: [N, K], one code per byte, as ``codes_of`` returns them.
+    block_scale: the block scales as stored, bytes or float32. A block has form.block (rows, columns) elements.
     tensor_scale: the factor to multiply by; None stands for 1.
 
     Numerics: the product of the scales is computed first. Both products are rounded to nearest even in float32.
@@ -99,9 +107,11 @@ def decode(
 def decode_rows(
     form: Container, stored: npt.NDArray[np.uint8], block_scale: np.ndarray, tensor_scale: np.float32 | None
 ) -> npt.NDArray[np.float32]:
-    """Return the decoded values [N, K] of packed rows (see decode).
+    """Return the decoded values [N, K] of packed rows, float32. Arguments and numerics are those of ``decode``.
 
-    Works chunk by chunk, so that it needs little more memory than its result.
+    Rows are decoded in chunks, so that little memory is needed beside the result.
+
+    stored: the packed codes of the rows, as bytes.
     """
     rows, columns = len(stored), stored.shape[1] * 8 // form.element.bits
     result = np.empty((rows, columns), np.float32)

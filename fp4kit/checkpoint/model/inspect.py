@@ -36,6 +36,8 @@ from fp4kit.storage.split_gguf import read_gguf_model
 class Checkpoint:
     """Describe a checkpoint by its files and configs.
 
+    path: the model directory or file.
+    files: the headers of the files that hold the model's tensors.
     config: the content of config.json; None if there is no such file.
     hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
     """
@@ -63,17 +65,20 @@ class Checkpoint:
 
     @lazy_property
     def items(self) -> tuple[Item, ...]:
-        """The items that the checkpoint stores besides its quantized layers. Each says whether fp4kit knows it."""
+        """The entries of the checkpoint that may concern quantization, and whether fp4kit knows them.
+
+        See closed_world.py.
+        """
         return closed_world.items_of(self, self.weights)
 
     @property
     def unrecognised(self) -> tuple[str, ...]:
-        """Names of tensors that fp4kit refuses, such as packed weights in an unknown format."""
+        """The names of the tensors that fp4kit refuses, such as packed weights in an unknown format."""
         return tuple(item.name for item in self.items if item.group == REFUSED and item.place == "tensor")
 
     @property
     def totals(self) -> dict[str, tuple[int, int]]:
-        """A map from dtype to (number of tensors, bytes), sorted by decreasing bytes."""
+        """A map from the dtype of tensors to (number of tensors, number of bytes), sorted by decreasing bytes."""
         sums: dict[str, tuple[int, int]] = {}
         for _, entry in self.tensors.values():
             count, nbytes = sums.get(entry.dtype, (0, 0))
@@ -102,7 +107,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Return a sort key that compares numbers in names by value: ``layers.2`` before ``layers.10``."""
+    """Return a sort key for a tensor name that compares numbers by value: ``layers.2`` comes before ``layers.10``."""
     parts = re.split("([0-9]+)", name)
     return [
         (len(part.lstrip("0")) if i % 2 else 0, part.lstrip("0") if i % 2 else part) for i, part in enumerate(parts)
@@ -115,9 +120,10 @@ def _optional(root: Path, name: str) -> dict[str, Any] | None:
 
 
 def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """Return, as (name, value) pairs to print, what config.json and hf_quant_config.json declare about quantization.
+    """Summarize what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print.
 
-    If the two differ, there is also a pair named "disagree". Return [] if neither declares anything.
+    Return (name, value) pairs; [] if neither file declares anything. If the files name different algorithms, one pair
+    has the name "disagree".
     """
     declared = (checkpoint.config or {}).get("quantization_config")
     lines: list[tuple[str, str]] = []
@@ -145,5 +151,5 @@ def _length(value: object) -> int:
 
 
 def _compact(value: object) -> str:
-    """Return a config value as one line of text."""
+    """Return a config value as one line of text. An object becomes its keys and values, without braces."""
     return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

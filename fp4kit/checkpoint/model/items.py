@@ -1,4 +1,4 @@
-"""Define items: what a checkpoint stores beside its quantized layers, and what reading makes of it."""
+"""Define items: the tensors, config keys and metadata entries of a checkpoint that may concern quantization."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ UNDERSTOOD, CARRIED, REFUSED, IGNORED = "understood", "carried", "refused", "ign
 
 
 class Item(NamedTuple):
-    """Describe one thing that a checkpoint stores beside its quantized layers, and what reading makes of it.
+    """Describe one tensor, config key or metadata entry of a checkpoint, and the group that it belongs to.
 
-    group: UNDERSTOOD, CARRIED, REFUSED or IGNORED.
-    place: "tensor", the name of a config file, or "metadata".
+    group: UNDERSTOOD, CARRIED, REFUSED or IGNORED (see the head of closed_world.py).
+    place: where the item is: "tensor", the name of a config file, or "metadata".
     name: the tensor's name, or the path of the key, such as "quantization_config.transform_config".
     why: the reason for the group, in words for the user.
-    what: dtype and shape of a tensor; "" for other items.
+    what: dtype and shape of a tensor, such as "U8 [64, 32]", if they help to find the fault; otherwise "".
     """
 
     group: str
@@ -25,7 +25,7 @@ class Item(NamedTuple):
 
     @property
     def subject(self) -> str:
-        """The item's name, with dtype and shape if it is a tensor, and with its place if it is not."""
+        """The item's name for messages, with ``what`` if there is one. For configs and metadata, with ``place``."""
         if self.what:
             return f"{self.name} ({self.what})"
         return self.name if self.place == "tensor" else f"{self.place}: {self.name}"

@@ -23,7 +23,7 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 @dataclass(frozen=True)
 class Piece:
-    """Describe a unit of work: rows of a weight, and their place in the output tensors of a layer.
+    """Describe a unit of work of a conversion: rows of a weight, and their place in the output tensors of a layer.
 
     weight: the weight to read.
     expert: the index of the matrix in the weight; 0 for a single layer.
@@ -48,7 +48,7 @@ class Piece:
 
     @property
     def number(self) -> int:
-        """A number that, with ``module``, identifies the piece in job keys.
+        """The number that, together with ``module``, identifies the piece in the keys of jobs.
 
         It is the index of the piece in its output layer. If the piece is the whole layer, it is ``expert``.
         """
@@ -56,7 +56,10 @@ class Piece:
         return self.expert if self.total_rows == height else self.first_row // height
 
     def share(self, nbytes: int) -> tuple[int, int]:
-        """Return (offset, count) of the bytes that this piece writes in an output tensor of ``nbytes`` bytes."""
+        """Return (offset, count) of the bytes that this piece writes to an output tensor.
+
+        nbytes: the size of the whole output tensor in bytes. Every row takes an equal share.
+        """
         rows = self.span[1] - self.span[0]
         return nbytes * self.first_row // self.total_rows, nbytes * rows // self.total_rows
 
@@ -64,23 +67,26 @@ class Piece:
 def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the output layers that a weight becomes.
 
-    A single matrix stays one layer. A stack also does if the container stores stacks, or if the output is unquantized.
+    A single matrix stays one layer. A stack stays one layer if the container stores stacks, or if the output is
+    unquantized. Otherwise it becomes one layer per expert, or two if it holds gate and up.
 
-    form: the container to write; None for unquantized output. config: the model's config.json.
+    form: the container to write; None for unquantized output.
+    config: the content of the model's config.json.
     """
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
     return tuple(name for e in range(weight.experts) for name, _ in parts_of(weight, e, config))
 
 
-# mlx-lm's names of the experts of a Mixtral model -> those of Hugging Face.
+# Layers of a Mixtral expert: mlx-lm's name -> Hugging Face name.
 _MIXTRAL = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 
 
 def expert_name(stack: str, expert: int) -> str:
-    """Return the name of the layer that one expert of a stack becomes.
+    """Return the Hugging Face name of the layer that one expert of a stack becomes.
 
-    mlx-lm calls the module of the stacks ``switch_mlp``; Hugging Face calls the module of the experts ``experts``.
+    Expert 3 of the stack "mlp.experts.down_proj" becomes "mlp.experts.3.down_proj". mlx-lm calls this stack
+    "mlp.switch_mlp.down_proj"; the result is the same.
     """
     parent, _, leaf = stack.rpartition(".")
     if not is_mlx_stack(stack):
@@ -91,16 +97,18 @@ def expert_name(stack: str, expert: int) -> str:
 
 
 def is_mlx_stack(name: str) -> bool:
-    """Return whether a stack of experts has the name that mlx-lm gives it."""
+    """Return whether the name of a stack of experts is mlx-lm's, such as "mlp.switch_mlp.down_proj"."""
     return name.rpartition(".")[0].endswith(".switch_mlp")
 
 
 def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, int]]]:
     """Yield (module name, (first row, end row)) for each layer that one expert of a stack becomes.
 
-    A gate_up stack gives two layers, gate and up; any other stack gives one.
+    A gate_up stack gives two layers, gate and up. All other stacks give one.
 
-    config: the model's config.json.
+    expert: the index of the expert in the stack.
+    config: the content of the model's config.json.
+
     Raises CheckpointError if the rows of gate and up alternate, because a range of rows cannot describe that.
     """
     parent, _, leaf = weight.name.rpartition(".")
@@ -119,7 +127,8 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight in the container ``form``.
 
-    config: the model's config.json. has_input_scale: True if the outputs include an input scale per layer.
+    config: the content of the model's config.json.
+    has_input_scale: True if the outputs include an input scale per layer.
     """
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
@@ -136,10 +145,10 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
 
 
 def members(weight: Weight) -> dict[int, Rows]:
-    """Return where the rows of a weight are read from: first row -> the Rows that begin there.
+    """Return where the rows of a weight are read from: index of the first row -> the Rows that begin there.
 
-    These are the weight's members (see Weight.members), or its own matrices if it has none. Rows are counted over all
-    matrices of a stack.
+    These are the weight's members (see Weight.members), or its own matrices if it has no members. Rows are counted over
+    all matrices of a stack.
     """
     rows = weight.shape[-2]
     parts = weight.members or tuple(Rows(weight, e, (0, rows)) for e in range(weight.experts))
@@ -150,9 +159,11 @@ def members(weight: Weight) -> dict[int, Rows]:
 def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight unquantized, one piece per matrix.
 
-    A stack stays one tensor, except that mlx-lm's stacks become one tensor per expert, as Hugging Face has them.
+    A stack stays one tensor. A stack of mlx-lm is an exception: it becomes one tensor per expert, as in Hugging Face
+    models.
 
-    dtype: the safetensors dtype of the output. transposed: True to write a stack as [E, K, N].
+    dtype: the safetensors dtype of the output.
+    transposed: True to write a stack as [E, K, N].
     """
     rows, columns = weight.shape[-2:]
     stack = len(weight.shape) == 3

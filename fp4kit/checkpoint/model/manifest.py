@@ -1,6 +1,6 @@
 """Write and check fp4kit_manifest.json: the recipe and source of a conversion, and the SHA-256 of every written file.
 
-With it, a copy of a converted model can be checked for missing, changed and additional files.
+With the manifest, a copy of a converted model can be checked for missing, changed and additional files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def file_digest(path: Path) -> str:
 
 
 def _digest(file: Any) -> str:
-    """Return the SHA-256 of an open file, in hexadecimal. Used on Python 3.10, which lacks hashlib.file_digest."""
+    """Return the SHA-256 of an open binary file, in hexadecimal. For Python 3.10, which lacks hashlib.file_digest."""
     whole = hashlib.sha256()
     while data := file.read(1 << 20):
         whole.update(data)
@@ -36,7 +36,7 @@ def _digest(file: Any) -> str:
 
 
 class Digest(NamedTuple):
-    """Hold a file's path, SHA-256 and size in bytes."""
+    """Hold a file's path, SHA-256 (in hexadecimal) and size in bytes."""
 
     path: Path
     sha256: str
@@ -44,27 +44,30 @@ class Digest(NamedTuple):
 
 
 def digest_of(path: Path) -> Digest:
-    """Read a file, and return its path, SHA-256 and size."""
+    """Read a file and return its Digest: path, SHA-256 and size."""
     return Digest(path, file_digest(path), path.stat().st_size)
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names of the files in ``folder`` that a manifest lists, relative to ``folder``.
+    """Return the sorted names, relative to ``folder``, of the files in ``folder`` that its manifest must list.
 
-    These are all files in it and its subdirectories, except the manifest itself and hidden files. Links are included
-    if their target is inside the directory or in the blobs of the Hugging Face cache.
+    These are all files in the directory and its subdirectories, except the manifest itself and hidden files. A link is
+    included if its target is inside the directory or in the blobs of the Hugging Face cache.
     """
     names = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file() and _is_inside(path, folder))
     return sorted(name.as_posix() for name in names if not is_hidden(name) and name.as_posix() != MANIFEST)
 
 
 def is_hidden(name: PurePath) -> bool:
-    """Return whether any part of a path begins with a dot. A conversion writes no such files."""
+    """Return whether a file or one of the directories in its path begins with a dot. A conversion writes no such file.
+
+    name: the path relative to the model directory.
+    """
     return any(part.startswith(".") for part in name.parts)
 
 
 def _is_inside(path: Path, folder: Path) -> bool:
-    """Return whether the target of ``path`` is inside ``folder`` or in the blobs of its Hugging Face cache."""
+    """Return whether ``path``, with links resolved, is inside ``folder`` or in the blobs of its Hugging Face cache."""
     try:
         contained(path, folder)
     except CheckpointError:
@@ -73,18 +76,21 @@ def _is_inside(path: Path, folder: Path) -> bool:
 
 
 def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of a manifest.
+    """Return the content of a manifest, as an object for JSON.
 
-    digests: name -> digest of every written file. facts: further top-level entries, such as recipe and source.
+    digests: name -> Digest of every written file.
+    facts: further top-level entries, such as recipe and source.
     """
     files = {name: {"sha256": one.sha256, "bytes": one.nbytes} for name, one in sorted(digests.items())}
     return {"fp4kit_manifest": VERSION, **facts, "files": files}
 
 
 def load_manifest(folder: Path) -> dict[str, Any] | None:
-    """Return the manifest of a directory, or None if there is none.
+    """Return the content of a directory's manifest, or None if the directory has none.
 
-    Raises CheckpointError if the manifest has another version or is malformed.
+    A manifest that is a link out of the directory counts as none.
+
+    Raises CheckpointError if the manifest is malformed or of a version other than VERSION.
     """
     path = folder / MANIFEST
     if not path.is_file() or not _is_inside(path, folder):
@@ -102,12 +108,12 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
 def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
     """Compare the files of a converted model with its manifest, to find missing, changed and additional files.
 
-    Return one message per such file, or None if there is no manifest.
+    Return one message per such file, [] if all files agree, or None if there is no manifest.
 
-    Files of another size than the manifest states are reported without being hashed, because a damaged file may be
+    If the size of a file differs from the manifest, the file is reported without being hashed. A damaged file may be
     sparse and appear to hold terabytes.
 
-    executor: hashes the files, one call per file; None hashes them in this process.
+    executor: where to hash the files, one call per file; None hashes them in this process.
     """
     found = load_manifest(folder)
     if found is None:
@@ -128,9 +134,11 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
-    """Return a message if a file's size differs from its manifest entry, otherwise None.
+    """Return a message if a file's size differs from its manifest entry, or if the entry's size is malformed.
 
-    facts: the manifest entry. If it has no size, the result is None.
+    Return None if the sizes agree, or if the entry has no size.
+
+    facts: the manifest's entry for the file.
     """
     size, written = path.stat().st_size, facts.get("bytes")
     if written is None:

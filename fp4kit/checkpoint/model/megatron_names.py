@@ -4,8 +4,10 @@ The selection rules work on Hugging Face names. With this translation, a live ex
 same layers as the checkpoint converter.
 
 One Megatron parameter may hold several Hugging Face tensors. linear_qkv holds q, k and v, grouped by key-value head.
-linear_fc1 holds the gate in its first half and up in its second half. The results are the names that Qwen and DeepSeek
-models use; the rules decide identically on the names of other models.
+linear_fc1 holds the gate in its first half and up in its second half.
+
+The results are names as in Qwen and DeepSeek models. The selection rules decide identically on the names that
+Hugging Face uses for the same layers of other models.
 """
 
 from __future__ import annotations
@@ -30,8 +32,8 @@ _OUTSIDE = {
     "decoder.final_layernorm": "norm",
     "decoder.final_norm": "norm",
 }
-# Module within a layer -> Hugging Face modules; the suffix (.weight, .bias) stays. Layer norms that Megatron fuses with
-# the next linear layer are in _FUSED_NORMS.
+# Megatron module within a layer -> Hugging Face modules; the suffix (.weight, .bias) stays. Layer norms that Megatron
+# fuses with the next linear layer are in _FUSED_NORMS.
 _MODULES = {
     "input_layernorm": ("input_layernorm",),
     "pre_mlp_layernorm": ("post_attention_layernorm",),
@@ -62,7 +64,7 @@ _MTP_MODULES = {
     "hnorm": ("hnorm",),
     "final_layernorm": ("shared_head.norm",),
 }
-# Whole parameter names within a layer.
+# Megatron parameter within a layer, with its suffix -> Hugging Face name.
 _PARAMETERS = {
     "self_attention.core_attention.softmax_offset": "self_attn.sinks",
     "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
@@ -86,12 +88,12 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
         name: the Megatron-Core name. Layers and experts must be numbered over the whole model, not within a pipeline
             stage or an expert-parallel rank. Leading ``module.`` and ``language_model.`` wrappers are understood.
         layers: num_hidden_layers. If given, multi-token prediction layer N becomes model.layers.{layers + N}, as
-            DeepSeek stores it; if None, it becomes mtp.layers.N.
-        gated: True if the MLPs have gates; if False, linear_fc1 is up_proj alone.
+            DeepSeek stores it. If None, it becomes mtp.layers.N.
+        gated: True if the MLPs have gates. If False, linear_fc1 is up_proj alone.
 
     Returns:
-        The names: q, k and v for linear_qkv, gate and up for linear_fc1, a single name for most parameters. Empty for
-        ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged.
+        The names: q, k and v for linear_qkv, gate and up for linear_fc1, a single name for most parameters. The result
+        is () for ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged.
 
     Raises:
         CheckpointError: if a name within a layer contains Megatron words but is unknown, because the rules would
@@ -113,9 +115,12 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
 
 
 def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
-    """Return the Hugging Face prefix of layer ``number`` in Megatron's list of layers, "decoder" or "mtp".
+    """Return the Hugging Face prefix of a Megatron layer, such as "model.layers.3".
 
-    root: the prefix of the model, such as "model". layers: as for hugging_face_names.
+    list_name: Megatron's list that holds the layer: "decoder", or "mtp" for multi-token prediction.
+    number: the number of the layer in that list.
+    root: the Hugging Face prefix of the model, such as "model".
+    layers: as for hugging_face_names.
     """
     if list_name == "decoder":
         return f"{root}.layers.{number}"
@@ -123,11 +128,12 @@ def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
 
 
 def _outside(plain: str, root: str) -> tuple[str, ...] | None:
-    """Return the Hugging Face names of a parameter outside the layers: () for ``_extra_state``, which is no tensor.
+    """Return the Hugging Face name of a parameter outside the layers, such as the embedding, as a tuple of one name.
 
-    Return None if the name is not one of Megatron's.
+    Return () for ``_extra_state``, which is not a tensor. Return None if the name is not one of Megatron's.
 
-    plain: the name without wrappers. root: the Hugging Face prefix, such as "model".
+    plain: the Megatron-Core name without wrappers.
+    root: the Hugging Face prefix of the model, such as "model".
     """
     module, _, kind = plain.rpartition(".")
     if module != "output_layer" and module not in _OUTSIDE:
@@ -139,9 +145,13 @@ def _outside(plain: str, root: str) -> tuple[str, ...] | None:
 
 @lru_cache(1 << 16)
 def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | None:
-    """Return the Hugging Face names, relative to the layer, of a layer's parameter: () for ``_extra_state``.
+    """Return the Hugging Face names of a layer's parameter, relative to the layer, such as "mlp.down_proj.weight".
 
-    Return None if the parameter is unknown or not one of Megatron's.
+    Return () for ``_extra_state``, which is not a tensor. Return None if the parameter is unknown.
+
+    parameter: the Megatron-Core name relative to the layer.
+    is_mtp: True for a multi-token prediction layer.
+    gated: True if the MLPs have gates.
     """
     inner = next((inner for inner in _INNER if parameter.startswith(inner)), "") if is_mtp else ""
     parameter = parameter.removeprefix(inner)
@@ -165,8 +175,8 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
     """Return (linear layer, Hugging Face modules, "weight" or "bias") of an expert's parameter.
 
-    Both of Megatron's names are understood: ``mlp.experts.*`` and ``mlp.experts.local_experts.*``. Return None for
-    other parameters.
+    Megatron has two names for it, ``mlp.experts.*`` and ``mlp.experts.local_experts.*``. Return None for all other
+    parameters.
     """
     grouped, local = _GROUPED_EXPERT.fullmatch(parameter), _LOCAL_EXPERT.fullmatch(parameter)
     if grouped:
@@ -180,7 +190,10 @@ def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
 
 
 def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
-    """Raise CheckpointError if a name within a layer contains words that only Megatron uses."""
+    """Raise CheckpointError if an unknown name within a layer contains words that only Megatron uses.
+
+    layer: the match of ``name`` with _LAYER; None, which always passes, if the name is outside the layers.
+    """
     if layer is not None and _MEGATRON_WORDS.search(layer[3]):
         raise CheckpointError(
             f"hugging_face_names: {shown(name)}: unknown Megatron-Core name; rename it as in Hugging Face models, for"

@@ -39,11 +39,11 @@ class Source:
     """Describe a model that has passed all checks: a directory whose files agree with its index, or a single file.
 
     root: the directory, or the GGUF or safetensors file.
-    config: the content of config.json; for a GGUF file, facts from its header (see ggml_names.config_of); for a
+    config: the content of config.json. For a GGUF file, facts from its header (see ggml_names.config_of); for a
         safetensors file, {}.
-    files: the model's files, sorted by name.
-    ignored: names of safetensors files in the directory that are not part of the model.
-    has_index: True if the directory has an index, model.safetensors.index.json or Diffusers' own.
+    files: the headers of the model's files, sorted by name.
+    ignored: the names of safetensors files in the directory that are not part of the model.
+    has_index: True if the directory has an index file, of transformers or of Diffusers.
     """
 
     root: Path
@@ -66,9 +66,9 @@ class Source:
 
 
 def resolved(path: Path) -> Path:
-    """Return ``path`` as an absolute path without symbolic links. The path need not exist.
+    """Return ``path`` as an absolute path with symbolic links resolved. The path need not exist.
 
-    Raises CheckpointError if its symbolic links form a cycle.
+    Raises CheckpointError if the symbolic links form a cycle.
     """
     try:
         path.stat()
@@ -81,10 +81,11 @@ def resolved(path: Path) -> Path:
 
 
 def contained(path: Path, root: Path) -> Path:
-    """Return the real path of ``path``, after checking that no symbolic link leads out of the directory ``root``.
+    """Return ``path`` with symbolic links resolved, after checking that the result is inside the directory ``root``.
 
-    Raises CheckpointError if one does. Links from ``snapshots/<revision>`` to ``blobs``, as in a Hugging Face cache,
-    are allowed.
+    In a Hugging Face cache, links from ``snapshots/<revision>`` to ``blobs`` are allowed too. The path need not exist.
+
+    Raises CheckpointError if a link leads out of the directory.
     """
     real_root = resolved(root)
     roots = [real_root]
@@ -97,7 +98,7 @@ def contained(path: Path, root: Path) -> Path:
 
 
 def existing_file(root: Path, name: str) -> Path:
-    """Return the real path of the file ``name`` in the directory ``root``.
+    """Return the path of the file ``name`` in the directory ``root``, with symbolic links resolved.
 
     Raises CheckpointError if the file is missing, is not a regular file, or is a link to a file outside ``root``.
     """
@@ -110,9 +111,10 @@ def existing_file(root: Path, name: str) -> Path:
 
 
 def check_shard_name(name: object) -> str:
-    """Return ``name``, a shard name from an index, if it is a plain file name that ends in .safetensors.
+    """Return ``name``, the name of a shard in an index, if it is a plain file name that ends in .safetensors.
 
-    Raises CheckpointError for anything else, such as a path, because an index must not lead out of its directory.
+    Raises CheckpointError for anything else, such as a path, because an index must not name files outside its
+    directory.
     """
     plain = (
         isinstance(name, str)
@@ -128,14 +130,17 @@ def check_shard_name(name: object) -> str:
 
 
 def index_name(root: Path) -> str | None:
-    """Return the name of the index in ``root``: that of transformers or of Diffusers; None if there is no index."""
+    """Return the name of the index file in the directory ``root``, or None if there is no index.
+
+    This is the name that transformers uses or, if there is no such file, the name that Diffusers uses.
+    """
     return next((name for name in (INDEX, DIFFUSERS_INDEX) if os.path.lexists(root / name)), None)
 
 
 def load_weight_map(root: Path) -> dict[str, str]:
-    """Return the map from tensor name to shard name in the index of ``root``, which must have one (see index_name).
+    """Return the map from tensor name to shard name in the index of the directory ``root``.
 
-    Raises CheckpointError if the index has no weight_map, or if a shard name is not a plain file name.
+    Raises CheckpointError if there is no index, if it has no weight_map, or if a shard name is not a plain file name.
     """
     name = index_name(root) or INDEX
     index = load_object(existing_file(root, name), name)
@@ -146,7 +151,7 @@ def load_weight_map(root: Path) -> dict[str, str]:
 
 
 def _check_numbering(names: Iterable[str]) -> None:
-    """Raise CheckpointError if files are numbered like ``-00001-of-00003`` and a number is missing."""
+    """Raise CheckpointError if file names are numbered, such as ``-00001-of-00003``, and a number is missing."""
     series: dict[tuple[str, int], set[int]] = {}
     for match in filter(None, map(_NUMBERED.fullmatch, names)):
         series.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
@@ -159,9 +164,9 @@ def _check_numbering(names: Iterable[str]) -> None:
 
 
 def _safetensors_in(root: Path) -> list[str]:
-    """Return the sorted names of the safetensors files in a directory.
+    """Return the sorted names of the safetensors files in a directory, without subdirectories.
 
-    Raises PermissionError if the directory may not be listed; Path.glob would silently find nothing.
+    Raises PermissionError if the directory may not be listed. Path.glob would silently find nothing.
     """
     return sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
 
@@ -169,7 +174,11 @@ def _safetensors_in(root: Path) -> list[str]:
 def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[str]:
     """Return the names of the safetensors files that make up the model in ``root``.
 
+    These are the files that the index names. Without an index, they are model.safetensors (or Diffusers' name of it) if
+    it exists, otherwise all safetensors files in the directory.
+
     weight_map: tensor name -> shard name from the index, or None if there is no index.
+
     Raises CheckpointError if there is no file, if a numbered shard is missing, or if there is a model.safetensors that
     the index does not name.
     """
@@ -194,7 +203,7 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
 
 
 def _check_names_differ(names: list[str]) -> None:
-    """Raise CheckpointError if two shard names differ only in case: some file systems treat them as one file."""
+    """Raise CheckpointError if two shard names differ only in case. Some file systems treat such names as one file."""
     folded: dict[str, str] = {}
     for name in names:
         if folded.setdefault(name.casefold(), name) != name:
@@ -202,7 +211,7 @@ def _check_names_differ(names: list[str]) -> None:
 
 
 def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
-    """Raise CheckpointError if two files contain a tensor of the same name."""
+    """Raise CheckpointError if two of the model's files contain tensors of the same name."""
     owner: dict[str, str] = {}
     for file in files:
         for entry in file.entries:
@@ -216,7 +225,8 @@ def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
 def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
     """Raise CheckpointError if the index and the shards disagree about which tensor is in which shard.
 
-    weight_map: tensor name -> shard name, from the index. files: the shards.
+    weight_map: tensor name -> shard name, from the index.
+    files: the headers of the shards.
     """
     shard_of = {entry.name: file.name for file in files for entry in file.entries}
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if shard_of.get(name) != shard]
@@ -229,7 +239,7 @@ def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]
         raise CheckpointError(f"{INDEX}: does not name {listed(unlisted)}; download the model again")
 
 
-# {ending of a model file that fp4kit does not read: what to do}
+# Suffix of a file -> advice for the user who has no safetensors model but such a file.
 _OTHER_MODELS = {
     ".gguf": "pass the GGUF file itself",
     ".bin": "load the model with transformers and write safetensors with model.save_pretrained(DIR)",
@@ -244,9 +254,9 @@ _OTHER_MODELS = {
 
 
 def _hint_on_other_models(root: Path) -> str:
-    """Return advice for an error message if a directory holds a model file of a kind that fp4kit does not read.
+    """Return advice for an error message about a directory without safetensors files; "" if there is none.
 
-    Return "" if it holds none.
+    There is advice if the directory holds a model file of another kind, such as a .bin file.
     """
     for name in sorted(os.listdir(root)):
         if Path(name).suffix.lower() in _OTHER_MODELS:
@@ -255,9 +265,10 @@ def _hint_on_other_models(root: Path) -> str:
 
 
 def _hint_on_directory(root: Path) -> str:
-    """Return advice for an error message if the model is in a directory inside ``root``; "" if there is none.
+    """Return advice for an error message about a directory without a model; "" if there is none.
 
-    Advice exists for a model's directory in the cache of the Hugging Face Hub, and for the directory of a pipeline.
+    There is advice if ``root`` belongs to the cache of the Hugging Face Hub, if it is the directory of a Diffusers
+    pipeline, or if its subdirectories hold models.
     """
     snapshots = root / "snapshots"
     if root.name.startswith("models--") and snapshots.is_dir():
@@ -282,7 +293,10 @@ def _has_safetensors(folder: Path) -> bool:
 
 
 def check_kind_of_file(path: Path) -> None:
-    """Raise CheckpointError if the name of a file is that of a model of a kind that fp4kit does not read."""
+    """Raise CheckpointError, with advice, if a file's suffix is that of a model or config that fp4kit does not read.
+
+    Call it for a file that could not be read as safetensors, so that the message says what to do.
+    """
     suffix = path.suffix.lower()
     if suffix == ".gguf" or suffix not in (*_OTHER_MODELS, ".json"):
         return
@@ -294,8 +308,8 @@ def check_kind_of_file(path: Path) -> None:
 def hint_on_path(path: Path) -> str:
     """Return advice for an error message about a path that is not a model directory; "" if there is none.
 
-    Advice exists for a model file of another kind, a file inside a model directory, and the name of a model on the
-    Hugging Face Hub.
+    There is advice for a file inside a model directory, for a model file that is not safetensors, and for the name of a
+    model on the Hugging Face Hub, such as "org/model".
     """
     suffix = path.suffix.lower()
     if path.is_file() and (suffix in (".safetensors", ".json")):
@@ -309,10 +323,12 @@ def hint_on_path(path: Path) -> str:
 
 
 def open_source(root: Path) -> Source:
-    """Open and check the model ``root``, a model directory or a single file, without reading tensor data.
+    """Open and check a model without reading tensor data, and return it as a Source.
 
-    Return it as a Source. A safetensors file that is part of a model directory is rejected, because the directory's
-    config belongs to the model. Raises CheckpointError if a file is missing or files are inconsistent.
+    root: a model directory, a GGUF file or a safetensors file. A safetensors file that is part of a model directory is
+        rejected, because the directory's config belongs to the model.
+
+    Raises CheckpointError if a file is missing or damaged, or if files contradict each other.
     """
     if is_gguf(root):
         parts = read_gguf_model(root)
@@ -328,7 +344,11 @@ def open_source(root: Path) -> Source:
 
 
 def _is_part_of_model(path: Path) -> bool:
-    """Return whether a safetensors file is one of the files of the model in its directory, which has a config.json."""
+    """Return whether a safetensors file is part of a model directory, so that it is not a model of its own.
+
+    It is if its name is numbered like a shard, or if its directory has a config.json and the file is one of the files
+    of the model there.
+    """
     root = path.parent
     if _NUMBERED.fullmatch(path.name) is not None:
         return True
@@ -341,10 +361,13 @@ def _is_part_of_model(path: Path) -> bool:
 
 
 def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str, ...], bool]:
-    """Open the safetensors files of a model directory and check them; only headers and the index are read.
+    """Open the safetensors files of a model directory and check them. Only headers and the index are read.
 
-    Return (files of the model, names of other safetensors files in the directory, whether there is an index).
-    Raises CheckpointError if a file is missing or the files disagree with the index.
+    Return three values: the headers of the model's files, the names of safetensors files that are not part of the
+    model, and whether there is an index.
+
+    Raises CheckpointError if a file is missing, if the files disagree with the index, or if two tensors have the same
+    name.
     """
     if (root / MODEL_INDEX).is_file() and not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{root}: has no {CONFIG}{_hint_on_directory(root)}")

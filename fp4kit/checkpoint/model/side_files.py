@@ -1,7 +1,8 @@
 """Decide which files of a model directory, other than the model's tensors, a conversion copies.
 
-An allow-list of file names decides: tokenizers, configs, templates and texts are copied. Programs (*.py) and other
-weights are not copied, and no link is followed out of the directory. Each skipped file is reported with its reason.
+The decision is by name: tokenizers, configs, templates and texts are copied. Programs (*.py) and weights that are not
+part of the model are not copied, and no link is followed out of the directory. Each skipped file is reported with a
+reason.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ WEIGHT_SUFFIXES = (
     ".safetensors",
     ".npz",
 )
-WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST)  # never copied: a conversion writes its own
+WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST)  # never copied, because a conversion writes its own
 
 
 @dataclass(frozen=True)
 class AuxiliaryFile:
-    """Describe a file to copy.
+    """Describe a file that a conversion copies.
 
-    name: its path relative to the source and to the destination.
+    name: its path, relative both to the source directory and to the output directory.
     path: the real file, with links resolved.
     nbytes: its size in bytes.
     """
@@ -51,7 +52,11 @@ class AuxiliaryFile:
 
 @dataclass(frozen=True)
 class AuxiliaryFiles:
-    """List the files to copy, and the files that are skipped, as (name, reason)."""
+    """List the files of a model directory, other than the model's tensors, that a conversion copies or skips.
+
+    copied: the files to copy.
+    skipped: (name, reason) per file that is not copied.
+    """
 
     copied: tuple[AuxiliaryFile, ...]
     skipped: tuple[tuple[str, str], ...]
@@ -60,7 +65,9 @@ class AuxiliaryFiles:
 def _walk(root: Path) -> Iterator[tuple[str, Path]]:
     """Yield (name relative to ``root``, path) for every file in a directory and its subdirectories.
 
-    Links to directories and hidden directories are yielded like files, and are not entered.
+    Links to directories, and hidden directories, are yielded like files and are not entered.
+
+    Raises CheckpointError if a directory cannot be read.
     """
     for folder, directories, names in os.walk(root, onerror=_unreadable):
         links = [name for name in directories if (Path(folder) / name).is_symlink()]
@@ -74,7 +81,9 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 def _unreadable(error: OSError) -> NoReturn:
     """Raise CheckpointError for a file or directory that cannot be read.
 
-    os.walk calls this function for such a directory, which it would otherwise skip silently.
+    It is the ``onerror`` of os.walk, which would otherwise skip an unreadable directory silently.
+
+    error: the error, with the name of the file or directory.
     """
     raise CheckpointError(
         f"{shown(str(error.filename))}: cannot be read ({error.strerror}); grant read permission, or remove it"
@@ -82,7 +91,10 @@ def _unreadable(error: OSError) -> NoReturn:
 
 
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
-    """Return why the file ``name`` of the directory ``root`` is not copied, or None if it is copied."""
+    """Return the reason not to copy a file, for the report, or None if it is to be copied.
+
+    path: the file or directory, as _walk yields it. root: the model directory.
+    """
     base = path.name
     if path.is_dir():
         return "a link to a directory" if path.is_symlink() else "hidden directory"
@@ -106,11 +118,12 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
 
 
 def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
-    """Decide for each file in ``root`` that is not part of the model whether a conversion copies it.
+    """Decide for each file in a model directory that is not part of the model whether a conversion copies it.
 
-    Return the files to copy and the skipped files; both are empty if ``root`` is a file.
+    Return the files to copy and the skipped files. Both are empty if ``root`` is a file.
 
-    model_files: names of the files that the conversion handles itself: tensors and their index.
+    model_files: the names of the files that the conversion handles itself: tensors and their index.
+
     Raises CheckpointError if a directory or a file to copy cannot be read.
     """
     copied: list[AuxiliaryFile] = []

@@ -1,7 +1,7 @@
 """Read rows of weights from their files in slabs of bounded size.
 
 A slab is a number of consecutive rows of one matrix, either as unquantized values or as codes with their scales.
-Weights may be stored transposed, in another row order, or as rows of several other weights (see weights.py). The
+Weights may be stored transposed, with reordered rows, or as rows of several other weights (see weights.py). The
 function ``slabs`` hides this from its callers.
 """
 
@@ -21,7 +21,7 @@ from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
-# Bytes of source elements per slab. For larger slabs, the allocator takes fresh pages from the system each time.
+# Bytes of source elements per slab. Larger slabs are slower: the allocator gets fresh pages from the system each time.
 SLAB_BYTES = 2 << 20
 WHOLE_EXPERT = 64 << 20  # largest transposed matrix, in bytes, that is read into memory as a whole
 
@@ -29,8 +29,8 @@ WHOLE_EXPERT = 64 << 20  # largest transposed matrix, in bytes, that is read int
 class Readers:
     """Read tensors from files that stay open between reads. Call ``close`` at the end, or use a with statement.
 
-    tick: a function that the method ``bytes`` calls with the number of bytes after each read, to report progress; or
-        None.
+    tick: a function to report progress, or None. The method ``bytes`` calls it after each read with the number of bytes
+        read.
     """
 
     def __init__(self, tick: Callable[[int], None] | None = None) -> None:
@@ -56,18 +56,18 @@ class Readers:
         return self._open[file.path]
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return ``count`` bytes of a tensor from byte ``start`` on; all remaining bytes if ``count`` is None."""
+        """Read and return ``count`` bytes of a tensor from byte ``start`` on, or all remaining bytes if it is None."""
         data = self.of(place.file).read_bytes(place.entry, start, count)
         if self._tick is not None:
             self._tick(data.size)
         return data
 
     def array(self, place: Located) -> np.ndarray:
-        """Read a whole tensor, and return it as an array of its shape."""
+        """Read a whole tensor and return it as an array of its shape and dtype."""
         return self.of(place.file).read(place.entry)
 
     def matrix(self, place: Located, index: int) -> np.ndarray:
-        """Return the part of a tensor at ``index`` on the first axis, such as one expert's matrix of a stack."""
+        """Read and return the part of a tensor at ``index`` on the first axis, such as one expert's matrix."""
         count, *shape = place.entry.shape
         size = place.entry.nbytes // count
         raw = self.of(place.file).read_bytes(place.entry, index * size, size)
@@ -77,14 +77,15 @@ class Readers:
 class Slab(NamedTuple):
     """Hold consecutive rows of one matrix, either unquantized (values) or quantized (codes and scales).
 
-    start: the index of the first row.
-    values: unquantized values, (n, K).
-    codes: packed codes as stored, bytes (n, K * bits / 8).
-    scales: stored block scales, (rows of blocks, K / block width), as bit patterns or float32.
+    start: the index of the slab's first row in the matrix.
+    values: unquantized values, (n, K) for n rows; None for a quantized matrix.
+    codes: packed codes, bytes (n, K * bits / 8); None for an unquantized matrix.
+    scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
     tensor_scale: the factor to multiply by on decode; None if there is none.
     column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
 
-    Codes and scales are in one form, whatever the file has: the even element in the low nibble, scales in linear order.
+    Codes and scales do not depend on how the file stores them: the even element of a byte is in the low nibble, and
+    scales are in linear order.
     """
 
     start: int
@@ -96,9 +97,11 @@ class Slab(NamedTuple):
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
-    """Return a stored scalar of one matrix, such as its tensor scale. All experts of a stack may share one scalar.
+    """Read and return a scalar of one matrix as stored, such as its tensor scale.
 
-    part: which scalar, TENSOR_SCALE or INPUT_SCALE.
+    If a stack stores one scalar, all its experts share it.
+
+    part: which scalar, TENSOR_SCALE or INPUT_SCALE. The weight must have it.
     expert: the index of the matrix; 0 for a single layer.
     """
     stored = readers.array(weight.parts[part]).reshape(-1)
@@ -117,7 +120,10 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
 
 
 def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32] | None:
-    """Return the factors that the decoded columns of a weight are multiplied by, float32 [K]; None if it has none."""
+    """Return the factors that the decoded columns of a weight are multiplied by, float32 [K].
+
+    Return None if the weight has no such factors. Only AWQ layers have them.
+    """
     place = weight.parts.get(COLUMN_SCALE)
     return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
 
@@ -130,13 +136,14 @@ def slabs(
     height: int = 1,
     max_bytes: int | None = None,
 ) -> Iterator[Slab]:
-    """Yield the rows of matrix `expert` of a weight as consecutive slabs.
+    """Yield the rows of one matrix of a weight as consecutive slabs.
 
+    expert: the index of the matrix; 0 for a single layer.
     span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block height.
     height: the number of rows of every slab, except the last, is a multiple of this.
     max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. A slab has at least
-        ``height`` rows, even if those take more bytes. Slabs of large transposed matrices are larger
-        (WHOLE_EXPERT / 4), because each slab reads a short piece of every stored column.
+        ``height`` rows, even if these have more bytes. A transposed matrix above WHOLE_EXPERT bytes is read in larger
+        slabs of WHOLE_EXPERT / 4 bytes, because each slab reads a short range of every stored column.
     """
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
@@ -157,7 +164,7 @@ def slabs(
         if weight.transposed
     }
     if not all(part.is_read for part in transposed.values()):
-        # Few, large slabs, because each of them reads a piece of every stored column.
+        # Use few, large slabs, because each slab reads a short range of every stored column.
         step = max(WHOLE_EXPERT // 4 // (columns * itemsize * height), 1) * height
     for start in range(first, end, step):
         count = min(step, end - start)
@@ -178,10 +185,10 @@ def slabs(
 def _in_order(
     readers: Readers, weight: Weight, expert: int, span: tuple[int, int] | None, height: int, max_bytes: int | None
 ) -> Iterator[Slab]:
-    """Yield the slabs of a weight whose rows are reordered within each attention head (see Weight.order).
+    """Yield the slabs of a weight whose rows are to be reordered within each attention head (see Weight.order).
 
     Whole heads are read, their rows are reordered, and the result is cut to the requested rows. The arguments are
-    those of ``slabs``.
+    those of ``slabs``. If the weight has members, it is yielded as one slab.
     """
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
     # Rows can only be reordered if no block spans several rows.
@@ -213,7 +220,10 @@ _ROWS = {VALUES, CODES, SCALES}  # tensors of a layer with one row per matrix ro
 
 
 def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
-    """Return ``count`` rows of an unquantized matrix in their stored dtype; rows in Q8_0 are decoded to float32."""
+    """Read and return rows of an unquantized matrix in their stored dtype. Rows in Q8_0 are decoded to float32.
+
+    start: the index of the first row. count: the number of rows.
+    """
     rows, columns = weight.shape[-2:]
     if weight.dtype == Q8_0:
         return _decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
@@ -225,9 +235,9 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
 
 
 def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt.NDArray[np.uint8]:
-    """Return the bytes of ``count`` rows of a tensor, (count, bytes per row).
+    """Read and return the bytes of ``count`` rows of a tensor, (count, bytes per row).
 
-    start: the first row, counted over all matrices of a stack.
+    start: the index of the first row, counted over all matrices of a stack.
     """
     width = nbytes_of(place.entry.dtype, place.entry.shape[-1:])
     return readers.bytes(place, start * width, count * width).reshape(count, width)
@@ -236,7 +246,9 @@ def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt
 def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
     """Return the float32 values of Q8_0 rows, (rows, columns).
 
-    A block holds a float16 scale and 32 signed bytes. A value is the product of the two, exact in float32.
+    A block of 34 bytes holds a float16 scale and 32 signed bytes. A value is a byte times the scale, exact in float32.
+
+    raw: the bytes of the rows, (rows, bytes per row).
     """
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
@@ -245,7 +257,12 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
 
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (packed codes, stored block scales) of ``count`` rows of a quantized matrix, from row ``start`` on."""
+    """Read and return (packed codes, block scales) of rows of a quantized matrix, as Slab describes them.
+
+    A container without block scales gives scales of 1.
+
+    start: the index of the first row. count: the number of rows.
+    """
     container = weight.container
     assert container is not None
     rows, columns = weight.shape[-2:]
@@ -270,9 +287,12 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
 
 
 def _swizzled(readers: Readers, place: Located, line: int, start: int, count: int) -> np.ndarray:
-    """Return the block scales of ``count`` rows of a layer whose scales are swizzled, in linear order.
+    """Read swizzled block scales and return those of ``count`` rows in linear order, (count, line).
 
-    line: the number of scales per row. Whole tiles of 128 rows are read.
+    Whole tiles of 128 rows are read, and then cut to the requested rows.
+
+    line: the number of scales per row.
+    start: the index of the first row.
     """
     first, end = start // 128 * 128, -(-(start + count) // 128) * 128
     width = -(-line // 4) * 4
@@ -287,6 +307,7 @@ class _TransposedReader:
     A matrix of at most WHOLE_EXPERT bytes is read at once and stays in memory. Rows of a larger matrix are read column
     by column.
 
+    place: the tensor of the stack.
     rows: the number of rows of the matrix, N.
     expert: the index of the matrix in the stack.
     """
@@ -321,7 +342,10 @@ class _TransposedReader:
 
 
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
-    """Return the values of a slab: unquantized ones in their own dtype, quantized ones decoded to float32."""
+    """Return the values of a slab, (rows, K). Unquantized values keep their dtype; codes are decoded to float32.
+
+    weight: the weight that the slab was read from.
+    """
     if slab.values is not None:
         return slab.values
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
@@ -333,7 +357,10 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
-    """Return decoded values as the container's own tool gives them: some round to the dtype of the stored scales."""
+    """Round decoded values to the dtype of the stored scales if the container's own tool does so, and return them.
+
+    Otherwise, or if the scales are float32, return the values unchanged.
+    """
     assert weight.container is not None
     place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
     if not weight.container.rounds or place is None or place.entry.dtype == "F32":
@@ -353,9 +380,10 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
 
 
 def trouble_with_scales(weight: Weight, slab: Slab) -> str:
-    """Return what is wrong with the scales of a quantized slab that would zero it or turn its signs; "" if nothing is.
+    """Return the reason why the scales of a quantized slab cannot be right, or "" if they can.
 
-    A slab of zeros may have a tensor scale of 0.
+    Negative block scales and tensor scales are wrong, because they turn signs. A tensor scale of 0 is wrong unless all
+    codes are zero. NaN and infinity are not reported here (see count_nonfinite).
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))
@@ -372,16 +400,17 @@ def trouble_with_scales(weight: Weight, slab: Slab) -> str:
 
 
 def _magnitudes(weight: Weight) -> np.uint8:
-    """Return a mask of the bits of a stored byte that are not signs."""
+    """Return a mask of all bits of a byte of packed codes that are not sign bits."""
     assert weight.container is not None
     return np.uint8(0x77 if weight.container.element.bits == 4 else 0x7F)
 
 
 def count_nonfinite(weight: Weight, slab: Slab) -> int:
-    """Return the number of NaN and infinite values in a quantized slab, counted from codes and scales without decoding.
+    """Return the number of NaN and infinite values in a quantized slab. Codes and scales are counted without decoding.
 
-    An element with both a non-finite code and a non-finite scale counts twice, but the result never exceeds the number
-    of elements. Products of finite factors that overflow are not counted.
+    The result is 0 if and only if all codes and scales are finite. An element with both a non-finite code and a
+    non-finite scale counts twice, but the result never exceeds the number of elements. Products of finite factors that
+    overflow are not counted.
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     element = weight.container.element

@@ -1,7 +1,7 @@
 """Count what stored codes and scales contain, and compute their error against the source values.
 
-A block is the group of elements that shares one stored scale. A saturated element exceeds the largest value that its
-block can hold. A flushed block decodes to zeros although its source is not zero. All counts are made in chunks of rows.
+A block is a group of elements that share one stored scale. A source element is saturated if it exceeds the largest
+value that its block can hold. A flushed block decodes to zeros although its source is not zero.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from fp4kit.ops.amax import amax
 def sqnr_db(signal: float, noise: float) -> float:
     """Return the signal-to-noise ratio in decibels, 10 log10(signal / noise).
 
-    Return inf if the noise is 0, and -inf if the noise is not finite or the signal is 0.
+    Return inf if the noise is 0, even if the signal is 0 too. Return -inf if the noise is not finite, or if only the
+    signal is 0.
+
+    signal: a sum of squared values. noise: the sum of squared errors of these values.
     """
     if noise == 0:
         return math.inf
@@ -37,22 +40,23 @@ def sqnr_db(signal: float, noise: float) -> float:
 class StoredCounts:
     """Hold counts about the codes and scales of a layer. Counts of several chunks or layers are added with ``+``.
 
-    About the stored layer:
+    Numbers that describe the stored layer:
         elements: elements of the layer.
         blocks: block scales of the layer.
         at_max: codes with the largest magnitude.
         nan_codes: codes that are NaN.
         nan_scales: block scales that are NaN or infinite.
         negative_scales: block scales below 0.
-        subnormal_scales: nonzero block scales below the smallest normal number of their format and of float32.
-        zero_blocks: blocks that decode to zeros.
-        zero_scales: those of zero_blocks whose codes are not all zero, because their scale is zero.
+        subnormal_scales: nonzero block scales whose magnitude is below the smallest normal number of the scale format,
+            or below that of float32 if it is larger.
+        zero_blocks: blocks that decode to zeros, because all codes or the block scale are zero.
+        zero_scales: blocks among zero_blocks that have a nonzero code, so that only their scale is zero.
 
-    Compared with a source x; all 0 without one:
+    Numbers that compare the layer with a source x; all 0 if there is no source:
         compared: elements of x.
         nonfinite: elements of x that are NaN or infinite.
-        saturated: elements whose code has the largest magnitude and |x| > max * |block_scale * tensor_scale|.
-        flushed_blocks: zero_blocks in which x has a nonzero element.
+        saturated: elements whose code has the largest magnitude, m, and |x| > m * |block_scale * tensor_scale|.
+        flushed_blocks: blocks among zero_blocks in which x has a nonzero element.
         signal: the sum of x^2 over finite x, in float64.
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
     """
@@ -78,12 +82,12 @@ class StoredCounts:
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal-to-noise ratio in decibels; None without a source."""
+        """The signal-to-noise ratio in decibels, with x as the signal; None if there is no source."""
         return sqnr_db(self.signal, self.noise) if self.compared else None
 
 
 def total(parts: Iterable[StoredCounts]) -> StoredCounts:
-    """Return the sum of several counts; all zeros if there are none."""
+    """Return the sum of the counts of several chunks or layers; all zeros if ``parts`` is empty."""
     return sum(parts, StoredCounts())
 
 
@@ -96,14 +100,15 @@ def tally(
     x: np.ndarray | None = None,
     column_scale: npt.NDArray[np.float32] | None = None,
 ) -> StoredCounts:
-    """Count what rows of a stored layer contain and, if their source ``x`` is given, how far they are from it.
+    """Return counts about the codes and scales of stored rows and, if ``x`` is given, about their error.
 
     form: the container that stores the layer.
     codes: packed codes as stored, [N, K * bits / 8].
-    scales: as stored, one scale per block.
+    scales: block scales as stored, one per block, as bytes or float32.
     tensor_scale: the factor to multiply by on decode; None stands for 1.
-    x: the source of these rows, float [N, K]; None to count only what is stored.
+    x: the source values of these rows, float [N, K]; None to count only what is stored.
     column_scale: float32 [K], the factors that decoded columns are multiplied by; None stands for 1.
+
     Numerics: values are decoded by ``decode``. The difference from x, and the limit above which a value is saturated,
     are exact in float64.
     """
@@ -122,7 +127,10 @@ def tally(
 def _count_stored(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray
 ) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
-    """Return (the counts that need no source, a mask of the blocks that decode to zeros)."""
+    """Return (StoredCounts with the numbers that need no source, mask of the blocks that decode to zeros).
+
+    Arguments are those of ``tally``.
+    """
     empty = _empty_blocks(form, codes)
     values = scales_of(form, scales)
     zero = empty | (values == 0)
@@ -142,19 +150,25 @@ def _count_stored(
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
-    """Return how many codes, packed one or two per byte, equal one of ``wanted`` when their sign bit is ignored."""
+    """Return the number of codes that equal one of ``wanted`` if the sign bit is ignored.
+
+    codes: packed codes, one or two per byte. wanted: codes without sign bit.
+    """
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     pairs = [(magnitude << shift, code << shift) for shift in range(0, 8, element.bits) for code in wanted]
     return sum(int(np.count_nonzero((codes & np.uint8(mask)) == np.uint8(code))) for mask, code in pairs)
 
 
 def _nan_codes(element: ElementFormat) -> list[int]:
-    """Return the codes, without sign bit, that stand for NaN; [] if the format has none."""
+    """Return the codes without sign bit that stand for NaN; [] if the format has no NaN."""
     return [int(code) for code in np.flatnonzero(np.isnan(element.values[: element.sign_bit]))]
 
 
 def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the blocks whose codes are all +0 or -0."""
+    """Return a mask of the blocks whose codes are all +0 or -0, (rows of blocks, blocks per row).
+
+    codes: packed codes, [N, K * bits / 8].
+    """
     element = form.element
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     mask = sum(magnitude << shift for shift in range(0, 64, element.bits))
@@ -169,7 +183,9 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
 
 
 def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
-    """Return a mask of the blocks that contain a set flag. Blocks at the end of rows and columns may be partial.
+    """Return a mask of the blocks in which at least one flag is set, (rows of blocks, blocks per row).
+
+    The last block of a row or column may be partial.
 
     flags: one flag per element of a matrix.
     """
@@ -179,7 +195,10 @@ def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray
 
 
 def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a matrix of ``shape`` in which every element has the value of its block in ``of_blocks``."""
+    """Return a matrix of ``shape`` in which every element has the value of its block.
+
+    of_blocks: one value per block, (rows of blocks, blocks per row).
+    """
     height, width = form.block
     rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]
     return np.repeat(rows, width, axis=1)[:, : shape[1]]
@@ -194,9 +213,13 @@ def _compare_with_source(
     zero: npt.NDArray[np.bool_],
     column_scale: npt.NDArray[np.float32] | None,
 ) -> StoredCounts:
-    """Return the counts that compare stored rows with their source.
+    """Return StoredCounts with the numbers that compare stored rows with their source. All others are 0.
 
-    stored: the packed codes. zero: a mask of the blocks that decode to zeros.
+    stored: the packed codes.
+    source: the source values, x of ``tally``.
+    zero: a mask of the blocks that decode to zeros.
+
+    The other arguments are those of ``tally``.
     """
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)
@@ -219,9 +242,10 @@ def _compare_with_source(
 
 
 def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float32 | None) -> npt.NDArray[np.float32]:
-    """Return, for each block, the largest magnitude that it can hold: the element's maximum times the block's scales.
+    """Return, for each block, the largest magnitude that it can hold: the element format's maximum times both scales.
 
-    The products are exact in float64, and are then rounded down to float32.
+    The products are exact in float64, and are then rounded down to float32. A float32 value exceeds the rounded product
+    if and only if it exceeds the exact one.
     """
     exact = np.abs(scales_of(form, scales).astype(np.float64)) * float(form.element.max)
     exact *= 1.0 if tensor_scale is None else abs(float(tensor_scale))
@@ -231,7 +255,10 @@ def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float3
 
 
 def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float32]) -> tuple[float, float, int]:
-    """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x); the sums are over finite x."""
+    """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x).
+
+    The sums are over finite x, in float64. The second sum is inf if a finite x was stored as NaN or infinity.
+    """
     wide = x.astype(np.float64)
     signal, noise = _squares(wide), _squares(wide - decoded)
     if math.isfinite(signal) and math.isfinite(noise):
@@ -243,15 +270,15 @@ def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float3
 
 
 def _squares(x: npt.NDArray[np.float64]) -> float:
-    """Return the sum of squares, added by one thread in an order that does not depend on the machine."""
+    """Return the sum of x^2. One thread adds in an order that does not depend on the machine."""
     flat = x.reshape(-1)
     return float(np.einsum("i,i->", flat, flat))
 
 
 def magnitude_bits(x: np.ndarray) -> np.ndarray:
-    """Return the bits of ``x`` without the sign, as unsigned integers.
+    """Return the bits of a float array without the sign bit, as unsigned integers of the same width.
 
-    They sort like |x|; infinity sorts above all finite values, and NaN above infinity.
+    These integers sort like |x|: infinity is above all finite values, and NaN is above infinity.
     """
     unsigned = np.dtype(f"u{x.dtype.itemsize}")
     return x.view(unsigned) & np.array((1 << (8 * x.dtype.itemsize - 1)) - 1, unsigned)
@@ -260,7 +287,7 @@ def magnitude_bits(x: np.ndarray) -> np.ndarray:
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
     """Return (largest |x| of the finite values, number of NaN and infinite values) for a 2-D float array.
 
-    If no value is finite, the first result is 0.
+    If ``x`` has no finite value or no rows, the largest |x| is 0.
     """
     infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
     largest, bad = infinity & 0, 0
@@ -275,9 +302,12 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
-    """Return (largest |x| of the finite values, number of NaN and infinite values), computed on a GPU.
+    """Return what ``amax_and_nonfinite`` returns, but compute it on a GPU.
 
-    If any value is not finite, the result is computed on the CPU instead, by ``amax_and_nonfinite``.
+    If a value is NaN or infinite, the result is computed on the CPU instead.
+
+    device: the number of the CUDA device.
+    x: a 2-D float array in host memory.
     """
     with making_current(device):
         found: Any = amax(to_device(x))

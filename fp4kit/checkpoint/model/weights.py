@@ -1,10 +1,10 @@
-"""Find the logical weights of a checkpoint: linear layers [N, K] and stacks of experts [E, N, K], however stored.
+"""Find the weights of a checkpoint: linear layers [N, K] and stacks of experts [E, N, K], whatever tensors store them.
 
 A weight is one such layer or stack, quantized or not, with all tensors that store it. K is the axis that the layer
 contracts; blocks run along it. A stack that a model stores as [E, K, N] is called transposed, and is read as [E, N, K].
 
-A weight may also be composed of members. A member is a range of rows of another weight, which may be in another file
-(see plan/borrowed_codes.py).
+A weight may also be composed of members. A member is a range of rows of a weight in another model (see
+plan/borrowed_codes.py).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
-# Endings of tensor names, and dtypes of tensors named ``.weight``, by which looks_quantized recognizes quantized
-# layers.
+# Suffixes of tensor names by which looks_quantized recognizes codes and scales. The dtypes in _QUANTIZED_WEIGHTS do so
+# for tensors whose names end in ``.weight``.
 _QUANTIZED_NAMES = (
     ".weight_scale",
     ".weight_scale_inv",
@@ -62,21 +62,29 @@ COMFY_METADATA = "_quantization_metadata"
 _QUANTIZED_WEIGHTS = ("U8", "I8", "U32", "F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 
 
-# 8-bit values under a float16 scale. GGUF releases use it like BF16, for models that are not quantized to fewer bits.
+# GGUF's format of 8-bit integers with a float16 scale per block of 32. Many GGUF files use it in place of BF16, so
+# weights_of returns weights in Q8_0 as unquantized.
 Q8_0 = "Q8_0"
-# Model types whose stacks are stored as [E, K, N]; is_transposed in transformers 5.23.
+# Model types whose stacks of experts are stored as [E, K, N]. Source: is_transposed in transformers 5.23.
 _TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "openai_privacy_filter")
 
 
 class Located(NamedTuple):
-    """Locate a tensor in a file. ``file`` has an empty header, so that little data is sent to worker processes."""
+    """Locate a tensor in a file.
+
+    file: the file, without the entries of its header, so that little data is sent to worker processes.
+    entry: the tensor's own entry in the header.
+    """
 
     file: SafetensorsFile
     entry: TensorEntry
 
 
 class Rows(NamedTuple):
-    """Select the rows [span[0], span[1]) of matrix `expert` of a weight."""
+    """Select the rows [span[0], span[1]) of one matrix of a weight.
+
+    expert: the index of the matrix; 0 for a single layer.
+    """
 
     weight: Weight
     expert: int
@@ -95,7 +103,7 @@ class HeadOrder(NamedTuple):
     weaves: bool
 
     def sources(self, rows: int) -> npt.NDArray[np.intp]:
-        """Return, for each reordered row, its index in the file.
+        """Return, for each row of the reordered matrix, the index of the row in the file.
 
         rows: the number of rows of the matrix, a multiple of ``head``.
         """
@@ -113,9 +121,9 @@ class Weight:
     container: how it is quantized; None if it is unquantized.
     parts: the tensors that store it, by kind: VALUES if it is unquantized, otherwise CODES, SCALES and so on.
     transposed: True if it is stored as (E, K, N).
-    members: if the weight is composed of rows of other weights, these rows in order; ``parts`` are then those of the
-        first member. Usually empty.
-    order: a reordering to apply to the rows of every matrix when they are read, or None.
+    members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then
+        those of the first member. Usually ().
+    order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
     """
 
     name: str
@@ -139,7 +147,7 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """The number of bytes that the weight takes: of all its tensors, or of the rows of all its members."""
+        """The stored size of the weight in bytes: of all its tensors or, if it has members, of all their rows."""
         if self.members:
             return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
@@ -151,17 +159,20 @@ class Weight:
 
 
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
-    """Return the place of a tensor in a file. The file's header is dropped, because every job would carry it along."""
+    """Return the place of a tensor in a file, without the entries of the file's header.
+
+    Without them, a job that is sent to a worker process stays small.
+    """
     return Located(replace(file, entries=(), metadata={}), entry)
 
 
 def part_names(weights: Iterable[Weight]) -> set[str]:
-    """Return the names of all tensors that the weights are stored in."""
+    """Return the names of all tensors that store the weights, scales included."""
     return {part.entry.name for weight in weights for part in weight.parts.values()}
 
 
 def looks_quantized(entry: TensorEntry) -> bool:
-    """Return whether a tensor's name and dtype look like scales or codes of a quantized layer."""
+    """Return whether a tensor looks like codes or scales of a quantized layer, judged by its name and dtype."""
     if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
         return True
     return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
@@ -172,10 +183,13 @@ def weights_of(
 ) -> dict[str, Weight]:
     """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts.
 
-    Return them by the name of the tensor with their values or codes, in the order of ``tensors``.
+    Return tensor name -> weight, in the order of ``tensors``; {} if there are none. The name is that of the tensor with
+    the weight's values or codes.
 
+    tensors: tensor name -> (its file, its header entry).
     config: the content of config.json.
-    damaged: True to accept also quantized layers with block scales of the wrong shape or without their tensor scale.
+    damaged: True to accept also quantized layers whose block scales have the wrong shape or whose tensor scale is
+        missing. False treats their tensors like those of an unknown format.
     """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
@@ -202,9 +216,11 @@ def weights_of(
 
 
 def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> dict[str, Any]:
-    """Return the layers that are tagged as ComfyUI's: module -> its entry in the safetensors metadata.
+    """Return the layers that ComfyUI marks as quantized: module -> the layer's entry in the safetensors metadata.
 
-    The entry is None for a layer that only has a tensor ``.comfy_quant``.
+    The entry is None for a layer that is marked only by a tensor ``.comfy_quant``.
+
+    tensors: tensor name -> (its file, its header entry).
     """
     found: dict[str, Any] = {name.removesuffix(COMFY_TAG): None for name in tensors if name.endswith(COMFY_TAG)}
     for text in {file.metadata.get(COMFY_METADATA, "") for file, _ in tensors.values()} - {""}:
@@ -214,10 +230,10 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 
 
 def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
-    """Return all containers in the order in which to try them: those of the declared ``quant_method`` first.
+    """Return the containers to try for the layers of a checkpoint: those of the declared ``quant_method`` first.
 
-    The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors.
-    Containers of another ``quant_algo`` than the declared one are left out, if they need one.
+    The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors. A
+    container that needs a certain ``quant_algo`` is left out if the config does not declare it.
     """
     declared = config.get("quantization_config")
     method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
@@ -227,9 +243,10 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
-    """Return the quantized weight ``module``, or None if its tensors do not fit the container.
+    """Return a module as a quantized weight in ``container``, or None if its tensors do not fit the container.
 
-    places: tensor name -> place, for the whole checkpoint.
+    module: the name of the module.
+    places: tensor name -> place, for all tensors of the checkpoint.
     damaged: True to accept block scales of the wrong shape and a missing tensor scale.
     """
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
@@ -257,9 +274,12 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
 
 
 def _holds(dtype: str, wanted: str, part: str) -> bool:
-    """Return whether a tensor of ``dtype`` can hold a part that is usually stored as ``wanted``.
+    """Return whether a tensor of ``dtype`` can hold a part of a layer that is usually stored as ``wanted``.
 
-    Codes and block scales may have another dtype of the same bytes. Scales that are numbers may have 16 bits.
+    Codes and block scales may have any dtype with the same bytes, such as U8 for F8_E4M3. Scales in F32 may also be
+    stored with 16 bits.
+
+    part: the kind of part, such as CODES or SCALES.
     """
     if part == CODES and wanted not in ("U8", "I8", "F8_E4M3"):
         return dtype == wanted
@@ -269,7 +289,9 @@ def _holds(dtype: str, wanted: str, part: str) -> bool:
 def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
     """Return the shape [..., N, K] of a layer, from its tensor of codes; None if the tensor does not fit the container.
 
-    The dtype F4 counts elements, all other dtypes count bytes or words of packed codes.
+    The shape of a tensor of dtype F4 counts elements. With all other dtypes, it counts bytes or words of packed codes.
+
+    codes: the tensor's header entry.
     """
     if codes.dtype != "F4":
         return container.shape_of(codes.shape)
@@ -280,7 +302,10 @@ def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
     """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a stack of experts.
 
-    Return None for any other tensor.
+    Return None for any other tensor, such as a vector, an empty tensor or integers.
+
+    name, place: the tensor. places: tensor name -> place, for all tensors of the checkpoint.
+    config: the content of config.json.
     """
     entry, module = place.entry, name.removesuffix(".weight")
     if entry.dtype not in (*FLOAT_DTYPES, Q8_0) or 0 in entry.shape:
@@ -298,10 +323,14 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
 
 def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[str, Any]) -> bool:
-    """Return whether the stacks of experts of the module ``parent`` are stored as [E, K, N].
+    """Return whether the stacks of experts in a module are stored as [E, K, N].
 
     The orientation in which the shapes of gate_up_proj and down_proj fit together decides. If both or neither fit, or
     if one of these stacks is missing, the model type decides.
+
+    parent: the name of the module that holds the stacks.
+    places: tensor name -> place, for all tensors of the checkpoint.
+    config: the content of config.json.
     """
     by_type = has_transposed_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
@@ -314,9 +343,9 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 
 
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape (E, N, K) of a stack of experts with the stored ``shape``, which may be (E, K, N).
+    """Return the shape (E, N, K) of a stack of experts whose stored ``shape`` is that or (E, K, N).
 
-    The model type in ``config`` decides.
+    The model type in ``config``, the content of config.json, decides.
     """
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)
