@@ -23,6 +23,7 @@ from fp4kit.checkpoint.convert.convert import (
     finished_before,
     memory_per_process,
     notes_on_file,
+    paths_to_write,
 )
 from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.model.statistics import sqnr_db
@@ -40,6 +41,7 @@ from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.gguf_file import is_gguf
+from fp4kit.storage.split_gguf import bytes_of_text
 
 _RECIPE = "nvfp4-te"
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
@@ -86,6 +88,10 @@ def register(subparsers: Any) -> None:
                 " --imatrix imatrix.gguf",
                 "search its block scales, weighted by an importance matrix",
             ),
+            (
+                "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf --split-max-size 5G",
+                "write model-nvfp4-00001-of-00003.gguf and so on",
+            ),
             ("fp4kit convert flux.safetensors flux-nvfp4.safetensors --format comfy", "quantize a file for ComfyUI"),
         ),
     )
@@ -106,6 +112,12 @@ def register(subparsers: Any) -> None:
         help="container format of DST (default: the one that most engines load); bf16 decodes a quantized model",
     )
     form.hints = _FORMAT_HINTS
+    parser.add_argument(
+        "--split-max-size",
+        metavar="SIZE",
+        help="write a GGUF model as several files, DST-00001-of-00003.gguf for DST.gguf. Each has at most SIZE bytes of"
+        " tensors, such as 500M or 5G, as with llama-gguf-split (default: one file)",
+    )
     _add_selection(parser)
     _add_numbers(parser)
     add_activations(parser, "write an input scale per layer")
@@ -320,6 +332,7 @@ def _plan(args: argparse.Namespace) -> Plan:
         search=search,
         activations=activations_of(args),
         ignore=args.ignore,
+        split_max_size=None if args.split_max_size is None else bytes_of_text(args.split_max_size),
     )
 
 
@@ -392,6 +405,7 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
         "scale_search": plan.request.search and plan.request.search.facts(),
         "activations": plan.request.activations and plan.request.activations.facts,
         "format": plan.format_name,
+        "files": tuple(paths_to_write(plan, destination).values()),
         "bytes_in": plan.bytes_in,
         "bytes_out": plan.bytes_out,
         "converted": len(plan.converted),
@@ -465,10 +479,26 @@ def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, action
     layers = ", ".join(f"{count} {action}" for action, count in sorted(actions.items()) if action != "copy")
     if layers:
         out.line(f"layers: {layers}")
+    for line in _lines_on_files(plan, destination):
+        out.line(line)
     for name, reason in _skipped(plan):
         out.line(f"skipped {shown(name)}: {reason}")
     for warning in (*plan.warnings, *notes_on_file(plan, destination)):
         out.line(f"warning: {warning}")
+
+
+def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
+    """Return what to print about a result of several files, or of one file if the source has several."""
+    if plan.is_split:
+        sizes = (sum(output.nbytes for output in file.outputs) for file in plan.files)
+        paths = paths_to_write(plan, destination).values()
+        return [
+            f"file {shown(path.name)}: {len(file.outputs)} tensors, {decimal(size)}"
+            for path, file, size in zip(paths, plan.files, sizes, strict=True)
+        ]
+    if plan.is_file and len(plan.source.files) > 1:
+        return [f"{len(plan.source.files)} files of the source become one file; --split-max-size SIZE writes several"]
+    return []
 
 
 def _print_gains(out: Output, report: ConversionReport) -> None:

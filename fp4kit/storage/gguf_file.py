@@ -26,8 +26,9 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_h
 MAGIC = b"GGUF"
 _NO_MAGIC = "it does not begin with GGUF"
 _VERSIONS = (2, 3)
-_ALIGNMENT = ("general.alignment", 32)
-STRING, ARRAY = 8, 9  # GGUF's type numbers of string and array values
+ALIGNMENT = 32  # bytes, if the key general.alignment is absent
+_ALIGNMENT_KEY = "general.alignment"
+UINT16, INT32, STRING, ARRAY = 2, 5, 8, 9  # GGUF's numbers of types of values
 _SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 _NAMES = {
     0: "uint8",
@@ -68,7 +69,7 @@ class GgufFile(SafetensorsFile):
     """
 
     version: int = 3
-    alignment: int = _ALIGNMENT[1]
+    alignment: int = ALIGNMENT
     data_start: int = 0
     fields: tuple[Field, ...] = ()
 
@@ -120,7 +121,7 @@ class _Reader:
         version, tensors, keys = self._preamble()
         fields: list[Field] = []
         values: dict[str, str] = {}
-        alignment = _ALIGNMENT[1]
+        alignment = ALIGNMENT
         for _ in range(keys):
             start = self._at
             key = self._text("a key")
@@ -128,7 +129,7 @@ class _Reader:
             value, text = self._value(kind, key)
             if key in values:
                 raise self._unusable(f"the key {shown(key)!r} occurs twice")
-            if key == _ALIGNMENT[0]:
+            if key == _ALIGNMENT_KEY:
                 alignment = self._alignment(kind, value)
             values[key] = text
             fields.append(Field(key, start, self._at))
@@ -239,7 +240,7 @@ class _Reader:
     def _alignment(self, kind: int, value: Any) -> int:
         """Return the value of the key general.alignment. Raise CheckpointError if it is not a power of two."""
         if kind != 4 or value < 1 or value & (value - 1):
-            raise self._unusable(f"{_ALIGNMENT[0]} is {value}; a power of two, of type uint32, is needed")
+            raise self._unusable(f"{_ALIGNMENT_KEY} is {value}; a power of two, of type uint32, is needed")
         return int(value)
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:

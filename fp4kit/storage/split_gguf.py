@@ -1,13 +1,17 @@
-"""Read the files of a split GGUF model, NAME-00001-of-00003.gguf and so on, as one model.
+"""Read the files of a split GGUF model, NAME-00001-of-00003.gguf and so on, as one model, and divide a model into such
+files.
 
 Each file has three keys: split.no (its index, from 0), split.count, and split.tensors.count (of the whole model). The
-first file has all other keys. Source: llama.cpp tools/gguf-split/gguf-split.cpp.
+first file has all other keys. Source: llama.cpp 3e00f05f2, tools/gguf-split/gguf-split.cpp.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+
+import numpy as np
 
 from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import GgufFile, read_gguf
@@ -15,6 +19,83 @@ from fp4kit.storage.gguf_file import GgufFile, read_gguf
 _COUNT, _NUMBER, _TENSORS = "split.count", "split.no", "split.tensors.count"
 SPLIT_KEYS = (_COUNT, _NUMBER, _TENSORS)
 _NAME = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf")
+_PADDED = 32  # llama-gguf-split counts the bytes of each tensor, rounded up to a multiple of this
+_MAX_FILES = int(np.iinfo(np.uint16).max)  # split.count is a uint16
+_UNITS = {"": 1, "K": 1000, "M": 1000**2, "G": 1000**3}
+
+
+def bytes_of_text(text: str) -> int:
+    """Return the number of bytes that a size such as "5G" means: K, M and G are powers of 1000, as in llama.cpp.
+
+    Raises CheckpointError for any other text.
+    """
+    match = re.fullmatch(r"([1-9]\d*)([KMG]?)", text)
+    if match is None:
+        raise CheckpointError(
+            f"size {shown(text)}: is not a size; a positive integer is needed, perhaps with K, M or G: 500M, 5G"
+        )
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def name_of_part(index: int, count: int) -> str:
+    """Return the end of the name of a split model's file: "00001-of-00003.gguf" for index 0 of 3."""
+    return f"{index + 1:05}-of-{count:05}.gguf"
+
+
+def whole_path(path: Path) -> Path:
+    """Return the path that a split model was written as: "a.gguf" for its file "a-00001-of-00003.gguf".
+
+    Return ``path`` itself if it is not the name of a split model's file.
+    """
+    match = _NAME.fullmatch(path.name)
+    return path if match is None else path.with_name(f"{match[1]}.gguf")
+
+
+def first_parts_of(path: Path) -> list[Path]:
+    """Return the first file of each split model beside ``path`` that was written as ``path``: a list of one, or []."""
+    found = path.parent.glob("*.gguf") if path.parent.is_dir() else ()
+    named = ((one, _NAME.fullmatch(one.name)) for one in found)
+    return sorted(one for one, match in named if match and int(match[2]) == 1 and f"{match[1]}.gguf" == path.name)
+
+
+def divide(sizes: Sequence[int], limit: int) -> list[slice]:
+    """Return which tensors each file of a split model holds, as llama-gguf-split --split-max-size chooses them.
+
+    A file takes the next tensor as long as its tensors have at most ``limit`` bytes. The header is not counted.
+
+    Args:
+        sizes: the bytes of each tensor, in order.
+        limit: the most bytes of tensors per file; at least the largest of ``sizes``, rounded up to a multiple of 32.
+
+    Raises:
+        CheckpointError: if a tensor is larger than the limit, or there are more files than a uint16 counts.
+    """
+    found, first, total = [], 0, 0
+    for i, size in enumerate(sizes):
+        padded = -(-size // _PADDED) * _PADDED
+        if padded > limit:
+            raise CheckpointError(
+                f"split-max-size: {limit} bytes are less than the largest tensor, which needs"
+                f" {-(-max(sizes) // _PADDED) * _PADDED}"
+            )
+        if total + padded > limit:
+            found.append(slice(first, i))
+            first, total = i, 0
+        total += padded
+    found.append(slice(first, len(sizes)))
+    if len(found) > _MAX_FILES:
+        raise CheckpointError(
+            f"split-max-size: {limit} bytes give {len(found)} files; at most {_MAX_FILES} are possible"
+        )
+    return found
+
+
+def keys_of_part(index: int, count: int, tensors: int) -> dict[str, np.uint16 | np.int32]:
+    """Return the three keys of a split model's file, with the types and in the order of llama-gguf-split.
+
+    tensors: the number of tensors of the whole model.
+    """
+    return {_NUMBER: np.uint16(index), _TENSORS: np.int32(tensors), _COUNT: np.uint16(count)}
 
 
 def read_gguf_model(path: Path) -> tuple[GgufFile, ...]:
@@ -25,6 +106,11 @@ def read_gguf_model(path: Path) -> tuple[GgufFile, ...]:
     Raises:
         CheckpointError: if a file is invalid or missing, or files contradict each other.
     """
+    parts = [] if path.exists() else first_parts_of(path)
+    if parts:
+        raise CheckpointError(
+            f"{shown(str(path))}: is stored in several files; pass the first one, {shown(str(parts[0]))}"
+        )
     file = read_gguf(path)
     count = file.metadata.get(_COUNT, "1")
     if count in ("0", "1"):

@@ -24,7 +24,8 @@ from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUAN
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
-from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, make_plan
+from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_path
+from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.plan.plan_jobs import jobs_of
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging
@@ -38,13 +39,9 @@ from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import is_compiled
 from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError
-from fp4kit.storage.gguf_file import GgufFile, read_any_header
-from fp4kit.storage.gguf_writer import gguf_header
+from fp4kit.storage.gguf_file import read_any_header
 from fp4kit.storage.json_object import dump_object
-from fp4kit.storage.safetensors_file import nbytes_of
-from fp4kit.storage.split_gguf import SPLIT_KEYS
 from fp4kit.storage.whole_file import write_file
-from fp4kit.storage.writer import file_order, header_bytes
 
 _BASE_BYTES = 128 << 20  # memory of a Python process that has imported its libraries and holds no data
 _SLABS_IN_MEMORY = 12  # size of a slab (rows converted at a time) with all its converted forms, in multiples of a slab
@@ -67,6 +64,11 @@ class ConversionReport:
     plan: Plan
     destination: Path
     done: tuple[Done, ...]
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The written files of a result that is not a directory, the first one of a split model first; else ()."""
+        return tuple(paths_to_write(self.plan, self.destination).values())
 
     @lazy_property
     def actions(self) -> dict[str, int]:
@@ -133,16 +135,18 @@ def convert(
     activations: Activations | None = None,
     options: Options | None = None,
     ignore: Iterable[str] = (),
+    split_max_size: int | None = None,
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
     Args:
         source: the model directory, GGUF file or safetensors file to read.
-        destination: the directory or file to create. A GGUF file becomes a GGUF file. A safetensors file becomes a
-            safetensors file if the name ends in .safetensors, otherwise a directory.
+        destination: the directory or file to create. A GGUF file becomes a GGUF file, or, with ``split_max_size``,
+            files such as DST-00001-of-00003.gguf for a destination DST.gguf. A safetensors file becomes a safetensors
+            file if the name ends in .safetensors, otherwise a directory.
         recipe: the recipe for newly quantized tensors, or its id.
-        format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore: what to convert and how;
-            see make_plan.
+        format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore, split_max_size: what to
+            convert and how; see make_plan.
         options: workers, devices and other choices that do not change the result; None for the defaults.
 
     Returns:
@@ -167,6 +171,7 @@ def convert(
         search=search,
         activations=activations,
         ignore=ignore,
+        split_max_size=split_max_size,
     )
     return execute(plan, destination, options)
 
@@ -213,18 +218,21 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
     _check_name(plan, target)
     if resume and finished_before(plan, target) is not None:
         return
-    staging.check_destination(plan.source.root, target)
+    paths = paths_to_write(plan, target).values()
+    staging.check_destination(plan.source.root, target, paths, resume or removes)
     if not removes or staging.removable(target) is None:
         staging.check_partial(target, resume)
     staging.check_space(target, bytes_to_write(plan))
 
 
-def file_to_write(plan: Plan, target: Path) -> str | None:
-    """Return the name of the output file in the partial directory if the result is a single file.
+def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
+    """Return name in the partial directory -> final path, for the files of a result that is not a directory.
 
-    Return None if the result is a directory.
+    Return {} if ``target`` is a directory.
     """
-    return plan.shards[0].name if plan.is_file or _is_safetensors(target) else None
+    if plan.is_split:
+        return {file.name: final_path(target, file.name) for file in plan.files}
+    return {plan.files[0].name: target} if plan.is_file or _is_safetensors(target) else {}
 
 
 def _is_safetensors(path: Path) -> bool:
@@ -252,7 +260,7 @@ def _check_file(plan: Plan, target: Path) -> None:
     if not _is_safetensors(target) or plan.is_file:
         return
     form = "" if plan.form is None else plan.form.format
-    if len(plan.shards) > 1 or (plan.source.root.is_dir() and form != comfy.FORMAT):
+    if len(plan.files) > 1 or (plan.source.root.is_dir() and form != comfy.FORMAT):
         raise CheckpointError(
             f"{target}: a model directory becomes a directory; name one without .safetensors, or, for ComfyUI, use"
             f" --format {comfy.FORMAT} and a source with one file"
@@ -267,6 +275,8 @@ def _check_name(plan: Plan, target: Path) -> None:
     """
     _check_file(plan, target)
     check_gguf_name(plan.is_file, target)
+    if plan.is_split:
+        check_target(target)
 
 
 def check_gguf_name(is_gguf: bool, target: Path) -> None:
@@ -332,13 +342,13 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
     """
     _check_planned(plan)
     key = key_of(plan.source, plan.request)
-    file = file_to_write(plan, target)
+    paths = paths_to_write(plan, target)
     with (
-        staging.staged_directory(target, options.resume, file) as stage,
+        staging.staged_directory(target, options.resume, paths) as stage,
         Journal(stage.folder / staging.JOURNAL, key) as journal,
     ):
         stage.is_ours = True
-        done = _Run(plan, stage.folder.absolute(), options, journal, file is not None).run()
+        done = _Run(plan, stage.folder.absolute(), options, journal, bool(paths)).run()
         if key_of(plan.source, plan.request) != key:
             raise CheckpointError(
                 f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
@@ -394,7 +404,7 @@ class _Run:
 
     folder: the partial directory.
     journal: the record of what is done, from which an interrupted run continues.
-    is_file: True to write a single file of tensors; False to write configs and a manifest beside the files of tensors.
+    is_file: True to write files of tensors only; False to write configs and a manifest beside the files of tensors.
     """
 
     def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal, is_file: bool) -> None:
@@ -403,15 +413,15 @@ class _Run:
 
     def run(self) -> tuple[Done, ...]:
         """Write all files into the partial directory, and return what each job did, in the order of the plan."""
-        kept = {shard.name for shard in self.plan.shards} | {staging.LOCK, staging.JOURNAL}
+        kept = {file.name for file in self.plan.files} | {staging.LOCK, staging.JOURNAL}
         staging.clear(self.folder, kept)  # remove any other file that an interrupted run left
         positions: dict[str, tuple[Path, int]] = {}
-        for shard in self.plan.shards:
-            positions |= _lay_out(self.plan, shard, self.folder)
+        for file in self.plan.files:
+            positions |= _lay_out(self.plan, file, self.folder)
         executor_option, devices = self.options.executor, tuple(self.options.devices)
         workers, by_threads = self._workers()
         all_jobs = tuple(jobs_of(self.plan, positions, devices or (None,)))
-        files = [self.folder / shard.name for shard in self.plan.shards]
+        files = [self.folder / file.name for file in self.plan.files]
         scheduler = JobScheduler(
             all_jobs, files, self.journal, self._check, self.options.progress or (lambda count: None)
         )
@@ -465,13 +475,13 @@ class _Run:
         return {name: found[path] for name, path in paths.items()}
 
 
-def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path, int]]:
+def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
     """Create an output file with its final size and its header, so that jobs can write into it in any order.
 
     The data of a file that an interrupted run left is kept. Return tensor name -> (file, byte position of its data).
     """
-    path = folder / shard.name
-    header, places, position = _header(plan, shard)
+    path = folder / file.name
+    header, places, position = file.header(plan.source)
     found = {name: (path, at) for name, at in places.items()}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -480,22 +490,6 @@ def _lay_out(plan: Plan, shard: ShardPlan, folder: Path) -> dict[str, tuple[Path
     finally:
         os.close(descriptor)
     return found
-
-
-def _header(plan: Plan, shard: ShardPlan) -> tuple[bytes, dict[str, int], int]:
-    """Return three facts about an output file: its header, tensor name -> byte position of its data, and its size in
-    bytes.
-    """
-    source = plan.source.files[0]
-    if isinstance(source, GgufFile):
-        return gguf_header(source, shard.outputs, shard.metadata, SPLIT_KEYS if len(plan.source.files) > 1 else ())
-    ordered = file_order(shard.outputs)
-    header, found = header_bytes(ordered, shard.metadata), {}
-    position = len(header)
-    for output in ordered:
-        found[output.name] = position
-        position += nbytes_of(output.dtype, output.shape)
-    return header, found, position
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
@@ -508,8 +502,8 @@ def _facts(plan: Plan) -> dict[str, Any]:
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return file name -> JSON content, for the index and the configs without which engines cannot load the result."""
     found: dict[str, dict[str, Any]] = {}
-    if plan.source.has_index or len(plan.shards) > 1:
-        weight_map = {output.name: shard.name for shard in plan.shards for output in shard.outputs}
+    if plan.source.has_index or len(plan.files) > 1:
+        weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
         name = INDEX if diffusers_classes.CLASS not in plan.source.config else DIFFUSERS_INDEX
         found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
     config = _without_declarations(plan.source.config)

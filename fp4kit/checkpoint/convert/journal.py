@@ -60,6 +60,7 @@ def request_facts(request: Request) -> dict[str, Any]:
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
+    split = {} if request.split_max_size is None else {"split_max_size": request.split_max_size}
     ignore = {"ignore": list(request.ignore)} if request.ignore else {}
     activations = {} if request.activations is None else {"activations": dict(request.activations.facts)}
     return {
@@ -73,6 +74,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         **search,
         **activations,
         **ignore,
+        **split,
     }
 
 

@@ -36,6 +36,7 @@ from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, target_of
+from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes, fused_layers
 from fp4kit.checkpoint.selection.name_rules import UNSUPPORTED_STACK, Candidate, candidate, model_facts
@@ -100,9 +101,9 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """Describe one file to write. It has the name of a source file and stores the converted tensors of that file.
+    """Describe what becomes of the tensors of one source file. A GGUF model, split or not, is one shard.
 
-    name: the name of the file.
+    name: the name of the source file.
     tensors: the plans of the source file's tensors.
     metadata: the metadata to write into the file's header.
     """
@@ -113,7 +114,7 @@ class ShardPlan:
 
     @lazy_property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """All tensors to write to the file."""
+        """All tensors to write."""
         return tuple(output for tensor in self.tensors for output in tensor.outputs)
 
 
@@ -126,7 +127,7 @@ class Plan:
         request: what the user asked for.
         form: the container to write; None to write unquantized tensors.
         has_input_scale: True if quantized layers get an input scale. Only experts that saw no token may lack one.
-        shards: the files to write.
+        shards: the tensors to write, by source file.
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user.
         auxiliary: the other files of the model directory, such as tokenizers, to copy or to skip.
@@ -170,8 +171,20 @@ class Plan:
 
     @property
     def is_file(self) -> bool:
-        """True if the output is a single GGUF file; False if it is a directory."""
+        """True if the output is a GGUF model, of one or several files; False if it is a directory."""
         return gguf.is_gguf_config(self.source.config)
+
+    @property
+    def is_split(self) -> bool:
+        """True if the output is a GGUF model of several files."""
+        return self.request.split_max_size is not None
+
+    @lazy_property
+    def files(self) -> tuple[OutputFile, ...]:
+        """The files to write."""
+        if self.request.split_max_size is not None:
+            return parts_of(self.shards[0].outputs, self.shards[0].metadata, self.request.split_max_size)
+        return tuple(OutputFile(shard.name, shard.outputs, shard.metadata, {}) for shard in self.shards)
 
     @property
     def tensors(self) -> tuple[TensorPlan, ...]:
@@ -212,6 +225,7 @@ def make_plan(
     search: scale_search.ScaleSearch | None = None,
     activations: Activations | None = None,
     ignore: Iterable[str] = (),
+    split_max_size: int | None = None,
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -244,6 +258,8 @@ def make_plan(
             it has one. None measures nothing.
         ignore: globs of tensors, config keys and metadata entries that fp4kit does not know, and that are therefore
             refused. Those that match are left out of the output instead. Every glob must match one of them.
+        split_max_size: write a GGUF model as several files, each with at most this many bytes of tensors, as
+            llama-gguf-split does. None writes one file.
 
     Returns:
         The plan, for ``execute``.
@@ -262,6 +278,7 @@ def make_plan(
         search=search,
         activations=activations,
         ignore=tuple(ignore),
+        split_max_size=split_max_size,
     )
     model = open_source(Path(source))
     wrapper_names.check(model.tensors)
@@ -451,6 +468,8 @@ class _Planner:
         shards = tuple(self._shard(file, recorded) for file in self.source.files)
         if gguf.is_gguf_config(self.config):
             shards = (_joined(shards),)
+        if self.request.split_max_size is not None:
+            parts_of(shards[0].outputs, {}, self.request.split_max_size)  # raises if the limit is too small
         _check_outputs(shards)
         found = scale_search.check_layers(self.request.search, (tensor for shard in shards for tensor in shard.tensors))
         ignore, warnings = self._exclusions()

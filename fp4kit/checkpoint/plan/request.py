@@ -41,6 +41,7 @@ class Request:
     activations: measured activations, from which every layer gets its own input scale; None if there are none.
     search: how to search block scales; None to compute them from each block's amax.
     ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see model/closed_world.py).
+    split_max_size: the most bytes of tensors per file of a split GGUF model; None to write one file.
 
     Raises CheckpointError if an option is unknown or out of range, or if two options exclude each other.
     """
@@ -56,6 +57,7 @@ class Request:
     search: ScaleSearch | None = None
     activations: Activations | None = None
     ignore: tuple[str, ...] = ()
+    split_max_size: int | None = None
 
     @property
     def gives_input_scales(self) -> bool:
@@ -83,6 +85,8 @@ class Request:
             raise CheckpointError(
                 f"input scale: got {self.input_scale}; a positive normal float32 is needed, such as 1.0"
             )
+        if self.split_max_size is not None and (type(self.split_max_size) is not int or self.split_max_size < 1):
+            raise CheckpointError(f"split_max_size: got {self.split_max_size!r}; a positive number of bytes is needed")
         if self.input_scale is not None and self.activations is not None:
             raise CheckpointError("activations: are given with an input scale for all layers; use only one of them")
 
@@ -103,6 +107,8 @@ class Request:
         """Return what ``form_for`` returns, but without checking that the container supports the scale search."""
         if gguf.is_gguf_config(config):
             return self._gguf_form()
+        if self.split_max_size is not None:
+            raise CheckpointError("split-max-size: only GGUF models are split; leave it out")
         if self.format == UNQUANTIZED:
             if self.activations is not None:
                 self._refuse_input_scales("unquantized layers have no input scale")

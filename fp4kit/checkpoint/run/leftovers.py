@@ -1,9 +1,9 @@
 """Find and remove leftovers: a lock and a journal that a killed run did not remove from a finished result.
 
 A run gives its result the final name first, and removes its lock and journal afterwards. If it is killed in between,
-these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. For a GGUF file,
-they are the partial directory beside it (see staging.py), which then contains nothing else. While a run is alive and
-holds the lock, its files are not leftovers.
+these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. For a GGUF
+model, they are the partial directory beside it (see staging.py), which then contains nothing else. While a run is alive
+and holds the lock, its files are not leftovers.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def leftovers_of(destination: Path) -> tuple[Path, ...]:
         return tuple(destination / name for name in _OWN if _is_own(destination / name)) if is_ours else ()
     partial = staging.partial_of(destination)
     with suppress(OSError):  # if the partial directory cannot be read, there are no known leftovers
-        emptied = destination.is_file() and staging.is_partial(partial) and {*os.listdir(partial)} <= {*_OWN}
+        emptied = (
+            staging.result_of(destination).is_file()
+            and staging.is_partial(partial)
+            and {*os.listdir(partial)} <= {*_OWN}
+        )
         return (partial,) if emptied and not staging.is_live(partial) else ()
     return ()
 

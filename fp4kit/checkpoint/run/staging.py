@@ -3,6 +3,10 @@
 A run fills the partial directory, which is hidden beside the destination NAME as ``.NAME.partial``. At the end, the
 partial directory (or a single file in it) is renamed to the destination.
 
+A GGUF model of several files is renamed file by file, its first file last, because loaders are given the first file.
+The journal then names these files by their inodes. If the run is killed in between, a resumed run moves the renamed
+files back.
+
 While it writes, a run holds a lock on the partial directory. The system releases the lock however the run ends. If a
 run is interrupted, or fails for a reason outside the model, the partial directory stays with a journal of the finished
 jobs, and a later run can resume it. If the run cannot succeed, because of the model or the request, the partial
@@ -12,16 +16,18 @@ directory is removed.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shlex
 import shutil
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from fp4kit.checkpoint.model.model_files import resolved
 from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.split_gguf import first_parts_of, whole_path
 from fp4kit.storage.whole_file import sync_directory
 
 try:
@@ -31,10 +37,12 @@ try:
 except ImportError:  # Windows: two runs into one destination cannot detect each other
     HAS_LOCKS = False
 
-# Destination -> (device, inode) of the directory or file that this process renamed to it.
-_PUBLISHED: dict[str, tuple[int, int]] = {}
+# Destination -> (final path, device, inode) of the directory or file that this process renamed to its final path. This
+# is the destination, or the first file of a split GGUF model.
+_PUBLISHED: dict[str, tuple[Path, int, int]] = {}
 # Files in the partial directory. They cannot collide with files of a model, whose names never begin with a dot.
 LOCK, JOURNAL = ".lock", ".journal.jsonl"
+_MOVED = '{"moved": '  # begins the lines of a journal that say which files are renamed at the end
 
 
 def is_published(destination: Path) -> bool:
@@ -42,11 +50,27 @@ def is_published(destination: Path) -> bool:
 
     This tells, after an exception, whether the result is complete nevertheless.
     """
+    path, *inode = _PUBLISHED.get(os.path.abspath(destination), (destination, -1, -1))
+    return _inode(path) == tuple(inode)
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    """Return the device and inode of a file or directory; None if there is none."""
     try:
-        found = os.lstat(destination)
+        found = os.lstat(path)
     except OSError:
-        return False
-    return _PUBLISHED.get(os.path.abspath(destination)) == (found.st_dev, found.st_ino)
+        return None
+    return found.st_dev, found.st_ino
+
+
+def result_of(destination: Path) -> Path:
+    """Return the path under which loaders find a result: the destination, or the first file of a split GGUF model.
+
+    Return the destination if there is no result.
+    """
+    if os.path.lexists(destination) or destination.suffix.lower() != ".gguf":
+        return destination
+    return next(iter(first_parts_of(destination)), destination)
 
 
 def partial_of(destination: Path) -> Path:
@@ -57,14 +81,19 @@ def partial_of(destination: Path) -> Path:
     return destination.parent / f".{destination.name}.partial"
 
 
-def check_destination(source: Path, destination: Path) -> None:
+def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (), resume: bool = False) -> None:
     """Raise CheckpointError if a run cannot write ``destination``.
 
     It must not exist, its parent must be a writable directory, and neither of source and destination may contain the
     other.
+
+    paths: the files to write, if the result is not a directory. None of them may exist.
+    resume: accept files that the run to be resumed had renamed already.
     """
-    if os.path.lexists(destination):
-        raise CheckpointError(f"{destination}: exists; name a new directory, or remove it first")
+    moved = _moved_files(destination) if resume else {}
+    for path in dict.fromkeys((destination, *paths)):
+        if os.path.lexists(path) and path.absolute() not in moved:
+            raise CheckpointError(f"{path}: exists; name a new directory, or remove it first")
     if not resolved(destination.parent).is_dir():
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
     if not os.access(destination.parent, os.W_OK | os.X_OK):
@@ -208,6 +237,7 @@ def remove_partial(destination: Path) -> Path | None:
         return None
     lock = _locked(partial, destination)
     try:
+        _move_back(destination)
         _remove(partial)
     finally:
         os.close(lock)
@@ -279,7 +309,9 @@ class Stage:
 
 
 @contextmanager
-def staged_directory(destination: Path, resume: bool = False, file: str | None = None) -> Iterator[Stage]:
+def staged_directory(
+    destination: Path, resume: bool = False, paths: Mapping[str, Path] | None = None
+) -> Iterator[Stage]:
     """Yield the partial directory of a destination, to be filled, and rename it to the destination at the end.
 
     Yields it as a Stage. Raises CheckpointError if another run is writing to it, or if check_partial does.
@@ -289,7 +321,7 @@ def staged_directory(destination: Path, resume: bool = False, file: str | None =
     sets Stage.is_ours.
 
     resume: True to continue in the partial directory of an interrupted run.
-    file: if given, only this file in the partial directory is renamed to the destination.
+    paths: name in the partial directory -> final path. If given, only these files are renamed, the first one last.
     """
     partial = partial_of(destination)
     check_partial(destination, resume)
@@ -302,8 +334,10 @@ def staged_directory(destination: Path, resume: bool = False, file: str | None =
     stage = Stage(partial, is_ours=not resume)
     lock = _locked(partial, destination)
     try:
+        if resume:
+            _move_back(destination)
         yield stage
-        _publish(stage, destination, file)
+        _publish(stage, destination, paths or {})
     except BaseException as error:
         if partial.exists() and not stage.published and not stage.is_kept_after(error):
             with suppress(OSError):
@@ -320,20 +354,68 @@ def staged_directory(destination: Path, resume: bool = False, file: str | None =
     sync_directory(destination.parent)
 
 
-def _publish(stage: Stage, destination: Path, file: str | None) -> None:
-    """Give the result its final name: flush the partial directory to disk, then rename it to the destination.
+def _publish(stage: Stage, destination: Path, paths: Mapping[str, Path]) -> None:
+    """Give the result its final name: flush the partial directory to disk, then rename it or its files.
 
-    file: the name of the only file in it to rename, if the destination is a file; otherwise None.
+    paths: name in it -> final path, for the files to rename; empty if the directory itself is the result.
     """
-    partial = stage.folder if file is None else stage.folder / file
-    os.chmod(partial, (0o777 if file is None else 0o666) & ~_umask())
+    moves = [(stage.folder / name, path) for name, path in paths.items()] or [(stage.folder, destination)]
+    for partial, _ in moves:
+        os.chmod(partial, (0o666 if paths else 0o777) & ~_umask())
     for folder, _, _ in os.walk(stage.folder):
         sync_directory(Path(folder))
-    if os.path.lexists(destination):
-        raise CheckpointError(f"{destination}: was created by another program during the run; name another destination")
-    _PUBLISHED[os.path.abspath(destination)] = partial.stat().st_dev, partial.stat().st_ino
-    os.rename(partial, destination)
+    for _, final in moves:
+        if os.path.lexists(final):
+            raise CheckpointError(f"{final}: was created by another program during the run; name another destination")
+    if len(moves) > 1:
+        _note_moves(stage.folder / JOURNAL, moves)
+    first, final = moves[0]
+    _PUBLISHED[os.path.abspath(destination)] = final, first.stat().st_dev, first.stat().st_ino
+    try:
+        for partial, path in reversed(moves[1:]):
+            os.rename(partial, path)
+        os.rename(first, final)
+    except BaseException:
+        if not is_published(destination):
+            with suppress(OSError):
+                _move_back(destination)
+        raise
     stage.published = True
+
+
+def _note_moves(journal: Path, moves: Iterable[tuple[Path, Path]]) -> None:
+    """Append to the journal which files are about to be renamed: name, final path, device and inode of each."""
+    lines = [json.dumps({"moved": [part.name, str(final.absolute()), *(_inode(part) or ())]}) for part, final in moves]
+    with journal.open("a") as file:
+        file.write("\n".join([*lines, ""]))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _moved_files(destination: Path) -> dict[Path, str]:
+    """Return the files that an interrupted run had renamed to their final paths: absolute path -> name before.
+
+    The journal in the partial directory of ``destination`` names them. A file with another inode is not one of them.
+    Return {} if the first file, which is renamed last, is one of them, because then the run had ended.
+    """
+    lines: list[str] = []
+    with suppress(OSError, ValueError):
+        lines = (partial_of(destination) / JOURNAL).read_text().splitlines()
+    found: dict[Path, str] = {}
+    for i, line in enumerate(line for line in lines if line.startswith(_MOVED)):
+        with suppress(ValueError, TypeError):  # a damaged line
+            name, path, *inode = json.loads(line)["moved"]
+            if _inode(Path(path)) == tuple(inode) and whole_path(Path(path)) == destination.absolute():
+                if i == 0:
+                    return {}
+                found[Path(path)] = Path(name).name
+    return found
+
+
+def _move_back(destination: Path) -> None:
+    """Move the files that an interrupted run had renamed back into its partial directory."""
+    for path, name in _moved_files(destination).items():
+        os.rename(path, partial_of(destination) / name)
 
 
 def _remove_lock_and_journal(destination: Path) -> None:

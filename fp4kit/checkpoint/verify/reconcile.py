@@ -292,7 +292,7 @@ def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, reader
     staging.check_destination(model.root, target)
     staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
     new = {name: array for one in changed.values() for name, array in one.tensors()}
-    with staging.staged_directory(target, file=model.files[0].name if is_file else None) as stage:
+    with staging.staged_directory(target, paths={model.files[0].name: target} if is_file else None) as stage:
         for file in model.files:
             _write_file(file, stage.folder, new, readers, tick)
         if is_file:

@@ -40,6 +40,7 @@ from fp4kit.storage.errors import shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES
+from fp4kit.storage.split_gguf import whole_path
 
 
 @dataclass(frozen=True)
@@ -427,7 +428,8 @@ def _report(
         layers = tuple(_layer(of_layer[name], readers) for name in order)
     parts = (line.rpartition(": ") for line in file_differences or ())
     issues = [Issue("error", name, text) for name, _, text in parts]
-    issues += [Issue("error", path.name, _LEFTOVER_TEXT) for path in leftovers_of(prepared.root)]
+    roots = dict.fromkeys((prepared.root, whole_path(prepared.root)))
+    issues += [Issue("error", path.name, _LEFTOVER_TEXT) for root in roots for path in leftovers_of(root)]
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
     issues += [

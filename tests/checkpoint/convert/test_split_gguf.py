@@ -1,23 +1,29 @@
-"""Test GGUF models that are split into several files: every command reads them as one model."""
+"""Test GGUF models of several files: every command reads them as one model, and convert writes them."""
 
 from __future__ import annotations
 
+import os
+import signal
 import struct
 from pathlib import Path
 from typing import Any
 
 import gguf_files
+import llama_cpp
 import numpy as np
 import pytest
+import synthetic
 from synthetic import refused
 
-from fp4kit.checkpoint import convert
+from fp4kit.checkpoint import ConversionReport, Options, convert, make_plan
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.run import staging
+from fp4kit.checkpoint.run.leftovers import remove_leftovers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.storage.gguf_file import read_gguf
-from fp4kit.storage.split_gguf import read_gguf_model
+from fp4kit.storage.split_gguf import bytes_of_text, divide, read_gguf_model
 
 
 def name_of(i: int, count: int) -> str:
@@ -114,3 +120,239 @@ def test_a_file_with_a_wrong_name_or_count_is_refused(tmp_path: Path) -> None:
     (tmp_path / "renamed.gguf").write_bytes(data[:start] + struct.pack("<I", 70000) + data[start + 4 :])
     with refused("is one of 70000 files of a split model"):
         read_gguf_model(tmp_path / "renamed.gguf")
+
+
+RECIPE, LIMIT = "mxfp4-gguf", 26_112
+COUNT = 10
+NAMES = [f"out-{i:05}-of-00010.gguf" for i in range(1, COUNT + 1)]
+
+
+def split_as_llama_cpp(whole: Path, limit: int) -> list[bytes]:
+    """Return the files that llama-gguf-split --split-max-size makes of a GGUF file (gguf-split.cpp, split_strategy)."""
+    file, data = read_gguf(whole), whole.read_bytes()
+    parts: list[list[Any]] = [[]]
+    size = 0
+    for entry in file.entries:
+        padded = entry.nbytes + -entry.nbytes % 32
+        if size + padded > limit:
+            parts, size = [*parts, []], 0
+        parts[-1].append(entry)
+        size += padded
+    found = []
+    for i, entries in enumerate(parts):
+        number = gguf_files.text("split.no") + struct.pack("<IH", 2, i)
+        total = gguf_files.text("split.tensors.count") + struct.pack("<Ii", 5, len(file.entries))
+        count = gguf_files.text("split.count") + struct.pack("<IH", 2, len(parts))
+        keys = [data[field.start : field.end] for field in file.fields] if i == 0 else []
+        keys += [number, total, count]
+        head, body = b"GGUF" + struct.pack("<IQQ", 3, len(entries), len(keys)) + b"".join(keys), b""
+        for entry in entries:
+            kind = struct.pack("<IQ", {"F32": 0, "BF16": 30, "MXFP4": 39, "NVFP4": 40}[entry.dtype], len(body))
+            axes = struct.pack(f"<I{len(entry.shape)}Q", len(entry.shape), *entry.shape[::-1])
+            head += gguf_files.text(entry.name) + axes + kind
+            body += data[entry.start : entry.start + entry.nbytes] + bytes(-entry.nbytes % 32)
+        found.append(head + bytes(-len(head) % 32) + body)
+    return found
+
+
+def split(folder: Path, resume: bool = False) -> ConversionReport:
+    """Convert m.gguf into the files NAMES."""
+    return convert(folder / "m.gguf", folder / "out.gguf", RECIPE, split_max_size=LIMIT, options=Options(resume=resume))
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("out*"))}
+
+
+@pytest.mark.parametrize(("recipe", "limit"), [(RECIPE, LIMIT), ("nvfp4-te", 98_304), (RECIPE, 10**9)])
+def test_the_files_are_those_of_llama_gguf_split(recipe: str, limit: int, tmp_path: Path) -> None:
+    """The files are those that llama-gguf-split makes of the single file, and one model for every command."""
+    gguf_files.write_model(tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "whole.gguf", recipe)
+    report = convert(tmp_path / "m.gguf", tmp_path / "out.gguf", recipe, split_max_size=limit)
+    wanted = split_as_llama_cpp(tmp_path / "whole.gguf", limit)
+    assert list(files_in(tmp_path).values()) == wanted and (len(wanted) == 1) == (limit == 10**9)
+    assert list(files_in(tmp_path)) == [path.name for path in report.files]
+    assert not staging.partial_of(tmp_path / "out.gguf").exists() and staging.is_published(tmp_path / "out.gguf")
+    for path in (report.files[0], report.files[-1]):
+        assert verify(path, tmp_path / "m.gguf").clean
+        assert identify_checkpoint(path, tmp_path / "m.gguf").recipe == recipe
+    assert main(["inspect", str(report.files[-1])]) == 0
+    assert main(["compare", str(report.files[0]), str(tmp_path / "whole.gguf")]) == 0
+    convert(report.files[0], tmp_path / "again.gguf", recipe)
+    assert content(tmp_path / "again.gguf") == content(tmp_path / "whole.gguf")
+
+
+def test_a_split_source_is_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The numbers of the source's files do not reach the result. Without the option, convert says what it writes."""
+    paths = [str(path) for path in write_split(tmp_path)]
+    gguf_files.write_model(tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "whole.gguf", RECIPE)
+    one, several = str(tmp_path / "one.gguf"), str(tmp_path / "out.gguf")
+    assert main(["convert", paths[2], one, "--recipe", RECIPE]) == 0
+    assert "3 files of the source become one file; --split-max-size SIZE writes several" in capsys.readouterr().out
+    command = ["convert", paths[0], several, "--recipe", RECIPE, "--split-max-size", "27K"]
+    assert main([*command, "--dry-run"]) == 0
+    planned = capsys.readouterr().out
+    assert not files_in(tmp_path)
+    assert main(command) == 0
+    names = list(files_in(tmp_path))
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("file ")]
+    assert [line.split()[1].rstrip(":") for line in lines] == names and all(line in planned for line in lines)
+    assert {name for path in names for name in content(tmp_path / path)} == set(content(tmp_path / "whole.gguf"))
+    assert read_gguf(tmp_path / names[0]).metadata["split.count"] == str(len(names)) and len(names) > 3
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("1", 1), ("500K", 500_000), ("5M", 5_000_000), ("50G", 50_000_000_000)])
+def test_sizes(text: str, wanted: int) -> None:
+    assert bytes_of_text(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "5g", "5GB", "1.5G", "G", "5 G", "05G"])
+def test_other_sizes_are_refused(text: str) -> None:
+    with refused("is not a size; a positive integer is needed, perhaps with K, M or G"):
+        bytes_of_text(text)
+
+
+def test_limits() -> None:
+    """A file takes a tensor while its padded tensors fit exactly. More files than a uint16 counts are refused."""
+    assert divide([32, 31, 1, 64, 1], 64) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
+    assert divide([33, 1], 96) == [slice(0, 2)] and divide([33, 1], 95) == [slice(0, 1), slice(1, 2)]
+    assert len(divide([32] * 65535, 32)) == 65535
+    with refused("32 bytes give 65536 files; at most 65535 are possible"):
+        divide([32] * 65536, 32)
+    with refused("64 bytes are less than the largest tensor, which needs 96"):
+        divide([1, 65], 64)
+
+
+def test_bad_requests_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf")
+    source = tmp_path / "m.gguf"
+    with refused("split-max-size: 64 bytes are less than the largest tensor, which needs"):
+        make_plan(source, "nvfp4-gguf", split_max_size=64)
+    with refused("split_max_size: got 0; a positive number of bytes is needed"):
+        make_plan(source, "nvfp4-gguf", split_max_size=0)
+    with refused(f"{NAMES[0]}: is the name of one file of a split model; name the model without numbers, {tmp_path}"):
+        convert(source, tmp_path / NAMES[0], RECIPE, split_max_size=LIMIT)
+    (tmp_path / NAMES[3]).write_text("mine")
+    with refused(f"{NAMES[3]}: exists; name a new directory, or remove it first"):
+        split(tmp_path)
+    assert files_in(tmp_path) == {NAMES[3]: b"mine"}
+    assert main(["convert", str(source), str(tmp_path / "out.gguf"), "--split-max-size", "5GB"]) == 2
+    assert "size 5GB: is not a size" in capsys.readouterr().err
+
+
+def test_other_models_are_not_split(tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "dir")
+    with refused("split-max-size: only GGUF models are split; leave it out"):
+        convert(tmp_path / "dir", tmp_path / "out", split_max_size=LIMIT)
+
+
+def test_the_name_of_the_model_leads_to_its_first_file(tmp_path: Path) -> None:
+    gguf_files.write_model(tmp_path / "m.gguf")
+    split(tmp_path)
+    with refused(f"out.gguf: is stored in several files; pass the first one, {tmp_path / NAMES[0]}"):
+        verify(tmp_path / "out.gguf")
+
+
+def killed(source: Path, out: Path, renames: int) -> None:
+    """Convert in a child process that kills itself instead of the renaming with number `renames`, from 0."""
+    child = os.fork()
+    if child == 0:
+        rename, count = os.rename, iter(range(99))
+
+        def dying(*paths: Any) -> None:
+            if next(count) == renames:
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(*paths)
+
+        os.rename = dying  # type: ignore[assignment]
+        convert(source, out, RECIPE, split_max_size=LIMIT, options=Options(workers=1))
+        os._exit(0)
+    os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("renames", [0, 2, COUNT - 1])
+def test_a_run_killed_between_two_files_is_resumed(renames: int, tmp_path: Path) -> None:
+    """Files that have their final names already are moved back. The first file never exists without the others."""
+    gguf_files.write_model(tmp_path / "m.gguf")
+    split(tmp_path)
+    wanted = files_in(tmp_path)
+    for name in wanted:
+        (tmp_path / name).unlink()
+    killed(tmp_path / "m.gguf", tmp_path / "out.gguf", renames)
+    assert list(files_in(tmp_path)) == NAMES[COUNT - renames :]
+    with refused("exists; name a new directory" if renames else "was left by an interrupted run"):
+        split(tmp_path)
+    split(tmp_path, resume=True)
+    assert files_in(tmp_path) == wanted and not staging.partial_of(tmp_path / "out.gguf").exists()
+
+
+def test_remove_stale_also_removes_renamed_files(tmp_path: Path) -> None:
+    """--remove-stale removes the files of the interrupted run, and none that another program put in their place."""
+    gguf_files.write_model(tmp_path / "m.gguf")
+    killed(tmp_path / "m.gguf", tmp_path / "out.gguf", 3)
+    assert list(files_in(tmp_path)) == NAMES[7:]
+    (tmp_path / "mine").write_text("mine")
+    (tmp_path / "mine").rename(tmp_path / NAMES[8])
+    with refused(f"{NAMES[8]}: exists"):
+        split(tmp_path, resume=True)
+    assert main(["convert", "--remove-stale", str(tmp_path / "out.gguf")]) == 0
+    assert files_in(tmp_path) == {NAMES[8]: b"mine"} and not staging.partial_of(tmp_path / "out.gguf").exists()
+
+
+def test_an_error_between_two_files_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """If a file cannot get its final name, those before it lose theirs, and the run can be resumed."""
+    gguf_files.write_model(tmp_path / "m.gguf")
+    rename, count = os.rename, iter(range(99))
+
+    def failing(*paths: Any) -> None:
+        if next(count) == 3:
+            raise OSError(5, "I/O error")
+        rename(*paths)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match="I/O error"):
+        split(tmp_path)
+    assert not files_in(tmp_path) and not staging.is_published(tmp_path / "out.gguf")
+    report = split(tmp_path, resume=True)
+    assert list(files_in(tmp_path)) == NAMES and verify(report.files[0], tmp_path / "m.gguf").clean
+
+
+def test_leftovers_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """verify reports the partial directory that a killed run left beside a complete model; resuming removes it."""
+    gguf_files.write_model(tmp_path / "m.gguf")
+    with monkeypatch.context() as patch:
+        patch.setattr(staging, "_remove_lock_and_journal", lambda destination: None)
+        report = split(tmp_path)
+    found = verify(report.files[1]).issues
+    assert [issue.subject for issue in found if issue.severity == "error"] == [".out.gguf.partial"]
+    again = split(tmp_path, resume=True)
+    assert [one.crc32 for one in again.done] == [one.crc32 for one in report.done]
+    assert verify(report.files[0]).clean and not remove_leftovers(tmp_path / "out.gguf")
+
+
+def test_gguf_py_reads_the_files(tmp_path: Path) -> None:
+    """gguf-py finds every tensor once and the three keys with llama.cpp's types in each file."""
+    gguf = pytest.importorskip("gguf")
+    gguf_files.write_model(tmp_path / "m.gguf")
+    report = split(tmp_path)
+    readers = [gguf.GGUFReader(path) for path in report.files]
+    types = {"split.no": "UINT16", "split.count": "UINT16", "split.tensors.count": "INT32"}
+    for i, reader in enumerate(readers):
+        assert {key: reader.fields[key].types[0].name for key in types} == types
+        assert [int(reader.fields[key].parts[-1][0]) for key in ("split.no", "split.count")] == [i, len(readers)]
+    names = [tensor.name for reader in readers for tensor in reader.tensors]
+    assert len(set(names)) == len(names) == int(readers[0].fields["split.tensors.count"].parts[-1][0])
+
+
+def test_llama_cpp_runs_the_files(tmp_path: Path) -> None:
+    """llama.cpp computes the embedding of the single file in every bit, given the first of several files."""
+    pytest.importorskip("gguf")
+    pytest.importorskip("xllamacpp")
+    llama_cpp.write(tmp_path / "m.gguf", llama_cpp.tensors())
+    convert(tmp_path / "m.gguf", tmp_path / "whole.gguf", "nvfp4-gguf")
+    report = convert(tmp_path / "m.gguf", tmp_path / "out.gguf", "nvfp4-gguf", split_max_size=140_000)
+    assert len(report.files) > 2
+    found, wanted = (llama_cpp.embedding(path) for path in (report.files[0], tmp_path / "whole.gguf"))
+    assert np.array_equal(found, wanted)
