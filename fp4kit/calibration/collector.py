@@ -292,7 +292,10 @@ class Collector:
         return f"Collector({len(self._columns)} layers{'' if self.histogram else ', histogram=False'})"
 
     def _key(self, op: str, layer: str, columns: int, experts: int | None) -> _Key:
-        """Check the facts of a layer, add it if it is new, and return the key of its totals."""
+        """Check the name and sizes of a layer, add the layer if it is new, and return its key in ``_totals``.
+
+        experts: the number of experts of the layer, or None if the layer has none or is itself one expert.
+        """
         name, k = as_word(op, "layer", layer), as_index(op, "columns", columns)
         count = None if experts is None else as_index(op, "experts", experts)
         if not name or k < 1 or (count is not None and count < 1):
@@ -305,7 +308,7 @@ class Collector:
         return name, count
 
     def _on(self, key: _Key, like: Any) -> Totals:
-        """Return the totals of a layer on the device of an array."""
+        """Return the totals of a layer on the device of the array ``like``. New totals are those of no inputs."""
         places, experts = self._totals[key], key[1] or 1
         device = like.device.id if on_device(like) else None
         if device not in places:
@@ -332,7 +335,7 @@ class Collector:
         return dict(sorted(found.items()))
 
     def _include(self, entries: Mapping[str, Entry], op: str) -> None:
-        """Include the entries of another collector or of a file."""
+        """Add the entries of another collector, or of a file, to what this collector holds."""
         for name, entry in entries.items():
             places = self._totals[self._key(op, name, entry.columns, None)]
             whole = places.setdefault(None, Totals.empty(1, self.histogram))

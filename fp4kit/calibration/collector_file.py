@@ -50,7 +50,10 @@ class Entry(NamedTuple):
         return Totals(np.array([self.amax]).view(np.uint32), np.array([self.tokens], np.int64), histogram)
 
     def plus(self, other: Entry, op: str) -> Entry:
-        """Return the entry of both inputs together. Raises ValueError if they differ in the number of columns."""
+        """Return the entry for the inputs of this entry and of ``other`` together.
+
+        Raises ValueError, which begins with ``op``, if the entries differ in the number of columns.
+        """
         if self.columns != other.columns:
             raise ValueError(f"{op} has {self.columns} and {other.columns} columns; needs one number of columns")
         histogram = None
@@ -101,12 +104,12 @@ def decode(data: bytes, label: str) -> tuple[dict[str, Entry], bool]:
 
 
 def _foreign(label: str) -> ValueError:
-    """Return the error for a file that holds something else."""
+    """Return the ValueError for a file that Collector.save did not write. The message begins with ``label``."""
     return ValueError(f"{label}: holds no activations; needs a file that fp4kit.calibration.Collector.save wrote")
 
 
 def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> str:
-    """Return what is wrong with the contents of a file, or "" if nothing is."""
+    """Return a description of the first fault in the contents of a file, or "" if they are valid."""
     names = facts.get("layers")
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return "its layers have no names"
@@ -122,7 +125,10 @@ def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> 
 
 
 def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> str:
-    """Return which values of a file are impossible, or "" if none is."""
+    """Return a description of the first impossible value in the arrays of a file, or "" if all are possible.
+
+    histogram: True if the file says that it has histograms.
+    """
     amax, tokens, bins = arrays["amax"], arrays["tokens"], arrays["bins"]
     if not (np.isfinite(amax) & ~np.signbit(amax)).all():
         return "an amax is negative, NaN or infinite"

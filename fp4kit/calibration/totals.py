@@ -71,7 +71,7 @@ class Totals:
             self.histogram += xp.bincount(places, minlength=self.histogram.size).reshape(self.histogram.shape)
 
     def add(self, other: Totals) -> None:
-        """Include the totals of other inputs, which are on the host, as these are."""
+        """Add the totals of further inputs to these totals, in place. Both must be NumPy arrays (see on_host)."""
         np.maximum(self.amax, other.amax, out=self.amax)
         self.tokens += other.tokens
         if self.histogram is not None:

@@ -52,8 +52,9 @@ class ComparedEngine:
         self.module = module
 
     def put(self, a: Any) -> Any:
-        """Return an array, or a Quantized, with its memory in the engine's library. Return any other value
-        unchanged.
+        """Return a NumPy array, or a Quantized of NumPy arrays, as arrays of the engine's library.
+
+        Any other value is returned unchanged.
         """
         if isinstance(a, Quantized):
             return replace(a, **{name: self.put(getattr(a, name)) for name in PARTS})

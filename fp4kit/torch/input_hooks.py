@@ -101,23 +101,29 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
-    """Return the layers that the given tensors of a checkpoint belong to; ``name`` if there are none."""
+    """Return the layer names of tensors: their ``names`` in the checkpoint without ".weight" and without duplicates.
+
+    If ``names`` is empty, return only ``name``, the name of the layer in the model.
+    """
     return tuple(dict.fromkeys(n.removesuffix(".weight") for n in names)) or (name,)
 
 
 def _hook(
     collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Collect the inputs of one call of a linear layer. Runs before the layer's forward."""
+    """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch.
+
+    layers: the names under which the inputs are collected. args, kwargs: the arguments of the layer's forward.
+    """
     x = args[0] if args else kwargs["input"]
     for layer in layers:
         collector.collect(layer, x.detach())
 
 
 class _Stack(NamedTuple):
-    """Describe a 3-d parameter that holds one matrix per expert.
+    """Describe a stack of experts: a 3-d parameter that holds one matrix per expert.
 
-    layers: for each expert, its layers in the checkpoint.
+    layers: for each expert, the names of its layers in the checkpoint. A fused matrix has several names.
     """
 
     parameter: torch.Tensor
@@ -125,7 +131,10 @@ class _Stack(NamedTuple):
 
 
 def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stack]]:
-    """Return address of a storage -> the stacks of experts in it."""
+    """Return {address of a storage: the stacks of experts that it holds} of a model.
+
+    renamed: returns the names that a parameter has in the checkpoint (see saved_names.renaming_of).
+    """
     found: dict[int, list[_Stack]] = {}
     for name, parameter in model.named_parameters():
         if parameter.ndim != 3 or "experts" not in name.split(".")[:-1] or not parameter.is_floating_point():
@@ -136,9 +145,10 @@ def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stac
 
 
 def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple[str, ...], ...]:
-    """Return the layers of each expert of a stack, from the names of the tensors that it is saved as.
+    """Return, for each expert of a stack, the names of its layers in the checkpoint.
 
-    name: the name of the stack in the model.
+    saved: the names of the tensors that the stack is saved as. name: the name of the stack in the model. experts: the
+    number of experts.
     """
     separate = [tuple(n for n in saved if f".experts.{e}." in f".{n}") for e in range(experts)]
     if all(separate):
@@ -158,13 +168,16 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call ``func``. If it is a product with experts, collect its inputs before."""
+        """Call ``func`` and return its result. If it is a matrix product, collect the inputs of experts first."""
         if func in _PRODUCTS:
             self._see(*_factors(args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
     def _see(self, x: Any, weight: Any) -> None:
-        """Collect the inputs x if ``weight`` is a part of a stack of experts."""
+        """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts.
+
+        A 2-d weight is one expert. A 3-d weight is a batch of experts, and x has the inputs of each along its first axis.
+        """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return
         for parameter, layers in self._stacks.get(weight.untyped_storage().data_ptr(), ()):
@@ -186,7 +199,7 @@ class _Products(TorchFunctionMode):
                 self._collector.add_layer(layer, columns)
 
     def _collect(self, layers: Sequence[str], x: torch.Tensor) -> None:
-        """Collect the inputs of one expert under the names of its layers."""
+        """Collect the inputs x of one expert under each name in ``layers``."""
         for layer in layers:
             self._collector.collect(layer, x.detach())
 
@@ -198,7 +211,10 @@ def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _routed(inputs: torch.Tensor) -> torch.Tensor:
-    """Return the rows that are not all zero. A model that gives all tokens to all experts zeroes those not routed."""
+    """Return the rows of an expert's inputs that are not all zero: the tokens that are routed to the expert.
+
+    A model that passes every token to every expert sets the other rows to zero.
+    """
     rows = inputs.reshape(-1, inputs.shape[-1])
     return rows[(rows != 0).any(dim=-1)]
 

@@ -31,7 +31,7 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 
 
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
-    """Raise TypeError unless x is a plain tensor, and no DTensor."""
+    """Raise TypeError unless x is a torch.Tensor that is not a DTensor. The message begins with ``op`` and ``name``."""
     if not isinstance(x, torch.Tensor):
         is_array = hasattr(x, "__dlpack__") or isinstance(x, (list, tuple, float, int))
         way_out = f"fp4kit.{op} takes arrays of other libraries" if is_array else way_to_array(x, name)

@@ -65,8 +65,16 @@ def join(
 ) -> None:
     """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather.
 
-    The rank's experts are stored under their global numbers. A name that is not an expert's is on several ranks, and
-    the maximum is stored.
+    Called for one rank after another. An expert is stored under its global number, which no other rank may have. Any
+    other quantizer is on several ranks, so the maximum of its amaxes is stored.
+
+    Args:
+        named: the amaxes of the ranks so far, which is changed.
+        values: the amaxes of this rank, under local expert numbers.
+        experts: wildcard of the quantizers that are experts, as in AmaxState.gather.
+        numbers: global numbers of this rank's experts, or None if they follow those of the ranks before it.
+        offsets: {base: number of experts of the ranks before}, which is increased if ``numbers`` is None.
+        rank: the number of this rank, for error messages.
     """
     own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
     for name in values.keys() - own.keys():

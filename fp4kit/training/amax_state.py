@@ -64,8 +64,8 @@ class AmaxCollector:
             amax: float32, float16 or bfloat16, with the same shape and device in every call.
 
         Raises:
-            ValueError: if the name is not that of a quantizer, if shape or device change, or if collect_grouped has the
-                same experts.
+            ValueError: if the name is not that of a quantizer, if shape or device change, or if the quantizer's experts
+                were collected with collect_grouped.
             TypeError: for another dtype.
         """
         key = AmaxName.parse(name)
@@ -85,8 +85,8 @@ class AmaxCollector:
             amaxes: [N, ...], with a dtype that collect accepts.
 
         Raises:
-            ValueError: if the name has an expert number, if the array is 0-d, or if collect has some of these experts;
-                also as collect does.
+            ValueError: if the name has an expert number, if the array is 0-d, or if single experts of the quantizer
+                were collected with collect; also as collect does.
             TypeError: for another dtype.
         """
         key = AmaxName.parse(name)

@@ -41,7 +41,10 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 
 
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
-    """Store the maximum of named[name] and ``value``. Raises ValueError if shape or device differ."""
+    """Set named[name] to the elementwise maximum of named[name] and ``value``, or to ``value`` if the name is new.
+
+    Raises ValueError, which begins with ``op``, if the shapes or devices differ.
+    """
     old = named.get(name)
     if old is None:
         named[name] = value
@@ -60,7 +63,7 @@ def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> No
 
 
 def _where(value: Any) -> str:
-    """Return shape and device of a value, for a message."""
+    """Return the shape and device of an amax as text, for an error message."""
     return f"{value.shape} on {value.device if imports.on_device(value) else 'the CPU'}"
 
 

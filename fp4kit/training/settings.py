@@ -179,7 +179,7 @@ def naming(parameter: str) -> Iterator[None]:
 
 
 def _word(env: Mapping[str, str], name: str) -> str:
-    """Return an environment variable without surrounding spaces."""
+    """Return an environment variable without surrounding spaces, or "" if it is missing."""
     return as_word("from_environment", name, env.get(name, "")).strip()
 
 
@@ -192,7 +192,10 @@ def _flag(env: Mapping[str, str], name: str) -> bool:
 
 
 def _size(env: Mapping[str, str], name: str, default: int) -> int:
-    """Return the value of a block size variable, or ``default`` if it is empty."""
+    """Return the block size in the environment variable ``name``, or ``default`` if it is missing or empty.
+
+    Raises ValueError unless the block size is a positive even number.
+    """
     value = _word(env, name)
     if not value:
         return default

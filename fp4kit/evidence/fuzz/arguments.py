@@ -41,8 +41,9 @@ def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
 
 
 def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> DrawnArray:
-    """Describe an array that a call takes besides its inputs, such as amaxes or random bytes. It is contiguous, in C
-    order.
+    """Describe an array that a call takes besides its inputs, such as amaxes or random bytes.
+
+    The array is contiguous, in C order. ``kind`` is a key of arrays.VALUES, and ``seed`` determines the values.
     """
     return DrawnArray(kind, dtype, tuple(shape), seed, View.plain(len(shape)))
 

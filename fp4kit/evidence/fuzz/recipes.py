@@ -171,7 +171,7 @@ def _search(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the other range of integer codes (Recipe.narrow) as {field: value}, or {} for float elements."""
+    """Return the opposite of Recipe.narrow, the range of integer codes, as {field: value}, or {} for float elements."""
     return {"narrow": not r.narrow} if r.element.is_integer else {}
 
 
@@ -221,8 +221,9 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return whether scaled elements are rounded to the input dtype before they are rounded to codes, as {field:
-    value}. Return {} for 4over6 and for rules that compare.
+    """Return whether scaled elements are rounded to the input dtype before they are rounded to codes, as {field: value}.
+
+    Return {} for 4over6, and for block rules that compare elements with thresholds instead of scaling them.
     """
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
