@@ -176,7 +176,7 @@ class _Products(TorchFunctionMode):
     def _see(self, x: Any, weight: Any) -> None:
         """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts.
 
-        A 2-d weight is one expert. A 3-d weight is a batch of experts, and x has the inputs of each along its first axis.
+        A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs of the i-th of them.
         """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return

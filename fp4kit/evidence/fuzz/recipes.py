@@ -221,7 +221,7 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return whether scaled elements are rounded to the input dtype before they are rounded to codes, as {field: value}.
+    """Return whether scaled elements are rounded to the input dtype before encoding, as {field: value}.
 
     Return {} for 4over6, and for block rules that compare elements with thresholds instead of scaling them.
     """

@@ -18,11 +18,12 @@ from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.errors import CheckpointError
 
 NAME = "model.diffusion_model.blocks.0.qkv"
-SHAPE = (224, 160)  # two tiles of 128 rows, three of four scale columns, both partly filled
+# The scales (224, 160 / 16) do not fill their tiles of 128 x 4: 224 rows need 2 tiles, and 10 columns need 3.
+SHAPE = (224, 160)
 
 
 def model(root: Path, shape: tuple[int, int] = SHAPE) -> np.ndarray:
-    """Write a model with one layer and a norm; return the layer's values."""
+    """Write a model with the linear layer NAME and a norm to the directory `root`. Return the layer's weight."""
     x = synthetic.random(NAME, shape) * np.exp2(np.arange(shape[0]) % 5)[:, None]
     x = x.astype(synthetic.BF16)
     synthetic.write_model(
@@ -32,7 +33,7 @@ def model(root: Path, shape: tuple[int, int] = SHAPE) -> np.ndarray:
 
 
 def blocked(scales: np.ndarray) -> bytes:
-    """Return block scales in cuBLAS's order, by the formula of its documentation, one byte at a time."""
+    """Return scale bytes (rows, blocks) in cuBLAS's tiles of 128 x 4, by the formula in cuBLAS's documentation."""
     rows, columns = scales.shape
     high, wide = -(-rows // 128), -(-columns // 4)
     found = bytearray(high * wide * 512)
@@ -112,7 +113,10 @@ def test_tags_that_are_refused(tag: object, text: str, tmp_path: Path) -> None:
 
 
 def test_an_ambiguous_tag_can_be_insisted_on(tmp_path: Path) -> None:
-    """With --ignore '*.comfy_quant', the file is read as ComfyUI reads it, with the even element in the high nibble."""
+    """If --ignore '*.comfy_quant' is given, a file with an ambiguous tag is read in ComfyUI's nibble order.
+
+    In that order the even element is in the high nibble.
+    """
     root = changed(tmp_path, {"format": "nvfp4"})
     convert(root, tmp_path / "x", format="bf16", ignore=("*.comfy_quant",))
     convert(tmp_path / "a", tmp_path / "y", format="bf16")
@@ -128,7 +132,8 @@ def test_metadata_in_place_of_tags(tmp_path: Path) -> None:
     assert oracle.load(tmp_path / "x") == oracle.load(tmp_path / "y")
 
 
-def test_what_comfyui_cannot_have_is_refused(tmp_path: Path) -> None:
+def test_row_counts_that_comfyui_cannot_load_are_refused(tmp_path: Path) -> None:
+    """The plan rejects an NVFP4 layer whose number of rows is not a multiple of 16, because ComfyUI cannot load it."""
     model(tmp_path / "m", (200, 160))
     with refused(f"{NAME}: has 200 rows; ComfyUI needs a multiple of 16 for nvfp4; leave it out with --keep"):
         make_plan(tmp_path / "m", "nvfp4-te", format="comfy")

@@ -30,8 +30,9 @@ synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
 
 
 def config(kind: str, **more: Any) -> dict[str, object]:
-    """Return a config.json of a small model of the type `kind`, with the fields that mlx-lm needs. more: further
-    fields.
+    """Return a config.json with the fields that mlx-lm needs for a small model.
+
+    kind: the model type. more: further fields of the config.
     """
     found: dict[str, object] = {
         "model_type": kind,
@@ -51,7 +52,10 @@ def config(kind: str, **more: Any) -> dict[str, object]:
 
 
 def qwen3(root: Path, kind: str = "qwen3") -> synthetic.Tensors:
-    """Write a complete model, so that mlx-lm can load it; return its tensors."""
+    """Write a complete Qwen3-like model, which mlx-lm can load. Return its tensors by name.
+
+    root: the new directory. kind: the model type in config.json.
+    """
     tensors: synthetic.Tensors = {}
     shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
     for i in range(2):
@@ -67,7 +71,7 @@ def qwen3(root: Path, kind: str = "qwen3") -> synthetic.Tensors:
 
 
 def mixtral(root: Path) -> synthetic.Tensors:
-    """Write a complete Mixtral-like model, so that mlx-lm can load it; return its tensors."""
+    """Write a complete Mixtral-like model, which mlx-lm can load, to `root`. Return its tensors by name."""
     tensors: synthetic.Tensors = {"model.norm.weight": np.ones(64, synthetic.BF16)}
     shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}
     for i in range(2):
@@ -196,9 +200,9 @@ def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
 
 
 def with_global_scales(root: Path) -> dict[str, np.ndarray]:
-    """Write a directory with global scales as mlx-lm does: experts [E, N, K], with one amax per expert.
+    """Write a stack of experts [E, N, K] as mlx-lm does: in NVFP4, with the amax of each expert as global scale.
 
-    Return the unquantized tensors.
+    Return {name: unquantized stack}.
     """
     name = "model.layers.0.mlp.switch_mlp.up_proj"
     x = synthetic.random(name, (4, 96, 64))
@@ -231,10 +235,10 @@ def test_global_scales(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-4over6-mse-256"])
 def test_a_global_scale_is_made_anew(recipe: str, tmp_path: Path) -> None:
-    """verify accepts the amax as global scale if it equals 2688 tensor scales up to rounding, otherwise 2688 tensor
-    scales.
+    """verify finds no difference if the stored global scale is the one that the recipe implies.
 
-    verify also reports that mlx-lm does not read a global scale of this layer.
+    For nvfp4-te this is the amax, which equals 2688 tensor scales up to rounding. For 4over6 with 256 it is 2688 tensor
+    scales, which is not the amax. verify also reports that mlx-lm does not read a global scale of this layer.
     """
     name = "model.layers.0.mlp.up_proj"
     x = synthetic.random(name, (96, 64))
@@ -329,7 +333,7 @@ def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
 
 
 def test_forms_are_told_apart_by_their_shapes() -> None:
-    """The shapes of codes and scales identify the quantization: for any K, those of one fit no other."""
+    """The shapes of codes and scales identify an MLX quantization, because no other MLX quantization has both."""
     for a in FORMS:
         for b in FORMS:
             specs = a.specs((8, 192))

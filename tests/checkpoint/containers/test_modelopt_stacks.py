@@ -29,11 +29,12 @@ Quantized = dict[str, list[fp4kit.Quantized]]
 
 
 def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) -> Quantized:
-    """Write a model with quantized stacks to root / "q", and the model of their unquantized stacks [E, K, N] to root /
-    "x".
+    """Write a model with quantized stacks to root / "q", and its unquantized source to root / "x".
 
-    Return the quantized stacks.
-    each: True for one tensor scale per expert. inputs: True to store input scales, too.
+    The unquantized stacks are [E, K, N]. Return {name of a stack: one Quantized per expert}.
+
+    experts: E, the number of experts. each: True for one tensor scale per expert, False for one per stack. inputs: True
+    to store input scales, too.
     """
     config = {"model_type": "llama4_text", "num_hidden_layers": 1, "num_local_experts": experts}
     plain, stored, found = {}, {}, {}
@@ -58,9 +59,9 @@ def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) 
 
 
 def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
-    """Return {layer: (matrix, rows)}: the matrix of a stack that the layer is part of, and its rows in it.
+    """Return {layer: (matrix, rows)}: the matrix of a stack that contains the layer, and the layer's rows in it.
 
-    In gate_up_proj, the rows of gate come first.
+    q is the result of `made`. In gate_up_proj, the rows of gate_proj come first.
     """
     found = {}
     for e, (both, down) in enumerate(zip(q["gate_up_proj"], q["down_proj"], strict=True)):

@@ -24,7 +24,11 @@ SHAPE = (256, 384)
 def written(
     root: Path, tensors: dict[str, np.ndarray], metadata: dict[str, str] | None = None, **declared: Any
 ) -> Path:
-    """Write a model with the parts of one layer, given by their suffixes; return its path."""
+    """Write a model with the single layer NAME to the new directory `root`. Return the directory.
+
+    tensors: {suffix: array} of the layer's parts, such as ".weight_scale". metadata: of the safetensors file.
+    declared: the entries of quantization_config.
+    """
     root.mkdir(parents=True)
     synthetic.write_file(root / "model.safetensors", {NAME + end: x for end, x in tensors.items()}, metadata)
     (root / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": declared}))
@@ -32,7 +36,10 @@ def written(
 
 
 def check(model: Path, wanted: np.ndarray, container: str) -> None:
-    """Compare the container and the decoded values of a model with what is wanted, in every bit but the sign of 0."""
+    """Assert that the layer of a model is recognized as `container` and decodes to `wanted`.
+
+    The values are compared in bfloat16, bit for bit except for the sign of 0.
+    """
     assert [layer.dtype for layer in open_checkpoint(model).layers.values()] == [container]
     convert(model, model.parent / "bf16", format="bf16")
     found = oracle.arrays(oracle.load(model.parent / "bf16"))[f"{NAME}.weight"]
@@ -41,7 +48,7 @@ def check(model: Path, wanted: np.ndarray, container: str) -> None:
 
 
 def fp8(seed: str = "w") -> np.ndarray:
-    """Return codes of E4M3, all of them, without NaN."""
+    """Return random E4M3 codes in the shape SHAPE, without NaN."""
     codes = np.random.default_rng(3).integers(0, 256, SHAPE, np.uint8)
     return np.where(codes & 0x7F == 0x7F, np.uint8(0), codes).view(E4M3)
 
@@ -57,7 +64,7 @@ SCALES = {  # kind -> (shape of the scales, how each is spread over the matrix)
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("method", ["modelopt", "compressed-tensors", "quark"])
 def test_fp8(method: str, kind: str, dtype: Any, tmp_path: Path) -> None:
-    """FP8 decodes to the product in float32; compressed-tensors rounds it to the dtype of the scales."""
+    """An FP8 layer decodes to code * scale in float32; compressed-tensors rounds it to the dtype of the scales."""
     shape, spread = SCALES[kind]
     codes, scales = fp8(), np.exp(synthetic.random("s", shape, 1.0, np.dtype(np.float32))).astype(dtype)
     wanted = codes.astype(np.float32) * spread(scales.astype(np.float32))
@@ -70,7 +77,7 @@ def test_fp8(method: str, kind: str, dtype: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(256,), (1,), (2, 1, 3, 1)])
 def test_fp8_scales_of_other_shapes(shape: tuple[int, ...], tmp_path: Path) -> None:
-    """Scales per row may lack the second axis, those of a layer may have one, those of blocks axes of length 1."""
+    """FP8 scales are accepted in further shapes: [N] per row, [1] per layer, and with axes of length 1 per block."""
     codes, scales = fp8(), np.exp(synthetic.random("s", shape, 1.0, np.dtype(np.float32)))
     kind = {256: " per row", 1: "", 6: " 128x128"}[scales.size]
     usual = SCALES[kind][0]
@@ -118,7 +125,10 @@ def test_awq_multiplies_the_columns(tmp_path: Path) -> None:
 
 
 def test_awq_with_a_source_is_compared_by_its_own_values(tmp_path: Path) -> None:
-    """verify multiplies the columns too: W is near (W / f) * f."""
+    """For AWQ, verify multiplies the decoded columns by pre_quant_scale before it compares them with the source.
+
+    If the stored factors are inverted, verify reports an SQNR that is too low.
+    """
     x = synthetic.random("awq", SHAPE)
     factor = np.exp2(np.arange(SHAPE[1]) % 3 - 1).astype(np.float32)
     declared = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ"}

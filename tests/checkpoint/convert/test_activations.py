@@ -25,7 +25,10 @@ EXPERTS = "model.layers.1.mlp.experts"
 
 
 def scales(root: Path, format: str) -> dict[str, np.ndarray]:
-    """Return layer -> input scale as stored, for a converted model."""
+    """Return {layer: its stored input scale} of the converted model in the directory `root`.
+
+    format: the container format, which determines the names of the input scales.
+    """
     end, found = SUFFIX[format], load(root)
     return {
         name.removesuffix(end): np.frombuffer(data, np.float32)
@@ -37,9 +40,9 @@ def scales(root: Path, format: str) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("format", SUFFIX)
 @pytest.mark.parametrize("rule", ["max", "headroom", Headroom(rho=2.0)])
 def test_every_layer_gets_its_own(format: str, rule: Any, tmp_path: Path) -> None:
-    """A layer that is not fused gets the scale of its own amax, in the direction of the container.
+    """Each layer gets the input scale of its own amax; fused layers get that of the largest amax among them.
 
-    Fused layers get that of the largest amax among them. The result is verified clean, with and without the source.
+    The scale multiplies or divides, as the container requires. verify finds no error, with and without the source.
     """
     synthetic.dense(tmp_path / "m")
     collector = whole(tmp_path / "m")
@@ -70,7 +73,7 @@ def test_shapes_are_those_of_an_input_scale_for_all(tmp_path: Path) -> None:
 
 
 def test_names_of_fused_layers_count(tmp_path: Path) -> None:
-    """Inputs measured under qkv_proj and gate_up_proj serve q, k, v, gate and up."""
+    """Amaxes measured under the fused names qkv_proj and gate_up_proj give the input scales of q, k, v, gate and up."""
     synthetic.dense(tmp_path / "m")
     layer, amaxes = "model.layers.0", {}
     for i in range(2):
@@ -95,7 +98,7 @@ def test_names_of_fused_layers_count(tmp_path: Path) -> None:
 
 
 def expert_amaxes(unseen: tuple[int, ...]) -> dict[str, float]:
-    """Return amaxes for the experts of synthetic.moe; those in ``unseen`` have 0."""
+    """Return {layer: amax} for the experts of synthetic.moe: 0 for the experts in ``unseen``, e + 1 for expert e."""
     leaves = ("gate_proj", "up_proj", "down_proj")
     return {f"{EXPERTS}.{e}.{leaf}": 0 if e in unseen else e + 1.0 for e in range(4) for leaf in leaves}
 
@@ -111,7 +114,7 @@ def test_experts_that_saw_no_token_get_the_largest_amax(format: str, tmp_path: P
 
 
 def test_experts_that_the_file_does_not_name_count_as_unseen(tmp_path: Path) -> None:
-    """A hook that never ran leaves no entry."""
+    """An expert without an entry in the activations counts as unseen, because a hook that never ran stores none."""
     synthetic.moe(tmp_path / "m")
     full, kept = whole(tmp_path / "m", expert_amaxes(())), Collector()
     for name, columns in full.columns().items():
@@ -134,7 +137,7 @@ def test_unseen_experts_stop_the_conversion(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", SUFFIX)
 def test_unseen_experts_without_an_input_scale(format: str, tmp_path: Path) -> None:
-    """They are named in a warning, and verify names what is missing."""
+    """With unseen="none", unseen experts get no input scale: a warning counts them, and verify names each one."""
     synthetic.moe(tmp_path / "m")
     activations = Activations.of(whole(tmp_path / "m", expert_amaxes((2,))), unseen="none")
     plan = convert(tmp_path / "m", tmp_path / "out", format=format, activations=activations).plan
@@ -178,7 +181,7 @@ def test_stacks_of_experts(tmp_path: Path) -> None:
 
 
 def test_a_layer_that_has_an_input_scale_keeps_it(tmp_path: Path) -> None:
-    """Only layers without one get one from activations; if all have one, activations are refused."""
+    """Only layers without an input scale get one from activations. If all layers have one, activations are rejected."""
     synthetic.dense(tmp_path / "m")
     collector = whole(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "w4a16", format="modelopt")
@@ -194,7 +197,7 @@ def test_a_layer_that_has_an_input_scale_keeps_it(tmp_path: Path) -> None:
 
 
 def test_new_codes_get_input_scales(tmp_path: Path) -> None:
-    """MXFP4 layers, whose codes are carried over to NVFP4, get the input scales that quantized layers get."""
+    """MXFP4 layers that are cast to NVFP4 get the input scales that layers quantized directly get."""
     synthetic.moe(tmp_path / "m")
     collector = whole(tmp_path / "m", expert_amaxes(()))
     convert(tmp_path / "m", tmp_path / "mx", "mxfp4-ocp", format="compressed-tensors")
@@ -291,7 +294,10 @@ def test_requests_that_have_no_input_scale(options: dict[str, Any], text: str, t
 
 
 def test_files(tmp_path: Path) -> None:
-    """Files are merged; their names and hashes, rule and policy are recorded in the manifest."""
+    """Several activation files are merged, and the manifest records their names and the options.
+
+    The options are the rule and the policy for unseen experts.
+    """
     synthetic.dense(tmp_path / "m")
     layers = layers_of(tmp_path / "m")
     for rank in range(2):
@@ -325,7 +331,7 @@ def test_activations_that_cannot_be_used(source: Any, keywords: dict[str, Any], 
 
 
 def test_other_activations_are_not_gone_on_with(tmp_path: Path) -> None:
-    """A run that was interrupted is continued only with the same activations."""
+    """An interrupted run can be resumed only with the activations that it was started with."""
     synthetic.dense(tmp_path / "m")
     one, other = (Activations.of(whole(tmp_path / "m", {"model.layers.0.mlp.down_proj": x})) for x in (1.0, 2.0))
 

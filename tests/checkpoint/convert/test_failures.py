@@ -169,8 +169,10 @@ def test_destination_inside_source(tmp_path: Path) -> None:
 
 
 def test_source_inside_destination(tmp_path: Path) -> None:
-    """A destination that contains the source is rejected. It can contain the source and yet not exist only through a
-    link.
+    """A destination that contains the source is rejected.
+
+    check_destination is called directly with a resolved source path, because a destination that does not exist yet can
+    contain the source only through a link.
     """
     synthetic.bert(tmp_path / "a" / "m")
     (tmp_path / "a" / "m").rename(tmp_path / "m")

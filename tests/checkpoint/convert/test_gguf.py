@@ -39,7 +39,11 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def wanted(name: str, x: np.ndarray, recipe: str) -> dict[str, bytes]:
-    """Return the tensors that must store a matrix or stack, {name: bytes}, by fp4kit.quantize of each matrix."""
+    """Return {tensor name: bytes} of the GGUF tensors that a converted file must have for the weight `name`.
+
+    They are the packed blocks and, if the recipe has a tensor scale, the scales. Each matrix of a stack x is quantized
+    by itself with fp4kit.quantize.
+    """
     kind, module = recipe.partition("-")[0], name.removesuffix(".weight")
     qs = [fp4kit.quantize(part, recipe) for part in (x if x.ndim == 3 else x[None])]
     found = {name: b"".join(pack_gguf(q.packed, q.block_scale, kind).tobytes() for q in qs)}
@@ -66,9 +70,9 @@ def run(source: Path, **options: Any) -> ConversionReport:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_bytes_are_those_of_quantize(recipe: str, tmp_path: Path) -> None:
-    """Matrices, and stacks expert by expert, get the bytes of quantize.
+    """Every converted matrix, and every expert of a stack, has the bytes that fp4kit.quantize gives.
 
-    All other tensors and keys keep their order and bytes; two keys are added.
+    All other tensors and keys keep their order and bytes, and the keys fp4kit.recipe and fp4kit.version are added.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     report = run(tmp_path / "m.gguf", recipe=recipe)
@@ -107,9 +111,9 @@ def test_it_is_verified_and_identified(recipe: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-torchao-single"])
 def test_gguf_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> None:
-    """The decoder of the gguf package gives bit-identical values, except that it drops the sign of zeros.
+    """The gguf package decodes converted blocks to the values of fp4kit.dequantize with a tensor scale of 1.
 
-    It ignores the tensor scale.
+    The package does not apply the tensor scale. Values are equal bit for bit, except for the sign of zeros.
     """
     gguf = pytest.importorskip("gguf")
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
@@ -140,7 +144,7 @@ def test_other_numbers(dtype: str, tmp_path: Path) -> None:
 
 
 def test_q8_0_on_request(tmp_path: Path) -> None:
-    """A Q8_0 tensor is copied, or decoded and quantized if --requantize is given."""
+    """Q8_0 layers are rejected unless --requantize is given; then their decoded values are quantized."""
     tensors = gguf_files.model(np.dtype("f4"))
     odd = {
         name: gguf_files.q8_0(x) if is_converted(name, x, 32) else gguf_files.plain(x) for name, x in tensors.items()
@@ -244,10 +248,7 @@ SCALED = {
 
 @pytest.mark.parametrize("module", SCALED)
 def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_path: Path) -> None:
-    """llama.cpp has no tensor scale for some layers, so these are rejected before any work.
-
-    Recipes without a tensor scale convert the file.
-    """
+    """A recipe with a tensor scale is rejected for a layer to which llama.cpp applies none; other recipes work."""
     keys, more, text = SCALED[module]
     x = synthetic.random("x", (64, 128))
     tensors = {f"{module}.weight": gguf_files.plain(x), **{name: gguf_files.plain(x[0]) for name in more}}
@@ -341,7 +342,10 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Converting a matrix of 32 MiB takes the memory of a few slabs, not of the matrix."""
+    """With slabs of 1 MiB, converting matrices of 32 MiB allocates at most 16 MiB at a time.
+
+    A slab is a group of rows that is converted at once.
+    """
     x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
     gguf_files.write(
         tmp_path / "m.gguf", {"blk.0.attn_q.weight": gguf_files.plain(x), "output.weight": gguf_files.plain(x)}
@@ -375,10 +379,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "nvfp4-te", "nvfp4-gguf"])
 def test_replaced_nan_and_infinities_are_made_anew(recipe: str, tmp_path: Path) -> None:
-    """verify accepts both ways to quantize NaN and infinities, because a GGUF file has no manifest that records the
-    way.
+    """verify recognizes a file that was converted with nonfinite="saturate", although a GGUF file does not record it.
 
-    A byte that neither way gives is an error.
+    A byte that saturation does not explain is still an error.
     """
     tensors = gguf_files.model()
     tensors["blk.0.attn_q.weight"][2, 3], tensors["blk.1.ffn_gate_exps.weight"][1, 2, 3] = np.nan, np.inf

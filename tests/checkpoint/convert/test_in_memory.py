@@ -24,9 +24,7 @@ PAIRS = [
 
 
 def stored(root):
-    """Return two dicts of a checkpoint: {name: bytes} of every tensor, and {name: array} of those with a
-    float dtype.
-    """
+    """Return (opened source, {name: bytes}, {name: array}) of all tensors of the checkpoint in the directory `root`."""
     model = open_source(root)
     raw, arrays = {}, {}
     with Readers() as readers:

@@ -26,7 +26,7 @@ def model(tmp_path: Path) -> Model:
 
 @pytest.fixture
 def written(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list to which the key of each job is added when it writes."""
+    """Return a list to which the key of each job is appended when the job writes its tensors."""
     keys: list[str] = []
     write = run_job.write
 
@@ -56,8 +56,9 @@ def test_interrupted_again_and_again(model: Model) -> None:
 
 
 def test_interrupted_at_every_read(model: Model) -> None:
-    """A run that is interrupted at any read resumes there: with groups that are partly measured or partly written, and
-    with files that must still be synced to disk.
+    """A run that is interrupted at any of its reads can be resumed and gives the usual result.
+
+    At some of these points a group is partly measured or partly written, or a file must still be synced to disk.
     """
     reads: list[int] = []
     convert(model.source, model.folder / "again", options=Options(progress=reads.append))

@@ -36,9 +36,9 @@ def allow_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def check(report: ConversionReport, tensors: synthetic.Tensors, columns: bool = False) -> None:
-    """Assert that all tensors of a result equal those of the oracle.
+    """Assert that the tensors of a converted model equal those that oracle.expected computes.
 
-    columns: True if stacks are stored as [E, K, N].
+    report: of the conversion. tensors: the tensors of the source. columns: True if stacks are stored as [E, K, N].
     """
     plan = report.plan
     decoded = [tensor.name for tensor in plan.tensors if tensor.action == "dequantize"]
@@ -74,9 +74,9 @@ def test_numbers(tmp_path: Path, name: str, recipe: str, format: str) -> None:
 @pytest.mark.parametrize("inner", [64, 96])
 @pytest.mark.parametrize("recipe", ["mxfp4-ocp", "mxfp4-te", "mxfp4-modelopt"])
 def test_interleaved_stacks(tmp_path: Path, recipe: str, inner: int) -> None:
-    """gpt-oss stacks [E, K, N] get blocks along K, and their rows of gate and up still alternate.
+    """Stacks of gpt-oss, [E, K, N], are quantized in blocks along K, and the rows of gate and up still alternate.
 
-    The stack is square if `inner` is 64.
+    If `inner` is 64, K equals N in down_proj, so that the shape alone does not identify the axes.
     """
     tensors = synthetic.gpt_oss(tmp_path / "m", inner)
     report = convert(tmp_path / "m", tmp_path / "out", recipe, format="gpt-oss")

@@ -46,8 +46,9 @@ class Inline(Executor):
 
 @pytest.fixture
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
-    """Return a list that records the work in order: measure and write with their job, sync and hash with a
-    file name.
+    """Return a list to which (word, subject) is appended for each step of a conversion, in order.
+
+    The word is "measure" or "write" with a job as subject, or "sync" or "hash" with a file name.
     """
     found: list[tuple[str, Any]] = []
 
@@ -83,9 +84,10 @@ def places(seen: list[tuple[str, Any]], word: str, wanted: Callable[[Any], bool]
 def test_a_group_is_written_as_soon_as_it_is_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[str, Any]], ahead: int
 ) -> None:
-    """Once a group is measured, it is written before anything else is read.
+    """Once a group of layers is measured, it is written before other layers are read.
 
-    The only exceptions are the 2 x 2 - 1 calls that two workers already hold, and the groups of these calls.
+    ahead: the number of calls that the workers already hold and that therefore come first. It is 0 for one worker, and
+    2 * 2 - 1 = 3 for two workers, which hold two calls each.
     """
     synthetic.dense(tmp_path / "m")
     if ahead:
@@ -184,7 +186,7 @@ def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
 
 
 def on_a_bad_disk(path: Path) -> None:
-    """Run staging.sync_file, in a worker, as if the disk reported an error."""
+    """Stand in for staging.sync_file in a worker: fail as if fsync reported a disk error."""
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
@@ -211,9 +213,10 @@ def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.mark.parametrize("width", [0, 1, 2, 4])
 def test_calls_added_at_the_front_run_next(width: int) -> None:
-    """A call that is added at the front runs next, after the width - 1 calls that the executor already holds.
+    """A call that is added at the front of the queue of run_all runs next, after the calls that the executor holds.
 
-    A width of 0 means no executor. Calls may also be added along with the last result.
+    width: the number of calls that the executor holds, or 0 for no executor. Of these calls, width - 1 are still
+    running when a result arrives. A call may also be added when the last result arrives.
     """
     executor, width = Inline() if width else None, max(width, 1)
     queue = deque((int, (i,)) for i in range(10))

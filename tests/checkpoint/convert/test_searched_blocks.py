@@ -27,7 +27,10 @@ OBJECTIVES = {"mse": 2.0, "mae": 1.0, "max": np.inf, "p3": 3.0}
 
 
 def inputs(scale: float) -> np.ndarray:
-    """Return a matrix with ordinary blocks, a block of zeros, an outlier and blocks of tiny values."""
+    """Return a float32 matrix of ordinary blocks, which also has blocks of zeros, an outlier and blocks of tiny values.
+
+    scale: the standard deviation of the ordinary values.
+    """
     rng = np.random.default_rng(7)
     x = (rng.standard_normal((24, 192)) * scale).astype(np.float32)
     x[0, :64] = 0
@@ -37,9 +40,12 @@ def inputs(scale: float) -> np.ndarray:
 
 
 def exhaustive_errors(x: np.ndarray, kind: str, power: float, weights: np.ndarray | None) -> np.ndarray:
-    """Return the errors of all blocks under every scale byte that llama.cpp reads, in float64: (bytes, rows, blocks).
+    """Return the error of each block under every scale byte that llama.cpp reads, as float64 (bytes, rows, blocks).
 
-    Each element takes the nearest value.
+    Each element is rounded to the nearest value. The error is the sum of |difference|^power, weighted per element, or
+    the largest weighted |difference| if `power` is infinite.
+
+    kind: "nvfp4" or "mxfp4". weights: one per column, or None for weights of 1.
     """
     size = 16 if kind == "nvfp4" else 32
     blocks = x.astype(np.float64).reshape(len(x), -1, size)
@@ -55,7 +61,10 @@ def exhaustive_errors(x: np.ndarray, kind: str, power: float, weights: np.ndarra
 
 
 def errors(x: np.ndarray, q: fp4kit.Quantized, power: float, weights: np.ndarray | None) -> np.ndarray:
-    """Return the error of each block of a result, in float64."""
+    """Return the error of each block of x after quantization to q, as float64 (rows, blocks).
+
+    power and weights: as in exhaustive_errors.
+    """
     size = q.recipe.block_size
     d = np.abs(fp4kit.dequantize(q, np.float32).astype(np.float64) - x).reshape(len(x), -1, size)
     w = 1.0 if weights is None else weights.astype(np.float64).reshape(-1, size)
@@ -81,7 +90,10 @@ def test_no_scale_byte_has_a_smaller_error(id: str, objective: str, weighted: bo
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("objective", OBJECTIVES)
 def test_nvfp4_bytes_are_those_of_an_exhaustive_search(objective: str, weighted: bool) -> None:
-    """All 127 bytes are tried one after another, with float32 errors. The first of the smallest wins."""
+    """The search chooses the byte that a loop over all 127 bytes finds; if errors are equal, the first byte wins.
+
+    The loop computes its errors in float32, as the search does.
+    """
     x, r = inputs(3.0), recipe("nvfp4-gguf")
     weights = np.random.default_rng(1).random(192).astype(np.float32) if weighted else None
     terms = Terms(weights=weights, power=OBJECTIVES[objective])
@@ -107,7 +119,7 @@ def test_mxfp4_bytes_are_those_of_an_exhaustive_search() -> None:
 
 
 def test_large_scales_that_llama_cpp_rounds_to_448() -> None:
-    """The search also stores the bytes 0x78 to 0x7D, which llama.cpp's own rule never makes."""
+    """The search for NVFP4 scales also uses the bytes 0x78 to 0x7D, which llama.cpp's own rule never stores."""
     x = inputs(3.0) * np.float32(200)
     own, found = fp4kit.quantize(x, "nvfp4-gguf"), quantized(x, recipe("nvfp4-gguf"), "mse", None)
     rare = lambda q: np.isin(q.block_scale, np.arange(0x78, 0x7E)).any()  # noqa: E731
@@ -162,7 +174,10 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.parametrize("id", RECIPES)
 def test_an_outlier_without_weight_does_not_set_the_scale(id: str) -> None:
-    """The other elements get the scale that they would have alone, here 2^-4 times that of the outlier."""
+    """An outlier with weight 0 does not affect the scale: the block gets the scale of its other elements.
+
+    That scale is 2^-4 times the scale that the outlier would need.
+    """
     x, weights = np.random.default_rng(2).uniform(-6, 6, (1, 64)).astype(np.float32), np.ones(64, np.float32)
     x[0, 3], weights[3] = 96, 0
     found = quantized(x, recipe(id), "mse", weights)

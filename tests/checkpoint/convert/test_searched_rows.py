@@ -41,9 +41,10 @@ def searched(source: Path, target: Path, weights: Path | None = None, **options)
 def column_weights(
     path: Path, tensors: synthetic.Tensors, by_module: bool = False, **changed: np.ndarray | None
 ) -> Path:
-    """Write a file with random weights for the columns of every layer; return its path.
+    """Write a safetensors file with one random weight per column of every layer in CONVERTED. Return its path.
 
-    changed: {last part of a module's name: another vector, or None for no weights}.
+    tensors: the model's tensors. by_module: True to use names of modules as keys, False to use names of tensors.
+    changed: {last part of a module's name: vector to write instead, or None to leave the module out}.
     """
     rng, found = np.random.default_rng(5), {}
     for name in CONVERTED:
@@ -62,7 +63,7 @@ def model(tmp_path: Path) -> tuple[Path, synthetic.Tensors]:
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command line and returns exit code, stdout and stderr."""
+    """Return a function that runs the fp4kit command in this process and returns its exit code, stdout and stderr."""
     return processes.in_this_process(capsys)
 
 

@@ -153,18 +153,19 @@ def test_a_recipe_with_larger_blocks_quantizes_the_whole_layer_again(tmp_path: P
 def test_a_cast_needs_a_tensor_scale_that_every_loader_can_use(
     tmp_path: Path, low: int, high: int, exact: bool
 ) -> None:
-    """A cast is exact only if its tensor scale is usable.
+    """MXFP4 is cast to NVFP4 only if every loader can use the tensor scale; otherwise it is quantized again.
 
-    The scale 2^(high - 8) must be normal, and 2688 times it, which MLX stores, must be finite. It is not for exponents
-    from 125 on.
+    The tensor scale is 2^(high - 8), where `high` is the largest exponent. It must be normal, and 2688 times the scale,
+    which MLX stores, must be finite. For exponents from 125 on, that product overflows.
     """
     _, report = written(tmp_path, mxfp4("a", low + 127, high + 128))
     assert report.actions == ({"cast": 1} if exact else {"requantize": 1})
 
 
 def test_exponents_of_exact_casts() -> None:
-    """For every largest exponent of E8M0, a cast is exact down to 17 below it if both stored forms are normal
-    numbers.
+    """is_exact accepts blocks with exponents from high - 17 to high if the tensor scale 2^(high - 8) is usable.
+
+    It is usable if it is at least FLT_MIN and 2688 times it is at most FLT_MAX.
     """
     for high in range(-127, 128):
         scale = 2.0 ** (high - 8)
@@ -188,8 +189,9 @@ def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:
 
 
 def _chain(tmp_path: Path, *steps: tuple[str, str]) -> list[oracle.Loaded]:
-    """Convert a model of experts, then each result again, by the (recipe, format) of each step; return the loaded
-    results.
+    """Convert a model of experts by the first (recipe, format) of `steps`, and each result by the next one.
+
+    Return the tensors of each result.
     """
     synthetic.moe(tmp_path / "0")
     found = []

@@ -31,9 +31,11 @@ def name_of(i: int, count: int) -> str:
 
 
 def write_split(folder: Path, parts: int = 3, **changed: Any) -> list[Path]:
-    """Write the model of gguf_files as llama-gguf-split does: the first file has all keys, the others three.
+    """Write the model of gguf_files to several files in `folder`, as llama-gguf-split does. Return their paths.
 
-    changed: values of the last file's keys, by the last part of the key.
+    The first file has all keys, and the other files have only the three keys that begin with "split.".
+
+    parts: the number of files. changed: {end of a "split." key: value} to change in the last file.
     """
     tensors = gguf_files.model()
     names = list(tensors)

@@ -27,7 +27,10 @@ def contents(root: Path) -> dict[str, bytes]:
 
 
 def two_steps(root: Path, changed: float = 1e-3) -> tuple[Path, Path]:
-    """Write two quantized versions of a model: of the second, some weights of each layer have moved."""
+    """Write two versions of a model below `root`, and quantize both. Return the two quantized directories.
+
+    changed: the share of weights whose sign differs in the second version.
+    """
     synthetic.dense(root / "m0")
     shutil.copytree(root / "m0", root / "m1")
     rng = np.random.default_rng(1)
@@ -71,7 +74,10 @@ def test_flips_are_those_of_the_codes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_drawn_files(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Files of any size and any changes, with chunks of a few bytes, become each other."""
+    """For random files, a patch turns the old directory into the new one.
+
+    The chunk size is reduced to 64 bytes, and files have sizes near it. They are changed, cut, added, removed or moved.
+    """
     for module in ("diff", "apply", "patch_file"):
         monkeypatch.setattr(f"fp4kit.checkpoint.delta.{module}.CHUNK", 64)
     rng = np.random.default_rng(seed)
@@ -109,7 +115,7 @@ def test_a_base_that_is_another_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_damaged_patch_is_refused(tmp_path: Path) -> None:
-    """A patch with any of its bytes changed either is refused, or still gives the right result."""
+    """If a bit of a patch is flipped, apply either rejects the patch or still writes the right files."""
     old, new = two_steps(tmp_path)
     diff(old, new, tmp_path / "p")
     data = (tmp_path / "p").read_bytes()

@@ -29,7 +29,10 @@ def layer_of(q: Quantized) -> StoredLayer:
 
 
 def error_feedback(x: np.ndarray, recipe: str) -> StoredLayer:
-    """Quantize column by column under the recipe's scales, and add the error to the next column, as GPTQ does."""
+    """Return x quantized column by column, as GPTQ does: 0.3 times the error of a column is added to the next column.
+
+    The scales are those that the recipe gives for x.
+    """
     first = quantize(x, recipe)
     values, codes = x.astype(np.float32), []
     for column in range(x.shape[1]):
@@ -78,7 +81,10 @@ def test_e8m0_scales_that_are_one_off(recipe: str, step: int, mishap: str) -> No
 
 
 def given_scales(x: np.ndarray, changed: int) -> Explanation:
-    """Explain a layer in which some blocks have another scale than the recipe's, with the codes that belong to it."""
+    """Return identify's explanation of a layer with changed block scales, whose codes fit these scales.
+
+    changed: the number of blocks whose scale is 3 codes below the recipe's.
+    """
     q = quantize(x, "nvfp4-modelopt")
     scales = q.block_scale.copy()
     scales.reshape(-1)[:changed] -= 3
@@ -109,7 +115,10 @@ def test_two_recipes_in_one_checkpoint_are_both_told() -> None:
 
 
 def scaled_columns(x: np.ndarray, rounded: bool) -> np.ndarray:
-    """Multiply columns by factors from 1.5 to 6, rounded to bfloat16 or not, and round the products to bfloat16."""
+    """Return x as bfloat16 after multiplying each column by a random factor from 1.5 to 6.
+
+    rounded: True to round the factors to bfloat16 first.
+    """
     factors = np.random.default_rng(5).uniform(1.5, 6, x.shape[1]).astype(BF16 if rounded else np.float32)
     return (x.astype(np.float32) * factors.astype(np.float32)).astype(BF16)
 

@@ -62,7 +62,7 @@ def nibbles(layer):
 
 
 def halves(layer, half):
-    """Pack elements j and j + half to one byte, in place of neighbours."""
+    """Return the layer with wrongly packed codes: a byte holds elements j and j + half instead of neighbors."""
     out = np.zeros_like(layer.codes)
     codes = unpack(layer.codes)
     for byte in range(out.shape[1]):
@@ -89,7 +89,10 @@ def moved(layer, rows):
 
 
 def order(layer, kind):
-    """Return the layer with its rows in a wrong order of the given kind, as a faulty converter stores them."""
+    """Return the layer with its rows in a wrong order, as a faulty converter stores them.
+
+    kind: the name of the order. Raises ValueError if the number of rows does not fit the order.
+    """
     N = layer.codes.shape[0]
     if N % {"rotary": 2 * HEADS, "unrotary": 2 * HEADS, "random": 1, "flashinfer": 1}.get(kind, 2):
         raise ValueError("not of so many rows")
@@ -127,7 +130,7 @@ def transposed_codes(layer):
 
 
 def tensor(layer, kind):
-    """Return the layer with a wrong tensor scale of the given kind."""
+    """Return the layer with a wrong tensor scale. kind: "inverted", "dropped" (1) or "missing" (None)."""
     with np.errstate(over="ignore"):
         scale = {
             "inverted": np.float32(1) / layer.tensor_scale,
@@ -146,7 +149,7 @@ def other_rows_scales(layer):
 
 
 def turned_blocks(layer):
-    """Reverse the order of blocks, both their codes and their scales."""
+    """Return the layer with the blocks of each row in reverse order, both codes and scales."""
     rows, blocks = layer.block_scale.shape
     codes = layer.codes.reshape(rows, blocks, -1)[:, ::-1].reshape(layer.codes.shape)
     return replace(layer, codes=codes, block_scale=layer.block_scale[:, ::-1])
@@ -385,9 +388,9 @@ def test_the_other_half_of_a_pair() -> None:
 
 @pytest.mark.exhaustive
 def test_an_amax_of_a_group() -> None:
-    """diagnose accepts the amax of a group of layers, given or implied by the tensor scale.
+    """A layer that was quantized with the amax of its group is explained without a fault, whether or not it is given.
 
-    If the tensor scale is wrong, the amax must be given.
+    If the tensor scale is dropped or wrong, the fault is found only if the amax is given.
     """
     x = weights(17)
     for name in ("nvfp4-te", "nvfp4-modelopt", "nvfp4-compressed-tensors"):
@@ -406,7 +409,7 @@ def test_an_amax_of_a_group() -> None:
 
 
 def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
-    """A tensor scale of 1 means a dropped scale, unless the whole group is zero."""
+    """A tensor scale of 1 is reported as dropped even if the other layer of the group is zero."""
     x = weights(23)
     q = fp4kit.quantize(x, "nvfp4-te")
     layer = StoredLayer(q.packed, q.block_scale, np.float32(1), RECIPES["nvfp4-te"])
@@ -464,9 +467,7 @@ FAULTS = [None, *PACKED, *ANY]
     st.booleans(),
 )
 def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
-    """At any size, an injected fault is explained with the right recipe, and a fault is named only if it
-    changed bytes.
-    """
+    """For layers of random size, the right recipe is found despite a fault, and no fault is named if no byte changed."""
     r = RECIPES[name]
     x = weights(seed, (rows, blocks * r.block_size), BF16 if rounded else np.dtype(np.float32))
     layer = stored(x, name)

@@ -23,7 +23,11 @@ def weight(rows: int = 192, columns: int = 320, seed: int = 0) -> np.ndarray:
 def quantized(
     x: np.ndarray, scaling: str, scale_dtype: np.dtype, quotient_dtype: np.dtype, amax: float = 0
 ) -> Fp8Layer:
-    """Quantize as the tools do, with a loop over blocks."""
+    """Return x quantized to FP8 with a plain loop over blocks, with the roundings that tools use.
+
+    scaling: "tensor", "row" or "block" (128 x 128). scale_dtype: the dtype to which scales are rounded. quotient_dtype:
+    the dtype to which x / scale is rounded before encoding. amax: the smallest amax of a block.
+    """
     rows, columns = x.shape
     height, width = {"tensor": (rows, columns), "row": (1, columns), "block": (128, 128)}[scaling]
     scales = np.zeros((-(-rows // height), -(-columns // width)), np.float32)

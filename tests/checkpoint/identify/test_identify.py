@@ -121,7 +121,10 @@ def test_zeros_contradict_no_mishap() -> None:
 
 
 def other_model(layers):
-    """Return the layers with the values of another model as their source, so that nothing matches."""
+    """Return layer pairs of a model whose sources are the weights of another model, so that no recipe matches.
+
+    layers: the number of layers.
+    """
     return [replace(pair, source=weights(50 + i)) for i, pair in enumerate(model("mxfp4-ocp", layers))]
 
 
@@ -157,7 +160,10 @@ def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the first layers, each recipe quantizes only two samples: with its own scales and with the stored ones."""
+    """If nothing matches in the first layers, identify only quantizes two samples per recipe in each further layer.
+
+    One sample is quantized with the recipe's own scales, and one with the stored scales.
+    """
     calls, right = [], fp4kit.quantize
     for module in ("hypotheses", "searched_scales"):
         monkeypatch.setattr(
@@ -216,9 +222,9 @@ def test_nothing_and_no_layers() -> None:
 
 
 def pairs_of(gate, up, recipe="nvfp4-te", moved=None):
-    """Yield gate_proj and up_proj as LayerPairs with a common amax, cut from one stack of rows.
+    """Yield LayerPairs for gate_proj and up_proj, which are quantized together and then split.
 
-    moved: the order of the stored rows, as indices, or None for the usual order.
+    gate, up: the source matrices. moved: for each stored row, its index in [gate; up]; None for the usual order.
     """
     amax = np.float32(max(np.abs(gate).max(), np.abs(up).max())) if RECIPES[recipe].tensor_rule else None
     q = fp4kit.quantize(np.concatenate([gate, up]), recipe, tensor_amax=amax)

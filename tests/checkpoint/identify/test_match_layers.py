@@ -24,10 +24,10 @@ RECIPES = [
 
 
 def rewrite(root, change):
-    """Rewrite the files of a checkpoint.
+    """Rewrite the safetensors files in the directory `root`, and remove the index.
 
-    change: called as change(name, dtype, shape, bytes) for each tensor, returns (dtype, shape, bytes), or None to drop
-        the tensor.
+    change: called as change(name, dtype, shape, bytes) for each tensor. It returns the new (dtype, shape, bytes), or
+        None to drop the tensor.
     """
     for path in root.glob("*.safetensors"):
         data = path.read_bytes()

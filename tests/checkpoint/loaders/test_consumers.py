@@ -162,7 +162,7 @@ def _layers(converted: Any, name: str, recipe: str, format: str) -> dict[str, np
 
 
 def _ulp(a: np.ndarray, b: np.ndarray) -> int:
-    """Return the largest distance, in steps of float32, between elements of two arrays with equal signs."""
+    """Return the largest distance between corresponding elements of two float32 arrays, in ulp. Signs must be equal."""
     assert np.array_equal(np.signbit(a), np.signbit(b))
     distance = np.abs(a).view(np.int32).astype(np.int64) - np.abs(b).view(np.int32)
     return int(np.abs(distance).max())
@@ -243,7 +243,7 @@ def _different(model: Any, numbers: Any) -> list[str]:
 
 
 def _of_weights_alone(root: Path, tmp_path: Path) -> Path:
-    """Copy a checkpoint, without the part of its config that asks for quantized activations; return the copy."""
+    """Copy a checkpoint to `tmp_path`, with a config that leaves activations unquantized. Return the copy."""
     copy = shutil.copytree(root, tmp_path / "copy")
     config = json.loads((copy / "config.json").read_text())
     config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = None
@@ -310,6 +310,9 @@ def heads_of(name: str) -> int:
 
 
 def woven(x: np.ndarray, heads: int, weaves: bool) -> np.ndarray:
-    """Apply LlamaModel.permute of llama.cpp's converter, or its inverse."""
+    """Return x with its rows in llama.cpp's order (LlamaModel.permute), or back in Hugging Face's order.
+
+    heads: the number of heads; 0 leaves x unchanged. weaves: True to convert to llama.cpp's order.
+    """
     pairs = (2, -1) if weaves else (-1, 2)
     return x.reshape(heads, *pairs, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x

@@ -27,7 +27,7 @@ VLLM_MODELOPT: tuple[Case, ...] = (
     (f"{MLP}.down_proj", [f"{MLP}.down_proj"], True),
     (f"{MLP}.down_proj", [], False),
     (f"{ATTENTION}.qkv_proj", QKV, True),
-    # a glob must match the name of the fused layer; an exact name is compared with the names of its parts
+    # A glob must match the name of the fused layer. An exact name is also compared with the names of the fused parts.
     (f"{ATTENTION}.qkv_proj", [f"{ATTENTION}.qkv_proj"], True),
     (f"{ATTENTION}.fused_qkv_a_proj", MLA_PAIR, True),
     ("model.layers.10.mlp.down_proj", [LAYER], True),  # a substring matches
@@ -68,13 +68,13 @@ SGLANG_MODELOPT: tuple[Case, ...] = (
     ("model.amtp.fc", ["mtp*"], False),
     (EXPERTS, [EXPERTS], True),
     (EXPERTS, [f"{EXPERTS}.*"], True),
-    # MLA has a rule that drops the layer number
+    # For multi-head latent attention (MLA), SGLang drops the layer number, so layer 3 in the list excludes layer 0 too.
     ("model.layers.0.self_attn.q_a_proj", ["model.layers.3.self_attn.q_a_proj"], True),
     ("model.layers.0.self_attn.q_b_proj", ["model.layers.3.self_attn.q_b_proj"], True),
     ("model.layers.0.self_attn.kv_b_proj", ["model.layers.3.self_attn.kv_b_proj"], True),
     ("model.layers.0.self_attn.fused_qkv_a_proj_with_mqa", ["model.layers.3.self_attn.kv_a_proj_with_mqa"], True),
     ("model.layers.0.self_attn.o_proj", ["model.layers.3.self_attn.o_proj"], False),
-    # these forms avoid the rule
+    # Patterns with a wildcard do not lose their layer number.
     ("model.layers.0.self_attn.q_a_proj", ["model.layers.3.*"], False),
     ("model.layers.3.self_attn.q_a_proj", ["model.layers.3.*"], True),
     ("model.layers.0.self_attn.kv_b_proj", ["model.layers.3.self_attn.kv_b_proj*"], False),
@@ -106,7 +106,7 @@ SERVED_CT: tuple[Case, ...] = (
     (EXPERTS, [r"re:.*experts\..*"], True),
     (EXPERTS, [EXPERTS], False),  # the engine asks for the first expert
     (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")], True),
-    # by these names, whatever the experts' own names are
+    # The engine asks for gate_proj, up_proj and down_proj, even if the experts' own layers are called w1, w2 and w3.
     (EXPERTS, [f"{EXPERTS}.0.{leaf}" for leaf in ("w1", "w2", "w3")], False),
 )
 
@@ -166,7 +166,7 @@ def test_projections_of_the_first_expert_have_to_agree() -> None:
 
 def test_vllm_splits_a_wildcard_where_it_maps_names() -> None:
     assert not m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}*"])
-    # the prefix of the pattern is a substring
+    # With mapped names, vLLM splits off the wildcard and looks for the rest anywhere in the name.
     assert m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}*"], mapped=True)
     assert not m.vllm_modelopt("a.model.layers.1.fc", [f"{LAYER}.*"], mapped=True)  # .* is not expanded
     assert not m.vllm_modelopt("model.visual", ["model.visual.*"], mapped=True)
@@ -176,7 +176,7 @@ def test_gpt_oss() -> None:
     published = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     assert not m.transformers_mxfp4(EXPERTS, published) and not m.vllm_gpt_oss(EXPERTS, published)
     assert m.transformers_mxfp4(f"{ATTENTION}.q_proj", []) and m.vllm_gpt_oss(f"{ATTENTION}.q_proj", [])
-    # vLLM does not read the list
+    # transformers honors a list that names the layer, but vLLM does not read the list.
     assert m.transformers_mxfp4(EXPERTS, [LAYER]) and not m.vllm_gpt_oss(EXPERTS, [LAYER])
     assert not m.transformers_mxfp4("model.layers.11.mlp.experts", [LAYER])  # matched up to the end of a part
     assert not m.transformers_mxfp4(EXPERTS, None)

@@ -26,9 +26,9 @@ CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
 
 
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
-    """Return {name: (dtype, shape)} of the tensors that store one layer of [96, 64] in a container, written by hand.
+    """Return {tensor name: (dtype, shape)} for a layer of shape [96, 64] in a container. The table is written by hand.
 
-    lead: leading dimensions, such as the number of experts.
+    name: the module's name. lead: leading dimensions, such as the number of experts.
     """
     packed, codes = (*lead, 96, 32), (*lead, 96, 64)
     by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead
@@ -409,7 +409,10 @@ def test_an_absent_expert_dtype_is_fp4() -> None:
 
 
 def nested(**entries: object) -> dict[str, Any]:
-    """Return an hf_quant_config.json with some entries replaced; an entry "absent" is left out."""
+    """Return the content of an hf_quant_config.json with some entries replaced.
+
+    entries: the new values; an entry with the value "absent" is left out.
+    """
     quantization = {
         "quant_algo": "NVFP4",
         "kv_cache_quant_algo": None,

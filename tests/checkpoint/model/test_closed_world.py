@@ -42,10 +42,10 @@ SOUND = (
 
 
 class Sound:
-    """A sound checkpoint as plain data, to change and to write.
+    """Hold a valid converted checkpoint as plain data, which tests change and write.
 
-    tensors: name -> (safetensors dtype, shape, bytes). config: the content of config.json. metadata: of its file.
-    values: tensor name -> bytes of the decoded model.
+    tensors: {name: (safetensors dtype, shape, bytes)}. config: the content of config.json. metadata: the metadata of
+    the safetensors file. values: the tensors after decoding, in the form of `tensors`.
     """
 
     def __init__(self, root: Path, recipe: str, form: str) -> None:
@@ -205,7 +205,10 @@ def test_every_command_refuses_an_unknown_tensor_by_name(
 
 
 def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    """--ignore leaves an unknown tensor and an unknown key out; the manifest records it; other patterns are errors."""
+    """--ignore leaves out an unknown tensor and an unknown config key, and the manifest records the patterns.
+
+    A pattern that matches nothing that would be rejected is an error.
+    """
     start = sound("nvfp4-modelopt", "modelopt")
     tensors = {**start.tensors, f"{LAYER}.codebook": ("F32", (4,), np.ones(4, np.float32).tobytes())}
     config = json.loads(json.dumps(start.config))
@@ -282,7 +285,7 @@ def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sou
 
 
 def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    """A sound checkpoint has understood and carried items only; biases and KV scales are carried."""
+    """In a valid checkpoint, every item is understood or carried, and biases and KV scales are carried."""
     start = sound("nvfp4-modelopt", "modelopt")
     one = ("F32", (1,), np.ones(1, np.float32).tobytes())
     more = {
