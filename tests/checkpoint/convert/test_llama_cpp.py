@@ -27,10 +27,11 @@ def distance(a: np.ndarray, b: np.ndarray) -> float:
     [("nvfp4-gguf", None), ("nvfp4-gguf", "mse"), ("mxfp4-gguf", None), ("mxfp4-gguf", "mse"), ("nvfp4-te", None)],
 )
 def test_a_forward_pass_has_the_decoded_values(id: str, objective: str | None, tmp_path: Path) -> None:
-    """The converted file gives nearly the embedding of an unquantized file with the decoded values.
+    """llama.cpp computes nearly the same embedding from a converted file as from an unquantized file with its values.
 
-    llama.cpp rounds activations to 8 bits before it multiplies them with FP4 weights, so the embeddings differ a bit.
-    The original weights, and scales that are twice as large in one layer, give embeddings that differ more.
+    The embeddings differ slightly, because llama.cpp rounds activations to 8 bits before it multiplies them by FP4
+    weights. The original weights give an embedding that differs at least 5 times as much. So does a layer that is
+    scaled by 2.
     """
     values = llama_cpp.tensors()
     llama_cpp.write(tmp_path / "m.gguf", values)

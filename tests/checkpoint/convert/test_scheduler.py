@@ -121,7 +121,10 @@ def test_a_file_is_closed_as_soon_as_it_is_written(tmp_path: Path, seen: list[tu
 
 
 def test_a_file_that_nothing_is_written_into_is_closed(tmp_path: Path, seen: list[tuple[str, Any]]) -> None:
-    """A file is finished even if all of its tensors are parts of weights in another file."""
+    """A file is synced to disk even if no job writes to it.
+
+    Here a source file contains only the scales of a layer whose codes are in another file.
+    """
     tensors = {"a.weight_packed": np.full((4, 32), 0x21, np.uint8), "a.weight_scale": np.full((4, 2), 127, np.uint8)}
     declared = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized"}
     synthetic.write_model(tmp_path / "m", {"quantization_config": declared}, tensors, lambda name: int("scale" in name))
@@ -231,8 +234,9 @@ def test_calls_added_at_the_front_run_next(width: int) -> None:
 
 def test_an_executor_has_no_more_calls_than_its_width() -> None:
     class Counting(Executor):
-        """Finish a call only once three calls are waiting, the most allowed, and record how many were waiting
-        at once.
+        """Finish the oldest call only when three calls are waiting, the most that run_all may submit.
+
+        `most` is the largest number of calls that were waiting at once.
         """
 
         def __init__(self) -> None:

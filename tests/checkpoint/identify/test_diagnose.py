@@ -467,7 +467,10 @@ FAULTS = [None, *PACKED, *ANY]
     st.booleans(),
 )
 def test_random_sizes(name, rows, blocks, fault, seed, rounded) -> None:
-    """For layers of random size, the right recipe is found despite a fault, and no fault is named if no byte changed."""
+    """For layers of random size, the right recipe is found despite an injected fault.
+
+    A fault is named only if it changed bytes.
+    """
     r = RECIPES[name]
     x = weights(seed, (rows, blocks * r.block_size), BF16 if rounded else np.dtype(np.float32))
     layer = stored(x, name)

@@ -245,7 +245,10 @@ pieces = st.one_of(
 
 @st.composite
 def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str]]:
-    """Draw a module and patterns that may match it, made of pieces of its name and of regular expressions."""
+    """Draw (module name, exclusion list), with patterns made of pieces of the name and of regular expressions.
+
+    prefixes: texts of which each pattern begins with one, such as "" or "re:".
+    """
     module = draw(names)
     cut = st.integers(0, len(module))
     near = st.one_of(
@@ -256,7 +259,7 @@ def questions(draw: st.DrawFn, prefixes: tuple[str, ...]) -> tuple[str, list[str
 
 
 def outcome(call: Callable[[], bool]) -> bool | str:
-    """Return the result of a call, or "fails" if a pattern is invalid."""
+    """Return the result of `call`, which matches a module with a list, or "fails" if a pattern is invalid."""
     try:
         return bool(call())
     except (ValueError, re.error):
@@ -269,7 +272,7 @@ def test_as_compressed_tensors_does(drawn: tuple[str, list[str]]) -> None:
     linear = pytest.importorskip("torch").nn.Linear(1, 1)
     theirs = outcome(lambda: match.is_match(drawn[0], linear, drawn[1]))
     mine = outcome(lambda: m.compressed_tensors(*drawn))
-    # The two may differ if a list has a match and an invalid pattern: the result then depends on which one comes first.
+    # Both results are right if a list has a match and an invalid pattern, because the result depends on their order.
     assert mine == theirs or {mine, theirs} == {
         True,
         "fails",

@@ -224,7 +224,10 @@ def modules_of(kind: str, layer: str) -> list[list[str]]:
 
 @st.composite
 def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
-    """Draw a random model and selection: copied modules, subtrees copied as a whole, and converted modules."""
+    """Draw a random model, and which of its modules are quantized.
+
+    Return (unquantized modules, subtrees in which nothing is quantized, quantized modules).
+    """
     kinds, count = draw(st.sets(units, min_size=1)), draw(st.integers(1, 12))
     subtrees = [layer for layer in layers(count) if draw(st.integers(0, 9)) == 0]
     copied: list[str] = []
@@ -239,9 +242,9 @@ def selections(draw: st.DrawFn) -> tuple[list[str], list[str], list[str]]:
 
 
 def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
-    """Return whether a router ``mlp.gate`` is excluded beside a converted, dense ``mlp.gate_up_proj``.
+    """Return True if an MLP has an unquantized router ``gate`` and also quantized layers such as ``gate_up_proj``.
 
-    No published model has both. vLLM would exclude both, because it matches substrings.
+    vLLM would exclude both, because ``mlp.gate`` is a substring of ``mlp.gate_up_proj``. No published model has both.
     """
     parents = {name.removesuffix(".gate") for name in copied if name.endswith(".gate")}
     return any(name.rpartition(".")[0] in parents for name in converted)
@@ -268,7 +271,7 @@ def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, cont
 
 
 def test_gpt_oss() -> None:
-    """For gpt-oss, engines look up only the experts, because they never quantize its linear layers."""
+    """For gpt-oss, engines match the exclusion list with the experts only. They never quantize its linear layers."""
     stacks = [[f"{layer}.mlp.experts.gate_up_proj", f"{layer}.mlp.experts.down_proj"] for layer in layers(2)]
     copied = [name for layer in layers(2) for name in [*attention(layer), f"{layer}.mlp.router"]]
     patterns = exclusion_list("mxfp4", copied, [], stacks[0] + stacks[1])

@@ -35,7 +35,10 @@ STACKS = {
 
 
 def with_stacks(root: Path, model_type: str) -> Path:
-    """Write a model with two stacks of experts under the names of its type, and an attention layer."""
+    """Write a model with an attention layer and two stacks of experts to `root`, and return `root`.
+
+    model_type: the type of the model, which determines the names of the stacks.
+    """
     values = np.random.default_rng(0).standard_normal((4, 64, 64)).astype(np.float32)
     tensors = {f"{LAYER}.{name}.weight": values for name in STACKS[model_type][:2]}
     tensors |= {f"{LAYER}.self_attn.{name}_proj.weight": values[0] for name in "qkvo"}
@@ -76,7 +79,10 @@ def test_a_list_without_the_container_of_granite_is_an_error(container: str) -> 
 @pytest.mark.parametrize("model_type", ["qwen3_vl_moe", "llama4_text", "qwen3_moe"])
 @pytest.mark.parametrize("recipe", ["mxfp4-te", "mxfp8-te"])
 def test_split_experts_are_warned_of(tmp_path: Path, model_type: str, recipe: str) -> None:
-    """The plan and verify warn if transformers needs stacks, also when the split experts are decoded."""
+    """The plan and verify warn about experts stored one by one if transformers loads this model type only with stacks.
+
+    They also warn when such experts are decoded to bfloat16.
+    """
     synthetic.vlm_moe(tmp_path / "m")
     config = json.loads((tmp_path / "m/config.json").read_text())
     (tmp_path / "m/config.json").write_text(json.dumps({**config, "model_type": model_type}))

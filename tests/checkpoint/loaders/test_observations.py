@@ -39,7 +39,10 @@ def compressed_tensors() -> None:
 
 
 def weights(kind: str) -> dict[str, Any]:
-    """Return the entry ``weights`` of config_groups in a config.json, for one kind of quantization."""
+    """Return the entry ``weights`` of config_groups in a config.json of compressed-tensors.
+
+    kind: "nvfp4", "mxfp4" or "mxfp8".
+    """
     nv = kind == "nvfp4"
     return {
         "num_bits": 8 if kind == "mxfp8" else 4,
@@ -60,7 +63,7 @@ def mx(rows: int, columns: int) -> tuple[Any, Any, Any]:
 
 
 def unpacked(packed: Any) -> Any:
-    """Return the E2M1 values of packed codes; the low nibble is the even element."""
+    """Return the E2M1 values of packed codes as a torch tensor. The low nibble is the even element."""
     table = torch.tensor([*E2M1, *(-value for value in E2M1)])
     return torch.stack([table[(packed & 15).long()], table[(packed >> 4).long()]], -1).flatten(1)
 
@@ -126,9 +129,9 @@ def saved(root: Path, model_type: str, container: str) -> dict[str, Any]:
 
 
 def stored(state: dict[str, Any], name: str) -> Any:
-    """Return the weight of a linear layer from a model's state.
+    """Return the weight that a model's state dict holds for the linear layer `name` of the checkpoint.
 
-    An expert is cut from its stack [E, N, K], in which the rows of gate come first.
+    The weight of an expert is cut from its stack [E, N, K], in which the rows of gate_proj come first.
     """
     if name in state:
         return state[name]

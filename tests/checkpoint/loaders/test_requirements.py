@@ -64,7 +64,7 @@ def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
 
 
 def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
-    """Return the quantization_config that compressed-tensors writes for a container.
+    """Return the quantization_config that compressed-tensors writes for one of its containers.
 
     inputs: the entry input_activations; None if activations are not quantized.
     """
@@ -87,7 +87,7 @@ def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
 
 
 def config(container: str) -> dict[str, Any]:
-    """Return a config.json for a container that engines accept."""
+    """Return the content of a config.json that engines accept for a container."""
     used = CONTAINERS[container].format
     if used == "modelopt":
         return {"quantization_config": {"quant_method": "modelopt", "quant_algo": container.split()[1], "ignore": []}}
@@ -137,7 +137,7 @@ def test_a_stack_of_experts(container: str) -> None:
 
 @pytest.mark.parametrize("container", [each for each in CONTAINERS if each != "bf16"])
 def test_every_tensor_counts(container: str) -> None:
-    """A finding reports each tensor that is missing or has another dtype or shape."""
+    """If a tensor of a layer is missing, or has a dtype or shape that engines do not accept, a finding reports it."""
     tensors = layer(container, name_of(container))
     for name, (dtype, shape) in tensors.items():
         part = name.removeprefix(name_of(container))[1:]

@@ -58,13 +58,13 @@ class Sound:
 
 
 def decoded(model: Path, to: Path, **options: Any) -> Loaded:
-    """Return the tensors of a model that convert decodes to BF16."""
+    """Decode a model to bfloat16 with convert, write it to the directory `to`, and return its tensors."""
     convert(model, to, format="bf16", **options)
     return oracle.load(to)
 
 
 def write(root: Path, tensors: Loaded, config: dict[str, Any], metadata: dict[str, str]) -> Path:
-    """Write a model directory with one file, whatever dtypes and shapes the tensors declare."""
+    """Write a model directory with one safetensors file, without checking that bytes fit dtypes. Return `root`."""
     root.mkdir()
     header: dict[str, Any] = {"__metadata__": metadata}
     at = 0
@@ -118,7 +118,7 @@ CHANGES = ("add", "drop", "rename", "retype", "config", "metadata")
 
 
 def change(sound: Sound, rng: np.random.Generator) -> tuple[str, Loaded, dict[str, Any], dict[str, str]]:
-    """Change one thing in a sound checkpoint. Return what was changed, and the changed tensors, config and metadata."""
+    """Make one random change to a copy of a valid checkpoint. Return (description, tensors, config, metadata)."""
     tensors, config, metadata = dict(sound.tensors), json.loads(json.dumps(sound.config)), dict(sound.metadata)
     kind = CHANGES[rng.integers(len(CHANGES))]
     parts = [name for name in tensors if name.startswith(LAYER)]

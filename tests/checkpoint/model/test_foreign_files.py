@@ -55,7 +55,10 @@ def test_containers(name: str) -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_verify_finds_no_error(name: str) -> None:
-    """Warnings name engines that fail, and containers that no requirements are known for."""
+    """verify finds no error in files of other tools.
+
+    It only warns about engines that fail to load them, and about containers whose requirements are unknown.
+    """
     issues = verify(ROOT / name).issues
     assert {issue.severity for issue in issues} <= {"warning"}
     known = ("the requirements of loaders are not known", "fails: ")
@@ -74,7 +77,7 @@ def decoded(name: str, out: Path) -> dict[str, Array]:
 
 
 def digest(values: Array) -> str:
-    """Return the SHA-256 of bfloat16 values; -0 counts as +0."""
+    """Return the SHA-256 of float32 values that are exact in bfloat16, stored as bfloat16. -0 counts as +0."""
     return hashlib.sha256(((values + np.float32(0)).view(np.uint32) >> 16).astype("<u2").tobytes()).hexdigest()
 
 
@@ -99,13 +102,19 @@ def e2m1(packed: npt.NDArray[np.uint8]) -> Array:
 
 
 def unswizzled(scales: npt.NDArray[np.uint8], rows: int, columns: int) -> npt.NDArray[np.uint8]:
-    """Return scales [rows, columns] from tiles of 128 x 4: row 32 i + r and column c lie at byte 16 r + 4 i + c."""
+    """Return scales [rows, columns] from their storage in tiles of 128 x 4.
+
+    In a tile, the scale of row 32 i + r and column c is at byte 16 r + 4 i + c.
+    """
     tiles = scales.reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4)
     return tiles.transpose(0, 3, 2, 1, 4).reshape(-(-rows // 128) * 128, -1)[:rows, :columns]
 
 
 def stated(parts: dict[str, tuple[str, tuple[int, ...], bytes]], module: str) -> Array:
-    """Return the values of a layer of Model-Optimizer (single or stack) or torchao, by the documents of these tools."""
+    """Return the values of the layer `module`, decoded as the documentation of Model-Optimizer or torchao says.
+
+    parts: {tensor name: (dtype, shape, bytes)} of the file. The names show which tool wrote the layer.
+    """
 
     def bytes_of(suffix: str) -> npt.NDArray[np.uint8]:
         _, shape, data = parts[module + suffix]

@@ -81,8 +81,9 @@ def test_outside_of_layers(name: str, expected: list[str]) -> None:
     ],
 )
 def test_names_of_a_layer(rest: str, expected: list[str]) -> None:
-    """The mapping holds in the decoder, in a language model inside another model, and in both places of multi-token
-    prediction.
+    """A parameter of a Megatron layer maps to the expected Hugging Face names, wherever the layer is.
+
+    The places are the decoder, a language model inside a larger model, and two places in multi-token prediction.
     """
     assert hugging_face_names(f"{LAYER}.{rest}") == tuple(f"model.layers.12.{name}" for name in expected)
     inside = tuple(f"model.language_model.layers.12.{name}" for name in expected)
@@ -212,8 +213,9 @@ def test_a_model_in_either_names_has_the_same_tensors() -> None:
     ],
 )
 def test_a_live_export_decides_as_the_converter(wishes: Wishes) -> None:
-    """The decisions under Megatron's names equal those under Hugging Face's, also for all parts of one Megatron
-    parameter.
+    """Which layers are quantized does not depend on the names: Megatron's give the decisions that Hugging Face's give.
+
+    All Hugging Face tensors that are parts of one Megatron parameter get one decision.
     """
     candidates = {tensor.name: tensor for tensor in published.deepseek_v3()}
     converter = decide(candidates.values(), wishes, 16)

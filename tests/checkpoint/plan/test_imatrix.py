@@ -27,7 +27,10 @@ NEVER = 2  # the expert that saw no token
 
 
 def sums_of(shapes: dict[str, tuple[int, ...]]) -> Values:
-    """Return random sums for weights of the given shapes. The expert NEVER of each stack has a count of 0."""
+    """Return {name: (sums, counts)} of an importance matrix with random values, for weights of the given shapes.
+
+    sums is (experts, K) and counts is (experts,). The expert NEVER of each stack has a count of 0.
+    """
     rng, found = np.random.default_rng(11), {}
     for name, shape in shapes.items():
         experts = shape[0] if len(shape) == 3 else 1
@@ -49,7 +52,10 @@ def write_gguf(path: Path, values: Values, kind: str = "imatrix") -> Path:
 
 
 def write_legacy(path: Path, values: Values, calls: int = 7) -> Path:
-    """Write the legacy form as llama.cpp does: means times the number of calls, and 1 * calls for unused experts."""
+    """Write an importance matrix in llama.cpp's legacy form. Return its path.
+
+    The form stores mean * calls per column, with a mean of 1 for experts whose count is 0.
+    """
     data = struct.pack("<i", len(values))
     for name, (sums, counts) in values.items():
         used = np.where(counts > 0, counts, 1).astype(np.float32)[:, None]
@@ -61,7 +67,7 @@ def write_legacy(path: Path, values: Values, calls: int = 7) -> Path:
 
 
 def weights_of(values: Values, name: str, expert: int) -> np.ndarray:
-    """Return the column weights that llama-quantize computes."""
+    """Return the column weights that llama-quantize computes for one expert: sums / counts, or 1 for a count of 0."""
     sums, counts = values[name]
     return sums[expert] / counts[expert] if counts[expert] > 0 else np.ones_like(sums[expert])
 

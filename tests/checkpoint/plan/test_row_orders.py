@@ -34,7 +34,7 @@ FORMS = [
 
 
 def permuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """Apply LlamaModel.permute of llama.cpp's converter."""
+    """Return x with its rows in llama.cpp's order, as LlamaModel.permute of llama.cpp's converter gives it."""
     return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
 
 
@@ -43,7 +43,10 @@ def heads_of(name: str) -> int:
 
 
 def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
-    """Write the model to a GGUF file in llama.cpp's row order; return the tensors in Hugging Face's row order."""
+    """Write the model of gguf_files in llama.cpp's row order. Return its tensors in Hugging Face's row order.
+
+    keys: the metadata keys of the file. If there are none, COUNTS is used.
+    """
     tensors, keys = gguf_files.model(), keys or COUNTS
     turned = {name: permuted(x, heads_of(name)) if heads_of(name) else x for name, x in tensors.items()}
     gguf_files.write(path, {name: gguf_files.plain(x) for name, x in turned.items()}, keys)
@@ -95,9 +98,9 @@ def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: P
 
 
 def test_heads_that_tell_nothing(tmp_path: Path) -> None:
-    """The row order is found even if both ends of q are zeros, because all rows are compared.
+    """The row order of q is found even if its first and last rows are zero, because all rows are compared.
 
-    If all of k is zero, its order does not matter.
+    If all rows of k are zero, their order does not matter.
     """
     tensors = gguf_files.model()
     tensors["blk.0.attn_q.weight"][:32] = tensors["blk.0.attn_q.weight"][-32:] = tensors["blk.0.attn_k.weight"][:] = 0
@@ -123,9 +126,12 @@ def test_rows_in_an_order_that_is_not_known(heads: Any, tmp_path: Path) -> None:
 
 
 def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, np.ndarray]:
-    """Write the experts of layer 1 to a directory in the order of transformers: gate before up, [E, 2I, H].
+    """Write the experts of layer 1 to a directory as transformers stores them. Return the written stacks.
 
-    For gpt_oss, rows of gate and up alternate, and the stacks are transposed.
+    gate_up_proj is [E, 2I, H], with the rows of gate before those of up. For gpt_oss, these rows alternate, and both
+    stacks are transposed.
+
+    tensors: the experts' tensors of a GGUF file. kind: the model type.
     """
     gate, up, down = (tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
     both = np.concatenate([gate, up], axis=1)
@@ -138,7 +144,10 @@ def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, n
 
 
 def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
-    """Write a GGUF file that contains only stacks of experts; return its tensors."""
+    """Write a GGUF file that contains only stacks of experts. Return its tensors.
+
+    architecture: the value of the key general.architecture.
+    """
     tensors = {name: x for name, x in gguf_files.model().items() if name.endswith("_exps.weight")}
     keys = {"general.architecture": architecture, f"{architecture}.block_count": 2}
     gguf_files.write(path, {name: gguf_files.plain(x) for name, x in tensors.items()}, keys)
@@ -189,7 +198,10 @@ def test_gate_and_up_by_turns_have_one_tensor_scale(tmp_path: Path) -> None:
 @pytest.mark.parametrize("parent", ["mlp", "block_sparse_moe"])
 @pytest.mark.parametrize("scaled", [True, False])
 def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
-    """A file takes codes from mlx-lm's switch_mlp, [E, N, K/8]. Its global scale is 2688 tensor scales."""
+    """A GGUF file can take the codes of mlx-lm's stacks switch_mlp, which are uint32 of shape [E, N, K/8].
+
+    If there is a global scale, the file's tensor scale is the global scale / 2688.
+    """
     tensors, recipe = experts_file(tmp_path / "m.gguf", "llama"), "nvfp4-te" if scaled else "nvfp4-torchao-single"
     found: dict[str, np.ndarray] = {}
     for part in ("gate", "up"):
@@ -213,9 +225,10 @@ def test_stacks_of_mlx_lm(scaled: bool, parent: str, tmp_path: Path) -> None:
 
 
 def test_stacks_of_model_optimizer(tmp_path: Path) -> None:
-    """A file takes codes from Model-Optimizer's Llama 4: [E, K/2, N], gate before up, one tensor scale for all experts.
+    """A GGUF file can take the codes of Llama 4 as Model-Optimizer exports it.
 
-    Names are below language_model.
+    The stacks are [E, K/2, N], with gate before up. All experts share a tensor scale, and names begin with
+    language_model.
     """
     tensors = experts_file(tmp_path / "m.gguf", "llama4")
     both = np.concatenate([tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up")], axis=1)

@@ -146,16 +146,14 @@ def test_the_command_takes_processes_for_large_models(
 
 
 def test_a_worker_that_was_not_started_is_not_killed() -> None:
-    """Ctrl-C after a worker was made but before it was started ends the run as Ctrl-C, not with an error of
-    the worker.
-    """
+    """Ctrl-C raises KeyboardInterrupt even if a worker process was created but not yet started."""
     with pytest.raises(KeyboardInterrupt), executor_of(None, 2, False) as pool:
         pool._mp_context.Process(target=print)
         raise KeyboardInterrupt
 
 
 class Backwards(Executor):
-    """Run calls only when their results are requested, the last call first."""
+    """Run the calls that are waiting in reverse order, on one thread."""
 
     def __init__(self) -> None:
         self.waiting: list[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]]] = []
@@ -200,7 +198,7 @@ def test_number_of_workers(workers: Any) -> None:
 
 
 def settings() -> tuple[str | None, int]:
-    """Return, from a worker, the number of threads set for other libraries, and the process id."""
+    """Return (OPENBLAS_NUM_THREADS, process id) of the process that makes the call, which is a worker."""
     return os.environ.get("OPENBLAS_NUM_THREADS"), os.getpid()
 
 
@@ -322,9 +320,9 @@ def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
 
 @pytest.mark.exhaustive
 def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
-    """Conversion works on dask workers, which are other processes in another directory than the planning process.
+    """A conversion runs on dask workers: processes whose working directory is not that of the planning process.
 
-    cluster_cases.py makes the checks.
+    The script cluster_cases.py makes the checks.
     """
     missing("distributed")
     command = [sys.executable, HERE / "cluster_cases.py", model[0], tmp_path / "out", model[0].parent / "whole"]

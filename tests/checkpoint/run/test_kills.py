@@ -22,7 +22,7 @@ from runs import HERE, Model, environment, larger, running, until
 
 @pytest.mark.parametrize("points", [50, *exhaustive([150])])
 def test_kills(tmp_path: Path, points: int) -> None:
-    """A process that is killed at any point leaves a state that can be resumed; kill_points.py makes the checks."""
+    """A conversion that is killed at any point can be resumed. The script kill_points.py makes the checks."""
     synthetic.dense(tmp_path / "source")
     (tmp_path / "here").mkdir()
     command = [sys.executable, HERE / "kill_points.py", tmp_path / "source", tmp_path / "here", str(points), "11"]
@@ -33,7 +33,7 @@ def test_kills(tmp_path: Path, points: int) -> None:
 
 @pytest.mark.parametrize("points", exhaustive([12]))
 def test_kills_with_workers(tmp_path: Path, points: int) -> None:
-    """If a process with workers is killed from outside, at random times, the workers end, too."""
+    """A conversion with two workers that is killed at a random time leaves a complete result, or can be resumed."""
     model = Model(tmp_path, larger)
     generator, before, ends = random.Random(7), files_of(model.source), []
     for _ in range(points):
@@ -55,8 +55,9 @@ STOPS = [(workers, number) for workers in (1, 2, "threads") for number in (signa
 
 @pytest.mark.parametrize("stop", by_default([(2, signal.SIGINT)], STOPS), ids=str)
 def test_signals_leave_what_is_done(tmp_path: Path, stop: tuple[int | str, signal.Signals]) -> None:
-    """Ctrl-C, which reaches the workers of a terminal, too, keeps the finished work. Workers print nothing, and none
-    remains.
+    """After a signal, the finished work is kept and the run can be resumed.
+
+    Ctrl-C is sent to the whole process group, as a terminal does. Workers print nothing.
     """
     (workers, number), model = stop, Model(tmp_path, larger)
     code = 143 if number == signal.SIGTERM else -number

@@ -148,9 +148,9 @@ MOMENTS = [
 
 
 def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
-    """Run a command that is killed just after the result got its final name; return the source and the result.
+    """Run a conversion that is killed just after the result got its final name. Return the source and the result.
 
-    kind: the kind of run. event: the number of the event at which it is killed.
+    kind: "file" for a GGUF file, or "directory". event: the number of the event at which the process is killed.
     """
     source, out = (folder / "m.gguf", folder / "out.gguf") if kind == "file" else (folder / "m", folder / "out")
     if kind == "file":
@@ -163,7 +163,7 @@ def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
 
 
 def left(out: Path) -> set[str]:
-    """Return the names of the hidden files inside the result and beside it, which a killed run leaves."""
+    """Return the names of the hidden files in the result and in its parent directory, which a killed run leaves."""
     inside = out.iterdir() if out.is_dir() else ()
     return {path.name for path in (*inside, *out.parent.iterdir()) if path.name.startswith(".")}
 
@@ -194,7 +194,7 @@ def test_killed_when_finished(
 
 
 def bytes_of(out: Path) -> object:
-    """Return the content of all files of a result, hidden files excepted."""
+    """Return {name: bytes} of a result directory without its hidden files, or the bytes of a result file."""
     return {name: data for name, data in content(out).items() if name[0] != "."} if out.is_dir() else out.read_bytes()
 
 

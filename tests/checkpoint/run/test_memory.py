@@ -40,19 +40,19 @@ def plain(root: Path) -> None:
 
 
 def turned(root: Path) -> None:
-    """Write [E, K, N] of bfloat16, 256 MiB per expert, which is read as rows."""
+    """Write a stack [E, K, N] of bfloat16 with 256 MiB per expert, which is transposed while it is read."""
     write_sparse(root, {"model_type": "gpt_oss"}, {STACK: ("BF16", (1, HIDDEN // 2, HIDDEN), 2)})
 
 
 def codes(root: Path) -> None:
-    """Write a stack in MXFP4 that decodes to [E, K, N] of bfloat16 with 256 MiB per expert."""
+    """Write a stack in gpt-oss's MXFP4 that decodes to [E, K, N] of bfloat16 with 256 MiB per expert."""
     shape = (1, HIDDEN // 2, HIDDEN // 32)
     declared = {"quantization_config": {"quant_method": "mxfp4"}, "model_type": "gpt_oss"}
     write_sparse(root, declared, {f"{STACK}_blocks": ("U8", (*shape, 16), 1), f"{STACK}_scales": ("U8", shape, 1)})
 
 
 def copied(root: Path) -> None:
-    """Write an embedding of 512 MiB, which is copied, beside a small layer."""
+    """Write a model with an embedding of 512 MiB, which is copied, and a small layer, which is quantized."""
     small = ("BF16", (64, 64), 2)
     tensors = {
         "model.embed_tokens.weight": ("BF16", (HIDDEN, HIDDEN), 2),

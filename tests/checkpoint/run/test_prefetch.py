@@ -18,7 +18,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile
 
 
 def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
-    """Return a list to which every thread is added that `module` starts from now on."""
+    """Return a list to which each thread that `module` starts from now on is appended."""
     begun: list[threading.Thread] = []
 
     class Noted(threading.Thread):
@@ -31,7 +31,7 @@ def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.T
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -> None:
-    """Make each request to the system to read ahead call `noted` first, with the file and the offset."""
+    """Before each request to the system to read ahead (posix_fadvise), call noted(path of the file, offset)."""
     ask = os.posix_fadvise
 
     def watched(descriptor: int, start: int, count: int, advice: int) -> None:
@@ -92,7 +92,7 @@ def test_reading_ahead_by_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_further_than_a_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefetching stays within a window ahead of the run, and skips pieces that the run has passed."""
+    """Prefetching stays within a window (here 640 bytes) ahead of the run, and skips pieces that the run has passed."""
     monkeypatch.setattr(prefetch, "PIECE", 64)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "THREADS", 1)

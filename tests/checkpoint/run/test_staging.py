@@ -85,8 +85,9 @@ def test_two_runs_at_once(model: Model, resume: bool) -> None:
 
 @pytest.mark.parametrize("moment", ["_locked", "_publish"])
 def test_second_run_at_the_first_one_s_edges(model: Model, monkeypatch: pytest.MonkeyPatch, moment: str) -> None:
-    """A second run cannot take over the partial directory before the first run has its lock, or during its final
-    rename.
+    """A second run cannot take over the partial directory of a first run in two critical moments.
+
+    They are the moment before the first run has its lock, and the final rename of its result.
     """
     right = getattr(staging, moment)
 
@@ -137,7 +138,10 @@ def test_source_that_changes_meanwhile(model: Model) -> None:
 
 
 class Full:
-    """Let a number of calls succeed, then raise the error of a full disk in each further call."""
+    """Wrap a function: pass the first `calls` calls on, then raise OSError in each further call.
+
+    code: the error number; by default that of a full disk.
+    """
 
     def __init__(self, call: Callable[..., Any], calls: int, code: int = errno.ENOSPC) -> None:
         self.call, self.left, self.code = call, calls, code

@@ -10,7 +10,7 @@ from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 
 def groups_of(name: str) -> dict[str, set[str]]:
-    """Return {group: its modules} for all modules of the model `name` that the preset linear converts."""
+    """Return {group: its modules} for all modules of the published model `name` that the preset "linear" quantizes."""
     candidates = published.MODELS[name]()
     decisions = decide(candidates, Wishes(), 16)
     found: dict[str, set[str]] = {}

@@ -23,7 +23,7 @@ from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, ch
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:
-    """Return the modules that are converted; the wishes must be valid for the candidates."""
+    """Return the modules that are quantized. Raise an error if the wishes are not valid for the candidates."""
     decisions = decide(candidates, wishes, 16)
     check(candidates, wishes, decisions)
     return {tensor.module for tensor in candidates if decisions[tensor.name].converted}
@@ -288,7 +288,7 @@ def _big_model(layers: int = 61, experts: int = 550) -> list[str]:
 
 
 def _decide_all(modules: list[str], wishes: Wishes) -> int:
-    """Make all decisions about names that a plan makes; return the number of converted modules."""
+    """Make the decisions about names that a plan makes. Return the number of quantized modules that share an amax."""
     model = Model(61, "deepseek_v3")
     candidates = [candidate(f"{module}.weight", "BF16", (2048, 7168), model) for module in modules]
     decisions = decide(candidates, wishes, 16)

@@ -23,7 +23,10 @@ SUFFIX = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}
 
 
 def issues(root: Path, format: str, amaxes: dict[str, float], others: float = 1.0) -> list[Issue]:
-    """Return the issues about input scales of a converted model whose layers have the given amaxes, or ``others``."""
+    """Convert a model with input scales and return what verify says about these scales.
+
+    amaxes: {layer: amax of its inputs}. others: the amax of all other layers.
+    """
     synthetic.moe(root / "m")
     layers = dict.fromkeys(whole(root / "m").layers, others)
     activations = Activations.of(whole(root / "m", {**layers, **amaxes}))
@@ -54,14 +57,14 @@ def test_two_layers_of_a_kind_are_too_few_for_a_median(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("amax", "warned"), [(4e5, False), (6e5, True)])
 @pytest.mark.parametrize("format", SUFFIX)
 def test_inverted_scales(format: str, amax: float, warned: bool, tmp_path: Path) -> None:
-    """Scales that stand for implausible inputs in half of the layers are probably inverted."""
+    """verify warns that input scales look inverted if they imply implausibly large inputs in half of the layers."""
     found = issues(tmp_path, format, {}, amax)
     assert [issue.subject for issue in found] == ["model"] * warned
     assert all("as they do if they are inverted" in issue.text for issue in found)
 
 
 def put(folder: Path, tensor: str, factor: float) -> None:
-    """Multiply a float32 scalar in a converted model by a number."""
+    """Multiply the float32 scalar `tensor` of the model in `folder` by `factor`, in place."""
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "numpy") as file:
             if tensor not in file.keys():

@@ -24,9 +24,9 @@ SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scal
 
 
 def rewrite(root, change):
-    """Change tensors of a checkpoint in place.
+    """Change the tensors of the checkpoint in the directory `root` in place.
 
-    change: called as change(name, bytes), returns bytes of equal length.
+    change: called as change(name, bytes) for each tensor. It returns the new bytes, of equal length.
     """
     for path in root.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
@@ -41,7 +41,8 @@ def rewrite(root, change):
 def scaled(form, factors):
     """Return a function for `rewrite` that multiplies the decoded tensor scales of some layers.
 
-    factors: {end of a layer's name: factor}.
+    form: "modelopt", which stores the scale, or a format that stores its reciprocal. factors: {end of a layer's name:
+    factor}.
     """
 
     def change(name, data):
@@ -152,13 +153,13 @@ def test_refusals(quantized, tmp_path):
 
 
 def stored_scales(root):
-    """Return {layer: bits of its tensor scale, as stored}."""
+    """Return {layer: stored bytes of its tensor scale or divisor} of the checkpoint in the directory `root`."""
     ends = tuple(f".{suffix}" for suffix in SCALE.values())
     return {name.rpartition(".")[0]: data for name, data in raw(root).items() if name.endswith(ends)}
 
 
 def fused(root):
-    """Return, for each fused layer, the set of bits of its parts' tensor scales."""
+    """Return a list with one set per fused layer: the stored bytes of its parts' tensor scales."""
     scales = stored_scales(root)
     groups = shared_amax_groups(scales)
     return [{scales[name] for name in groups if groups[name] == group} for group in dict.fromkeys(groups.values())]

@@ -17,9 +17,12 @@ LAYERS = tuple(f"model.layers.0.self_attn.{name}_proj.weight" for name in "qkv")
 
 
 def smoothed(root: Path, spread: float, undo: bool) -> tuple[Path, Path]:
-    """Write a model whose first norm is divided by a factor per column; return its quantized form, and its source.
+    """Write a model whose first norm is divided by a power of two per column, and quantize it.
 
-    undo: whether the layers after the norm are multiplied by the factor, as SmoothQuant does.
+    Return (quantized model without a recorded recipe, source without the division).
+
+    spread: the standard deviation of the exponents. undo: True to multiply the columns of the next layers by the
+    factors, as SmoothQuant does.
     """
     tensors = synthetic.dense(root / "m", index=False)
     rng = np.random.default_rng(3)

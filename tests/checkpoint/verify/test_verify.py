@@ -63,7 +63,7 @@ ONES = [
 def made(
     root: Path, name: str = "dense", recipe: str = "nvfp4-te", format: str | None = "modelopt", **options: Any
 ) -> tuple[Path, Path]:
-    """Convert a synthetic model; return the result and its source."""
+    """Convert the synthetic model `name`, a key of SOURCES. Return (converted directory, source directory)."""
     SOURCES[name](root / "m")
     convert(root / "m", root / "out", recipe, format=format, **options)
     return root / "out", root / "m"
@@ -121,7 +121,10 @@ def check_clean(model: Path, source: Path) -> None:
 def naive(
     form: Container, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None, x: np.ndarray
 ) -> StoredCounts:
-    """Return the counts that `tally` must give, counted element by element."""
+    """Return the StoredCounts that `tally` must give for a layer, counted block by block with plain NumPy.
+
+    form: the container. codes, scales, tensor_scale: the stored layer. x: the source's values.
+    """
     bits, (height, width) = form.element.bits, form.block
     low, high = codes & 15, codes >> 4
     all_codes = np.stack([low, high], -1).reshape(len(codes), -1) if bits == 4 else codes
@@ -199,8 +202,9 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
 def draw(
     rng: np.random.Generator, form: Container, rows: int, columns: int, case: int
 ) -> tuple[npt.NDArray[np.uint8], np.ndarray, np.float32 | None, npt.NDArray[np.float32]]:
-    """Draw codes, scales, a tensor scale and values of a layer; some blocks are zero, and some scales are special
-    values.
+    """Return random (codes, scales, tensor scale, source values) of a layer in the container `form`.
+
+    Some blocks are zero, and some scales are special values such as NaN. case: a number that selects what is special.
     """
     codes = rng.integers(0, 256, (rows, columns * form.element.bits // 8)).astype(np.uint8)
     codes[rng.random(codes.shape) < (0.9 if case % 2 else 0.2)] = 0x80 if case % 3 else 0
@@ -360,7 +364,7 @@ def test_a_layer_that_was_kept_and_is_not_listed(tmp_path: Path) -> None:
 def test_a_stack_of_experts_that_was_kept_and_is_not_listed(tmp_path: Path, columns: bool) -> None:
     """An unquantized stack of experts that is not in the exclusion list is an error.
 
-    This holds for stacks [E, N, K] and, if `columns` is true, for stacks [E, K, N].
+    columns: True for stacks [E, K, N], False for stacks [E, N, K].
     """
     tensors = synthetic.fused(tmp_path / "rows")
     source, model, experts = tmp_path / "m", tmp_path / "out", "model.layers.0.mlp.experts"
@@ -385,9 +389,10 @@ def test_traps_are_warnings_that_name_the_engine(tmp_path: Path) -> None:
 
 
 def test_tensors_of_one_side(tmp_path: Path) -> None:
-    """Layers that only one side has, or that differ in shape or dtype, are reported.
+    """verify reports tensors that only the model or only the source has, and tensors that differ in shape or dtype.
 
-    A float tensor of another dtype is compared with the source's values as rounded: tools cast some tensors.
+    If a copied float tensor has another dtype than the source's, it is compared with the source's values rounded to
+    that dtype, because tools cast some tensors.
     """
     model, source = made(tmp_path)
     tensors = dict(oracle.arrays(oracle.load(source)))
@@ -410,7 +415,10 @@ def test_tensors_of_one_side(tmp_path: Path) -> None:
 
 
 def test_recipe(tmp_path: Path) -> None:
-    """verify compares with the recorded recipe, or with the user's. Without either, it still counts values."""
+    """verify re-encodes the source with the user's recipe, or else with the recorded one.
+
+    Without a recipe, it still compares the decoded values with the source.
+    """
     model, source = made(tmp_path)
     assert verify(model, source).recipe == "nvfp4-te"
     assert not verify(model, source, "nvfp4-modelopt").clean
@@ -564,7 +572,7 @@ def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
 
 
 def test_carried_codes_record_no_recipe_of_their_own(tmp_path: Path) -> None:
-    """Codes that are carried into another container keep their recorded recipe, or none: not the default recipe."""
+    """Codes that are copied to another container keep their recorded recipe. If none is recorded, none is written."""
     model, source = made(tmp_path, recipe="nvfp4-modelopt")
     convert(model, tmp_path / "renamed", format="compressed-tensors")
     own = json.loads((tmp_path / "renamed" / "config.json").read_text())["quantization_config"]["fp4kit"]
