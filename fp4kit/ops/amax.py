@@ -45,7 +45,7 @@ def amax(x: Any, recipe: RecipeId | Recipe | None = None, *, axis: Any = None, t
         float32, in the library and on the device of x.
 
     Raises:
-        TypeError: x has another dtype.
+        TypeError: x has a dtype other than these three.
         ValueError: an axis length is not a whole number of blocks, or an axis is out of range or named twice.
 
     Numerics:

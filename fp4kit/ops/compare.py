@@ -24,7 +24,7 @@ from fp4kit.quantized.slicing import on_host as quantized_on_host
 
 Count = tuple[int, int]  # (how many entries differ, how many were compared)
 _NAN_POSITION = 1 << 12  # stands for NaN in _positions: farther from zero, in steps, than any value of any format
-# ml_dtypes' floats that convert to float32 exactly.
+# Names of the ml_dtypes floats that convert to float32 exactly.
 NARROW = (
     "bfloat16",
     "float8_e4m3",
@@ -39,7 +39,7 @@ NARROW = (
     "float6_e3m2fn",
     "float4_e2m1fn",
 )
-# The dtypes that are compared in float32.
+# The dtypes that compare converts to float32, exactly.
 WIDENED = tuple(np.dtype(t) for t in (np.float32, np.float16, *(getattr(ml_dtypes, name) for name in NARROW)))
 
 
@@ -221,16 +221,16 @@ def _linear(a: Any) -> Any:
 
 
 def _reader(a: Any) -> Reader:
-    """Return a function that returns the values of an argument of compare within a box."""
+    """Return a function that maps a box to the values of `a` within it: a slice, or a dequantized part."""
     if isinstance(a, Quantized):
         return lambda box: dequantize(box_of(a, box), np.float32)
     return lambda box: a[box]
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return, per axis, the number of elements of which the length of a box must be a multiple.
+    """Return, per axis, the number of elements whose multiples are the places where the operands can be cut into boxes.
 
-    Boxes are cut between the blocks of a Quantized, so that box_of can slice it. An array can be cut anywhere.
+    A Quantized is cut between its blocks, so that box_of can slice it. An array can be cut anywhere.
     """
     multiples = [1] * operands[0].ndim if not isinstance(operands[0], Quantized) else [1] * len(operands[0].shape)
     for q in operands:
@@ -240,14 +240,14 @@ def _multiples(*operands: Any) -> list[int]:
 
 
 def _name(name: str, a: Any) -> str:
-    """Return the name of an argument of compare in the table: for a Quantized, with the id of its recipe."""
+    """Return the text that names an argument of compare in the table: `name`, and the recipe id of a Quantized."""
     return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
-    """Return a Quantized or an array as one with NumPy arrays. Arrays on a GPU are copied to the host.
+    """Return a Quantized that consists of NumPy arrays, or an array as a NumPy array. Copy arrays on a GPU to the host.
 
-    name: the text that errors begin with, "operation: argument".
+    name: the text that errors begin with, such as "compare: a".
     """
     if isinstance(a, Quantized):
         return quantized_on_host(a, name)
@@ -257,7 +257,7 @@ def on_host(name: str, a: Any) -> Any:
 
 
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
-    """Return three counts (differing, compared): of codes, of block scales and of tensor scales.
+    """Return three pairs (differing, compared): the counts of codes, of block scales and of tensor scales.
 
     All are (0, 0) if the formats, blocks or axes of a and b differ.
     """
@@ -291,9 +291,10 @@ def _max_steps(a: Quantized, b: Quantized) -> int:
 
 
 def _count(a: Any, b: Any, to_entries: Any = None) -> Count:
-    """Return (differing, compared), the numbers of entries of two arrays. NaN equals NaN.
+    """Return the pair (differing, compared): how many entries of two arrays differ, and how many there are.
 
-    Return (0, 0) if both arrays are None. If one is None or the shapes differ, all entries count as differing.
+    NaN equals NaN. Return (0, 0) if both arrays are None. If one is None or the shapes differ, all entries of the
+    larger array count as differing.
 
     to_entries: a function that unpacks an array to one entry per element, such as packed codes to codes; None if the
         array's elements are the entries.

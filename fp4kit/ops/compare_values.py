@@ -52,7 +52,7 @@ class Energy:
     def add(self, x: np.ndarray, scaled: bool) -> None:
         """Add the sum of the squares of x, a box of float64 values.
 
-        scaled: divide x first by the power of two above its largest magnitude, so that no square overflows.
+        scaled: True divides x first by the power of two above its largest magnitude, so that no square overflows.
         """
         top = float(np.max(np.abs(x))) if scaled else 0.0
         exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
@@ -130,7 +130,7 @@ class Differences:
 
     @property
     def sqnr(self) -> float:
-        """10 log10(signal / noise) in dB."""
+        """The ratio of signal to noise in dB: 10 log10(signal / noise)."""
         (p, e), (q, f) = self.signal.total(), self.noise.total()
         return float(10 * np.log10(p / q) + 20 * np.log10(2.0) * (e - f))
 
@@ -162,12 +162,11 @@ def compare_values(
 ) -> Differences:
     """Compare two arrays box by box, and return their differences.
 
-    read_x(box) and read_y(box) return the values of a box, which are compared in `dtype`, float32 or float64.
-
     Arrays that are equal everywhere need no sums of squares. So boxes without a difference are read a second time, for
     these sums, only if another box has a difference.
 
-    multiples: as in boxes.
+    read_x, read_y: functions that return the values of an array within a box. shape: the shape of both arrays.
+    multiples: as in boxes. dtype: float32 or float64, in which values are compared.
     """
     differences, equal_boxes = Differences(np.dtype(dtype) == np.float64), []
     with np.errstate(all="ignore"):

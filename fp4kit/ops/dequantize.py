@@ -36,8 +36,8 @@ def dequantize(q: Quantized, dtype: Any = None, *, out: Any = None, threads: int
         quantized axis is not the last one.
 
     Raises:
-        TypeError: q is not a Quantized, or dtype is another dtype.
-        ValueError: out has another shape or dtype, or shares memory with q.
+        TypeError: q is not a Quantized, or dtype is none of the three.
+        ValueError: out has a shape or dtype other than those of the result, or shares memory with q.
 
     Numerics:
         float32 throughout, with one rounding to dtype (nearest even) at the end. float16 overflows to inf. A NaN scale

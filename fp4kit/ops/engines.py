@@ -37,8 +37,10 @@ T = TypeVar("T")
 def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callable[..., Any] | None:
     """Return a cached call of an operation: a function that repeats the call on other arrays of equal shapes.
 
-    The CUDA engine makes it for arrays on a device, and the compiled host engine for others. Return None if this engine
-    does not support the call. arguments: those of the engine's function in cached_calls.py.
+    The CUDA engine makes the function for arrays on a device, and the compiled host engine for arrays in host memory.
+    Return None if that engine does not support the call.
+
+    operation: the name of a function in the engine's cached_calls.py. arguments: the arguments of this function.
     """
     engine = cuda_cached if on_device else cpu_cached
     try:
@@ -49,9 +51,10 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
 
 
 def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: Any) -> T:
-    """Call a function that is decorated by returns_in_library, with x as the first argument, and return its result.
+    """Return function(x, *args, **kwargs), for a function that is decorated by returns_in_library.
 
-    If x is a NumPy or CuPy array, its result needs no conversion. Then call the undecorated function, to save time.
+    If x is a NumPy or CuPy array, the result needs no conversion to the library of x. Then the undecorated function is
+    called, to save time.
     """
     is_native = type(x) is np.ndarray or type(x).__module__ == "cupy"
     called: Callable[..., T] = getattr(function, "__wrapped__", function) if is_native else function
@@ -186,9 +189,12 @@ def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[A
 
 
 def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]) -> list[Any]:
-    """Return the results of an operation on N arrays: in one launch if the CUDA engine can, otherwise in a loop.
+    """Return the results of an operation on N arrays, one per array.
 
-    calls: for each array, whether it is a CuPy array, and the arguments of the operation.
+    The CUDA engine computes them in one launch if it supports the group. Otherwise, the arrays are computed one by one.
+
+    op: the public function that error messages name. operation: the name of the engine's function. calls: one pair per
+    array: whether it is a CuPy array, and the arguments of the engine's function.
     """
     if calls and calls[0][0]:
         try:
@@ -205,7 +211,7 @@ def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
 
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
-    """Return a Group object that runs N parsed calls: in one launch for arrays on a GPU, otherwise in a loop.
+    """Return a Group object that runs N parsed calls. It takes one launch on a GPU, and a loop on the host.
 
     op: the public function that error messages name. stack: the stacked array on a GPU whose items are the arrays of
     the calls; None if they are separate arrays.
@@ -214,9 +220,10 @@ def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
-    """Return a ClipGroup object that clips N gradients: in one launch on a GPU, otherwise in a loop.
+    """Return a ClipGroup object that clips N gradients. It takes one launch on a GPU, and a loop on the host.
 
-    amaxes: the clip limit of each call; None to compute it from the call's x.
+    calls: the parsed calls of the arrays x that were fake-quantized. amaxes: one clip limit per call; None to compute
+    it from the call's x.
     """
     if calls and calls[0].on_device:
         return cuda.ClipGroup(calls, amaxes)
@@ -224,9 +231,11 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
 
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
-    """Return whether the shards of cast_master_weights are in host memory, as the first of them is.
+    """Return True if the shards of cast_master_weights are in host memory, and False if they are on a GPU.
 
-    An empty list counts as host memory. Raise an error if the shards are on a GPU and its engine cannot cast them.
+    The first shard decides; True for an empty list. Raise an error if the CUDA engine cannot cast the shards.
+
+    values: the shards. shapes: the shape of the weight of each shard. r: the recipe.
     """
     if not values or not imports.on_device(values[0]):
         return True
@@ -247,10 +256,10 @@ def new_master_weights(values: list[Any], *facts: Any) -> Any:
 
 
 def cached_driver_call(call: Call, x: Any, operation: str) -> Callable[..., Any] | None:
-    """Return a cached call for calls that new_cached_call does not support.
+    """Return a cached call that saves only the parsing of arguments, for calls that new_cached_call does not support.
 
-    It saves only the parsing of the arguments, and then runs the usual engines. Return None if x, the array as the
-    caller passed it, is not a NumPy array, or if the caller passed tensor_amax.
+    The function that is returned takes (x, amax, out) and runs the first engine that supports the call. Return None if
+    x, the array as the caller passed it, is not a NumPy array, or if the caller passed tensor_amax.
     """
     if type(x) is not np.ndarray or call.tensor_amax is not None:
         return None

@@ -116,7 +116,7 @@ def fake_quantize_backward(
         grad itself if pass_through is True, otherwise a new array with the shape and dtype of grad.
 
     Raises:
-        TypeError: an array has another dtype.
+        TypeError: grad or x has a dtype other than these three.
         ValueError: the shapes of grad and x differ, or amax has no fitting shape or is negative. Values of a device
             array are not checked.
 

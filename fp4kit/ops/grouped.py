@@ -67,9 +67,9 @@ def quantize_grouped(
 ) -> list[Quantized]:
     """Quantize each array of a group, such as the weights of all experts of a layer.
 
-    On a GPU, this takes one launch per dtype, and one launch before if amaxes are computed. A stacked array is not
-    copied, and its results are views of stacked arrays. If you quantize the same arrays in every step, use GroupedPlan,
-    which repeats the call without work per array.
+    On a GPU, this takes one launch per dtype, after one launch for the amaxes if they are computed. A stacked array is
+    not copied, and its results are views of stacked arrays. If you quantize the same arrays in every step, use
+    GroupedPlan, which repeats the call without work per array.
 
     Args:
         xs: a sequence of arrays of any shapes (zero rows included) and dtypes, or one stacked array whose first axis

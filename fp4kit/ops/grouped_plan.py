@@ -38,7 +38,7 @@ class PlanInput(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Return the PlanInput of an argument with its current content. name: the argument's name in messages."""
+        """Return the PlanInput of the argument `value` with its current content. name: its name in messages."""
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
@@ -60,15 +60,15 @@ class PlanInput(NamedTuple):
 
 
 def as_list(op: str, name: str, value: Any) -> Any:
-    """Return an argument as a list or another sequence: a sequence unchanged, a single array in a list."""
+    """Return `value` as a sequence of arrays: a single array becomes a list of one. op, name: as messages name them."""
     return [value] if is_array(value) else as_entries(op, name, value)
 
 
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
     """Return a list with one entry per tensor: the items of a sequence, or views along an array's first axis.
 
-    If value is None, return a list of `count` times None. Raise ValueError if the number of entries is not `count`, or
-    if an entry is None. name: the argument's name in messages.
+    If value is None, return `count` times None. Raise ValueError if the number of entries is not `count`, or if an
+    entry is None. op, name: the public function and its argument, as messages name them.
     """
     if value is None:
         return [None] * count
@@ -200,7 +200,7 @@ class GroupedPlan:
         self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
-        """Make the plan. values: the arguments xs, tensor_amax and block_amax, by name."""
+        """Parse the calls and allocate the outputs. values: the arguments xs, tensor_amax and block_amax, by name."""
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
         self._inputs = {name: PlanInput.of(name, value) for name, value in values.items()}
@@ -215,7 +215,7 @@ class GroupedPlan:
         self._group = new_group(self._op, calls, self.recipe, moved)
 
     def _parse(self, xs: list[Any], values: dict[str, Any]) -> list[Call]:
-        """Return one parsed call per array of xs. values: as in _make.
+        """Return one parsed call per array of xs. values: the arguments tensor_amax and block_amax, by name.
 
         Amaxes that the caller passed are not copied, so that every run reads their current values.
         """
@@ -245,7 +245,7 @@ class GroupedPlan:
 
     @returns_in_plan_library
     def amax(self, xs: Any = None) -> list[Any]:
-        """Return the amax from which each tensor's scale is made: the caller's tensor_amax, or else computed now.
+        """Return the amax from which each tensor's scale is made: the caller's tensor_amax, or else one computed now.
 
         Args:
             xs: the current sequence, if it is another object than the one that the plan was made with.

@@ -34,7 +34,7 @@ _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
 SAMPLE = 1 << 18  # elements on which recipes are tried first, if the array has at least twice as many
 MAX_PROVED = 3  # recipes that are proved on all bytes if no recipe makes all bytes of the sample
-# In a probe, the largest share of codes that may differ, because the encode scale may be off by one ulp there.
+# The largest share of a probe's codes that may differ from q, because the encode scale may be off by one ulp.
 NEXT_TO_TIES = 1 / 1024
 # Rounding counts as stochastic only if at least this share of the elements that lie between two values of the format
 # have a code other than that of the nearest value.
@@ -126,7 +126,7 @@ def either(names: Sequence[str]) -> str:
 
 
 def _variation_verdict(variations: Sequence[Variation]) -> str:
-    """Return the verdict on variations: a sentence that names those with the options of the first variation."""
+    """Return the verdict on variations, at least one: a sentence that names those with the first one's options."""
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     option = f" with hadamard={hadamard!r}" if hadamard else ""
@@ -239,13 +239,13 @@ class RecipeTrial(NamedTuple):
 
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    """Return the match of every candidate recipe for a small array: each is compared on all bytes of q."""
+    """Return one match per candidate recipe, for a small array: each recipe is compared on all bytes of q."""
     amaxes = CandidateAmaxes(q, x)
     return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
 
 
 def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
-    """Return the match of every candidate for a large array.
+    """Return one match per candidate recipe, for a large array.
 
     All candidates are tried on a sample of `host`, the copy of the arrays on the host. The best candidates are compared
     on all bytes of `whole`, the arrays on the caller's device.
@@ -259,12 +259,12 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the best match of a recipe on all bytes, over the tensor amaxes that CandidateAmaxes finds."""
+    """Return the match of a recipe on all bytes, with the best of the tensor amaxes that CandidateAmaxes finds."""
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Return the best RecipeTrial of a recipe on a box of an array, over the candidate amaxes of the whole array."""
+    """Try a recipe on a box of an array with each candidate amax of the whole array, and return the best match."""
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
     for amax in whole.for_recipe(r):
@@ -316,10 +316,10 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 
 
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
-    """Return whether the codes of q have the signs of x after the given Hadamard transform, except for a few.
+    """Return whether the codes of q have the signs of x after the given Hadamard transform.
 
-    Every recipe keeps signs, so another transform can be ruled out before anything is quantized. Return True if x is
-    not finite, because its transform then has no meaningful signs.
+    A share of NEXT_TO_TIES may differ. Every recipe keeps signs, so a wrong transform is ruled out before anything is
+    quantized. Return True if x is not finite, because its transform then has no meaningful signs.
     """
     if not np.isfinite(x).all():
         return True
@@ -353,7 +353,7 @@ def _box_at_start(q: Quantized, elements: int) -> Box:
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
     """Return the codes, one per element, that a recipe gives x under the scales of q.
 
-    byte: round stochastically with this random byte for every element; None rounds to nearest.
+    byte: the random byte of every element for stochastic rounding; None rounds to nearest.
     """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
@@ -364,7 +364,7 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes the codes of q under q's own scales, except for a share of NEXT_TO_TIES.
+    """Return whether a recipe makes the codes of q from x under q's own scales. A share of NEXT_TO_TIES may differ.
 
     For stochastic rounding, each code must be one of the two between which random bytes can choose. In addition, among
     the elements that lie between two values, at least a share of ELSEWHERE must not have the nearest code.
@@ -385,9 +385,9 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
 
 
 def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe with these options makes every byte of q from x.
+    """Return whether a recipe makes every byte of q from x, with the given Hadamard transform.
 
-    For stochastic rounding, return whether it makes every scale, and each code is one of the two between which random
+    If `stochastic`, return whether the recipe makes every scale, and each code is one of the two between which random
     bytes can choose.
     """
     match = _match(q, x, r, hadamard)

@@ -41,10 +41,10 @@ class CandidateAmaxes:
 
         If q's recipe makes q.tensor_scale from q.tensor_amax, this amax is the only one. Otherwise, yield amaxes from
         which r makes q.tensor_scale. The first is the amax of x if it gives this scale, or else the amax that the scale
-        implies. The others give an equal tensor scale, but another encode scale.
+        implies. The others give an equal tensor scale, but an encode scale that differs from all before.
         """
         q = self.q
-        # quantize rejects a NaN amax, so it must compute the amax from x.
+        # quantize rejects a NaN amax. So yield None, which makes quantize compute the amax from x.
         has_nan = any(a is not None and np.isnan(a).any() for a in (q.tensor_scale, q.tensor_amax))
         if r.tensor_rule is None or r.tensor_scaling != q.recipe.tensor_scaling or has_nan:
             yield None
@@ -55,10 +55,7 @@ class CandidateAmaxes:
         yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
 
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-        """Return the amax of x where r makes q.tensor_scale from it, and elsewhere the amax that the scale implies.
-
-        There are several amaxes if the recipe has one tensor scale per row or block.
-        """
+        """Return, per tensor scale of q, the amax of x if r makes this scale from it, or else the amax it implies."""
         q = self.q
         amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
         if amax.shape != implied.shape or np.isnan(amax).any():
@@ -69,8 +66,8 @@ class CandidateAmaxes:
 def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray | None = None) -> Iterator[np.ndarray]:
     """Yield amaxes from which a recipe makes a stored tensor scale.
 
-    The first amax is `likely`, or the amax that the scale implies if `likely` is None. The others give this scale
-    too, but each gives another encode scale, which is the number by which elements are multiplied.
+    The first amax is `likely`, or the amax that the scale implies if `likely` is None. The others give this scale too,
+    but an encode scale (the number by which elements are multiplied) that differs from all before.
 
     dtype: the dtype that was quantized.
     """
@@ -85,7 +82,7 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the amax from which a recipe makes a tensor scale; covered_range times the scale if there is none."""
+    """Return the amax from which a recipe makes a tensor scale. If there is none, return scale * covered_range(r)."""
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))

@@ -56,7 +56,7 @@ def name_of(r: Recipe) -> str:
 def best_match(
     q: Quantized, x: Any, r: Recipe, amaxes: Iterable[np.ndarray | None], hadamard: Hadamard = False
 ) -> Match:
-    """Return the best match of a recipe over several tensor amaxes.
+    """Quantize x with a recipe and each of the given tensor amaxes, and return the best match with q.
 
     Stop at the first amax that reproduces all bytes. amaxes: at least one; None stands for the amax of x.
     """
@@ -71,9 +71,9 @@ def best_match(
 
 
 def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadamard: Hadamard) -> Match:
-    """Return how much of q a recipe reproduces from x with the given tensor amax; None computes the amax from x.
+    """Quantize x with a recipe, and return the Match that counts which bytes are those of q.
 
-    On a GPU, raise NotImplementedError for a recipe without a kernel, as quantize does.
+    amax: the tensor amax; None computes it from x. On a GPU, raise NotImplementedError for a recipe without a kernel.
     """
     with np.errstate(all="ignore"):
         made = quantize(x, r, axis=q.axis, tensor_amax=amax, hadamard=hadamard)
@@ -113,9 +113,11 @@ def pair_of(q: Quantized, x: Any) -> Pair:
 
 
 def prove(pair: Pair, host: Pair, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:
-    """Compare a recipe with q on all bytes: return best_match of `pair`, the arrays on the caller's device.
+    """Return the best match of a recipe on all bytes of `pair`, the arrays on the caller's device.
 
     Use `host`, a copy of the arrays on the host, if the GPU has no kernel for the recipe or not enough memory.
+
+    amaxes: the tensor amaxes to try; None stands for the amax of x.
     """
     if pair.on_gpu:
         with suppress(NotImplementedError, MemoryError), imports.making_current(pair.x.device.id):

@@ -64,7 +64,7 @@ def unpack(packed: Any) -> Any:
 
 
 def _bytes(op: str, array: Any) -> Any:
-    """Return codes as a NumPy or CuPy array. Raise an error unless they are uint8 with at least one axis."""
+    """Return codes as a NumPy or CuPy array. Raise an error if they are not uint8 or have no axis."""
     (array,) = import_arrays(op, codes=array)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: codes are {array.dtype}; needs uint8")

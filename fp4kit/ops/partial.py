@@ -1,6 +1,6 @@
-"""partial_amax and partial_cast: quantize a matrix shard by shard, with the same bytes as quantizing it whole.
+"""partial_amax and partial_cast: quantize a matrix shard by shard, with the bytes of quantizing it whole.
 
-Processes that each own a shard of a weight matrix, as in ZeRO or FSDP, use them.
+They serve processes that each own a shard of a weight matrix, as in ZeRO or FSDP.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
         float32 (ceil(M / block rows), K / block), on the shard's device: 0 for blocks of which the shard owns nothing.
 
     Raises:
-        TypeError: shard has another dtype.
+        TypeError: shard has a dtype other than these three.
         ValueError: the shard is not inside the matrix, K is not a whole number of blocks, or the recipe has no blocks.
 
     Numerics:
@@ -95,9 +95,10 @@ def partial_cast(
             counts only finite elements (nvfp4-flashinfer, ...).
 
     Raises:
-        TypeError: shard has another dtype.
+        TypeError: shard has a dtype other than these three.
         ValueError: as for partial_amax, or the recipe is a 4over6 recipe.
-        ValueError: out or block_amax has another shape or dtype, or out shares memory with another argument.
+        ValueError: out or block_amax does not have the shape and dtype above, or out shares memory with another
+            argument.
         ValueError: block_amax holds NaN, or an infinity that requires tensor_amax.
 
     Numerics:
@@ -159,7 +160,8 @@ def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int
 def _check_finite(block_amax: Any, r: Recipe) -> None:
     """Raise ValueError if block_amax holds an infinity and the recipe computes its tensor scale from finite elements.
 
-    Recipes with amax_nan "lanes" do. The largest of block_amax is then not the tensor amax, so the caller must pass it.
+    Recipes with amax_nan "lanes" compute it so. The largest block amax is then not the tensor amax, so the caller must
+    pass tensor_amax.
     """
     needs_finite = r.amax_nan == "lanes" and r.tensor_scaling != "none"
     if needs_finite and np.isinf(block_amax).any():

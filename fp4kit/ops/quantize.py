@@ -79,7 +79,7 @@ def quantize(
         bits; block_scale is uint8 (..., K/block); tensor_scale and tensor_amax are float32.
 
     Raises:
-        TypeError: x has another dtype.
+        TypeError: x has a dtype other than these three.
         ValueError: x is 0-d, or a length is not a whole number of blocks.
         ValueError: the recipe or the layout is unknown.
         ValueError: tensor_amax has the wrong shape, is NaN or negative.
@@ -137,8 +137,8 @@ def quantize(
 def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
     """Return whether a cached call can write to out without overwriting memory that it still reads.
 
-    Return True if out is None. One overlap is harmless: tensor_amax may be out.tensor_amax, because the call writes
-    back the value that it has read.
+    Return True if out is None. As an exception, tensor_amax may be out.tensor_amax, because the call writes back the
+    value that it has read.
     """
     if out is None:
         return True
@@ -173,7 +173,7 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Check the arguments of quantize and quantize x, for a caller who passes scales. Only codes are computed."""
+    """Check the arguments of quantize, and quantize x with the scales that the caller passed, for codes alone."""
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )

@@ -22,9 +22,9 @@ class Requantized(NamedTuple):
     Attributes:
         quantized: the new Quantized.
         exact: whether every value stayed the same, bit for bit.
-        changed: how many values did not.
+        changed: how many values changed.
         largest_error: the largest |new - old| of a value, float32 (); 0 if none changed, and NaN if a NaN became a
-            number or a number NaN.
+            number or a number became NaN.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -59,8 +59,8 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     changes the sign of zeros.
 
     Every other case is quantize(dequantize(q, np.float32), recipe), so no value is rounded to q's dtype in between.
-    This applies to other formats, to a scale of NaN, and if 2688 * 2^m is no float32 number or the recipe's tensor rule
-    does not make 2^m of it.
+    This applies to conversions other than MXFP4 to NVFP4, and to scales that hold NaN. It also applies if 2688 * 2^m is
+    no float32 number, or if the recipe's tensor rule does not make the tensor scale 2^m from it.
 
     Args:
         q: a Quantized with arrays of any library. Its axis, dtype and scale layout are kept.

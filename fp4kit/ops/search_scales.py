@@ -83,12 +83,12 @@ def search_scales(
         without block scales: float32 in the shape of tensor_amax, to be passed as quantize(..., tensor_amax=found).
 
     Raises:
-        TypeError: x has another dtype.
+        TypeError: x has a dtype other than these three.
         ValueError: the recipe is none of the above, or a length is not a multiple of the block.
         ValueError: the objective is unknown, or not "mse" together with a Hessian; or candidates are invalid.
-        ValueError: weights and hessian are both given; one of them has another shape, or holds NaN or infinity; weights
-            are negative; or hessian is not symmetric within 1e-5 of its largest value. On a GPU, their values are not
-            checked, because that would wait for the device.
+        ValueError: weights and hessian are both given; one of them has a shape other than above, or holds NaN or
+            infinity; weights are negative; or hessian is not symmetric within 1e-5 of its largest value. On a GPU,
+            their values are not checked, because that would wait for the device.
         NotImplementedError: there is no CUDA kernel for E8M0 scales of blocks that are not a multiple of 16 columns.
 
     Numerics:

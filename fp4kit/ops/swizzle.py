@@ -110,8 +110,8 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
     Raises:
         TypeError: the scales are not uint8.
-        ValueError: the array does not have the size that `shape` has with its padding; layout or shape is missing for
-            an array, or given for a Quantized.
+        ValueError: the array's size is not that of `shape` with its padding; layout or shape is missing for an array,
+            or given for a Quantized.
 
     Examples:
         >>> import fp4kit, numpy as np

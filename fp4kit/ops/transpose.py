@@ -15,7 +15,7 @@ from fp4kit.quantized.container import Quantized
 
 
 def transpose(q: Quantized) -> Quantized:
-    """Return the columnwise copy of a rowwise quantized array with square blocks, or the rowwise copy of a columnwise.
+    """Return a quantized array with square blocks in the other direction: rowwise to columnwise, or the reverse.
 
     The blocks of the result run along the other of the last two axes. Codes and scales are moved; nothing is decoded.
 
