@@ -1,1 +1,1 @@
-"""Find the recipe that made a checkpoint from a given source, and what happened to its bytes afterwards."""
+"""Find the recipe that made a checkpoint from a given source, and the faults that changed its bytes afterwards."""

@@ -1,8 +1,8 @@
 """Recognize layers whose columns were multiplied by factors before they were quantized, as AWQ and SmoothQuant do.
 
-Factors are found from values: the decoded layer is compared with the source column by column. Tools round the factors
-to bfloat16, and multiply or divide by them. So each column's factor is one of a few numbers, and the codes under the
-stored scales show which.
+A column's factor is estimated by comparing the decoded layer with the source. Tools round factors to bfloat16, and
+multiply or divide by them. So the true factor is one of a few bfloat16 numbers near the estimate, and the codes that
+each of them gives under the stored scales show which.
 
 Sources: Model-Optimizer 0.47 model_calib.py awq_lite; llm-compressor 0.14 smoothquant.
 """
@@ -29,16 +29,18 @@ MAX_ROWS = 512  # rows from which factors are found
 MIN_ROWS = 32
 GAIN_DB = 0.5  # factors per column must improve the signal-to-noise ratio by this, compared with one common factor
 MIN_DB = 12.0  # signal-to-noise ratio that the layer must have with factors
-# The producers whose block scales are tried: the tools that scale weights per column.
+# Recipes whose ids end in one of these are tried: they are those of the tools that scale weights per column.
 PRODUCERS = ("-compressed-tensors", "-modelopt")
-STEPS = 12  # how many bfloat16 numbers on each side of an estimate are tried
+STEPS = 12  # the number of bfloat16 numbers that are tried on each side of an estimate
 
 
 @dataclass(frozen=True, eq=False)
 class ScaledRows:
-    """Hold the first rows of a layer, and their source.
+    """Hold the first rows of a layer, their source and the estimated factors of its columns.
 
-    q: the stored rows. x: the source rows. factors: the estimated factor of each column, float32 (K,).
+    q: the stored rows.
+    x: the source rows (n, K).
+    factors: the estimated factor of each column, float32 (K,), so that the stored values are near x * factors.
     """
 
     q: Quantized
@@ -47,7 +49,13 @@ class ScaledRows:
 
 
 def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
-    """Return the rows from which factors are found, or None if the layer does not look scaled per column."""
+    """Return the first rows of a layer with estimated factors, or None if the layer does not look scaled per column.
+
+    It looks so if the factors improve the SQNR by at least GAIN_DB over one common factor, and raise it to at least
+    MIN_DB. Return None also if the layer has too few rows, NaN or infinities, or parts that are not in order.
+
+    x: the source (N, K) of the layer.
+    """
     r, scale, rows = layer.recipe, layer.tensor_scale, min(len(x), MAX_ROWS)
     in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
@@ -74,10 +82,10 @@ Scaling = Callable[[np.ndarray], np.ndarray]
 
 
 def scalings(found: ScaledRows) -> Iterator[Scaling]:
-    """Yield functions that scale the columns of a source, as tools may have done.
+    """Yield functions x -> scaled x, one for each way in which a tool may have scaled the columns of the source.
 
-    They multiply by bfloat16 numbers, divide by them, or multiply by their reciprocals in float32. The result is
-    rounded to the dtype of the source.
+    A tool multiplies by bfloat16 numbers, divides by them, or multiplies by their reciprocals in float32. Each function
+    uses the bfloat16 numbers near the estimates that fit best. It rounds its result to the dtype of x.
     """
     near, inverse = (_neighbours(f) for f in (found.factors, 1 / found.factors))
     for r in _rules(found.q.recipe):
@@ -87,27 +95,34 @@ def scalings(found: ScaledRows) -> Iterator[Scaling]:
 
 
 def _multiplied(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return x with its columns multiplied by factors, in the dtype of x."""
+    """Return x with its columns multiplied by ``factors`` in float32, rounded to the dtype of x."""
     return (x.astype(np.float32) * factors).astype(x.dtype)
 
 
 def _divided(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
-    """Return x with its columns divided by factors, in the dtype of x."""
+    """Return x with its columns divided by ``factors`` in float32, rounded to the dtype of x."""
     return (x.astype(np.float32) / factors).astype(x.dtype)
 
 
 def _neighbours(factors: np.ndarray) -> list[np.ndarray]:
-    """Return the bfloat16 numbers next to each of some positive factors, as float32, the nearest ones first."""
+    """Return bfloat16 numbers near the given positive factors, as float32, the nearest first.
+
+    Each array in the list has one number per factor, a fixed count of bfloat16 steps away from it, from 0 to STEPS in
+    both directions.
+    """
     bits = factors.astype(ml_dtypes.bfloat16).view(np.int16)
     steps = sorted(range(-STEPS, STEPS + 1), key=abs)
     return [(bits + np.int16(step)).view(ml_dtypes.bfloat16).astype(np.float32) for step in steps]
 
 
 def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: Callable) -> Scaling:
-    """Return the scaling by the candidate that fits each column best.
+    """Return the function x -> scaled x that uses, for each column, the candidate factor that fits best.
 
-    The best one gives the fewest wrong codes under the stored scales, and the fewest wrong scales of blocks of which
-    the column holds the amax. r: the recipe that gives them.
+    The best candidate gives the smallest number of wrong codes and wrong block scales in its column (see _wrong).
+
+    r: the recipe to quantize with.
+    candidates: arrays of one factor per column.
+    apply: _multiplied or _divided.
     """
     wrong = np.stack([_wrong(found, r, apply(found.x, factors)) for factors in candidates])
     best = np.stack(candidates)[np.argmin(wrong, axis=0), np.arange(found.x.shape[1])]
@@ -115,7 +130,12 @@ def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: C
 
 
 def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
-    """Return how many codes and block scales of each column a recipe gives wrong from scaled rows."""
+    """Return the number of stored codes and block scales per column that a recipe does not give from scaled rows.
+
+    Codes are computed under the stored scales. A wrong block scale counts for the column that holds the block's amax.
+
+    x: the scaled source rows.
+    """
     q = found.q
     amax = None if q.tensor_scale is None else next(amaxes_of(q.tensor_scale, r, x.dtype))
     with np.errstate(all="ignore"):
@@ -131,7 +151,7 @@ def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
 
 
 def _rules(own: Recipe) -> Iterator[Recipe]:
-    """Yield recipes in the format of ``own``, one per way to make block scales from amaxes."""
+    """Yield recipes in the format of ``own``, one for each rule by which block scales follow from block amaxes."""
     seen = set()
     for r in candidates_of(own):
         fits = r.tensor_scaling == own.tensor_scaling and r.block_rows == 1 and r.id.endswith(PRODUCERS)

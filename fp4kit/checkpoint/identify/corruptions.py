@@ -1,10 +1,13 @@
 """List the faults that can happen to a layer's bytes between the quantizer and the file, and undo them.
 
-Such a fault is called a mishap. Its name says what a reader of the file meets ("nibbles are swapped"). There are four
-kinds: the order of codes, the order of block scales, the order of rows, and a wrong tensor scale. Orders of codes and
-of block scales are undone on the stored bytes, which then are as the recipe made them. An order of rows is not undone
-on the stored rows; instead, an index says from which source row each stored row was made. Nothing in this file depends
-on the arithmetic of a recipe.
+Such a fault is called a mishap. Its name is a clause such as "nibbles are swapped". There are four kinds:
+
+- a wrong order of codes, which is undone on the stored bytes
+- a wrong order of block scales, which is undone on the stored bytes
+- a wrong order of rows, for which an index says from which source row each stored row was made
+- a wrong tensor scale
+
+Nothing in this file depends on the arithmetic of a recipe.
 
 Sources: GGML's block_mxfp4 and block_nvfp4 (halves of 32 and 16); cuBLAS and FlashInfer scale layouts (fp4kit.layouts);
 transformers' convert_llama_weights_to_hf.py, llama.cpp's convert_hf_to_gguf.py (rotary order); gpt-oss (gate, up
@@ -25,7 +28,7 @@ from fp4kit.formats import Packing
 from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, shuffle_rows, swizzle_scales, unpacked, unswizzle_scales
 from fp4kit.recipes import Recipe
 
-ULPS = 2  # how far the reciprocal of a reciprocal may be off, in float32 ulp
+ULPS = 2  # accepted difference of float32 scales in ulp, because the reciprocal of a reciprocal may be off by this
 WRONG_SCALE = "tensor scale is wrong"
 HALVES = (16, 8, 32)  # distance of two elements that share a byte: in GGML's MXFP4, in its NVFP4, and twice the first
 _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
@@ -35,10 +38,10 @@ _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
 class StoredLayer:
     """Hold one quantized layer as its file stores it.
 
-    codes: uint8 (N, bytes per row); two 4-bit codes per byte, else one code per byte.
-    block_scale: uint8 bit patterns, of any shape.
-    tensor_scale: float32, a scalar or one per row, read as the container declares it, so that it multiplies on decode;
-        None if the file has none.
+    codes: uint8 (N, bytes per row), with two 4-bit codes or one 8-bit code per byte.
+    block_scale: uint8 bit patterns of the block scales, of any shape.
+    tensor_scale: float32, a scalar or one number per row, as the multiplier on decode that the container declares; None
+        if the file has none.
     recipe: any recipe of the format; only its element format, scale format and block size are used.
     scale_layout: the layout of the block scales that the container declares.
 
@@ -77,26 +80,27 @@ class StoredLayer:
 
     @property
     def blank(self) -> bool:
-        """True if all codes and block scales are zeros of either sign. Then a wrong order cannot be told from the right
-        one.
+        """True if all codes are zeros of either sign and all block scales are 0.
+
+        Then a wrong order of bytes cannot be told from the right order.
         """
         signs = 0x88 if self.recipe.element.packing.codes == 2 else self.recipe.element.sign_bit
         return not self.block_scale.any() and not any((rows & np.uint8(0xFF ^ signs)).any() for rows in self.codes)
 
 
 def _elements(length: int, packing: Packing) -> int:
-    """Return how many elements ``length`` bytes hold."""
+    """Return the number of elements in ``length`` bytes of packed codes."""
     return length // packing.bytes * packing.codes
 
 
-# ---- how a matrix of codes is read
+# ---- ways to read a matrix of codes
 
 
 class Reading(NamedTuple):
-    """Hold one way to read the codes of a layer. ``read(layer, rows, columns)`` returns those of some rows, one code
-    per byte.
+    """Hold one way to read the codes of a layer.
 
-    mishap: the mishap that this way of reading corrects, or None.
+    mishap: the name of the mishap that this way of reading corrects; None if it reads the codes as they are stored.
+    read: a function (layer, row numbers, range of columns) -> codes of these rows and columns, one code per byte.
     source_transposed: True if the stored layer has the shape of the transposed source.
     """
 
@@ -106,7 +110,7 @@ class Reading(NamedTuple):
 
 
 def _as_stored(layer: StoredLayer, rows: np.ndarray, columns: slice) -> np.ndarray:
-    """Return the codes of some rows and columns, read as they are stored."""
+    """Return the codes of some rows and columns, read as they are stored, one code per byte."""
     return unpacked(layer.codes[rows][:, _bytes(layer, columns)], layer.recipe.element.packing)
 
 
@@ -131,9 +135,12 @@ def _bytes(layer: StoredLayer, columns: slice) -> slice:
 
 
 def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
-    """Yield the ways to read a stored layer that give a matrix of the source's ``shape``, or of its transpose.
+    """Yield the ways to read the codes of a stored layer as a matrix that has the shape of the source.
 
-    The way without a mishap comes first, if it is possible.
+    The way without a mishap comes first, if it is possible. One of the ways gives the transposed shape, for a layer
+    that was quantized transposed. Nothing is yielded if no shape fits.
+
+    shape: the shape of the source.
     """
     r, turned = layer.recipe, shape[::-1]
     if layer.shape == shape:
@@ -147,15 +154,15 @@ def readings(layer: StoredLayer, shape: tuple[int, int]) -> Iterator[Reading]:
         yield Reading("packed bytes are transposed", _bytes_transposed)
 
 
-# ---- orders of codes in their bytes
+# ---- orders of codes within bytes
 
 
 class CodeOrder(NamedTuple):
-    """Hold one order that codes may have within rows. ``undo`` maps codes (n, K), as read, to the order of the
-    elements.
+    """Hold one order that codes may have within their rows.
 
-    mishap: the mishap that ``undo`` undoes, or None.
-    multiple: K must be a multiple of this.
+    mishap: the name of the mishap that ``undo`` undoes; None for the right order.
+    undo: a function that puts codes (n, K), as they are read, into the order of the elements.
+    multiple: this number must divide K.
     """
 
     mishap: str | None
@@ -164,28 +171,31 @@ class CodeOrder(NamedTuple):
 
 
 def _same(codes: np.ndarray) -> np.ndarray:
-    """Return the codes unchanged."""
+    """Return the codes unchanged; this is ``CodeOrder.undo`` for the right order."""
     return codes
 
 
 def _swapped(codes: np.ndarray) -> np.ndarray:
-    """Return the codes with each pair of neighbours exchanged. This undoes packing the even element into the high
-    nibble.
-    """
+    """Return the codes with each pair of neighbours exchanged, to undo that even elements are in the high nibbles."""
     return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
 
 
 def _from_halves(codes: np.ndarray, half: int, swap: bool) -> np.ndarray:
-    """Return the codes in the order of the elements, if elements j and j + half of each 2 * half elements share a byte.
+    """Return the codes in the order of the elements, if distant elements of a group share a byte.
 
-    swap: True if element j is in the high nibble.
+    The group has 2 * half elements, and its elements j and j + half share a byte.
+
+    swap: True if element j is in the high nibble, False if it is in the low nibble.
     """
     pairs = (_swapped(codes) if swap else codes).reshape(len(codes), -1, half, 2)
     return pairs.swapaxes(2, 3).reshape(codes.shape)
 
 
 def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
-    """Return the orders that the codes of rows with ``columns`` elements can have. The right order comes first."""
+    """Return the orders that codes in rows of ``columns`` elements can have. The right order comes first.
+
+    8-bit codes have only the right order.
+    """
     found = [CodeOrder(None, _same)]
     if recipe.element.packing.codes == 2:
         found.append(CodeOrder("nibbles are swapped", _swapped, 2))
@@ -201,12 +211,12 @@ def code_orders(recipe: Recipe, columns: int) -> list[CodeOrder]:
 
 
 class Scales(NamedTuple):
-    """Hold the block scales of a layer in linear order, (N, B).
+    """Hold the block scales of a layer after one possible order of the stored bytes was undone.
 
-    mishap: the mishap that was undone to get this order, or None.
-    values: the block scales.
-    present: a mask (N, B) of the scales that the file has; None if it has all. Some are lost if padding was cut off
-        wrongly.
+    mishap: the name of the mishap that was undone; None if the scales are in the declared layout.
+    values: the block scales in linear order (N, B).
+    present: a mask (N, B) of the scales that the file has; None if it has all. Some are lost if padding was cut off in
+        the wrong place.
     """
 
     mishap: str | None
@@ -215,17 +225,19 @@ class Scales(NamedTuple):
 
 
 def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield the block scales of a layer in linear order, of ``shape``, once for each order that the stored bytes may
-    have.
+    """Yield the block scales of a layer in linear order, once for each order that the stored bytes may have.
 
-    declared: the layout that the container declares. It comes first, if it fits the number of bytes.
-    The results are made one at a time, because all together would take many times the memory of the stored bytes. The
-    orders are:
+    The results are made one at a time, because together they would need many times the memory of the stored bytes. The
+    orders of the stored bytes are:
 
     - linear, and each layout of fp4kit.layouts, whole or with the padding cut off
     - column by column
-    - linear scales from which a reader "undid" a layout that they did not have, or another than the right one
+    - an order that results from reading the scales as a layout that they did not have
     - rows shuffled for FlashInfer
+
+    stored: the bytes of the block scales, of any shape.
+    declared: the layout that the container declares. It comes first, if it fits the number of bytes.
+    shape: the shape (N, B) of the scales in linear order.
     """
     for layout in sorted(SCALE_LAYOUTS, key=lambda layout: layout != declared):
         mishap = None if layout == declared else f"block scales are {layout}, declared {declared}"
@@ -241,9 +253,12 @@ def scale_orders(stored: np.ndarray, declared: str, shape: tuple[int, int]) -> I
 def _in_layout(
     stored: np.ndarray, layout: str, declared: str, shape: tuple[int, int], mishap: str | None
 ) -> Iterator[Scales]:
-    """Yield the scales if the stored bytes may be in ``layout``, whole or with the padding cut off.
+    """Yield the scales in linear order for each way in which the stored bytes may be in ``layout``.
 
-    If ``layout`` is linear, the bytes may also include the padding of the declared layout.
+    They may be whole or have the padding cut off. If ``layout`` is linear, they may also include the padding of the
+    declared layout. Yield nothing if the number of bytes fits none of these.
+
+    mishap: the name of the mishap if the padding is right, or None. For the other arguments, see scale_orders.
     """
     padded = padded_shape(shape, layout)
     if stored.size == prod(padded):
@@ -263,9 +278,10 @@ def _in_layout(
 
 
 def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Scales]:
-    """Yield the right scales for each layout that a reader may have mistaken for another one and undone wrongly.
+    """Yield the scales in linear order for each pair of layouts (true, assumed), if a reader confused them.
 
-    Only layouts that need no padding are tried.
+    Such a reader took the true layout for the assumed layout and stored the result as linear scales. Only layouts that
+    need no padding for this ``shape`` are tried.
     """
     unpadded = [layout for layout in SCALE_LAYOUTS if padded_shape(shape, layout) == shape]
     for read in unpadded[1:]:
@@ -276,7 +292,7 @@ def _read_as_another(stored: np.ndarray, shape: tuple[int, int]) -> Iterator[Sca
 
 
 def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
-    """Yield the scales with each of FlashInfer's shuffles of rows undone."""
+    """Yield the scales (N, B) with each of FlashInfer's shuffles of rows undone."""
     for tile, order in _shuffles(len(stored)):
         back = np.empty_like(stored)
         back[order] = stored
@@ -284,7 +300,7 @@ def _shuffled(stored: np.ndarray) -> Iterator[Scales]:
 
 
 def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
-    """Yield (epilogue tile, row order) of each FlashInfer shuffle that is possible for this number of rows."""
+    """Yield (rows of the epilogue tile, order of rows) for each FlashInfer shuffle that this number of rows allows."""
     for tile, multiple in ((128, 32), (64, 16)):
         if rows and not rows % multiple:
             yield tile, shuffle_rows(rows, tile)
@@ -294,9 +310,11 @@ def _shuffles(rows: int) -> Iterator[tuple[int, np.ndarray]]:
 
 
 class CorruptedRows(NamedTuple):
-    """Hold an order of rows: stored row i was made from row ``source[i]`` of the source.
+    """Hold one order that the rows of a stored layer may have.
 
-    If the layer is half of a gated pair (gate and up), an index of N or more means row index - N of the other half.
+    mishap: the name of the mishap; None for the right order.
+    source: for each stored row, the number of the source row from which it was made. If the layer is half of a gated
+        pair (gate and up) of N rows each, a number n >= N means row n - N of the source of the other half.
     """
 
     mishap: str | None
@@ -304,7 +322,7 @@ class CorruptedRows(NamedTuple):
 
 
 def _stacks(rows: int) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders of a matrix that stacks gate and up, each half of the rows."""
+    """Yield the wrong orders that the rows of a matrix may have if it stacks gate and up. ``rows`` must be even."""
     half, pair = np.arange(rows).reshape(2, -1), np.arange(rows).reshape(-1, 2)
     yield CorruptedRows("halves of the rows (gate and up) are exchanged", half[::-1].ravel())
     yield CorruptedRows("halves of the rows (gate and up) are interleaved", half.T.ravel())
@@ -314,9 +332,10 @@ def _stacks(rows: int) -> Iterator[CorruptedRows]:
 
 
 def _rotary(rows: int, heads: int) -> Iterator[CorruptedRows]:
-    """Yield the wrong orders that the rows of llama's q and k may have, if they have this number of heads.
+    """Yield the wrong orders that the rows of llama's q and k may have, for a given number of heads.
 
-    A rotary pair is rows i and i + d/2 of a head of d rows (Hugging Face), or two neighbours (GGUF, Meta).
+    A rotary pair is rows i and i + d/2 of a head of d rows (Hugging Face), or two adjacent rows (GGUF, Meta). Yield
+    nothing if the rows cannot be divided into heads of pairs.
     """
     if heads < 1 or rows % (2 * heads):
         return
@@ -331,8 +350,8 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
     """Return the orders that the rows of a layer may have, without duplicates. The right order comes first.
 
     rows: the number of rows.
-    heads: possible numbers of heads, if the layer may be q or k.
-    other: True if the layer is half of a gated pair and the source of the other half is available, with as many rows.
+    heads: possible numbers of heads if the layer is q or k; empty otherwise.
+    other: True if the layer is half of a gated pair, and the source of the other half is known and has as many rows.
     second: True if the layer is the second half (up).
     """
     found = [CorruptedRows(None, np.arange(rows)), *(order for count in heads for order in _rotary(rows, count))]
@@ -351,9 +370,10 @@ def row_orders(rows: int, heads: Sequence[int] = (), other: bool = False, second
 
 
 def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
-    """Yield the orders that one half of a gated pair has if it was cut out of a wrongly ordered stack of both halves.
+    """Yield the wrong orders that one half of a gated pair has if it was cut out of a wrongly ordered stack of both.
 
-    rows: the rows of one half. second: True for the second half (up).
+    rows: the number of rows of one half.
+    second: True for the second half (up), False for the first (gate).
     """
     for mishap, index in _stacks(2 * rows):
         own = index[rows:] if second else index[:rows]
@@ -366,9 +386,11 @@ def _halves_of_pair(rows: int, second: bool) -> Iterator[CorruptedRows]:
 
 
 def name_of_rows(index: np.ndarray) -> str:
-    """Return the name of a row order that was found by search.
+    """Return the name of the mishap for an order of rows that was found by search.
 
-    It is a rotary order of some number of heads if the order equals one, else "rows are permuted".
+    This is the name of a rotary order if the order is that of some number of heads, otherwise "rows are permuted".
+
+    index: for each stored row, the number of its source row.
     """
     for heads in range(1, len(index) // 2 + 1):
         matches = (order for order in _rotary(len(index), heads) if np.array_equal(order.source, index))
@@ -381,20 +403,25 @@ def name_of_rows(index: np.ndarray) -> str:
 
 
 def within_ulps(a: Any, b: Any) -> bool:
-    """Return whether two float32 scales, or arrays of them, differ by at most ULPS ulp. NaN agrees with NaN."""
+    """Return whether two float32 scales differ by at most ULPS (2) ulp; for arrays, whether all pairs do.
+
+    NaN agrees only with NaN.
+    """
     a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
     steps = np.abs(a.astype(np.float32).view(np.int32).astype(np.int64) - b.astype(np.float32).view(np.int32))
     return bool((np.where(np.isnan(a) | np.isnan(b), np.isnan(a) & np.isnan(b), steps <= ULPS)).all())
 
 
 def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
-    """Return the name of what is wrong with a stored tensor scale, or None if it is right.
+    """Return the name of the mishap of a stored tensor scale, or None if the tensor scale is right.
 
-    stored: the tensor scale in the file, or None.
-    right: the tensor scale with which the codes were made, or None if the recipe has none.
-    amax: the amax that ``right`` was computed from.
-    A difference of 2 ulp is accepted, because compressed-tensors stores a divisor, and the reciprocal of a reciprocal
-    may be off by as much.
+    The name is a clause such as "tensor scale is missing, needs 0.5". A difference of 2 ulp is accepted, because
+    compressed-tensors stores a divisor, and the reciprocal of a reciprocal may be off by as much. No tensor scale and a
+    tensor scale of 1 are equivalent.
+
+    stored: the tensor scale in the file, as a multiplier on decode; None if there is none.
+    right: the tensor scale with which the codes were made; None if the recipe has none.
+    amax: the amax from which ``right`` was computed; None if there is none.
     """
     ones = np.float32(1)
     if right is None or stored is None:
@@ -419,6 +446,6 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
 
 
 def _shown(scale: Any) -> str:
-    """Return the first value of a scale as text, or "none" if it has no values."""
+    """Return the first number of a scale array as text with nine digits, or "none" if the array is empty."""
     first = np.asarray(scale).reshape(-1)[:1]
     return f"{first[0]:.9g}" if first.size else "none"

@@ -1,7 +1,7 @@
-"""Explain one stored layer: which recipe made its bytes, and which mishaps changed them; or else what comes nearest.
+"""Explain one stored layer: find the recipe that made its bytes and the mishaps that changed them.
 
 A mishap is a fault between the quantizer and the file (corruptions.py). A hypothesis is a recipe with mishaps that may
-have made a layer (hypotheses.py).
+have made a layer (hypotheses.py). If no hypothesis gives every byte, the nearest one is reported.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from fp4kit.ops.identify_matches import name_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
-# If a recipe gives more than this share of the bytes, the other bytes count as damaged. If block scales were searched,
-# the recipe gives a share of 0.6 to 0.8 only.
+# If a recipe gives more than this share of the bytes, the remaining bytes count as damaged. The share is well below it,
+# 0.6 to 0.8, if block scales were searched.
 DAMAGED_SHARE = 0.95
 
 
-SIGNS_UNDER_SCALES = 0.9  # GPTQ may turn the signs of values near 0
+SIGNS_UNDER_SCALES = 0.9  # share of codes that must have the sign of the source; GPTQ may flip signs of values near 0
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
 SCALED = "weights scaled per column (AWQ or SmoothQuant)"
 SCALED_CAUSE = f"{SCALED}: the factors are not known exactly, and no recipe gives all bytes under those tried"
@@ -59,21 +59,21 @@ GIVEN_SCALES = "searched scales: codes are right under them, and no rule known h
 class Explanation:
     """Say what made the bytes of a layer.
 
-    recipe: the first of ``recipes``; None if nothing gives all bytes.
-    mishap: what went wrong between quantizer and file, several joined by "; "; None if nothing did.
-    codes_equal, scales_equal: how many bytes of codes and of block scales the explanation gives. If nothing gives all,
-        they are those of the nearest hypothesis.
+    recipe: the first of ``recipes``; None if no recipe gives every byte.
+    mishap: the names of the faults between quantizer and file, joined by "; "; None if there were none.
+    codes_equal, scales_equal: the numbers of bytes of codes and of block scales that the explanation gives. If it does
+        not give every byte, they are those of the nearest hypothesis.
     total: the number of bytes of codes and block scales together.
-    sentence: the explanation in words.
-    recipes: all recipes that give these bytes.
-    blank: True if all codes and scales are zeros, so that a wrong order of bytes cannot be told from the right one.
-    searched: True if no recipe gives the block scales, but one gives all codes under them.
-    unlike: True if the signs of the codes agree with those of the source in no known order. The layer was then probably
-        made from another model.
-    rules: known rules for which there is no recipe and which give every byte, in words.
-    cause: if no recipe or rule gives every byte, what is known about the layer, as
-        "WHAT: DETAILS" without its numbers; else None.
-    scaled: True if recipes give every byte from the source with its columns multiplied by factors.
+    sentence: the explanation as text.
+    recipes: the ids of all recipes that give every byte.
+    blank: True if all codes and scales are zeros, so that a wrong order of bytes cannot be told from the right order.
+    searched: True if no recipe gives the block scales, but a recipe gives all codes under the stored block scales.
+    unlike: True if the signs of the codes agree with those of the source in no known order. Then the layer was probably
+        not made from this source.
+    rules: descriptions of the known rules without a recipe that give every byte.
+    cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule gives every byte. It
+        has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.
+    scaled: True if recipes give every byte only from the source with its columns multiplied by factors.
     """
 
     recipe: str | None
@@ -97,13 +97,14 @@ class Explanation:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The recipes that give every byte, then the rules without a recipe that do; empty if there are none."""
+        """All recipes, then all rules without a recipe, that give every byte; () if there are none."""
         return (*self.recipes, *self.rules)
 
 
 def kind(mishap: str) -> str:
-    """Return the name of a mishap without the numbers that are specific to one layer and recipe, to compare mishaps of
-    layers.
+    """Return the name of a mishap without the numbers of one layer, so that mishaps of several layers can be compared.
+
+    mishap: one name, or several joined by "; ". What follows ", needs " is removed from each.
     """
     return "; ".join(part.partition(", needs ")[0] for part in mishap.split("; "))
 
@@ -121,32 +122,33 @@ def explain(
 ) -> Explanation:
     """Find the recipe and the mishaps that give every byte of a stored layer.
 
-    Every mishap of fp4kit.checkpoint.identify.corruptions is undone, alone and together with mishaps of the other
-    kinds. If none explains the layer, three faults without a name are tried: rows in any order, block scales of other
-    blocks, and blocks in other places. Hypotheses with fewer mishaps come first. The tensor scale may be off by 2 ulp.
-    If the source has NaN or infinities, they are tried as they are, and replaced as a conversion with
-    nonfinite="saturate" does.
+    A mishap is a fault between the quantizer and the file, such as swapped nibbles. Each mishap in corruptions.py is
+    tried, alone and together with mishaps of other kinds. Explanations with fewer mishaps are preferred. If none gives
+    every byte, three faults without a name are tried: rows in any order, block scales in the places of other blocks,
+    and whole blocks in other places. The tensor scale may be off by 2 ulp. If the source has NaN or infinities, both
+    the source as it is and the source with replacements (as in a conversion with nonfinite="saturate") are tried.
 
     Args:
         layer: the layer as its file stores it.
         x: the source (N, K), float32, float16 or bfloat16.
-        other: if the layer is half of a gated pair, the source of the other half.
-        second: whether the layer is the second half (up).
-        heads: possible numbers of heads, if the rows are those of q or k.
-        amaxes: amaxes of groups that may share the layer's tensor scale, besides its own amax.
-        unnamed: whether to search for faults without a name as well. On a sample, these include Hadamard transforms and
-            stochastic rounding.
+        other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
+        second: True if the layer is the second half (up).
+        heads: possible numbers of heads if the layer is q or k; empty otherwise.
+        amaxes: amaxes of groups of layers that may share the layer's tensor scale, besides its own amax.
+        unnamed: True to search also for faults without a name, and on a sample for Hadamard transforms and stochastic
+            rounding.
 
     Returns:
-        An Explanation. It has no recipe if the size of the block scales fits no layout.
+        An Explanation. Its ``recipe`` is None if nothing gives every byte, for example because the number of block
+        scales fits no layout.
 
     Raises:
         ValueError: x is not a matrix.
-        TypeError: x has another dtype.
+        TypeError: x has a dtype other than these three.
 
-    Memory: chunks of a million elements, and several times the bytes of the block scales. Time: about one quantization
-    of the layer per recipe that gives its bytes, and some hundred quantizations of a sample. If nothing explains the
-    layer, most of the time goes into faults without a name; with ``unnamed=False``, each recipe quantizes the sample
+    Cost: memory for chunks of a million elements, and several times the bytes of the block scales. The layer is
+    quantized about once per recipe that gives its bytes, and a sample some hundred times. If nothing explains the
+    layer, most of the time goes into faults without a name. With ``unnamed=False``, each recipe quantizes the sample
     once per amax.
     """
     if x.ndim != 2:
@@ -166,9 +168,12 @@ _Sources = tuple[np.ndarray, np.ndarray | None]
 
 
 def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...]) -> Iterator[_Sources]:
-    """Yield x and other with NaN and infinities replaced, once per amax that may have replaced infinities.
+    """Yield (x, other) with NaN and infinities replaced, once for each amax that may have replaced infinities.
 
     Yield nothing if x has no NaN or infinities.
+
+    other: the source of the other half of a gated pair; if None, None is yielded for it.
+    amaxes: amaxes of groups of layers that may share the layer's tensor scale.
     """
     own, count = amax_and_nonfinite(x)
     if not count:
@@ -179,11 +184,14 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
 
 
 def _better_explained(found: Explanation, again: Explanation) -> Explanation:
-    """Return the better of two explanations of a layer.
+    """Return the better of two explanations of a layer whose source has NaN or infinities.
 
-    found: explains it from the source as it is. again: from the source with NaN and infinities replaced. ``again`` wins
-        only if it explains the bytes and does not need a mishap where ``found`` needs none. If both are equally good,
-        their recipes are joined.
+    ``found`` is returned if ``again`` does not give every byte, or needs a mishap that ``found`` does not need.
+    ``again`` is returned if ``found`` does not give every byte or has a different mishap. If both have equal mishaps,
+    the result names the recipes of both.
+
+    found: the explanation from the source as it is.
+    again: the explanation from the source with NaN and infinities replaced.
     """
     if not again.explained or (found.explained and found.mishap is None and again.mishap is not None):
         return found
@@ -205,7 +213,10 @@ def _explain_source(
     amaxes: tuple[float, ...],
     unnamed: bool,
 ) -> Explanation:
-    """Explain a layer from one source, whose NaN and infinities are not replaced. For the arguments, see explain."""
+    """Explain a layer from the source as it is given, without replacing NaN and infinities.
+
+    For the arguments, see explain.
+    """
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
     evidence = LayerEvidence(
@@ -225,24 +236,30 @@ def _explain_source(
 
 
 def _has_scales(layer: StoredLayer, layout: Layout) -> bool:
-    """Return whether the number of stored block scales fits a layout, in at least one order."""
+    """Return whether the number of stored block scales fits a layout in at least one order of block scales."""
     return next(stored_scales(layer, layout), None) is not None
 
 
 def _scales_that_do_not_fit(layer: StoredLayer, shape: tuple[int, int]) -> str:
-    """Return the text of the explanation if the number of block scales fits no layout."""
+    """Return the text of the explanation for a layer whose number of block scales fits no layout.
+
+    shape: the shape of the codes, in elements.
+    """
     needed = shape[0], shape[1] // layer.recipe.block_size
     found = layer.block_scale.shape
     return f"block scales have shape {found}; codes of shape {shape} need {needed}, or these in a known layout"
 
 
 def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> Explanation:
-    """Explain a layer by trying layouts in this order, until one explains it:
+    """Explain a layer: try the layouts, then rarer causes, and return the first explanation that applies.
 
-    - the plain layout: codes read as declared, rows in place
-    - if that explains nothing or needs several mishaps: the other layouts, unless all codes are right in the plain
-      layout under block scales of no known rule
-    - if nothing fits and ``unnamed``: orders without a name
+    1. The first layout, in which codes are read as declared and rows are in place.
+    2. Searched block scales: a recipe gives all codes under the stored scales.
+    3. The other layouts, if step 1 explains nothing or needs several mishaps.
+    4. Codes that follow another rule than the recipe that gives the scales, as GPTQ's do.
+    5. Columns that were multiplied by factors.
+    6. Orders without a name, if ``unnamed`` is True.
+    7. The nearest hypothesis.
     """
     trial, plain = SampleVerdict(), layouts[0]
     orders = orders_by_sign(evidence, plain)
@@ -271,15 +288,17 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
     """Return the explanation that block scales were searched or calibrated, or None if it does not apply.
 
-    It applies if a recipe gives all codes under the stored scales, unless only a few bytes differ: then these are
-    damaged.
+    It applies if a recipe gives all codes under the stored scales. It does not apply if the nearest hypothesis gives
+    all codes and almost all scales, because then the few differing scales are damaged.
+
+    trial: the hypotheses that were compared with a sample in the layout ``plain``.
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
     found = recipes_under_stored_scales(evidence, plain)
     if not found:
         return None
     nearest = count_matches(evidence, trial.nearest, early=False)
-    # If a scale is damaged, the codes of its block are still those of the recipe, and wrong under the stored scale.
+    # If only a scale is damaged, the codes of its block are still those of the recipe, so all codes match.
     if nearest.share > DAMAGED_SHARE and nearest.codes == evidence.layer.codes.size:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))
@@ -294,10 +313,13 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
 def _other_codes_under_scales(
     evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool
 ) -> Explanation | None:
-    """Return the explanation that a recipe gives all scales, and another rule than the recipe's gives the codes.
+    """Return the explanation that a recipe gives all scales, but an unknown rule such as GPTQ gives the codes.
 
-    Return None if it does not apply: if few bytes differ (these are damaged), if codes are not near the source, or if
-    codes were rounded stochastically.
+    Return None if no recipe gives all scales, if only few bytes differ (they are damaged), or if the signs of the codes
+    are not those of the source. If the codes were rounded stochastically, the explanation says so instead.
+
+    trial: the hypotheses that were compared with a sample in all layouts.
+    unnamed: True to check for stochastic rounding.
     """
     if not trial.scales_only or signs_agree(evidence, plain) < SIGNS_UNDER_SCALES:
         return None
@@ -305,7 +327,8 @@ def _other_codes_under_scales(
     whole = [(h, t) for h, t in tallies if t.tensor and t.scales == t.total - evidence.layer.codes.size]
     if not whole or max(t.share for _, t in whole) > DAMAGED_SHARE:
         return None
-    # A damaged byte outside the sample leaves a hypothesis exact in the sample; it is not in scales_only.
+    # trial.scales_only lacks hypotheses that give the whole sample. If such a hypothesis gives almost all bytes of the
+    # layer, the differing bytes outside the sample are damaged.
     near = [*trial.exact, *([] if trial.nearest is None else [trial.nearest])]
     if any(count_matches(evidence, h, early=False).share > DAMAGED_SHARE for h in near):
         return None
@@ -320,7 +343,11 @@ def _other_codes_under_scales(
 
 
 def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | None:
-    """Return the explanation that columns were multiplied by factors before the layer was quantized, or None."""
+    """Return the explanation that columns were multiplied by factors before the layer was quantized.
+
+    It has no recipe if no recipe gives every byte under the factors that were tried. Return None if the layer does not
+    look scaled per column.
+    """
     rows = scaled_rows(evidence.layer, evidence.x)
     if rows is None:
         return None
@@ -339,8 +366,9 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | Non
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
-    """Return the explanation that rows, block scales or blocks are in an order without a name, or None if it does not
-    apply.
+    """Return the explanation that rows, block scales or whole blocks are permuted, or None if none of them are.
+
+    trial: the hypotheses that were compared with a sample in all layouts.
     """
     if not plain.reading.mishap:
         for layout, order in permuted_rows(evidence, plain):
@@ -360,15 +388,18 @@ def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> E
 
 
 def _all_bytes(evidence: LayerEvidence) -> MatchCount:
-    """Return the MatchCount of a layer all of whose bytes match."""
+    """Return the MatchCount for an explanation that gives every byte of the layer."""
     scales = evidence.x.size // evidence.layer.recipe.block_size
     return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 
 
 def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = False) -> Explanation:
-    """Return the Explanation made of hypotheses that give every byte. All of them have equally many mishaps.
+    """Return the Explanation for hypotheses that give every byte, which all have equally many mishaps.
 
-    It reports the mishaps of the first hypothesis, and all recipes that explain the layer with mishaps of this kind.
+    It reports the mishaps of the first hypothesis, and the recipes of all hypotheses with mishaps of this kind.
+
+    tally: the counts of the layer's bytes.
+    blank: True if the layer is all zeros.
     """
     by_kind = {kind("; ".join(hypothesis.mishaps)): hypothesis.mishaps for hypothesis in reversed(hypotheses)}
     mishaps = tuple(by_kind.values())[::-1]
@@ -382,9 +413,9 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 
 
 def _zeros(layer: StoredLayer) -> Explanation:
-    """Return the Explanation for a layer of zeros whose source is zeros. Every recipe explains it.
+    """Return the Explanation for an all-zero layer with an all-zero source. Every recipe of its format explains it.
 
-    The tensor scale is not looked at, because converters write 1 and recipes give other numbers.
+    The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
     """
     recipes = tuple(name_of(r) for r in candidates_of(layer.recipe))
     codes, scales = layer.codes.size, layer.block_scale.size
@@ -392,10 +423,10 @@ def _zeros(layer: StoredLayer) -> Explanation:
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
-    """Return the Explanation if nothing gives all bytes. It says what comes nearest.
+    """Return the Explanation for a layer of which nothing gives every byte.
 
-    This is a Hadamard transform or stochastic rounding if a sample shows one. Otherwise it is the hypothesis that fits
-    the sample best, with its share of the layer's bytes.
+    Its sentence names a Hadamard transform or stochastic rounding, if a sample shows one and ``unnamed`` is True.
+    Otherwise it names the hypothesis that fits the sample best, with its share of the layer's bytes.
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
     tally = count_matches(evidence, trial.nearest, early=False)
@@ -406,16 +437,18 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
 
 
 def _unexplained(text: str, tally: MatchCount) -> Explanation:
-    """Return an Explanation without a recipe, whose sentence ends with ``text``."""
+    """Return an Explanation without a recipe: "nothing explains these bytes: " and ``text``.
+
+    tally: the counts of the bytes that the nearest hypothesis gives.
+    """
     sentence = f"nothing explains these bytes: {text}"
     return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence)
 
 
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
-    """Return the verdict of fp4kit.identify if a Hadamard transform or stochastic rounding explains a sample of the
-    layer.
+    """Return the verdict of fp4kit.identify on a sample, if a Hadamard transform or stochastic rounding explains it.
 
-    Return None if neither does.
+    Return None if neither does, or if the parts of the layer are not in order.
     """
     layer, r = evidence.layer, evidence.layer.recipe
     if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != evidence.x.size:
@@ -431,8 +464,12 @@ def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
 def _sampled(
     layer: StoredLayer, r: Recipe, plain: Layout, rows: np.ndarray, columns: slice, dtype: np.dtype
 ) -> Quantized | None:
-    """Return some rows and columns of a layer, read as declared, as a Quantized. Return None if its tensor scale cannot
-    be used.
+    """Return some rows and columns of a layer, read in the layout ``plain``, as a Quantized for fp4kit.identify.
+
+    Return None if the layer's tensor scale is not one positive finite number although the recipe needs one, or if the
+    layer has a tensor scale that the recipe does not need.
+
+    dtype: the dtype of the source.
     """
     scale = layer.tensor_scale
     usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)

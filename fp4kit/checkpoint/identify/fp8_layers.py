@@ -1,7 +1,7 @@
-"""Explain FP8 layers: E4M3 codes under float scales of a tensor, of rows or of 128x128 blocks.
+"""Explain FP8 layers: E4M3 codes with float scales, one per tensor, per row or per 128x128 block.
 
-A scale is amax / 448, in float32 or rounded to bfloat16. A code is the E4M3 value nearest to x / scale. Tools divide in
-float32, or in the dtype of the source, which then rounds the quotient before it becomes a code.
+The known rules are scale = amax / 448, in float32 or rounded to bfloat16, and code = the E4M3 value nearest to
+x / scale. Tools compute the quotient in float32, or round it to bfloat16 before it becomes a code.
 
 Sources: Model-Optimizer 0.47 fp8_tensor.py and export/quant_utils.py; compressed-tensors 0.20 forward.py; amd-quark
 0.13. Measured with files that these tools wrote: all codes and scales are equal.
@@ -32,8 +32,8 @@ class Fp8Layer:
     """Hold one FP8 layer as its file stores it.
 
     codes: uint8 (N, K), bit patterns of E4M3.
-    scales: float32, by which codes are multiplied on decode: (1, 1), (N, 1), or one per block.
-    scaling: "tensor", "row" or "block" (128x128).
+    scales: float32 multipliers on decode, of shape (1, 1), (N, 1), or (ceil(N / 128), ceil(K / 128)).
+    scaling: "tensor", "row" or "block" (128x128), which determines the shape of ``scales``.
     """
 
     codes: np.ndarray
@@ -41,7 +41,10 @@ class Fp8Layer:
     scaling: str
 
     def amaxes(self, x: np.ndarray) -> np.ndarray:
-        """Return the largest magnitude of the elements under each scale, float32 in the shape of ``scales``."""
+        """Return, for each scale, the amax of the elements of ``x`` (N, K) that share this scale.
+
+        The result is float32 in the shape of ``scales``.
+        """
         magnitudes = np.abs(x).astype(np.float32)
         if self.scaling == "tensor":
             return magnitudes.max(initial=0).reshape(1, 1)
@@ -53,7 +56,7 @@ class Fp8Layer:
     def spread(self, scales: np.ndarray) -> np.ndarray:
         """Return the scales in a shape that broadcasts against the codes.
 
-        Scales of 128x128 blocks are repeated to one per code; other scales are returned unchanged.
+        Scales of 128x128 blocks are repeated to (N, K). Scales per tensor or per row are returned unchanged.
         """
         if self.scaling != "block":
             return scales
@@ -64,8 +67,11 @@ class Fp8Layer:
 def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) -> Explanation:
     """Find the recipe or the rule that gives every code and scale of an FP8 layer.
 
-    x: the source (N, K). amaxes: amaxes of groups of layers that may share the layer's scale, besides its own.
-    If none gives all bytes, the sentence says what the layer is and how many codes are the nearest ones.
+    If none does, the sentence of the Explanation says what the layer is. It also says either that the scales are not
+    amax / 448, or which share of the codes is nearest to the source under the stored scales.
+
+    x: the source (N, K).
+    amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.
     """
     total = layer.codes.size + layer.scales.size
     name = f"FP8 {_SCALING[layer.scaling]}"
@@ -97,25 +103,30 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
 
 
 def _rule(name: str, scales: str, quotient: str) -> str:
-    """Return the words for a rule: the format, the dtype of the scales, and the dtype of the quotient."""
+    """Return a text that describes a rule.
+
+    name: the format, such as "FP8 per row".
+    scales: the dtype to which scales are rounded.
+    quotient: the dtype to which quotients are rounded.
+    """
     rounded = " rounded to bfloat16" * (scales == "bfloat16")
     return f"{name} (amax / 448{rounded}, codes nearest to the quotient in {quotient})"
 
 
 def _unexplained(text: str, codes: int, scales: int, total: int) -> Explanation:
-    """Return an Explanation without a recipe."""
+    """Return an Explanation without a recipe. The arguments are its sentence and its counts of bytes."""
     return Explanation(None, None, codes, scales, total, text)
 
 
 def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
-    """Yield the recipes of the table that store such codes and scales."""
+    """Yield the recipes that make E4M3 codes with float scales, one scale per tensor, row or block as in ``layer``."""
     for r in RECIPES.values():
         if r.element == E4M3 and r.scale is None and not r.fake_only and r.tensor_scaling == layer.scaling:
             yield r
 
 
 def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float, ...]) -> bool:
-    """Return whether a recipe gives all codes and scales of a layer."""
+    """Return whether a recipe gives all codes and scales of a layer, from its own amax or from one of ``amaxes``."""
     own = layer.amaxes(x)
     shared = [np.float32(max(a, own.max(initial=0))) for a in amaxes] if layer.scaling == "tensor" else []
     for amax in [None, *shared]:
@@ -128,9 +139,10 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
 
 
 def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> tuple[list[str], int]:
-    """Return the dtypes in which amax / 448 gives all stored scales, and the largest number of scales that one gives.
+    """Return the dtypes in which amax / 448 gives all stored scales, and the number of scales that the best one gives.
 
-    All scales of a layer are made from amaxes of its own elements, or a single scale from the amax of a group.
+    A scale is made from the amax of the elements that share it. A single scale may also be made from one of ``amaxes``,
+    the amaxes of groups of layers.
     """
     own = layer.amaxes(x)
     candidates = [own, *(np.full_like(own, max(a, float(own.max()))) for a in amaxes if own.size == 1)]
@@ -142,7 +154,7 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
 
 
 def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
-    """Return dtype of the quotient -> the number of codes that are nearest to it under the stored scales."""
+    """Return dtype -> number of codes that are nearest to x / scale, if the quotient is rounded to this dtype first."""
     found = dict.fromkeys(_DTYPES, 0)
     step = max(CHUNK // max(x.shape[1], 1) // 128, 1) * 128
     for rows in (slice(start, start + step) for start in range(0, len(x), step)):

@@ -1,9 +1,9 @@
 """Compare hypotheses about a stored layer with its bytes.
 
-A hypothesis says which recipe made the layer from its source, and what went wrong afterwards. It consists of a way to
-read the codes, an order of rows, an order of codes in their bytes, an order of block scales, a recipe and an amax. From
-these follow the codes, block scales and tensor scale that the file should have, which are compared with the stored ones
-in chunks of rows.
+A hypothesis says which recipe made the layer from its source, and which mishaps (faults) changed it afterwards. It
+consists of a way to read the codes, an order of rows, an order of codes within bytes, an order of block scales, a
+recipe and an amax. It predicts the codes, block scales and tensor scale of the file. They are compared with the stored
+parts in chunks of rows.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 RecipeWithAmax = tuple[Recipe, np.ndarray | None]  # a recipe, and the tensor amax to quantize with, or None
 CHUNK = 1 << 20  # elements of a layer that are compared at a time
-# An amax implied by a tensor scale is tried if its ratio to the layer's own amax lies in this range. In layers that
-# share a scale the ratio is up to about 10.
+# An amax that follows from the stored tensor scale is tried if its ratio to the layer's own amax lies in this range.
+# For layers that share a tensor scale, the ratio is at most about 10.
 AMAX_RATIO_RANGE = (2.0**-6, 2.0**10)
 
 
 @dataclass(frozen=True, eq=False)
 class LayerEvidence:
-    """Hold a stored layer, its source, and what else helps to explain the layer.
+    """Hold a stored layer, its source, and further facts that help to explain the layer.
 
     x: the source (N, K).
-    other: if the layer is half of a gated pair (gate and up), the source of the other half, else None.
-    second: True if the layer is the second half.
-    heads: possible numbers of attention heads.
+    other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
+    second: True if the layer is the second half (up).
+    heads: possible numbers of attention heads if the layer is q or k; empty otherwise.
     amaxes: candidate tensor amaxes; the layer's own amax comes first.
     """
 
@@ -52,8 +52,8 @@ class LayerEvidence:
     def values(self, index: np.ndarray, columns: slice, turned: bool) -> np.ndarray:
         """Return the rows ``index`` of the source, restricted to ``columns``.
 
-        An index of N or more means row index - N of the other half of the pair. If ``turned``, rows and columns of the
-        source are exchanged.
+        index: row numbers. If the source has N rows, a number n >= N means row n - N of the other half of the pair.
+        turned: True to take rows and columns of the transposed source.
         """
         if turned:
             return np.ascontiguousarray(self.x[columns][:, index].T)
@@ -67,11 +67,13 @@ class LayerEvidence:
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Say how the codes of a layer are read, and from which source row each stored row was made.
+    """Combine a way to read the codes of a layer with an order of its rows.
 
-    shape: the shape of the layer that is read.
-    moved_after_quantizing: True if rows were moved after they were quantized, False if before. It matters if blocks
-        span several rows.
+    reading: the way to read the codes.
+    rows: the source row from which each stored row was made.
+    shape: the shape of the matrix that is read, in elements.
+    moved_after_quantizing: True if rows were moved after they were quantized, False if before. This matters only if
+        blocks span several rows.
     """
 
     reading: Reading
@@ -81,7 +83,7 @@ class Layout:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The mishaps that the reading and the order of rows correct; empty if there are none."""
+        """The names of the mishaps that the reading and the order of rows correct; () if there are none."""
         return tuple(filter(None, (self.reading.mishap, self.rows.mishap)))
 
 
@@ -90,10 +92,12 @@ class Hypothesis:
     """Hold one hypothesis about how a stored layer was made.
 
     layout: the way to read the codes, and the order of rows.
-    codes: the order of codes in their bytes.
-    scales: the position of the order of block scales among those that corruptions.scale_orders yields.
-    recipe, amax: the recipe, and the tensor amax that it was given, or None.
-    scale_mishap, tensor: what is wrong with the block scales and with the tensor scale, or None.
+    codes: the order of codes within bytes.
+    scales: the order of block scales, as a position (from 0) in the sequence that stored_scales yields.
+    recipe: the recipe that made the layer.
+    amax: the tensor amax that the recipe was given; None if it needs none.
+    scale_mishap: the name of the mishap of the block scales, or None.
+    tensor: the name of the mishap of the tensor scale, or None.
     """
 
     layout: Layout
@@ -106,22 +110,25 @@ class Hypothesis:
 
     @property
     def mishaps(self) -> tuple[str, ...]:
-        """The mishaps of this hypothesis, in the order in which they are undone; empty if nothing went wrong."""
+        """The names of all mishaps of this hypothesis, in the order in which they are undone; () if there are none."""
         return (*self.layout.mishaps, *filter(None, (self.codes.mishap, self.scale_mishap, self.tensor)))
 
     @property
     def weight(self) -> int:
-        """The number of mishaps; a tensor scale that is wrong for an unknown reason counts twice."""
+        """The number of mishaps, for choosing the simplest hypothesis.
+
+        A tensor scale that is wrong for an unknown reason counts twice.
+        """
         return len(self.mishaps) + ((self.tensor or "").startswith(corruptions.WRONG_SCALE))
 
 
 @dataclass
 class MatchCount:
-    """Count the stored bytes of a layer that a hypothesis predicts.
+    """Count the stored bytes of a layer that a hypothesis predicts correctly.
 
-    codes, scales: the number of bytes of codes and of block scales that are as predicted.
+    codes, scales: the numbers of bytes of codes and of block scales that equal the prediction.
     total: the number of bytes of codes and block scales that were compared.
-    tensor: True if the tensor scales are as predicted.
+    tensor: True if all tensor scales agree with the hypothesis.
     """
 
     codes: int = 0
@@ -131,23 +138,31 @@ class MatchCount:
 
     @property
     def all_bytes(self) -> bool:
-        """True if every byte that was compared is as predicted."""
+        """True if every byte of codes and block scales that was compared equals the prediction."""
         return self.codes + self.scales == self.total
 
     @property
     def share(self) -> float:
-        """The share of bytes that are as predicted, from 0 to 1."""
+        """The share of the compared bytes that equal the prediction, from 0 to 1; 0 if none were compared."""
         return (self.codes + self.scales) / max(self.total, 1)
 
 
-# ---- what a recipe makes
+# ---- the parts that a recipe gives
 
 
 def expected_parts(
     evidence: LayerEvidence, layout: Layout, rows: np.ndarray, columns: slice, recipe_amax: RecipeWithAmax
 ) -> tuple:
-    """Quantize the source of some stored rows, and return the codes (n, K), block scales (n, B) and tensor scale that
-    they should have.
+    """Quantize the source of some stored rows, and return the parts that these rows should have.
+
+    Return the codes (n, K), one per byte, the block scales (n, B) and the tensor scale (one number, one per row, or
+    None).
+
+    layout: how the rows are read, and from which source rows they were made.
+    rows: the numbers of the stored rows.
+    columns: the range of columns to quantize, from 0.
+    recipe_amax: the recipe and the tensor amax. If the recipe has one tensor scale per row, the amaxes are computed
+        here.
     """
     r, amax = recipe_amax
     index = layout.rows.source[rows]
@@ -165,9 +180,11 @@ def expected_parts(
 
 
 def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
-    """Return the source rows, in ascending order, of all blocks that contain some of the rows ``index``.
+    """Return the numbers of all source rows that are in a block with one of the rows ``index``, in ascending order.
 
-    height: the rows of a block. rows: the rows of a half of a gated pair; each half has its own blocks.
+    height: the number of rows per block.
+    rows: the number of rows of the source. Rows from this number on belong to the other half of a gated pair, whose
+        blocks begin anew.
     """
     start = index // rows * rows + index % rows // height * height
     every = (np.unique(start)[:, None] + np.arange(height)).ravel()
@@ -175,7 +192,7 @@ def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
 
 
 def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np.ndarray:
-    """Return the largest magnitude of each of the source rows ``index``, ignoring NaN, as float32 (n,)."""
+    """Return the largest magnitude of each source row in ``index``, ignoring NaN, as float32 (n,)."""
     found = np.zeros(len(index), np.float32)
     step = max(CHUNK // max(layout.shape[1], 1), 1)
     for start in range(0, len(index), step):
@@ -185,12 +202,15 @@ def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np
 
 
 def _largest(values: np.ndarray, axis: int | None = None) -> np.ndarray:
-    """Return the largest magnitude of an array along an axis, ignoring NaN, as float32. An empty array gives 0."""
+    """Return the largest magnitude of an array along ``axis``, or of all elements if it is None, as float32.
+
+    NaN is ignored. Without elements the result is 0.
+    """
     return np.asarray(np.fmax.reduce(np.abs(values), axis=axis, initial=0), np.float32)
 
 
 def own_amax(x: np.ndarray) -> np.float32:
-    """Return the largest magnitude of a matrix, ignoring NaN, computed in chunks of rows."""
+    """Return the largest magnitude of a matrix, ignoring NaN; 0 if it is empty. It is computed in chunks of rows."""
     step = max(CHUNK // max(x.shape[1], 1), 1)
     return np.float32(max((float(_largest(x[i : i + step])) for i in range(0, len(x), step)), default=0.0))
 
@@ -198,12 +218,12 @@ def own_amax(x: np.ndarray) -> np.float32:
 def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
     """Return the tensor amaxes with which a recipe may have made the layer, or [None] if the recipe uses none.
 
-    These are the candidates that give the stored tensor scale. If none does, they are all candidates, and the amaxes
-    that follow from the stored scale.
+    These are the members of ``evidence.amaxes`` that give the stored tensor scale. If no member gives it, they are all
+    members and the amaxes that follow from the stored scale. Amaxes that give equal tensor scales are returned once.
     """
     if r.tensor_rule is None or r.tensor_scaling != "tensor":
         return [None]
-    # A group's amax is at least that of each layer in it, so 0 is a candidate only if the layer's own amax is 0.
+    # The amax of a group is at least the amax of each layer in it, so 0 is possible only if the layer's own amax is 0.
     own = evidence.amaxes[0]
     candidates = [np.asarray(a) for a in evidence.amaxes if a != 0 or own == 0]
     stored, dtype = evidence.layer.tensor_scale, evidence.x.dtype
@@ -215,9 +235,13 @@ def amaxes(evidence: LayerEvidence, r: Recipe) -> Sequence[np.ndarray | None]:
 
 
 def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield the amaxes that follow from the stored tensor scale, from its reciprocal, and the scale itself as an amax.
+    """Yield the amaxes that a stored tensor scale implies, if it is right, inverted, or itself the amax.
 
-    Only those are yielded whose ratio to the layer's own amax lies in AMAX_RATIO_RANGE.
+    Only amaxes are yielded whose ratio to the layer's own amax lies in AMAX_RATIO_RANGE. Nothing is yielded if the
+    scale is not positive and finite, or differs between rows.
+
+    stored: the stored tensor scale, one number or one per row.
+    own: the layer's own amax.
     """
     scale = np.asarray(stored).reshape(-1)[0]
     if not (np.asarray(stored) == scale).all() or not 0 < scale < np.inf:
@@ -228,9 +252,9 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
 
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
-    """Yield the block scales of a layer in linear order, once for each order that the stored ones may have.
+    """Yield the block scales of a layer in linear order, once for each mishap that the stored block scales may have.
 
-    The orders are those of corruptions.scale_orders. E8M0 scales are also yielded one exponent lower and higher.
+    The mishaps are the orders of corruptions.scale_orders, and for E8M0 scales also exponents that are off by one.
     """
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     for found in corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape):
@@ -244,9 +268,11 @@ def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Sc
 def tensor_mishap(
     evidence: LayerEvidence, scale: np.ndarray | None, recipe_amax: RecipeWithAmax, rows: np.ndarray
 ) -> str | None:
-    """Return the name of what is wrong with the stored tensor scale of some rows, or None if it is right.
+    """Return the name of the mishap of the stored tensor scale of some rows, or None if it is right.
 
-    scale: the tensor scale that the recipe gives.
+    scale: the tensor scale that the recipe gives; None if it gives none.
+    recipe_amax: the recipe and the tensor amax that it was given.
+    rows: the numbers of the stored rows, which matter if there is one tensor scale per row.
     """
     stored = evidence.layer.tensor_scale
     part = stored if stored is None or not np.ndim(stored) else stored[rows]
@@ -257,10 +283,13 @@ def tensor_mishap(
 
 
 def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.ndarray | None, rows: np.ndarray) -> bool:
-    """Return whether the stored tensor scale of some rows is as a hypothesis says.
+    """Return whether the stored tensor scale of some rows agrees with a hypothesis.
 
-    scale: the tensor scale that the recipe gives. A hypothesis that the tensor scale is wrong agrees with any. Another
-        one was checked only on the sample, so it is checked here.
+    A hypothesis with a mishap of the tensor scale agrees with any tensor scale. All other hypotheses need the right
+    tensor scale, which must be checked for each chunk of rows, because there may be one tensor scale per row.
+
+    scale: the tensor scale that the recipe gives for these rows; None if it gives none.
+    rows: the numbers of the stored rows.
     """
     return (
         hypothesis.tensor is not None
@@ -269,7 +298,7 @@ def tensor_agrees(evidence: LayerEvidence, hypothesis: Hypothesis, scale: np.nda
 
 
 def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
-    """Yield the numbers of the stored rows in order, in chunks that consist of whole blocks of rows."""
+    """Yield the numbers of all stored rows in chunks of consecutive rows, which end where blocks of ``r`` end."""
     height = lcm(32, r.block_rows)
     size = CHUNK // (r.block_rows if layout.moved_after_quantizing else 1)
     step = max(size // max(layout.shape[1], 1) // height, 1) * height
@@ -278,7 +307,10 @@ def chunks(layout: Layout, r: Recipe) -> Iterator[np.ndarray]:
 
 
 def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
-    """Return how many bytes hold equal codes in a and b, and the number of bytes."""
+    """Return the number of bytes that hold equal codes in a and b, and the number of all bytes.
+
+    a, b: codes in the format of ``r``, one per byte. Two 4-bit codes count as one byte.
+    """
     same = a == b
     if r.element.packing.codes == 2:
         same = same.reshape(len(same), -1, 2).all(-1)
@@ -286,9 +318,9 @@ def bytes_equal(a: np.ndarray, b: np.ndarray, r: Recipe) -> tuple[int, int]:
 
 
 def count_matches(evidence: LayerEvidence, hypothesis: Hypothesis, early: bool) -> MatchCount:
-    """Count the bytes of the layer that a hypothesis predicts.
+    """Count the stored bytes of a whole layer that a hypothesis predicts correctly.
 
-    early: True to stop after the first chunk of rows that differs.
+    early: True to stop after the first chunk of rows with a difference, so that the counts cover only a part.
     """
     layout, r = hypothesis.layout, hypothesis.recipe
     everywhere = slice(0, layout.shape[1])

@@ -1,7 +1,7 @@
-"""Say which recipe made the layers of a checkpoint: one verdict per layer, and one for the checkpoint.
+"""Say which recipe made the layers of a checkpoint: one verdict per layer, and one verdict for the checkpoint.
 
-This module works on arrays (LayerPair); match_layers.py reads them from files. A mishap is a fault that happened to a
-layer's bytes after the recipe had made them; corruptions.py lists them.
+This module works on arrays (LayerPair), which match_layers.py reads from files. A mishap is a fault that happened to a
+layer's bytes after the recipe had made them; corruptions.py lists all mishaps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fp4kit.checkpoint.identify.diagnose import SCALED, Explanation, explain, ki
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.ops.identify import either
 
-MAX_NAMES = 4  # the most names of layers in a sentence
+MAX_NAMES = 4  # the largest number of layer names in a sentence
 MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
 
 
@@ -26,11 +26,12 @@ class LayerPair:
     """Hold one quantized layer, and the source that it was made from.
 
     name: the layer's name, for the verdict.
-    parts: the layer as its file stores it. An FP8 layer needs only source and amaxes.
-    source: (N, K), float32, float16 or bfloat16; a view of a file is allowed.
-    other: the source of the other half of a gated pair (gate_proj and up_proj, w1 and w3); None for other layers.
-    second: whether this layer is the second half.
-    heads: possible numbers of query or key heads, if the rows are those of q or k; else empty.
+    parts: the layer as its file stores it. For an Fp8Layer, ``other``, ``second`` and ``heads`` are ignored.
+    source: the source (N, K), float32, float16 or bfloat16; a view of a file is allowed.
+    other: the source of the other half, if the layer is half of a gated pair (gate_proj and up_proj, w1 and w3);
+        otherwise None.
+    second: True if the layer is the second half (up_proj or w3).
+    heads: possible numbers of query or key heads if the layer is q or k; otherwise empty.
     amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
     """
 
@@ -44,7 +45,7 @@ class LayerPair:
 
     @property
     def format(self) -> str:
-        """The name of the layer's format. Layers of one format have one verdict."""
+        """The name of the layer's format, such as "E2M1 E4M3 16". Layers of one format get one verdict together."""
         if isinstance(self.parts, Fp8Layer):
             return f"fp8 per {self.parts.scaling}"
         r = self.parts.recipe
@@ -60,9 +61,12 @@ class LayerVerdict:
     format: str = ""
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
-        """Return whether one of ``recipes`` explains the layer with ``mishap`` (None: without one).
+        """Return whether one of ``recipes`` explains the layer and its mishap is ``mishap`` (None for no mishap).
 
-        An all-zero layer fits any mishap, because a wrong order of its bytes cannot be told from the right one.
+        An all-zero layer fits any mishap, because a wrong order of its bytes cannot be told from the right order.
+
+        recipes: ids of recipes, or rules.
+        mishap: a name without the numbers of one layer, from ``kind``.
         """
         return bool({*recipes} & {*self.explanation.names}) and (self.explanation.blank or _kind(self) == mishap)
 
@@ -76,13 +80,14 @@ def _kind(layer: LayerVerdict) -> str | None:
 class CheckpointVerdict:
     """Say what made the layers of a checkpoint.
 
-    recipes: the recipes that explain the most layers; empty if no layer is explained, or only by rules without a
-        recipe.
+    If layers have several formats, ``recipes``, ``mishap`` and ``rules`` are about the format with the most layers.
+
+    recipes: the ids of the recipes that explain the most layers; empty if no recipe explains a layer.
     mishap: the mishap that most explained layers have; None if most have none.
-    layers: the verdicts on all layers, in their order.
-    others: if layers have several formats, the verdicts on the formats with fewer layers.
-    rules: the rules, in words, that explain the most layers if no recipe does.
-    unpaired: names of quantized layers that have no counterpart in the source.
+    layers: the verdicts on all layers of all formats, in their order.
+    others: the verdicts on the other formats.
+    rules: descriptions of the rules that explain the most layers; empty if a recipe explains them.
+    unpaired: the names of the quantized layers that have no counterpart in the source.
     """
 
     recipes: tuple[str, ...]
@@ -105,8 +110,9 @@ class CheckpointVerdict:
 
     @property
     def exceptions(self) -> tuple[LayerVerdict, ...]:
-        """The layers that are not explained by what made most layers of their format, with its mishap, but by something
-        else or by nothing.
+        """The layers to which the verdict on their format does not apply.
+
+        They have a different recipe or mishap than most layers of their format, or no explanation.
         """
         parts = {id(layer): part for part in self.others for layer in part.layers}
         verdicts = ((layer, parts.get(id(layer), self)) for layer in self.layers)
@@ -134,7 +140,7 @@ class CheckpointVerdict:
 
     @property
     def _own_sentence(self) -> str:
-        """The verdict on layers of one format, without those that have no counterpart."""
+        """The verdict on the layers of this format alone, in one sentence; ``unpaired`` is left out."""
         if not self.layers:
             return "there are no quantized layers"
         if not self._names:
@@ -150,9 +156,9 @@ class CheckpointVerdict:
 
     @property
     def hint(self) -> str | None:
-        """Advice to give another source, if no layer has the signs of its source; None otherwise.
+        """Advice to give the right source, if no layer has the signs of its source; otherwise None.
 
-        All-zero layers are not considered.
+        All-zero layers are ignored. If there are no other layers, there is no advice.
         """
         unlike = [layer.explanation.unlike for layer in self.layers if not layer.explanation.blank]
         if not unlike or not all(unlike):
@@ -161,12 +167,12 @@ class CheckpointVerdict:
 
     @property
     def _rest(self) -> str:
-        """The end of the verdict, about the exceptions, such as "; nvfp4-te made 2 layers"; "" if nothing is known."""
+        """The end of the sentence, about the exceptions, such as "; nvfp4-te made 2 layers"; "" if nothing is known."""
         known = Counter(_summary(layer.explanation) for layer in self.exceptions)
         return "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
 
     def _without_recipe(self) -> str:
-        """Return the sentence for a checkpoint of which no recipe explains a layer."""
+        """Return the sentence for a format of which no recipe or rule explains a layer."""
         counts = Counter(layer.explanation.cause for layer in self.layers)
         total, unknown = len(self.layers), counts.pop(None, 0)
         if not counts:
@@ -187,8 +193,9 @@ class CheckpointVerdict:
 
 
 def _summary(found: Explanation) -> str:
-    """Return the start of a clause about layers with an explanation, to be followed by their number; "" if there is no
-    explanation, or if it has a mishap.
+    """Return the start of a clause about layers with this explanation, such as "nvfp4-te made".
+
+    The caller appends the number of layers. Return "" if there is no recipe without a mishap and no known cause.
     """
     if found.mishap is None and found.recipes:
         return f"{either(found.recipes)} made"
@@ -196,7 +203,7 @@ def _summary(found: Explanation) -> str:
 
 
 def _shortened(names: Sequence[str]) -> str:
-    """Return names as text. Of more than MAX_NAMES names, only the first MAX_NAMES are given, and their number."""
+    """Return names as text. If there are more than MAX_NAMES, the text ends with the number of the names left out."""
     more = f" and {len(names) - MAX_NAMES:,} more" if len(names) > MAX_NAMES else ""
     return ", ".join(names[:MAX_NAMES]) + more
 
@@ -207,15 +214,18 @@ def _layers(count: int) -> str:
 
 
 def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -> CheckpointVerdict:
-    """Explain every layer, and say what made most of them.
+    """Explain every layer, and return a verdict that says what made most of them.
 
-    Layers are taken one at a time, so an iterator that reads them holds only one in memory. After MAX_FAILURES
-    unexplained layers in a row, faults without a name (see explain) are not searched until a layer is explained. The
-    checkpoint's mishap is the one that most explained layers have, not counting all-zero layers. Its recipes are those
-    that explain the most layers with this mishap. Layers of several formats have one verdict per format.
+    If layers have several formats, there is one verdict per format. Its mishap is the one that most explained layers
+    have, not counting all-zero layers. Its recipes are those that explain the most layers with this mishap. After
+    MAX_FAILURES unexplained layers in a row, faults without a name (see explain) are not searched until a layer is
+    explained.
 
-    unpaired: names of quantized layers that have no counterpart in the source.
-    Raises what explain raises, before the next layer is requested.
+    layers: the layers with their sources. One layer is requested at a time, so that an iterator that reads files needs
+        the memory of one layer.
+    unpaired: the names of quantized layers that have no counterpart in the source, for the verdict.
+
+    Raises ValueError or TypeError as explain does.
     """
     found = tuple(_verdicts(layers))
     by_format: dict[str, list[LayerVerdict]] = {}
@@ -228,7 +238,7 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
 
 
 def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
-    """Return the verdict on layers of one format."""
+    """Return the verdict on layers of one format. It has no recipes and no mishap if none of them is explained."""
     found = tuple(layers)
     explained = [layer for layer in found if layer.explanation.explained and not layer.explanation.blank]
     explained = explained or [layer for layer in found if layer.explanation.explained]
@@ -243,13 +253,13 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
 
 
 def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """Return the names that the most entries hold, in the order in which they first occur."""
+    """Return the names that occur in the largest number of tuples, in the order in which they first occur."""
     counts = Counter(name for names in votes for name in names)
     return tuple(name for name, count in counts.items() if count == max(counts.values()))
 
 
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
-    """Yield the verdict on each layer. Faults without a name are not searched after MAX_FAILURES failures in a row."""
+    """Yield the verdict on each layer. After MAX_FAILURES failures in a row, faults without a name are not searched."""
     failed = 0
     for layer in layers:
         found = _explained(layer, unnamed=failed < MAX_FAILURES)
@@ -259,10 +269,10 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
 
 
 def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
-    """Explain one layer.
+    """Explain one layer with ``explain`` or ``explain_fp8``.
 
-    unnamed: whether to search for faults without a name. If they were not searched and nothing else explains the layer,
-        the sentence says so.
+    unnamed: True to search for faults without a name. If False and nothing explains the layer, the sentence of the
+        result says that they were not tried.
     """
     if isinstance(layer.parts, Fp8Layer):
         return explain_fp8(layer.parts, layer.source, layer.amaxes)

@@ -37,8 +37,11 @@ _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 @dataclass(frozen=True)
 class Origin:
-    """Name the rows of a source that a layer was made from: rows span[0] to span[1] of matrix ``expert`` of
-    ``weight``.
+    """Locate the rows of a source from which a layer was made.
+
+    weight: the weight of the source.
+    expert: the number of the matrix in the weight; 0 if it is no stack.
+    span: the range (first row, end row) of the matrix.
     """
 
     weight: Weight
@@ -46,7 +49,10 @@ class Origin:
     span: tuple[int, int]
 
     def values(self, readers: Readers) -> np.ndarray:
-        """Read the rows and return their values. Quantized ones are decoded; unquantized ones keep their dtype."""
+        """Read the rows and return their values (rows, columns).
+
+        Rows of a quantized weight are decoded; rows of an unquantized weight keep their dtype.
+        """
         parts = [values_of(self.weight, slab) for slab in slabs(readers, self.weight, self.expert, self.span)]
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
@@ -57,27 +63,30 @@ class Origin:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the tensors that hold the rows."""
+        """The names of the tensors that hold the weight."""
         return tuple(part.entry.name for part in self.weight.parts.values())
 
     def slab(self, readers: Readers, rows: slice) -> Slab:
-        """Read some of the rows, counted from the first row of the span, as one slab."""
+        """Read some of the rows as one Slab of stored parts.
+
+        rows: the range of rows, counted from the first row of ``span``.
+        """
         first = self.span[0]
         return next(
             slabs(readers, self.weight, self.expert, (first + rows.start, first + rows.stop), max_bytes=1 << 40)
         )
 
     def amax(self, readers: Readers) -> float:
-        """Return the amax of the rows, which are read slab by slab."""
+        """Return the amax of the finite values of the rows, which are read slab by slab (some rows at a time)."""
         found = slabs(readers, self.weight, self.expert, self.span)
         return max(float(amax_and_nonfinite(values_of(self.weight, slab))[0]) for slab in found)
 
 
 def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int], Origin]:
-    """Return (layer, expert) -> the rows of the model that this layer is made from, for all weights of a model.
+    """Return (layer name, expert number) -> rows of the model, for all layers that a conversion of it would write.
 
-    Layers are named as the container ``form`` names them. The expert is 0 unless the container stores stacks of
-    experts.
+    Layers are named and split as the container ``form`` needs. The expert number is 0 unless the container stores
+    stacks of experts.
     """
     found: dict[tuple[str, int], Origin] = {}
     config = model.config or {}
@@ -91,7 +100,7 @@ def origins(model: Source | Checkpoint, form: Container) -> dict[tuple[str, int]
 
 @dataclass(frozen=True)
 class TurnedOrigin(Origin):
-    """Name rows of a source of which a layer holds the transpose."""
+    """Locate the rows of a source whose transpose a layer holds."""
 
     def values(self, readers: Readers) -> np.ndarray:
         """Read the rows and return the transpose of their values."""
@@ -107,20 +116,20 @@ class TurnedOrigin(Origin):
 def identify_checkpoint(
     destination: str | Path, source: str | Path, progress: Progress | None = None, ignore: Iterable[str] = ()
 ) -> CheckpointVerdict:
-    """Say which recipe made each quantized layer of a checkpoint, given the model that it was made from.
+    """Say which recipe made each quantized layer of a checkpoint, given the model from which it was made.
 
-    Layers are read one at a time. Names of layers may differ as tools write them (see pair_names.py). A layer without
-    a counterpart in the source is named in the verdict.
+    Layers are read one at a time. The names of a layer in the checkpoint and in the source may differ in the ways that
+    tools rename layers (see pair_names.py). A layer without a counterpart in the source is named in the verdict.
 
     Args:
-        destination: model directory or GGUF file, in any known container.
+        destination: the quantized checkpoint: a model directory, GGUF file or safetensors file.
         source: the model with the original weights.
         progress: called with the number of bytes of stored layers read since the last call.
-        ignore: globs of tensors, config keys and metadata entries of the checkpoint to leave out although they are not
-            known.
+        ignore: globs of tensors, config keys and metadata entries of the checkpoint to leave out although fp4kit does
+            not know them.
 
     Returns:
-        A CheckpointVerdict.
+        A CheckpointVerdict with the recipes and mishaps that explain the layers.
 
     Raises:
         CheckpointError: nothing is quantized, no layer has a counterpart, or a model holds something unknown beside its
@@ -146,7 +155,7 @@ def identify_checkpoint(
 
 
 def _nothing_matches(weights: list[Weight], destination: str | Path, source: str | Path) -> str:
-    """Return the message for a checkpoint without a layer that has the name of a weight of the source."""
+    """Return the error message for a checkpoint of which no quantized layer has a counterpart in the source."""
     in_gguf, from_gguf = any(w.container and w.container.in_blocks for w in weights), str(source).endswith(".gguf")
     start = f"{destination}: no quantized layer has the name of a weight of {source}; "
     if in_gguf and not from_gguf:
@@ -166,10 +175,11 @@ class Counterparts:
         self._exact, self._by_key = _origins_by_name(source)
 
     def of(self, weight: Weight, expert: int, name: str | None = None) -> Origin | None:
-        """Return the rows of the source from which an expert of a weight was made, or None if the source has no such
-        rows.
+        """Return the rows of the source from which a matrix of a weight was made, or None if the source has none.
 
-        name: the layer to look up instead of the weight's own.
+        weight: the weight of the checkpoint.
+        expert: the number of the matrix in a stack of experts; 0 for a single layer.
+        name: the layer name to look up in place of the weight's own name.
         """
         wanted = name or weight.name
         if (found := self._exact.get((wanted, expert))) is not None:
@@ -178,7 +188,10 @@ class Counterparts:
         return self._by_key.get(key) or self._part_of_kv_b(weight, expert)
 
     def _part_of_kv_b(self, weight: Weight, head: int) -> Origin | None:
-        """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out, or None."""
+        """Return the rows of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out.
+
+        Return None for all other weights, or if the source lacks kv_b_proj or the sizes of its heads.
+        """
         name = kv_b_name(weight.name)
         whole = self._by_key.get(name) if name else None
         nope, value = (self._config.get(key) for key in ("qk_nope_head_dim", "v_head_dim"))
@@ -218,12 +231,15 @@ class _Pairs:
                     yield lambda w=weight, e=expert, o=origin: self._pair(w, e, o)  # type: ignore[misc]
 
     def unpaired(self) -> Iterator[str]:
-        """Yield the names of quantized layers that have no counterpart in the source."""
+        """Yield the names of the quantized layers that have no counterpart in the source."""
         for weight in self.weights:
             yield from (_name(weight, e) for e in range(weight.experts) if self._origin(weight, e) is None)
 
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
-        """Read one layer, its source, and what else is needed to explain it."""
+        """Read one layer and its source, and return them with the further facts that explain it.
+
+        origin: the rows of the source from which the layer was made.
+        """
         parent, leaf = fused_layers.split_module(weight.name)
         partner = (
             self._origin(weight, expert, fused_layers.join_module(parent, _HALVES[leaf])) if leaf in _HALVES else None
@@ -237,8 +253,9 @@ class _Pairs:
         return LayerPair(name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, amaxes)
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
-        """Return the numbers of heads that the configs give for a layer, by the last part of its name; empty if it is
-        not q or k.
+        """Return the possible numbers of heads of a layer according to the config; () if the layer is not q or k.
+
+        leaf: the last part of the layer's name, such as "q_proj".
         """
         text = self.config.get("text_config")
         sections = (self.config, text if isinstance(text, dict) else {})
@@ -246,10 +263,10 @@ class _Pairs:
         return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
 
     def _amaxes(self, weight: Weight, expert: int) -> tuple[float, ...]:
-        """Return the amaxes of the layers that may share a tensor scale with the layer.
+        """Return the amaxes of the groups of layers that may share a tensor scale with the layer; () if there are none.
 
-        These are the largest amax of the layers that loaders fuse with it, and that of all experts if they share one
-        scalar.
+        There are two such groups: the layers that loaders fuse with it, and all experts of its stack if the stack
+        stores a single tensor scale.
         """
         found: tuple[float, ...] = ()
         if (name := self.groups.get(weight.name)) is not None:
@@ -261,21 +278,22 @@ class _Pairs:
         return found
 
     def _largest(self, key: tuple[str, int], members: list[Origin]) -> tuple[float, ...]:
-        """Return the largest amax of some rows as a tuple of one number. It is computed once per key."""
+        """Return the largest amax of ``members``, computed once per ``key``, as a tuple of one number."""
         if key not in self.amaxes:
             self.amaxes[key] = (max(origin.amax(self.readers) for origin in members),)
         return self.amaxes[key]
 
 
 def _name(weight: Weight, expert: int) -> str:
-    """Return the name of a layer, with the number of the expert if the weight is a stack."""
+    """Return the name of a layer, with the number of the expert in brackets if the weight is a stack."""
     return weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
 
 
 def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dict[str, Origin]]:
-    """Return the matrices of a source by (name of the weight, expert), and by the keys of pair_names.keys_of.
+    """Return two dicts with the matrices of a source.
 
-    A key that two matrices have is left out of the second.
+    The first maps (weight name, expert number) to matrices. The second maps the keys of pair_names.keys_of to matrices,
+    without the keys that two matrices have.
     """
     exact: dict[tuple[str, int], Origin] = {}
     found: dict[str, Origin] = {}
@@ -291,10 +309,12 @@ def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dic
 
 
 def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer | Fp8Layer:
-    """Read one layer of a weight, and return it with linear scales and the low nibble first.
+    """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first.
 
-    If its block scales have a shape that the container does not allow, or its tensor scale is missing, the parts are
-    returned as the file stores them.
+    If its block scales have a shape that the container does not allow, or if its tensor scale is missing, the parts are
+    returned as the file stores them, so that ``explain`` can find the fault.
+
+    expert: the number of the matrix in a stack of experts; 0 for a single layer.
     """
     form = weight.container
     assert form is not None
@@ -314,7 +334,7 @@ def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer |
 
 
 def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
-    """Read one layer of FP8 codes under float scales or scales of 128x128 blocks."""
+    """Read one layer of FP8 codes with one scale per tensor, per row or per 128x128 block."""
     form = weight.container
     assert form is not None
     slab = next(slabs(readers, weight, expert, max_bytes=1 << 40))
@@ -326,10 +346,12 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
 
 
 def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
-    """Read the part of a tensor that belongs to one expert of a stack.
+    """Read the elements of a tensor that belong to one expert of a stack whose shapes are damaged.
 
-    This is the expert's matrix if the first axis counts the experts, else an equal share of the bytes. A tensor that
-    cannot be divided evenly, or belongs to a single layer, is returned whole.
+    If the first axis counts the experts, this is the matrix of the expert. Otherwise it is an equal share of the
+    elements. A tensor that cannot be divided evenly, or that belongs to a single layer, is returned whole.
+
+    part: the tensor of codes or block scales.
     """
     experts, shape = weight.experts, part.entry.shape
     if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:
@@ -339,16 +361,19 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 
 
 def _any_recipe(form: Container) -> Recipe:
-    """Return some recipe whose format the container stores. It stands for the format only.
+    """Return a recipe with the element format, scale format and block size of a container, to stand for this format.
 
-    If no recipe of the table has the container's groups, the result is a variant that has.
+    If no recipe of the table has this block size, the result is a variant of a recipe with this block size.
     """
     found = next((recipe for recipe in RECIPES.values() if form.stores(recipe)), None)
     return found or next(variant for variant in _variants(form) if form.stores(variant))
 
 
 def _variants(form: Container) -> Iterator[Recipe]:
-    """Yield the recipes of the container's element and scale formats, with its blocks, where that is possible."""
+    """Yield the recipes with the container's element and scale formats, changed to have its block size.
+
+    Recipes that do not allow this block size are left out.
+    """
     for recipe in RECIPES.values():
         if (recipe.element, recipe.scale) == (form.element, form.scale):
             with suppress(ValueError):  # the recipe does not allow such blocks

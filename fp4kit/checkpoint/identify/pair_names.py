@@ -24,9 +24,10 @@ _KV_B = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
 
 
 def canonical(module: str) -> str:
-    """Return the name of a module without wrappers, with gate_proj, down_proj and up_proj as names of experts' layers.
+    """Return a module's name in a form that does not depend on the tool that wrote it, as a key for matching.
 
-    The name of an expert is "PARENT.mlp.experts.NUMBER.LEAF".
+    Parts that wrappers add, such as _orig_mod, are removed. The layers of experts are named
+    "PARENT.mlp.experts.NUMBER.LEAF", with gate_proj, down_proj and up_proj in place of w1, w2 and w3.
     """
     parts = [part for part in module.split(".") if part not in _WRAPPERS]
     if "experts" in parts[:-1]:
@@ -36,20 +37,25 @@ def canonical(module: str) -> str:
 
 
 def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
-    """Return a weight from which all gate rows are read before all up rows.
+    """Return a weight that reads all gate rows before all up rows.
 
-    If gate and up rows of a stack alternate, as in gpt-oss, the result reorders them on reading. Any other weight is
-    returned unchanged.
+    If gate and up rows of a gate_up stack alternate, as in gpt-oss, the result is a copy that reorders rows on reading.
+    Any other weight is returned unchanged.
+
+    config: the content of config.json, which tells whether rows alternate.
     """
     alternates = len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
     return replace(weight, order=HeadOrder(weight.shape[-2], False)) if alternates else weight
 
 
 def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[tuple[str, Weight, tuple[int, int]]]:
-    """Yield (key, weight, rows) for each matrix that one expert of a weight holds.
+    """Yield (key, weight to read, range of rows) for each matrix by which one expert of a weight may be looked up.
 
-    A gate_up stack yields the whole matrix, and its halves gate and up. The weight that is yielded with a half reads
-    gate rows first.
+    The key is a canonical name. A gate_up stack yields the whole matrix, then its halves gate and up. The weight that
+    comes with a half is that of gate_first. Any other weight yields one matrix.
+
+    expert: the number of the expert; 0 for a single layer.
+    config: the content of config.json.
     """
     rows = weight.shape[-2]
     name = weight.name if len(weight.shape) == 2 else expert_name(weight.name, expert)
@@ -63,15 +69,24 @@ def keys_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator[
 
 
 def kv_b_name(module: str) -> str | None:
-    """Return the name of the kv_b_proj layer that mlx-lm made the stack ``module`` from; None for any other layer."""
+    """Return the name of the kv_b_proj layer from which mlx-lm made the stack ``module``.
+
+    Return None if the module is not embed_q or unembed_out.
+    """
     parent, leaf = split_module(module)
     return canonical(join_module(parent, _KV_B[leaf])) if leaf in _KV_B else None
 
 
 def kv_b_rows(leaf: str, rows: int, head: int, nope: int, expert: int) -> tuple[int, int]:
-    """Return the rows of kv_b_proj that one matrix of embed_q (the first ``nope`` of a head) or unembed_out holds.
+    """Return the range (first row, end row) of kv_b_proj from which mlx-lm made one head of embed_q or unembed_out.
 
-    rows: the number of rows of the matrix in kv_b_proj. head: the number of rows of a head. expert: the head.
+    Each head of kv_b_proj has ``head`` rows: ``nope`` rows for embed_q, then the rows for unembed_out.
+
+    leaf: "embed_q" or "unembed_out".
+    rows: the number of rows of the range.
+    head: the number of rows per head in kv_b_proj.
+    nope: the number of rows per head that belong to embed_q.
+    expert: the number of the head.
     """
     first = expert * head + (0 if leaf == "embed_q" else nope)
     return first, first + rows

@@ -28,18 +28,22 @@ from fp4kit.ops.identify import candidates_of
 
 MAX_ROWS = 1 << 15  # layers with more rows are not searched, because all pairs of rows are compared
 MAX_BLOCKS = 1 << 18  # in layers with more blocks, blocks are searched within their rows only
-SIGN_COLUMNS = 256  # number of columns by whose signs rows are told apart
+SIGN_COLUMNS = 256  # number of columns whose signs identify a row
 ROWS_PER_STEP = 64  # number of rows whose source rows are searched at a time
-FIRST_PROBES = 8  # number of rows to try first: if the source is another model, this fails at once
-SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # value that stands for a signed zero, so that its sign counts a little
+FIRST_PROBES = 8  # number of rows to try first; a source that is a different model is rejected after these
+SIGNED_ZERO_WEIGHT = np.float32(2.0**-6)  # added with its sign to each decoded value, so that signs of zeros count
 
 # ---- rows
 
 
 def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layout, CodeOrder]]:
-    """Yield (layout, order of codes) for which every stored row has the signs of another row of the source.
+    """Yield (layout, order of codes) for each order of codes in which the stored rows are permuted source rows.
 
-    The source row may be any row of the source, or of the other half of a gated pair.
+    A stored row is matched with the source row that has its signs and is most like it. The source row may be any row of
+    the source, or of the other half of a gated pair. Yield nothing if a row has no match, if two rows have the same
+    match, or if the rows are in place.
+
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     rows, height = plain.shape
     pair = evidence.other is not None and evidence.other.shape == evidence.x.shape
@@ -64,17 +68,21 @@ def permuted_rows(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Layo
 def _nearest_sources(
     evidence: LayerEvidence, plain: Layout, order: CodeOrder, rows: np.ndarray, values: np.ndarray
 ) -> np.ndarray:
-    """Return for each stored row the number of the source row that is most like it, among those with its signs.
+    """Return, for each stored row, the number of the source row that is most like it among those with its signs.
 
-    The result is -1 for a row whose signs no source row has. For a row whose codes are all zero it is -2 - n, with n
-    the nearest source row.
+    The result is -1 for a stored row whose signs no source row has. It is -2 - n for a stored row whose codes are all
+    zero, with n the most similar source row.
+
+    order: the order of codes within bytes.
+    rows: the numbers of the stored rows.
+    values: the source rows, each divided by its largest magnitude, restricted to the first columns.
     """
     element, columns = evidence.layer.recipe.element, slice(0, values.shape[1])
     codes = order.undo(plain.reading.read(evidence.layer, rows, columns))
     decoded = np.nan_to_num(element.values[codes], posinf=0, neginf=0)
     signs = np.sign(decoded)
     decoded += np.copysign(SIGNED_ZERO_WEIGHT, decoded)
-    # signs that agree minus signs that differ
+    # number of signs that agree, minus number of signs that differ
     agree = signs @ np.where(np.signbit(values), np.float32(-1), np.float32(1)).T
     size = np.count_nonzero(signs, axis=1)
     likeness = decoded @ (values / np.maximum(np.linalg.norm(values, axis=1, keepdims=True), FLT_MIN)).T
@@ -84,10 +92,12 @@ def _nearest_sources(
 
 
 def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
-    """Assign to each all-zero row the nearest source row that is not yet used, or else any unused row.
+    """Assign a source row to each all-zero stored row: the most similar one if it is unused, otherwise any unused one.
 
-    index: the result of _nearest_sources. Return the complete index, or None if a row found no source row or two rows
-        found the same one.
+    Return the source row of every stored row. Return None if a row has no source row or two rows have the same one.
+
+    index: the result of _nearest_sources for all stored rows.
+    rows: the number of rows of the source.
     """
     assigned = index[index >= 0]
     if (index == -1).any() or len(np.unique(assigned)) != len(assigned):
@@ -106,9 +116,10 @@ def _assign_zero_rows(index: np.ndarray, rows: int) -> np.ndarray | None:
 
 
 def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | None:
-    """Return the name of the mishap if the block scales are those of the hypothesis, but in other places, else None.
+    """Return the name of the mishap if the stored block scales are a permutation of those that a hypothesis predicts.
 
-    All codes and the tensor scale must be as the hypothesis says.
+    Return None if they are not, or if a code or the tensor scale differs from the prediction. The name says whether
+    scales only moved within their rows.
     """
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     stored = _linear_scales(evidence, layout)
@@ -128,7 +139,10 @@ def permuted_scales(evidence: LayerEvidence, hypothesis: Hypothesis) -> str | No
 
 
 def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None:
-    """Return the block scales (N, B), read in the declared layout, or None if their number does not fit it."""
+    """Return the stored block scales as (N, B), read in the declared layout.
+
+    Return None if their number does not fit this layout.
+    """
     layer = evidence.layer
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     first = next(iter(scale_orders(layer.block_scale, layer.scale_layout, shape)), None)
@@ -136,9 +150,11 @@ def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None
 
 
 def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hypothesis, str]]:
-    """Yield (hypothesis, name of the mishap) if a recipe gives every block, codes and scale, but in another place.
+    """Yield (hypothesis, name of the mishap) for each recipe and amax whose blocks are the stored blocks, permuted.
 
-    The place may be anywhere in its row or, in a small layer, anywhere in the layer.
+    A block is its codes and its scale. Blocks may have moved within their rows or, in a small layer, anywhere.
+
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     scales = _linear_scales(evidence, plain)
     if scales is None or not scales.size:
@@ -161,10 +177,11 @@ def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hy
 def _same_blocks(
     evidence: LayerEvidence, hypothesis: Hypothesis, stored: np.ndarray, parts: Iterable[np.ndarray], in_rows: bool
 ) -> bool:
-    """Return whether the stored blocks are those that the hypothesis expects, in any order.
+    """Return whether the stored blocks are a permutation of the blocks that a hypothesis predicts.
 
-    in_rows: True if blocks may change places only within their row, False if anywhere within one of ``parts`` (arrays
-        of row numbers).
+    stored: the stored block scales (N, B).
+    parts: arrays of row numbers, which are compared one after another.
+    in_rows: True if blocks may move only within their row, False if they may move within an array of ``parts``.
     """
     layout, everywhere = hypothesis.layout, slice(0, hypothesis.layout.shape[1])
     for rows in parts:
@@ -181,7 +198,13 @@ def _same_blocks(
 
 
 def _hashes(codes: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return a uint64 hash of every block, (n, B): the sum of codes and scale times odd random weights, modulo 2^64."""
+    """Return a uint64 hash of every block, (n, B), so that blocks can be compared in any order.
+
+    The hash is the sum of codes and scale times odd random weights, modulo 2^64.
+
+    codes: the codes (n, K), one per byte.
+    scales: the block scales (n, B).
+    """
     blocks = codes.reshape(*scales.shape, -1)
     weights = np.random.default_rng(0).integers(1, 2**63, blocks.shape[-1] + 1, np.uint64) * np.uint64(2) + np.uint64(1)
     sums = scales * weights[-1]

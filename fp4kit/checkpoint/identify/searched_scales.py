@@ -16,10 +16,12 @@ from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple[Recipe, ...]:
-    """Return the recipes that give all codes of a layer when they quantize with its stored block scales and tensor
-    scale.
+    """Return the recipes that give all codes of a layer under its stored block scales and tensor scale.
 
-    The result is empty unless codes and scales lie in order. Recipes that search scales themselves are not tried.
+    Return () if there are none, or if codes or block scales are not in linear order. Recipes that search scales
+    themselves are not tried.
+
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     layer, scale = evidence.layer, evidence.layer.tensor_scale
     in_order = layer.scale_layout == "linear" and layer.block_scale.size * layer.recipe.block_size == evidence.x.size
@@ -39,9 +41,10 @@ def recipes_under_stored_scales(evidence: LayerEvidence, plain: Layout) -> tuple
 
 
 def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | None]:
-    """Yield the stored tensor scale, then those that candidate amaxes give, if they are within 2 ulp of it.
+    """Yield the tensor scales with which the codes may have been made: the stored one, then others within 2 ulp of it.
 
-    The stored scale may be off by as much if the file stores its reciprocal.
+    The others are those that the recipe computes from the candidate amaxes. The stored scale may be off by 2 ulp if the
+    file stores its reciprocal. Yield only None if no tensor scale is stored.
     """
     stored = evidence.layer.tensor_scale
     yield stored
@@ -56,8 +59,9 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
 def _codes_match(
     evidence: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
 ) -> bool:
-    """Return whether a recipe gives the codes of some rows when it quantizes with their stored block scales and
-    ``tensor_scale``.
+    """Return whether a recipe gives all codes of some stored rows under their block scales and ``tensor_scale``.
+
+    rows: the numbers of these rows.
     """
     codes = plain.reading.read(evidence.layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)

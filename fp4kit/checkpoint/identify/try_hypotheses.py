@@ -33,7 +33,7 @@ from fp4kit.recipes import RECIPES, Recipe
 SAMPLE = 1 << 16  # elements of the sample
 SAMPLE_COLUMNS = 1024  # columns of the sample
 SIGNS_AGREE = 0.99  # an order is selected if at least this share of nonzero codes has the sign of the source
-# the share of the sample that a hypothesis must explain in addition for each mishap, to be the nearest
+# A hypothesis with one more mishap is nearer only if it gives at least this much more of the sample's bytes.
 MISHAP_PENALTY = 0.05
 
 
@@ -41,11 +41,11 @@ MISHAP_PENALTY = 0.05
 class SampleVerdict:
     """Collect the hypotheses that fit a sample of a layer.
 
-    exact: hypotheses that give every byte of the sample.
-    nearest, score: the hypothesis with the highest score, and its score: the share of bytes, minus a penalty per
-        mishap.
-    codes_only: hypotheses that give all codes, although no order of block scales fits.
-    scales_only: hypotheses without a mishap that give all block scales and the tensor scale, but not all codes.
+    exact: the hypotheses that give every byte of the sample.
+    nearest: the hypothesis with the highest score; None before the first.
+    score: its score, which is the share of the sample's bytes that it gives, minus MISHAP_PENALTY per mishap.
+    codes_only: the hypotheses that give all codes, although no order of block scales fits.
+    scales_only: the hypotheses without a mishap that give all block scales and the tensor scale, but not all codes.
     """
 
     exact: list[Hypothesis] = field(default_factory=list)
@@ -55,10 +55,10 @@ class SampleVerdict:
     scales_only: list[Hypothesis] = field(default_factory=list)
 
     def add(self, hypothesis: Hypothesis, exact: bool, share: float) -> None:
-        """Record a hypothesis that gives ``share`` of the sample's bytes. It becomes the nearest if its score is the
-        highest.
+        """Record a hypothesis that was compared with the sample. It becomes ``nearest`` if its score is the highest.
 
-        exact: True if it gives all bytes.
+        exact: True if it gives every byte of the sample.
+        share: the share of the sample's bytes that it gives, from 0 to 1.
         """
         if exact:
             self.exact.append(hypothesis)
@@ -72,14 +72,21 @@ class SampleVerdict:
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """Hold the sample of a layer: the numbers of some stored rows, in whole blocks of rows, and the first columns."""
+    """Hold the place of a sample within a layer.
+
+    rows: the numbers of the stored rows, in whole blocks of rows.
+    columns: the range of columns, from 0.
+    """
 
     rows: np.ndarray
     columns: slice
 
 
 def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
-    """Return a sample of a layer of ``shape``: groups of rows, spread from the first rows to the last."""
+    """Return a sample of a layer of ``shape``: groups of rows, spread evenly from the first rows to the last.
+
+    r: a recipe of the layer's format, which determines the sizes of groups and blocks.
+    """
     height, width = lcm(32, *(c.block_rows for c in candidates_of(r))), lcm(64, r.block_size)
     columns = shape[1] if shape[1] <= max(SAMPLE_COLUMNS, width) else max(SAMPLE_COLUMNS // width, 1) * width
     groups = -(-shape[0] // height)
@@ -90,8 +97,10 @@ def sample_of(shape: tuple[int, int], r: Recipe) -> Sample:
 
 
 def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
-    """Yield all combinations of a way to read the codes with an order of rows. The right one comes first, if the shapes
-    agree.
+    """Yield a Layout for each combination of a way to read the codes and an order of rows.
+
+    If the layer has the shape of the source, the first layout reads codes as declared and has rows in place. Nothing is
+    yielded if no shape fits.
     """
     for reading in corruptions.readings(evidence.layer, evidence.x.shape):
         turned = reading.source_transposed
@@ -108,12 +117,18 @@ def layouts_of(evidence: LayerEvidence, r: Recipe) -> Iterator[Layout]:
 
 
 def same_rows(rows: int) -> CorruptedRows:
-    """Return the order in which rows stay in place."""
+    """Return the order of ``rows`` rows in which every row is in its place."""
     return CorruptedRows(None, np.arange(rows))
 
 
 def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
-    """Return the share of nonzero codes that have the sign of their source value, or 1 if all codes are zero."""
+    """Return the share of nonzero codes that have the sign of their source value, or 1 if all codes are zero.
+
+    Codes whose source value is NaN are not counted.
+
+    codes: codes in the format of ``r``, one per byte.
+    values: the source values, in the shape of ``codes``.
+    """
     sign = np.uint8(r.element.sign_bit)
     counted = (codes & ~sign != 0) & ~np.isnan(values)
     wrong = ((codes & sign != 0) != np.signbit(values)) & counted
@@ -121,7 +136,7 @@ def sign_agreement(codes: np.ndarray, values: np.ndarray, r: Recipe) -> float:
 
 
 def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
-    """Return the share of nonzero codes of a sample that have the sign of the source, read in ``layout``."""
+    """Return the share of nonzero codes that have the sign of the source, for a sample that is read in ``layout``."""
     sample = sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
     values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
@@ -129,7 +144,11 @@ def signs_agree(evidence: LayerEvidence, layout: Layout) -> float:
 
 
 def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
-    """Return the orders of codes in which the signs of a sample agree with the source, read in ``layout``."""
+    """Read a sample of the layer in ``layout``, and return the orders of codes whose signs agree with the source.
+
+    Signs agree if the share of nonzero codes with the sign of the source is at least SIGNS_AGREE. Return [] if there is
+    no such order.
+    """
     r, sample = evidence.layer.recipe, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(evidence.layer, sample.rows, sample.columns)
     values = evidence.values(layout.rows.source[sample.rows], sample.columns, layout.reading.source_transposed)
@@ -138,9 +157,10 @@ def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
 
 
 def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
-    """Compare the sample with every recipe, amax, order of codes and order of block scales, in one layout.
+    """Compare a sample with every combination of recipe, amax, order of codes and order of block scales, in one layout.
 
-    The results are recorded in ``trial``.
+    orders: the orders of codes to try.
+    trial: where the results are recorded.
     """
     layer, sample = evidence.layer, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(layer, sample.rows, sample.columns)
@@ -155,9 +175,11 @@ def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrd
 
 
 def recipes_of(own: Recipe) -> Iterator[Recipe]:
-    """Yield the recipes that may have made a layer: the table's in its format, and auto-round's search for MXFP8.
+    """Yield the recipes that may have made a layer: all recipes of its format, and for MXFP8 one that is not listed.
 
-    auto-round searches scales by default (iters=0) in MXFP8 as in MXFP4.
+    The latter has the scale search that auto-round uses by default (iters=0) for MXFP4 and MXFP8.
+
+    own: a recipe of the layer's format.
     """
     yield from candidates_of(own)
     like = RECIPES["mxfp8-auto-round"]
@@ -166,16 +188,22 @@ def recipes_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
-    """Return whether the blocks of rows lie where quantize puts them when it is given the rows of ``layout``.
+    """Return whether quantizing the rows of ``layout`` together gives the blocks of rows that each source has alone.
 
-    They do not if the first half of a gated pair ends within a block, because this shifts the blocks of the second
-    half.
+    It does not if rows of both halves of a gated pair occur and the first half ends within a block, because then the
+    blocks of the second half are shifted.
+
+    rows: the number of rows of one half.
+    height: the number of rows per block.
     """
     return not rows % height or bool((layout.rows.source < rows).all())
 
 
 def _sampled_scales(layer: StoredLayer, layout: Layout, sample: Sample) -> Iterator[tuple]:
-    """Yield (mishap, scales of the sample) for each order of block scales. A scale that the file lacks is -1."""
+    """Yield (name of the mishap or None, scales of the sample as int16) for each order of block scales.
+
+    A scale that the file lacks is -1.
+    """
     blocks = slice(0, sample.columns.stop // layer.recipe.block_size)
     for mishap, values, present in stored_scales(layer, layout):
         found = values[sample.rows, blocks].astype(np.int16)
@@ -191,10 +219,12 @@ def _compare(
     scales: list,
     trial: SampleVerdict,
 ) -> None:
-    """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and of block
-    scales.
+    """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and block scales.
 
-    The results are recorded in ``trial``.
+    recipe_amax: the recipe and the tensor amax.
+    codes: (order, stored codes of the sample in this order) per order of codes.
+    scales: (name of the mishap or None, stored scales of the sample) per order of block scales.
+    trial: where the results are recorded.
     """
     made_codes, made_scales, scale = expected_parts(evidence, layout, sample.rows, sample.columns, recipe_amax)
     tensor = tensor_mishap(evidence, scale, recipe_amax, sample.rows)
@@ -218,7 +248,9 @@ def _compare(
 def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
     """Return the hypotheses that give every byte of the whole layer, and the count of its bytes.
 
-    Only those with the fewest mishaps are returned. The list is empty if no hypothesis gives every byte.
+    Only hypotheses with the fewest mishaps are returned. Return ([], MatchCount()) if none gives every byte.
+
+    hypotheses: those that give every byte of a sample.
     """
     found: list[Hypothesis] = []
     tally = MatchCount()
