@@ -1,7 +1,8 @@
 """Run calls in this process, in worker threads or processes, or through any concurrent.futures executor.
 
-A cluster is used through such an executor, from dask.distributed or mpi4py.futures. Its workers need the same version
-of fp4kit, and must see the source and the destination under the same paths as this process.
+A call is a function with its arguments. A cluster is used through an executor of dask.distributed or mpi4py.futures.
+Its workers need the version of fp4kit that this process has, and must see the source and the destination under the
+paths that this process uses.
 """
 
 from __future__ import annotations
@@ -38,17 +39,21 @@ from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
 Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
-# The number of calls to submit at a time if the number of workers is unknown: more than clusters have workers.
+# The number of calls to submit at a time if the number of workers is unknown. It exceeds that of a cluster's workers.
 MAX_PENDING = 1024
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _SECONDS = 30  # timeout for the dask scheduler, and for its first worker
 
 
 def start_devices(devices: Sequence[int], user_executor: Executor | None) -> None:
-    """Initialize CUDA on the given devices of this machine before a run needs them. This takes about a second.
+    """Initialize CUDA on devices of this machine before a run needs them. This takes about a second.
 
-    Does nothing if the user gave an executor (``user_executor``), because its workers may be on other machines.
-    Raises CheckpointError if this machine lacks one of the devices.
+    Does nothing if the user gave an executor, because its workers may be on other machines.
+
+    devices: the numbers of the CUDA devices; may be empty.
+    user_executor: an executor that the user gave, or None.
+
+    Raises CheckpointError if CUDA cannot be used or this machine lacks one of the devices.
     """
     if not devices or user_executor is not None:
         return
@@ -66,16 +71,17 @@ def start_devices(devices: Sequence[int], user_executor: Executor | None) -> Non
 
 @contextmanager
 def executor_of(user_executor: Executor | None, workers: int, by_threads: bool = False) -> Iterator[Executor | None]:
-    """Yield the executor for a run, for ``run_all``; None stands for running in this process.
+    """Yield the executor for a run, to be passed to ``run_all``. None stands for running in this process.
 
-    Yields ``user_executor`` if it is not None, and leaves it open. Otherwise yields None for one worker, and a pool of
-    threads or processes for several. The pool ends with the with statement. If the run fails or is stopped, or if this
-    process is killed, the pool's worker processes end at once.
+    The result is ``user_executor`` if it is not None, and it is left open. Otherwise, the result is None for one
+    worker, and a pool of threads or processes for several. The pool ends with the with statement. If the run fails or
+    is stopped, or if this process is killed, the pool's worker processes end at once.
 
     user_executor: an executor that the user gave, or None.
-    by_threads: True for a pool of threads. They can work in parallel if a GPU or the compiled engine does the work,
-        because both release Python's interpreter lock: one thread reads while another computes and a third writes.
-        Each thread uses one thread of the compiled engine.
+    workers: the number of workers of the pool.
+    by_threads: True for a pool of threads, False for processes. Threads work in parallel if a GPU or the compiled
+        engine does the work, because both release Python's interpreter lock. Each thread uses one thread of the
+        compiled engine.
     """
     if user_executor is not None or workers == 1:
         yield user_executor
@@ -101,7 +107,10 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
 
 
 class _Processes(ProcessPoolExecutor):
-    """Mark the process pools of executor_of, which kills their worker processes if a run fails (see run_all)."""
+    """Mark a process pool of ``executor_of``, so that ``run_all`` does not wait for its calls if a run fails.
+
+    ``executor_of`` then kills the worker processes.
+    """
 
 
 class _Context(multiprocessing.context.SpawnContext):
@@ -114,21 +123,21 @@ class _Context(multiprocessing.context.SpawnContext):
         self.started: list[_Worker] = []
 
     def Process(self, *arguments: Any, **options: Any) -> _Worker:  # type: ignore[override]
-        """Create a worker process, add it to ``started`` and return it. The pool calls this and starts it."""
+        """Create a worker process, add it to ``started`` and return it. The pool calls this, and starts the process."""
         self.started.append(_Worker(*arguments, **options))
         return self.started[-1]
 
 
 class _Worker(multiprocessing.context.SpawnProcess):
-    """Run a single-threaded worker process that ignores Ctrl-C, even while it starts.
+    """Represent a single-threaded worker process that ignores Ctrl-C, even while it starts.
 
     The parent process handles Ctrl-C and stops its workers.
     """
 
     def start(self) -> None:
-        """Start the process with one thread per numerical library and with SIGINT (Ctrl-C) blocked.
+        """Start the process, with one thread per numerical library and with SIGINT (Ctrl-C) blocked.
 
-        The worker inherits both settings from this process, which has them only while the worker starts.
+        The worker inherits both settings from this process. They are set here only while the worker starts.
         """
         before = {name: os.environ.get(name) for name in _ONE_THREAD}
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -144,13 +153,13 @@ class _Worker(multiprocessing.context.SpawnProcess):
 
 
 def _initialize_worker() -> None:
-    """Initialize a worker process: ignore Ctrl-C, and exit as soon as the parent process ends, for whatever reason."""
+    """Prepare a worker process: ignore Ctrl-C, and exit as soon as the parent process ends, for whatever reason."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
 
 
 def _end_with_parent() -> None:
-    """Wait until the parent process ends, then exit this process."""
+    """Wait until the parent process ends, then exit this worker process. It runs in a thread of the worker."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -160,16 +169,18 @@ def _end_with_parent() -> None:
 def run_all(
     executor: Executor | None, queue: deque[Call[T]], max_pending: int = MAX_PENDING
 ) -> Generator[T, None, None]:
-    """Run the calls in a queue, and yield their results in the order in which they finish.
+    """Run the calls in a queue, and yield their results in the order in which the calls finish.
 
-    Calls are taken from the left of the queue. The caller may add calls between results.
+    Calls are taken from the left of the queue. The caller may add calls between two results.
 
-    After an error, or if the caller stops iterating, calls that have not started are cancelled. This generator then
-    waits for the running calls, so that nothing is written after it ends. With the process pool of executor_of, it
-    does not wait, because executor_of kills the processes.
+    After an error, or if the caller stops iterating, calls that have not started are cancelled. The generator then
+    waits for the running calls, so that nothing is written after it ends. It does not wait for a process pool of
+    ``executor_of``, which kills its processes.
 
     executor: where to run the calls; None for this process.
-    max_pending: how many calls are submitted to the executor at a time.
+    queue: the calls, as (function, arguments).
+    max_pending: the largest number of calls that the executor has at a time, running or waiting.
+
     Raises ChildProcessError if a worker died, and any exception that a call raises.
     """
     if executor is None:
@@ -190,25 +201,27 @@ def run_all(
                 result = future.result()
             yield result
     finally:
-        # Wait only for futures that could not be cancelled: dask may never report the end of a cancelled one.
+        # Wait only for futures that could not be cancelled. dask may never report the end of a cancelled future.
         begun = [future for future in pending if not future.cancel()]
         if not isinstance(executor, _Processes):
             wait(begun)
 
 
 def pending_limit(user_executor: Executor | None, workers: int) -> int:
-    """Return ``max_pending`` of run_all for the executor of executor_of: one running and one waiting call per worker.
+    """Return the argument ``max_pending`` of ``run_all`` for an executor of ``executor_of``.
 
-    With so few waiting calls, calls that are added later start soon. For the user's executor, whose number of workers
-    is unknown, return MAX_PENDING.
+    It is one running and one waiting call per worker. With so few waiting calls, calls that are added later start soon.
+    If the user gave an executor, whose number of workers is unknown, it is MAX_PENDING.
+
+    user_executor, workers: as for ``executor_of``.
     """
     return MAX_PENDING if user_executor is not None else 2 * workers
 
 
 def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
-    """Submit a call to the executor, and return its future. The future is put into ``finished`` when it is done.
+    """Submit a call to the executor and return its future. The future is put into ``finished`` when it is done.
 
-    run: a text that is unique to this run (see run_all).
+    run: text that is unique to this run, so that dask does not reuse the result of an equal call of an earlier run.
     """
     function, arguments = call
     with _worker_death_as_error():
@@ -218,10 +231,13 @@ def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[F
 
 
 def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple[Any, ...]) -> T:
-    """Run one call in a worker, and return its result.
+    """Run one call in a worker and return its result.
 
-    version: the version of fp4kit in the main process. If the worker has another, raises CheckpointError.
-    run: a text that makes the call unique (see run_all); unused here.
+    version: the version of fp4kit in the main process.
+    run: text that makes the call unique to dask (see _submit); not used here.
+    function, call: the function and its arguments.
+
+    Raises CheckpointError if the worker has a version of fp4kit other than ``version``.
     """
     if version != __version__:
         raise CheckpointError(
@@ -232,7 +248,10 @@ def _run_checked(version: str, run: str, function: Callable[..., T], call: tuple
 
 @contextmanager
 def _worker_death_as_error() -> Iterator[None]:
-    """Turn any exception that means that a worker process died into ChildProcessError, within a with statement."""
+    """Raise ChildProcessError, with advice, in place of an exception that means that a worker process died.
+
+    This applies to the body of the with statement. All other exceptions are raised unchanged.
+    """
     try:
         yield
     except Exception as error:
@@ -245,8 +264,8 @@ def _worker_death_as_error() -> Iterator[None]:
 def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
     """Yield an executor that runs calls on the machines of a cluster, or None if there is no cluster.
 
-    If ``scheduler`` is the address of a dask scheduler, yields dask's executor. If it is None, yields MPI's executor
-    when this process was started by mpi4py.futures, and None otherwise.
+    scheduler: the address of a dask scheduler, such as tcp://host:8786, for dask's executor. If it is None, the result
+        is MPI's executor if this process was started by mpi4py.futures, otherwise None.
     """
     if scheduler is not None:
         with dask_executor(scheduler) as executor:
@@ -262,7 +281,8 @@ def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
 def dask_executor(address: str) -> Iterator[Executor]:
     """Yield an executor of dask.distributed for the scheduler at ``address``, such as tcp://host:8786.
 
-    Raises CheckpointError if dask.distributed is not installed, or if no scheduler or no worker answers.
+    Raises CheckpointError if dask.distributed is not installed, if the scheduler does not answer, or if it has no
+    workers.
     """
     try:
         from distributed import Client

@@ -1,9 +1,9 @@
 """Find and remove leftovers: a lock and a journal that a killed run did not remove from a finished result.
 
-A run gives its result the final name first, and removes its lock and journal afterwards. If it is killed in between,
-these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. For a GGUF
-model, they are the partial directory beside it (see staging.py), which then contains nothing else. While a run is alive
-and holds the lock, its files are not leftovers.
+A run first renames its result to the destination, and then removes its lock and journal. If it is killed in between,
+these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. For a GGUF model,
+the leftover is the partial directory beside it (see staging.py), which then contains no other file. While a run is
+alive and holds the lock, its files are not leftovers.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # in the order in which a run removes th
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return the paths of the leftovers of a finished run: a lock, a journal or, for a file, its partial directory.
+    """Return the paths of a finished run's leftovers: its lock and journal or, for a GGUF model, its partial directory.
 
     Return () if there are none, or if a run is still writing to the destination.
+
+    destination: the directory that the run has written, or the destination of the GGUF model.
     """
     if destination.is_dir():
         is_ours = _is_finished(destination) and not staging.is_live(destination)
@@ -53,10 +55,12 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 
 
 def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return the results (job key -> Done) of the run that made a finished destination, if it was the run ``key``.
+    """Return what the jobs of a finished but killed run did: job key -> Done, from the journal among its leftovers.
 
-    They are read from the journal among the leftovers. Without a journal of the run ``key``, return None, because
-    another run may have made the destination.
+    Return None if there is no journal with this key, because a run with other options may have made the destination.
+
+    destination: the directory that the run has written, or the destination of the GGUF model.
+    key: the key of the run (see convert/journal.py).
     """
     for path in leftovers_of(destination):
         journal = path if path.name == staging.JOURNAL else path / staging.JOURNAL
@@ -68,7 +72,7 @@ def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | No
 
 
 def _is_finished(folder: Path) -> bool:
-    """Return whether a finished conversion wrote this directory, judged by whether it has a valid manifest."""
+    """Return whether a finished conversion wrote this directory: whether it contains a valid manifest."""
     try:
         return load_manifest(folder) is not None
     except CheckpointError:
@@ -76,9 +80,11 @@ def _is_finished(folder: Path) -> bool:
 
 
 def _is_own(path: Path) -> bool:
-    """Return whether a lock or journal was written by a run of fp4kit, so that it may be removed.
+    """Return whether a run of fp4kit wrote a lock or journal, so that the file may be removed.
 
-    A lock of fp4kit is empty, and a journal begins with a run's key. A link is never one of them.
+    A lock of fp4kit is empty, and a journal begins with a run's key. Return False for a link or a missing file.
+
+    path: a path with the name of a lock or journal.
     """
     if path.is_symlink() or not path.is_file():
         return False

@@ -15,7 +15,7 @@ from threading import Event, Lock, Thread
 
 from fp4kit.storage.safetensors_file import SafetensorsFile
 
-PIECE = 64 << 20  # bytes that one thread prefetches in order before it takes the next piece
+PIECE = 64 << 20  # bytes of a piece, the part of a file that one thread prefetches before it takes the next piece
 THREADS = 2  # number of prefetching threads
 STEP = 8 << 20  # bytes per request to the system
 WINDOW_DIVISOR = 8  # prefetch at most 1 / WINDOW_DIVISOR of the machine's memory ahead of the run
@@ -25,13 +25,13 @@ _LIMIT = Path("/sys/fs/cgroup/memory.max")  # the memory limit of a container
 class Prefetcher:
     """Prefetch files in order, in background threads, until the with statement ends.
 
-    The with statement returns a function, which the run must call with the number of bytes after each of its reads. By
-    it, the threads know how far the run is, and stay only a bounded distance ahead. Without posix_fadvise (macOS),
-    nothing is prefetched.
+    The with statement returns a function. The run must call it after each of its reads with the number of bytes read.
+    From these calls, the threads know the position of the run, and prefetch only a bounded distance ahead. Where
+    posix_fadvise does not exist (macOS), nothing is prefetched.
 
     files: the files, in the order in which the run reads them.
     total: the number of bytes that the run will read. It exceeds the size of the files if some are read twice.
-    progress: a function that is called with each number of bytes that the run reports.
+    progress: a function to report progress. It is called with each number of bytes that the run reports.
     """
 
     def __init__(self, files: Iterable[SafetensorsFile], total: int, progress: Callable[[int], None]) -> None:
@@ -59,15 +59,22 @@ class Prefetcher:
             thread.join()
 
     def _tick(self, count: int) -> None:
-        """Record that the run has read ``count`` more bytes. This is the function that the with statement returns."""
+        """Record that the run has read ``count`` more bytes, and report it to ``progress``.
+
+        The with statement returns this method.
+        """
         with self._lock:
             self._done += count
         self._progress(count)
 
     def _read(self) -> None:
-        """Prefetch pieces of files until none is left or the with statement ends. Each thread runs this."""
+        """Prefetch pieces of files until no piece is left or the with statement ends. Each thread runs this method.
+
+        A thread waits while its piece is too far ahead of the run, and skips bytes that the run has already read.
+        """
         while self._pieces and not self._stopped.is_set():
-            # OSError: the run itself will report unreadable files. IndexError: another thread took the last piece.
+            # On OSError, go on, because the run itself reports unreadable files. On IndexError, the second thread took
+            # the last piece.
             with suppress(OSError, IndexError):
                 file, at, place = self._pieces.popleft()
                 while place - self._position_of_run() > self._window and not self._stopped.wait(0.01):
@@ -83,12 +90,15 @@ class Prefetcher:
                     os.close(descriptor)
 
     def _position_of_run(self) -> float:
-        """Return, in bytes from the start of the first file, about how far the run has read."""
+        """Return the approximate position of the run, in bytes from the start of the first file.
+
+        It is the share of ``total`` that the run has read, times the size of all files.
+        """
         return self._size * self._done / max(self._total, 1)
 
 
 def memory() -> int:
-    """Return the memory of this machine in bytes, or the limit of its container if that is smaller."""
+    """Return the size of this machine's memory in bytes, or the memory limit of its container if that is smaller."""
     whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     with suppress(OSError, ValueError):  # the file does not exist, or contains "max"
         return min(whole, int(_LIMIT.read_text()))

@@ -1,11 +1,12 @@
 """Create output directories and files that appear complete or not at all.
 
-A run fills the partial directory, which is hidden beside the destination NAME as ``.NAME.partial``. At the end, the
-partial directory (or a single file in it) is renamed to the destination.
+A run writes to the partial directory, which is the hidden directory ``.NAME.partial`` beside the destination NAME. At
+the end, the partial directory (or a single file in it) is renamed to the destination.
 
-A GGUF model of several files is renamed file by file, its first file last, because loaders are given the first file.
-The journal then names these files by their inodes. If the run is killed in between, a resumed run moves the renamed
-files back.
+The destination of a split GGUF model is NAME.gguf, and its files have final paths such as NAME-00001-of-00003.gguf. At
+the end, each file is renamed to its final path, the first file last, because users pass the first file to loaders.
+Before that, the journal records the inodes of the files. If the run is killed between two renames, a resumed run moves
+the renamed files back.
 
 While it writes, a run holds a lock on the partial directory. The system releases the lock however the run ends. If a
 run is interrupted, or fails for a reason outside the model, the partial directory stays with a journal of the finished
@@ -37,25 +38,26 @@ try:
 except ImportError:  # Windows: two runs into one destination cannot detect each other
     HAS_LOCKS = False
 
-# Destination -> (final path, device, inode) of the directory or file that this process renamed to its final path. This
-# is the destination, or the first file of a split GGUF model.
+# Absolute path of a destination -> (final path, device, inode) of the directory or file that this process renamed to
+# the final path. The final path is the destination itself or, for a split GGUF model, that of its first file.
 _PUBLISHED: dict[str, tuple[Path, int, int]] = {}
-# Files in the partial directory. They cannot collide with files of a model, whose names never begin with a dot.
+# Files of the run itself in the partial directory. Their names differ from all output files, because no output file
+# has a name that begins with a dot.
 LOCK, JOURNAL = ".lock", ".journal.jsonl"
-_MOVED = '{"moved": '  # begins the lines of a journal that say which files are renamed at the end
+_MOVED = '{"moved": '  # the beginning of the journal lines that _note_moves writes
 
 
 def is_published(destination: Path) -> bool:
-    """Return whether this process has written ``destination`` completely and given it its final name.
+    """Return whether this process has written the result for ``destination`` completely and renamed it.
 
-    This tells, after an exception, whether the result is complete nevertheless.
+    After an exception, this says whether the result is complete nevertheless.
     """
     path, *inode = _PUBLISHED.get(os.path.abspath(destination), (destination, -1, -1))
     return _inode(path) == tuple(inode)
 
 
 def _inode(path: Path) -> tuple[int, int] | None:
-    """Return the device and inode of a file or directory; None if there is none."""
+    """Return (device, inode) of a file or directory, or None if the path does not exist. Links are not followed."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -64,7 +66,7 @@ def _inode(path: Path) -> tuple[int, int] | None:
 
 
 def result_of(destination: Path) -> Path:
-    """Return the path under which loaders find a result: the destination, or the first file of a split GGUF model.
+    """Return the path of a run's result: the destination or, for a split GGUF model, the path of its first file.
 
     Return the destination if there is no result.
     """
@@ -74,9 +76,9 @@ def result_of(destination: Path) -> Path:
 
 
 def partial_of(destination: Path) -> Path:
-    """Return the partial directory of a destination: the hidden directory beside it that a run fills.
+    """Return the path of the partial directory of a destination: the hidden directory beside it to which a run writes.
 
-    The destinations "." and "/" are invalid, but do not raise an error here.
+    The destinations "." and "/" are invalid, but are not rejected here.
     """
     return destination.parent / f".{destination.name}.partial"
 
@@ -84,11 +86,11 @@ def partial_of(destination: Path) -> Path:
 def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (), resume: bool = False) -> None:
     """Raise CheckpointError if a run cannot write ``destination``.
 
-    It must not exist, its parent must be a writable directory, and neither of source and destination may contain the
-    other.
+    The destination must not exist, and its parent must be a writable directory. The destination must not be inside the
+    source, nor the source inside the destination.
 
-    paths: the files to write, if the result is not a directory. None of them may exist.
-    resume: accept files that the run to be resumed had renamed already.
+    paths: the final paths of the files of a split GGUF model, which must not exist either.
+    resume: True to accept existing files that the interrupted run had already renamed to their final paths.
     """
     moved = _moved_files(destination) if resume else {}
     for path in dict.fromkeys((destination, *paths)):
@@ -107,9 +109,9 @@ def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (
 
 
 def free_space(destination: Path) -> int:
-    """Return the bytes that are free for ``destination`` on its file system.
+    """Return the number of bytes that are free for ``destination`` on its file system.
 
-    Files that an interrupted run left in the partial directory count as free, because they are overwritten.
+    Files that an interrupted run left in the partial directory count as free, because a new run overwrites them.
     """
     free = shutil.disk_usage(destination.parent).free
     with suppress(OSError):
@@ -129,8 +131,11 @@ def check_space(destination: Path, needed: int) -> None:
 def check_partial(destination: Path, resume: bool) -> None:
     """Raise CheckpointError if the state of the partial directory does not allow a run to begin or to resume.
 
-    Errors are: it was not made by a run; another run is writing to it; an interrupted run left it and ``resume`` is
-    False; or it does not exist and ``resume`` is True.
+    It is an error if the partial directory is not a directory, if a run is writing to it, if it exists and ``resume``
+    is False, or if it does not exist and ``resume`` is True.
+
+    destination: the destination of the run.
+    resume: True to resume an interrupted run, False to begin a new run.
     """
     partial = partial_of(destination)
     exists = _exists(partial)
@@ -145,7 +150,10 @@ def check_partial(destination: Path, resume: bool) -> None:
 
 
 def _exists(partial: Path) -> bool:
-    """Return whether a path exists. Raises CheckpointError if it cannot exist, for example because it is too long."""
+    """Return whether the path of a partial directory exists.
+
+    Raises CheckpointError if the path is impossible, for example because it is too long.
+    """
     try:
         partial.lstat()
     except (FileNotFoundError, NotADirectoryError):
@@ -156,23 +164,25 @@ def _exists(partial: Path) -> bool:
 
 
 def _not_created(partial: Path, error: OSError) -> CheckpointError:
-    """Return the error for a partial directory that the system refuses to create."""
+    """Return the error for a partial directory that the system refuses to create. error: the system's error."""
     return CheckpointError(f"{shown(str(partial))}: cannot be created ({error.strerror}); name another directory")
 
 
 def recovery_advice(destination: Path) -> str:
     """Return advice, for an error message, on what to do about an interrupted run: resume it, or remove its files.
 
-    Only runs with a journal can be resumed; ``fp4kit reconcile``, for example, writes none.
+    Only a run with a journal can be resumed. ``fp4kit reconcile``, for example, writes no journal.
     """
     resuming = "continue it with --resume, or " if (partial_of(destination) / JOURNAL).is_file() else ""
     return f"{resuming}remove its files with fp4kit convert --remove-stale {shlex.quote(str(destination))}"
 
 
 def is_live(partial: Path) -> bool:
-    """Return whether a run is writing to a directory, so that it holds the lock in it.
+    """Return whether a run is writing to a directory, which is the case while it holds the lock there.
 
-    partial: a partial directory, or a destination that a run has just renamed and still holds the lock of.
+    Return False if there is no lock file, or if locks are not supported.
+
+    partial: a partial directory, or a destination to which a run may just have renamed its partial directory.
     """
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -185,9 +195,9 @@ def is_live(partial: Path) -> bool:
 
 
 def _try_lock(descriptor: int) -> bool:
-    """Try to take the lock on an open file. Return False if another process holds it.
+    """Try to take the lock on an open file. Return True if it was taken, or False if another run holds it.
 
-    Returns True if the platform or the file system does not support locks.
+    Return True, too, if the platform or the file system does not support locks.
     """
     if not HAS_LOCKS:
         return True
@@ -199,22 +209,22 @@ def _try_lock(descriptor: int) -> bool:
 
 
 def _is_folder(partial: Path) -> bool:
-    """Return whether a path is a directory and not a link to one."""
+    """Return whether a path is a directory; False for a link to a directory."""
     return os.path.isdir(partial) and not os.path.islink(partial)
 
 
 def is_partial(folder: Path) -> bool:
-    """Return whether a run made this directory, judged by its lock file.
+    """Return whether a directory is the partial directory of a run, judged by its lock file.
 
-    An empty directory counts too, because a run may have ended before it created the lock file.
+    Return True for an empty directory too, because a run may have ended before it created the lock file.
     """
     return _is_folder(folder) and ((folder / LOCK).is_file() or not any(folder.iterdir()))
 
 
 def removable(destination: Path) -> Path | None:
-    """Return the partial directory that remove_partial would remove, or None if there is none.
+    """Return the partial directory that ``remove_partial`` would remove, or None if there is none.
 
-    Raises CheckpointError if a run is writing to it, or if no run made it.
+    Raises CheckpointError if a run is writing to the partial directory, or if no run made it.
     """
     partial = partial_of(destination)
     if not os.path.lexists(partial):
@@ -229,8 +239,9 @@ def removable(destination: Path) -> Path | None:
 def remove_partial(destination: Path) -> Path | None:
     """Remove the partial directory that an interrupted run left beside a destination.
 
-    Return the removed path, or None if there was none. Raises CheckpointError if a run is writing to it, or if no run
-    made it.
+    Return the path of the removed directory, or None if there was none.
+
+    Raises CheckpointError if a run is writing to the partial directory, or if no run made it.
     """
     partial = removable(destination)
     if partial is None:
@@ -245,7 +256,7 @@ def remove_partial(destination: Path) -> Path | None:
 
 
 def _remove(partial: Path) -> None:
-    """Remove a partial directory. The lock file is removed last, so that no other run can take the directory over."""
+    """Remove a partial directory. The lock file is removed last, so that no other run can take over the directory."""
     clear(partial, {LOCK})
     (partial / LOCK).unlink(missing_ok=True)
     partial.rmdir()
@@ -261,7 +272,10 @@ def clear(folder: Path, keep: Collection[str]) -> None:
 
 
 def copy_file(source: Path, destination: Path) -> None:
-    """Copy a regular file to a new file and flush it to disk. Missing parent directories are created."""
+    """Copy a regular file to a new file and flush the new file to disk. Missing parent directories are created.
+
+    Raises FileExistsError if the destination exists, and an error if the source is a link or not a regular file.
+    """
     destination.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(descriptor, "rb") as reader, destination.open("xb") as writer:
@@ -277,7 +291,8 @@ def copy_file(source: Path, destination: Path) -> None:
 def sync_file(path: Path) -> None:
     """Flush a file of the partial directory to disk.
 
-    If that fails, remove the journal before raising: it is unknown which bytes were lost, so the run cannot be resumed.
+    If that fails, remove the journal and raise the error. It is then unknown which bytes were lost, so the run must not
+    be resumed.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
@@ -290,20 +305,21 @@ def sync_file(path: Path) -> None:
 
 
 class Stage:
-    """Hold the state of the partial directory that a run fills.
+    """Hold the state of the partial directory to which a run writes.
 
     folder: the partial directory.
-    is_ours: True if this run may remove the content. A resumed run sets it once it has accepted the journal.
-    published: True once the directory or file has been renamed to the destination.
+    is_ours: True if this run may remove the content. A resumed run sets it to True once it has accepted the journal.
+    published: True once the directory, or the files in it that are the result, have been renamed to their final paths.
     """
 
     def __init__(self, folder: Path, is_ours: bool) -> None:
         self.folder, self.is_ours, self.published = folder, is_ours, False
 
     def is_kept_after(self, error: BaseException) -> bool:
-        """Return whether the partial directory must be kept after ``error``, so that the run can be resumed.
+        """Return whether the partial directory must be kept after ``error``, so that a later run can resume.
 
-        It is not kept after a CheckpointError, because a resumed run would fail for the same reason.
+        It is always kept if ``is_ours`` is False. Otherwise it is kept if it has a journal, except after a
+        CheckpointError, because a resumed run would fail again.
         """
         return not self.is_ours or ((self.folder / JOURNAL).exists() and not isinstance(error, CheckpointError))
 
@@ -312,16 +328,20 @@ class Stage:
 def staged_directory(
     destination: Path, resume: bool = False, paths: Mapping[str, Path] | None = None
 ) -> Iterator[Stage]:
-    """Yield the partial directory of a destination, to be filled, and rename it to the destination at the end.
+    """Create and lock the partial directory of a destination, yield it, and rename it to the destination at the end.
 
-    Yields it as a Stage. Raises CheckpointError if another run is writing to it, or if check_partial does.
+    The result is a Stage. The caller writes its output into Stage.folder within the with statement.
 
     After a CheckpointError, the partial directory is removed. After any other exception (KeyboardInterrupt, SystemExit,
     a full disk, a dead worker), it is kept if it has a journal. A resumed directory is kept in every case until the run
     sets Stage.is_ours.
 
-    resume: True to continue in the partial directory of an interrupted run.
-    paths: name in the partial directory -> final path. If given, only these files are renamed, the first one last.
+    resume: True to continue in the partial directory of an interrupted run, False to create a new one.
+    paths: name of a file in the partial directory -> its final path. Only these files are renamed, the first one last.
+        None renames the partial directory itself to the destination.
+
+    Raises CheckpointError if another run is writing to the partial directory, if its state does not fit ``resume`` (see
+    check_partial), or if another program has created one of the final paths meanwhile.
     """
     partial = partial_of(destination)
     check_partial(destination, resume)
@@ -355,9 +375,14 @@ def staged_directory(
 
 
 def _publish(stage: Stage, destination: Path, paths: Mapping[str, Path]) -> None:
-    """Give the result its final name: flush the partial directory to disk, then rename it or its files.
+    """Flush the partial directory to disk, then rename it, or files in it, to their final paths.
 
-    paths: name in it -> final path, for the files to rename; empty if the directory itself is the result.
+    If a rename fails, files that were already renamed are moved back.
+
+    stage: the partial directory. Its ``published`` is set to True.
+    paths: name of a file in the partial directory -> its final path; {} if the directory itself is the result.
+
+    Raises CheckpointError if another program has created one of the final paths.
     """
     moves = [(stage.folder / name, path) for name, path in paths.items()] or [(stage.folder, destination)]
     for partial, _ in moves:
@@ -384,7 +409,11 @@ def _publish(stage: Stage, destination: Path, paths: Mapping[str, Path]) -> None
 
 
 def _note_moves(journal: Path, moves: Iterable[tuple[Path, Path]]) -> None:
-    """Append to the journal which files are about to be renamed: name, final path, device and inode of each."""
+    """Record in the journal which files are about to be renamed: name, final path, device and inode per file.
+
+    journal: the path of the journal.
+    moves: (path in the partial directory, final path) per file, the first file of the model first.
+    """
     lines = [json.dumps({"moved": [part.name, str(final.absolute()), *(_inode(part) or ())]}) for part, final in moves]
     with journal.open("a") as file:
         file.write("\n".join([*lines, ""]))
@@ -393,10 +422,13 @@ def _note_moves(journal: Path, moves: Iterable[tuple[Path, Path]]) -> None:
 
 
 def _moved_files(destination: Path) -> dict[Path, str]:
-    """Return the files that an interrupted run had renamed to their final paths: absolute path -> name before.
+    """Return the files that an interrupted run had renamed to their final paths: final path -> name before.
 
-    The journal in the partial directory of ``destination`` names them. A file with another inode is not one of them.
-    Return {} if the first file, which is renamed last, is one of them, because then the run had ended.
+    The journal in the partial directory names these files. A file whose inode is not the recorded one is left out.
+    Return {} if there is no such file. Return {} also if the first file, which is renamed last, has been renamed: the
+    result is then complete.
+
+    destination: the destination of the run.
     """
     lines: list[str] = []
     with suppress(OSError, ValueError):
@@ -413,7 +445,7 @@ def _moved_files(destination: Path) -> dict[Path, str]:
 
 
 def _move_back(destination: Path) -> None:
-    """Move the files that an interrupted run had renamed back into its partial directory."""
+    """Move the files that an interrupted run had renamed to their final paths back into its partial directory."""
     for path, name in _moved_files(destination).items():
         os.rename(path, partial_of(destination) / name)
 
@@ -433,9 +465,11 @@ def _remove_lock_and_journal(destination: Path) -> None:
 
 
 def _locked(partial: Path, destination: Path) -> int:
-    """Take the lock of a partial directory, and return its open file descriptor.
+    """Take the lock of a partial directory, and return the open descriptor of the lock file.
 
-    Raises CheckpointError if another run holds the lock or has just removed it.
+    Closing the descriptor releases the lock.
+
+    Raises CheckpointError if another run holds the lock or has just removed the lock file.
     """
     try:
         descriptor = os.open(partial / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
@@ -457,7 +491,7 @@ def _busy(destination: Path) -> CheckpointError:
 
 
 def _is_at(descriptor: int, path: Path) -> bool:
-    """Return whether an open file is still the file at ``path``. A lock file may just have been removed or replaced."""
+    """Return whether an open file is still the file at ``path``. Another run may have removed or replaced the file."""
     try:
         return os.path.samestat(os.fstat(descriptor), os.lstat(path))
     except FileNotFoundError:
@@ -465,7 +499,7 @@ def _is_at(descriptor: int, path: Path) -> bool:
 
 
 def _umask() -> int:
-    """Return the process's umask, which can only be read by setting it."""
+    """Return the umask of this process. It is set to 0 for a moment, because it can only be read by setting it."""
     found = os.umask(0)
     os.umask(found)
     return found

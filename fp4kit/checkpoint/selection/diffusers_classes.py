@@ -1,7 +1,7 @@
-"""Know which layers of Diffusers transformers may be quantized, per class of model.
+"""Decide which layers of Diffusers transformers may be quantized, by the class of the model.
 
-In these classes, only linear layers of the numbered blocks tolerate few bits. Embedders of pixels, text, time and
-guidance, the modulation (the linear layers that compute scales and shifts of norms), and the output layers stay
+In the classes in BLOCKS, only linear layers of the numbered blocks tolerate few bits. Embedders of pixels, text, time
+and guidance, the modulation (the linear layers that compute scales and shifts of norms), and the output layers stay
 unquantized.
 
 Source: diffusers models/transformers/transformer_{flux,sd3,qwenimage,wan,ltx,hunyuan_video}.py.
@@ -15,7 +15,7 @@ from typing import Any
 from fp4kit.storage.errors import CheckpointError, shown
 
 CLASS = "_class_name"  # the key of config.json with the name of a Diffusers class
-# Class -> the names of its lists of blocks.
+# Diffusers class -> the names of its lists of blocks.
 BLOCKS = {
     "FluxTransformer2DModel": ("transformer_blocks", "single_transformer_blocks"),
     "HunyuanVideoTransformer3DModel": ("transformer_blocks", "single_transformer_blocks"),
@@ -24,8 +24,8 @@ BLOCKS = {
     "SD3Transformer2DModel": ("transformer_blocks",),
     "WanTransformer3DModel": ("blocks",),
 }
-# Parts of the names in published checkpoints of Flux, SD3 and Wan that are not in the form of Diffusers; ComfyUI uses
-# them. Parts with "embed" have another rule.
+# Components of module names that stay unquantized in the original releases of Flux, SD3 and Wan, whose names are not
+# those of Diffusers. ComfyUI uses these releases. Components with "embed" are covered by name_rules.py.
 _ORIGINAL = (
     "img_mod",
     "txt_mod",
@@ -39,7 +39,7 @@ _ORIGINAL = (
     "time_projection",
     "final_layer",
 )
-_MODULATION = ("img_mod", "txt_mod")  # beside the parts that begin with "norm"
+_MODULATION = ("img_mod", "txt_mod")  # components that are modulation, as are those that begin with "norm"
 
 
 def class_of(config: Mapping[str, Any]) -> str:
@@ -48,10 +48,12 @@ def class_of(config: Mapping[str, Any]) -> str:
 
 
 def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
-    """Return why a layer of a diffusion model stays unquantized; None if it may be quantized or is of another model.
+    """Return the reason why a layer of a diffusion model must stay unquantized.
 
-    name: the Diffusers class; "" for other models, such as a single file of the original release. parts: the parts of
-    the module's name.
+    Return None if it may be quantized, or if it is not a layer of a diffusion model.
+
+    name: the Diffusers class of the model; "" for all other models, such as a single file of the original release.
+    parts: the components of the module's dotted name.
     """
     if name not in BLOCKS:
         part = next((part for part in parts if part in _ORIGINAL), None)
@@ -63,7 +65,13 @@ def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
 
 
 def check(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
-    """Raise CheckpointError if a Diffusers model is to be quantized and the user has not named layers with --only."""
+    """Raise CheckpointError if a Diffusers model is to be quantized and the user has not named layers with --only.
+
+    No engine is known to load the result, so the user must ask for it. All other models pass.
+
+    config: the content of the model's config.json.
+    only: the patterns of --only.
+    """
     name = class_of(config)
     if not name or only:
         return
@@ -81,7 +89,10 @@ def check(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
 
 
 def warning(config: Mapping[str, Any]) -> str | None:
-    """Return the warning about quantized weights of a Diffusers model; None for other models."""
+    """Return a warning that no engine is known to load quantized weights of a Diffusers model; None for other models.
+
+    config: the content of the model's config.json.
+    """
     name = class_of(config)
     if not name:
         return None

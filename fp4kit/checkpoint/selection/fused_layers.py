@@ -1,11 +1,12 @@
 """Group linear layers that loaders fuse into one, such as q_proj, k_proj and v_proj.
 
-The members of a fused layer must share one tensor amax, and an exclusion list must name all of them or none.
-A fused layer has a single tensor scale. vLLM uses the largest scale of the members, or the gate's scale for a gated
-MLP, and does not rescale the codes. Members with different tensor scales therefore silently lose accuracy.
+The members of a fused layer are the layers that it consists of. They must share one tensor amax, and an exclusion list
+must name all of them or none. A fused layer has a single tensor scale. vLLM uses the largest scale of the members, or
+the gate's scale for a gated MLP, and does not rescale the codes. Members with different tensor scales therefore
+silently lose accuracy.
 
 A gated MLP has two halves, gate and up, for example gate_proj and up_proj, or w1 and w3. The leaf of a module name is
-its last part.
+its last component.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from fp4kit.storage.errors import shown
 class Fusion:
     """Name the layers that loaders fuse because they read the same input.
 
-    members: the leaf names of these layers.
-    alias: the leaf name of the fused layer; None if it has no name of its own.
+    members: the leaf names of these layers, such as ("gate_proj", "up_proj").
+    alias: the leaf name of the fused layer, such as "gate_up_proj"; None if it has no name of its own.
     """
 
     members: tuple[str, ...]
@@ -50,20 +51,24 @@ _NUMBER = re.compile(r"\b\d+\b")
 
 
 def split_module(module: str) -> tuple[str, str]:
-    """Split a module name into its parent and its leaf: "mlp.up_proj" into ("mlp", "up_proj")."""
+    """Return the parent and the leaf of a module name: ("mlp", "up_proj") for "mlp.up_proj".
+
+    The parent is "" if the name has no dot.
+    """
     parent, _, leaf = module.rpartition(".")
     return parent, leaf
 
 
 def join_module(parent: str, leaf: str) -> str:
-    """Return the module name made of a parent and a leaf; the inverse of split_module."""
+    """Return the module name with the given parent and leaf. This is the inverse of split_module."""
     return f"{parent}.{leaf}" if parent else leaf
 
 
 def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
     """Group the modules that loaders fuse into one layer, such as q_proj, k_proj and v_proj of one attention layer.
 
-    Return (parent module, fusion) -> names of the modules, perhaps only one. Other modules are left out.
+    Return (parent module, Fusion) -> names of the modules among ``modules`` that are fused there, at least one. Modules
+    that loaders do not fuse are left out.
     """
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for module in modules:
@@ -74,16 +79,19 @@ def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
 
 
 def group_name(parent: str, fusion: Fusion) -> str:
-    """Return a readable name for the layers that are fused in ``parent``: "model.layers.0.mlp.(gate_proj|up_proj)"."""
+    """Return a readable name for fused layers, such as "model.layers.0.mlp.(gate_proj|up_proj)".
+
+    parent: the parent module of the layers.
+    """
     return join_module(parent, f"({'|'.join(fusion.members)})")
 
 
 def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
-    """Return module -> group name for the modules that must share a tensor amax with others, because they are fused.
+    """Return module -> group name, for the modules that must share a tensor amax because loaders fuse them.
 
-    Experts that are stored separately have one group per expert. If experts are stacks, the stacks gate_proj and
-    up_proj form one group, with one amax per expert. A gate_up_proj stack has no group, because gate and up are one
-    matrix there.
+    Modules that are alone in their group are left out. Experts that are stored separately have one group per expert. If
+    experts are stored as stacks, the stacks gate_proj and up_proj form one group, with one amax per expert. A stack
+    gate_up_proj has no group, because its matrices already hold gate and up.
     """
     found: dict[str, str] = {}
     for key, members in fused_groups(modules).items():
@@ -93,9 +101,9 @@ def shared_amax_groups(modules: Iterable[str]) -> dict[str, str]:
 
 
 def group_of(module: str) -> tuple[str, int] | None:
-    """Return (name, largest number of members) of the group of fused layers that a module belongs to.
+    """Return (name, largest possible number of members) of the group of fused layers that a module belongs to.
 
-    The layers of a group share their tensor amax. Return None if loaders fuse the module with no other.
+    The layers of a group share their tensor amax. Return None if loaders do not fuse the module.
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)
@@ -119,12 +127,12 @@ def same_input_names(module: str) -> tuple[str, ...]:
 def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
     """Return one message per quantized gate or up projection of a gated MLP whose counterpart is missing.
 
-    A gate without its up half is reported, except the gate of an attention layer and a w1 beside c_proj (Qwen names
-    the halves w1 and w2). An up_proj or w3 without a gate is reported only if another layer or expert of the same kind
-    has a gate, because MLPs without gates also have an up_proj.
+    A gate without its up half is reported. Exceptions are the gate of an attention layer, and a w1 beside c_proj,
+    because Qwen names the halves w1 and w2. An up_proj or w3 without a gate is reported only if the corresponding MLP
+    of another layer or expert has a gate. MLPs without gates also have an up_proj.
 
-    converted: the modules that are quantized.
-    present: further modules of the source, among which the counterparts may be.
+    converted: the names of the modules that are quantized.
+    present: the names of further modules of the source, among which the counterparts may be.
     """
     converted = list(converted)
     all_modules = {*converted, *present}
@@ -149,30 +157,33 @@ def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
 
     The gate of an attention layer has no counterpart. The counterpart of a w1 beside c_proj is w2 (Qwen's names).
 
-    parent: the gate's parent module. gate: its leaf name. all_modules: the names of all modules.
+    parent: the gate's parent module.
+    gate: its leaf name.
+    all_modules: the names of all modules of the model.
     """
     attends = "attn" in parent or "attention" in parent.lower()
     return not attends and not (gate == "w1" and join_module(parent, "c_proj") in all_modules)
 
 
 def _without_numbers(module: str) -> str:
-    """Return a module name with each number replaced by ``#``, so that it is equal in all layers and experts."""
+    """Return a module name with each number replaced by ``#``, so that all layers and experts give one name."""
     return _NUMBER.sub("#", module)
 
 
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
-    """Return the name of the up projection that belongs to each gate of the model, with ``#`` in place of numbers.
+    """Return the names of the up projections that belong to the gates of a model, with ``#`` in place of numbers.
 
-    all_modules: the names of all modules.
+    all_modules: the names of all modules of the model.
     """
     gates = (split_module(module) for module in all_modules if module.endswith(tuple(_PAIRS)))
     return {_without_numbers(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
 
 
 def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
-    """Yield one message per group of fused layers of which some are quantized and others are not.
+    """Yield one warning per group of fused layers in which some layers are quantized and some are not.
 
-    copied: the modules that stay unquantized. converted: the modules that are quantized.
+    copied: the names of the modules that stay unquantized.
+    converted: the names of the modules that are quantized.
     """
     for key, members in fused_groups([*copied, *converted]).items():
         kept = [split_module(member)[1] for member in members if member not in converted]

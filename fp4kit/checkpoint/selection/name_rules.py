@@ -23,11 +23,12 @@ from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.ggml_types import BLOCKED
 from fp4kit.storage.safetensors_file import DTYPE_BITS, FLOAT_DTYPES
 
-# Keys with a layer count in a section of config.json. The decoder's own keys come first: Whisper and BART have both.
+# Keys of config.json for the number of layers, in order of preference. The decoder's own keys come first, because
+# Whisper and BART also have keys for both encoder and decoder.
 _LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n_layer", "n_layers", "num_layers")
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 100_000
-# Names that a layer number follows, as in model.layers.3.
+# Components of names that are followed by a layer number, such as layers in model.layers.3.
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
 STACKS = (  # leaf names of stacks of experts
     "gate_up_proj",
@@ -39,9 +40,10 @@ STACKS = (  # leaf names of stacks of experts
     "w3",
     "w13",
 )
-UNSUPPORTED_STACK = "unsupported expert stack"  # the reason that _other_stack gives begins with it
+UNSUPPORTED_STACK = "unsupported expert stack"  # the beginning of the reason that the rule _other_stack returns
 GRANITE_STACKS = ("input_linear", "output_linear")
-# Encoders of images, video and sound, the projectors that join them to the language model, and speech decoders.
+# Names of towers: encoders of images, video and sound, the projectors that join them to the language model, and speech
+# decoders.
 _TOWERS = re.compile(
     r"(vision|visual|image|video|audio|speech)(_\w+)?|\w*(projector|connector|aligner|qformer|resampler)(_model)?"
     r"|language_projection|merger|talker|token2wav|code2wav"
@@ -81,7 +83,7 @@ Kind = Literal["routed expert", "shared expert", "dense MLP", "attention", "line
 
 @lru_cache(1 << 14)
 def _role(part: str) -> Role | None:
-    """Return the role that one part of a dotted name gives its tensor, such as "router"; None if it gives none."""
+    """Return the role that one component of a dotted name gives its tensor, such as "router", or None."""
     if _TOWERS.fullmatch(part):
         return "tower"
     if part == "mtp" or part.startswith("mtp_"):
@@ -107,11 +109,11 @@ def _role(part: str) -> Role | None:
 class Model:
     """Hold the facts from config.json that the selection rules use.
 
-    layers: the number of decoder layers; None if the config does not say.
+    layers: the number of decoder layers; None if the config does not state it.
     model_type: the ``model_type`` of the config; "" if it has none.
-    has_encoder: True if there is an encoder besides the decoder; encoder.layers.N is then not a decoder layer.
-    is_gguf: True if the tensors have llama.cpp's names.
-    diffusers: the name of the Diffusers class; "" for other models.
+    has_encoder: True if the model has an encoder besides the decoder, so that encoder.layers.N is not a decoder layer.
+    is_gguf: True if the model is a GGUF file, whose tensors have llama.cpp's names.
+    diffusers: the name of the Diffusers class; "" if the model is not of Diffusers.
     """
 
     layers: int | None
@@ -125,10 +127,13 @@ class Model:
 class Candidate:
     """Describe one tensor to the selection rules, which decide whether it must stay unquantized.
 
-    name: the tensor's name; for a stack, the name of its module.
-    module: the name without ``.weight``. It equals ``name`` if the tensor is a stack or is not a weight.
+    name: the tensor's name.
+    module: the name of the tensor's module: ``name`` without ``.weight`` or the suffix of its codes. It equals ``name``
+        if there is no such suffix, as for most stacks and for biases.
     dtype: the safetensors dtype of the values, or the name of the container that holds them.
-    shape: (N, K), or (E, N, K) for a stack of experts. The layer contracts K, whatever the stored axis order is.
+    shape: (N, K), or (E, N, K) for a stack of experts. The layer contracts K, whatever the stored axis order is. For
+        all other tensors, the stored shape.
+    model: the facts about the tensor's model.
     """
 
     name: str
@@ -144,7 +149,7 @@ class Candidate:
 
     @lazy_property
     def roles(self) -> tuple[Role | None, ...]:
-        """The role of each part of the module name, such as "router" or "experts"; None for parts without a role."""
+        """The role of each component of the module name, such as "router"; None for components without a role."""
         return tuple(map(_role, self.parts))
 
     @lazy_property
@@ -156,16 +161,16 @@ class Candidate:
     def is_weight(self) -> bool:
         """True if the tensor is the ``.weight`` of a named module, or a stack of experts.
 
-        Only such tensors can be quantized, and only these are matched by --keep and --only patterns.
+        Only such tensors can be quantized, and patterns of --keep and --only match only such tensors.
         """
         return self.module not in ("", self.name) or self.is_stack
 
     def up_to(self, role: Role) -> str | None:
-        """Return the module name up to and including the first part that has ``role``, or None if no part has it."""
+        """Return the module name up to the first component that has ``role``, included; None if no component has it."""
         return ".".join(self.parts[: self.roles.index(role) + 1]) if role in self.roles else None
 
     def part(self, role: Role) -> str | None:
-        """Return the first part of the module name that has ``role``, or None if no part has it."""
+        """Return the first component of the module name that has ``role``, or None if no component has it."""
         return self.parts[self.roles.index(role)] if role in self.roles else None
 
     @lazy_property
@@ -181,7 +186,7 @@ class Candidate:
 
     @property
     def decoder_layer(self) -> tuple[str, int] | None:
-        """(prefix, number) of the tensor's decoder layer, such as ``("model.layers.3", 3)``; None if it is in none.
+        """The tensor's decoder layer as (prefix, number), such as ``("model.layers.3", 3)``; None if it is in none.
 
         Layers of a vision or audio tower, of a multi-token prediction module and of an encoder are not decoder layers.
         """
@@ -196,7 +201,8 @@ class Candidate:
     def mtp_prefix(self) -> str | None:
         """The prefix of the multi-token prediction (MTP) module that the tensor belongs to; None if it is in none.
 
-        An MTP module is recognized by a part with the role "mtp", or by a layer number beyond the last decoder layer.
+        An MTP module is recognized by a component with the role "mtp", or by a layer number beyond the last decoder
+        layer.
         """
         prefix, at, layers = self.up_to("mtp"), self._layer_at, self.model.layers
         if prefix or at is None or layers is None or int(self.parts[at]) < layers:
@@ -206,9 +212,9 @@ class Candidate:
 
     @lazy_property
     def kind(self) -> Kind:
-        """The kind of layer, such as "routed expert". A preset names the kinds of layers to quantize.
+        """The kind of layer, such as "routed expert". The presets of selection.py name the kinds to quantize.
 
-        Experts and attention are tested before MLPs, because their names contain parts such as up_proj too.
+        Experts and attention are tested before MLPs, because their names contain components such as up_proj too.
         """
         if "experts" in self.roles:
             return "routed expert"
@@ -220,14 +226,21 @@ class Candidate:
 
 
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Candidate:
-    """Return the Candidate for an unquantized tensor. ``shape`` is (N, K), or (E, N, K) for a stack of experts."""
+    """Return the Candidate for an unquantized tensor.
+
+    name, dtype: the tensor's name and its safetensors dtype.
+    shape: (N, K), or (E, N, K) for a stack of experts.
+    model: the facts about the tensor's model, from ``model_facts``.
+    """
     return Candidate(name, name.removesuffix(".weight"), dtype, shape, model)
 
 
 def _layer_count(section: Mapping[str, Any]) -> int | None:
-    """Return the decoder's layer count from one section (a nested object) of config.json; None if it has no count.
+    """Return the decoder's number of layers from one section (a nested object) of config.json.
 
-    Raises CheckpointError if a count is not a whole number from 1 to _MAX_LAYERS.
+    If the section states only the encoder's number, return that. Return None if it states neither.
+
+    Raises CheckpointError if a number is not a whole number from 1 to _MAX_LAYERS.
     """
     counts = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
     for key, value in counts.items():
@@ -237,7 +250,7 @@ def _layer_count(section: Mapping[str, Any]) -> int | None:
 
 
 def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Yield the sections of config.json that may describe the decoder, nested text sections first."""
+    """Yield the sections of config.json that may describe the decoder: nested text sections first, ``config`` last."""
     for key in _TEXT_SECTIONS:
         if isinstance(config.get(key), dict):
             yield from _sections(config[key])
@@ -245,7 +258,10 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def model_facts(config: Mapping[str, Any]) -> Model:
-    """Return the facts that the selection rules use, read from config.json and its sections such as text_config."""
+    """Return the facts that the selection rules use, from the content of config.json.
+
+    Sections such as text_config are searched too. Raises CheckpointError if a number of layers is invalid.
+    """
     counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
     has_encoder = any(
         section.get("is_encoder_decoder") or section.get("encoder_layers") for section in _sections(config)
@@ -259,12 +275,15 @@ def model_facts(config: Mapping[str, Any]) -> Model:
     )
 
 
-# The functions below are rules (except _tower_prefix and _mtp_prefix). Each returns why the tensor must stay
-# unquantized, or None if the rule does not apply to it.
+# The functions below are rules (except _tower_prefix and _mtp_prefix). A rule returns the reason why a tensor must stay
+# unquantized, in words for the user, or None if the rule does not apply to the tensor.
 
 
 def _other_stack(tensor: Candidate) -> str | None:
-    """Return why a stack of experts with an unknown leaf name or rank stays unquantized; None for other tensors."""
+    """Return the reason why a stack of experts with an unsupported name or rank stays unquantized, or None.
+
+    None means that the tensor is a supported stack, belongs to a single expert, or belongs to no expert at all.
+    """
     rank, leaf = len(tensor.shape), tensor.parts[-1]
     granite = rank == 3 and leaf in GRANITE_STACKS
     if rank < 2 or tensor.is_stack or not (granite or "experts" in tensor.roles):
@@ -274,12 +293,12 @@ def _other_stack(tensor: Candidate) -> str | None:
 
 
 def _not_a_weight(tensor: Candidate) -> str | None:
-    """Return why a tensor that is not a weight, such as a bias, stays unquantized; None for weights."""
+    """Return the reason why a tensor that is not a weight, such as a bias, stays unquantized; None for weights."""
     return None if tensor.is_weight else "not a weight"
 
 
 def _rank(tensor: Candidate) -> str | None:
-    """Return why a tensor that is neither 2-D nor a stack of experts stays unquantized; None for other tensors."""
+    """Return the reason why a tensor stays unquantized because of its rank; None if it is 2-D or a stack of experts."""
     rank = len(tensor.shape)
     if rank == 2 or tensor.is_stack:
         return None
@@ -287,7 +306,7 @@ def _rank(tensor: Candidate) -> str | None:
 
 
 def _diffusers(tensor: Candidate) -> str | None:
-    """Return why a layer of a Diffusers model stays unquantized; None for other layers and other models."""
+    """Return the reason why a layer of a diffusion model stays unquantized, or None (see unquantized_reason)."""
     return diffusers_classes.unquantized_reason(tensor.model.diffusers, tensor.parts)
 
 
@@ -297,7 +316,7 @@ def _tower_prefix(tensor: Candidate) -> str | None:
 
 
 def _tower(tensor: Candidate) -> str | None:
-    """Return why a tensor of a vision or audio tower stays unquantized; None for other tensors."""
+    """Return the reason why a tensor of a vision or audio tower stays unquantized; None for all other tensors."""
     prefix = _tower_prefix(tensor)
     return f"vision or audio tower ({prefix})" if prefix else None
 
@@ -308,31 +327,35 @@ def _mtp_prefix(tensor: Candidate) -> str | None:
 
 
 def _mtp(tensor: Candidate) -> str | None:
-    """Return why a tensor of a multi-token prediction module stays unquantized; None for other tensors."""
+    """Return the reason why a tensor of a multi-token prediction module stays unquantized; None for other tensors."""
     prefix = tensor.mtp_prefix
     return f"multi-token prediction ({prefix})" if prefix else None
 
 
 def _head(tensor: Candidate) -> str | None:
-    """Return why an output head stays unquantized; None for other tensors.
+    """Return the reason why an output head stays unquantized; None for all other tensors.
 
-    A module called just ``output`` is llama.cpp's output head; ``output`` within a longer name is part of an MLP.
+    A module whose whole name is ``output`` is llama.cpp's output head. As a component of a longer name, ``output``
+    belongs to an MLP.
     """
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
     return f"output head ({part})" if part else None
 
 
 def _embedding(tensor: Candidate) -> str | None:
-    """Return why an embedding table stays unquantized; None for other tensors. T5 and BART call theirs ``shared``."""
+    """Return the reason why an embedding table stays unquantized; None for all other tensors.
+
+    T5 and BART call their embedding table ``shared``.
+    """
     part = "shared" if tensor.parts[-1] == "shared" else tensor.part("embedding")
     return f"embedding ({part})" if part else None
 
 
 def _embedding_layer(tensor: Candidate) -> str | None:
-    """Return why a linear layer of an embedding module, or a projection of embeddings, stays unquantized.
+    """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors.
 
-    Return None for other tensors. Embedding tables have a rule of their own: the last part of their name has the role
-    "embedding" and no "proj".
+    Projections of embeddings are such layers too. Embedding tables have a rule of their own, ``_embedding``: the last
+    component of their name has the role "embedding" and does not contain "proj".
     """
     part, leaf = tensor.part("embedding"), tensor.parts[-1]
     within = part is not None and (tensor.roles[-1] != "embedding" or "proj" in leaf)
@@ -340,17 +363,17 @@ def _embedding_layer(tensor: Candidate) -> str | None:
 
 
 def _router(tensor: Candidate) -> str | None:
-    """Return why the router of a mixture-of-experts layer stays unquantized; None for other tensors.
+    """Return the reason why the router of a mixture-of-experts layer stays unquantized; None for all other tensors.
 
-    Routers may also be called ``gate``.
+    A module called ``gate`` is a router too.
     """
     return "MoE router" if "router" in tensor.roles or "gate" in tensor.parts[-2:] else None
 
 
 def _draft_input(tensor: Candidate) -> str | None:
-    """Return why an input projection of a multi-token prediction module stays unquantized; None for other tensors.
+    """Return the reason why an input projection of a multi-token prediction module stays unquantized.
 
-    It projects hidden states and embeddings.
+    Such a projection reads hidden states and embeddings. Return None for all other tensors.
     """
     leaf = tensor.parts[-1]
     joins = leaf in _DRAFT_INPUTS or ("mtp" in tensor.roles and leaf in ("fc", "input_proj"))
@@ -358,10 +381,10 @@ def _draft_input(tensor: Candidate) -> str | None:
 
 
 def _sensitive(tensor: Candidate) -> str | None:
-    """Return why a layer that vLLM always builds unquantized must stay so; None for other tensors.
+    """Return the reason why a layer that engines expect unquantized stays unquantized; None for all other tensors.
 
-    These layers are wk and weights_proj of an indexer (which vLLM fuses), all layers of a compressor, and x_proj and
-    dt_proj of a state-space model.
+    vLLM builds these layers unquantized: wk and weights_proj of an indexer (which vLLM fuses), all layers of a
+    compressor, and x_proj and dt_proj of a state-space model.
     """
     leaf = tensor.parts[-1]
     if "compressor" in tensor.parts:
@@ -374,23 +397,27 @@ def _sensitive(tensor: Candidate) -> str | None:
 
 
 def _ggml(tensor: Candidate) -> str | None:
-    """Return why a matrix that llama.cpp's quantizer never quantizes stays unquantized; None for other tensors."""
+    """Return the reason why a matrix that llama.cpp's quantizer never quantizes stays unquantized.
+
+    Return None for all other tensors, and if the model is not a GGUF file.
+    """
     return ggml_names.unquantized_reason(tensor.name) if tensor.model.is_gguf else None
 
 
 def _conv1d(tensor: Candidate) -> str | None:
-    """Return why a weight of a model with Conv1D modules, such as GPT-2, stays unquantized; None for other models.
+    """Return the reason why a weight of a model with Conv1D modules, such as GPT-2, stays unquantized.
 
-    The weights of Conv1D modules are stored as [K, N].
+    Conv1D stores weights as [K, N], which is not supported. Return None for all other models.
     """
     transposed = tensor.model.model_type in _CONV1D_MODELS
     return f"{tensor.model.model_type} stores its layers transposed ([K, N])" if transposed else None
 
 
 def _dtype(tensor: Candidate) -> str | None:
-    """Return why a tensor whose dtype is not a float that fp4kit quantizes stays unquantized; otherwise None.
+    """Return the reason why a tensor stays unquantized because of its dtype, such as integers; otherwise None.
 
-    The result is also None for layers that are already quantized in a known container.
+    None means that the dtype is a float type that fp4kit quantizes, or that the layer is already quantized in a known
+    container.
     """
     if tensor.dtype == "Q8_0":
         return "already quantized as Q8_0; use --requantize to quantize it again"
@@ -399,19 +426,20 @@ def _dtype(tensor: Candidate) -> str | None:
 
 
 def _empty(tensor: Candidate) -> str | None:
-    """Return why a tensor without elements stays unquantized; None for other tensors."""
+    """Return the reason why a tensor without elements stays unquantized; None for all other tensors."""
     return "has no elements" if 0 in tensor.shape else None
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Pair a rule with what follows for the tensors that it leaves unquantized.
+    """Pair a rule with its consequences for the tensors that it leaves unquantized.
 
-    reason: the rule: a function that returns why a tensor must stay unquantized, or None if the rule does not apply.
-    listed: True if such tensors must be in the config's exclusion list, because loaders would otherwise expect them
-        to be quantized.
-    prefix: for a rule about whole modules, a function that returns the prefix of the tensor's module. The rule does
-        not apply to a module that an --only pattern names.
+    reason: the rule, a function that returns the reason why a tensor must stay unquantized, or None if the rule does
+        not apply.
+    listed: True if these tensors must be in the config's exclusion list, because loaders would otherwise expect them to
+        be quantized.
+    prefix: for a rule about whole modules, a function that returns the name of the module that the tensor is in. The
+        rule does not apply to a module that an --only pattern names. None for a rule about single tensors.
     """
 
     reason: Callable[[Candidate], str | None]

@@ -1,7 +1,7 @@
 """Decide for each tensor whether a conversion quantizes it.
 
 A decision combines the rules of name_rules.py, the options --keep-first and --keep-last, the --keep and --only
-patterns, and the preset. "Converted" means quantized; "copied" or "kept" means that the tensor stays unquantized.
+patterns, and the preset. In names, "converted" means quantized; "copied" and "kept" mean unquantized.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _EXPERTS = ".experts."
 
 
 def _without_expert_number(module: str) -> str:
-    """Return a module name with the number of its expert, if it has one, replaced by ``#``.
+    """Return a module name with the number of the expert replaced by ``#``; unchanged if it names no expert.
 
     No rule depends on that number, so all experts of a layer can share a cached decision.
     """
@@ -49,7 +49,7 @@ class Wishes:
         keep_first: the number of decoder layers at the start that stay unquantized.
         keep_last: the number of decoder layers at the end that stay unquantized.
         keep: patterns of modules that stay unquantized.
-        only: patterns of the only modules to quantize; empty for no restriction.
+        only: patterns of the modules to quantize. All other modules stay unquantized; () means no restriction.
 
     Raises:
         CheckpointError: if the preset is unknown, a number of layers is negative, or patterns are not a tuple.
@@ -76,11 +76,11 @@ class Wishes:
 class Decision:
     """Record whether one tensor is quantized, and why.
 
-    converted: True if the tensor is quantized; False if it stays unquantized.
-    reason: the deciding rule in words.
-    listed: True if the exclusion list must name the tensor, so that loaders know it is unquantized.
-    subtree: the prefix of the module or layer that stays unquantized as a whole and contains the tensor, such as
-        "model.visual"; None if there is none.
+    converted: True if the tensor is to be quantized; False if it stays unquantized.
+    reason: the deciding rule, in words for the user.
+    listed: True if the exclusion list must name the tensor, so that loaders know that it is unquantized.
+    subtree: the name of a module that contains the tensor and stays unquantized as a whole, such as "model.visual";
+        None if the decision is about this tensor alone.
     """
 
     converted: bool
@@ -94,31 +94,34 @@ _NOT_NAMED = Decision(False, "not named by --only", True)
 
 
 class _Patterns:
-    """Match a list of globs (the patterns of --keep or --only) against whole module names."""
+    """Match whole module names against a list of globs, the patterns of --keep or --only."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._matchers = [(pattern, re.compile(translate(pattern)).match) for pattern in patterns]
         self._heads = [re.split(r"[*?\[]", pattern, maxsplit=1)[0] for pattern in patterns]
 
     def first(self, module: str) -> str | None:
-        """Return the first pattern that matches the whole name ``module``, or None if none does."""
+        """Return the first pattern that matches the whole name ``module``, or None if no pattern does."""
         for pattern, match in self._matchers:
             if match(module):
                 return pattern
         return None
 
     def names_subtree(self, prefix: str) -> bool:
-        """Return whether a pattern, up to its first wildcard, names the module ``prefix`` or one inside it."""
+        """Return whether a pattern explicitly names the module ``prefix`` or a module inside it.
+
+        Only the text before the pattern's first wildcard counts: "mtp.*" names "mtp", but "*" names no module.
+        """
         return any(head == prefix or head.startswith(f"{prefix}.") for head in self._heads)
 
 
 class Selector:
     """Decide for one tensor at a time whether it is quantized.
 
-    The rules give one result for all experts of a layer, so it is cached without the expert's number.
+    Decisions are cached. All experts of a layer share a cache entry, because no rule depends on the expert's number.
 
     wishes: the user's choice of layers.
-    block: the number of elements of which the length of a row must be a multiple.
+    block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
     """
 
     def __init__(self, wishes: Wishes, block: int) -> None:
@@ -137,7 +140,8 @@ class Selector:
         2. the --keep and --only patterns;
         3. the preset.
 
-        Raises CheckpointError if keep_first or keep_last does not fit the model's layer count.
+        Raises CheckpointError if --keep-first or --keep-last asks for more layers than the model has, or if the number
+        of layers is unknown.
         """
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
@@ -149,9 +153,10 @@ class Selector:
         return cached[0] or self._by_patterns(tensor.module) or cached[1]
 
     def _by_rules(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized because of a rule, --keep-first, --keep-last or row length.
+        """Return the decision to leave a tensor unquantized because of its name, place, shape or dtype.
 
-        Return None if none of these applies.
+        These are the rules of name_rules.py, --keep-first, --keep-last and the length of a row. Return None if none of
+        them applies.
         """
         copied = self._first_of(FIRST_RULES, tensor) or self._kept_layer(tensor) or self._first_of(RULES, tensor)
         if copied is None and tensor.shape[-1] % self._block:
@@ -172,7 +177,10 @@ class Selector:
         return None
 
     def _kept_layer(self, tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized by --keep-first or --keep-last, or None otherwise."""
+        """Return the decision to leave a tensor unquantized if --keep-first or --keep-last covers its layer.
+
+        Return None if neither does, or if the tensor is in no decoder layer.
+        """
         place = tensor.decoder_layer
         if place is None:
             return None
@@ -184,12 +192,15 @@ class Selector:
         return None
 
     def _by_preset(self, tensor: Candidate) -> Decision:
-        """Return the decision of the preset: quantize the kinds of layers that it includes, and no others."""
+        """Return the decision of the preset: to quantize the tensor if and only if the preset includes its kind."""
         kind = tensor.kind
         return self._converted.get(kind) or Decision(False, f"{kind}: not in preset {self._wishes.preset}", True)
 
     def _by_patterns(self, module: str) -> Decision | None:
-        """Return the decision to leave a module unquantized by --keep or --only, or None if they allow the module."""
+        """Return the decision to leave a module unquantized because of --keep or --only.
+
+        Return None if no pattern of --keep matches, and a pattern of --only matches or there is none.
+        """
         kept = self._keep.first(module)
         if kept is not None:
             return _decision(False, f"--keep {kept}", True)
@@ -197,18 +208,23 @@ class Selector:
 
 
 def no_multiple(shape: tuple[int, ...], block: int) -> str:
-    """Return, in words, why a matrix stays unquantized whose row length K is not a multiple of ``block``."""
+    """Return the reason, in words, why a matrix stays unquantized if its row length K is not a multiple of ``block``.
+
+    Whether K = shape[-1] is a multiple is not checked here.
+    """
     return f"K = {shape[-1]} is not a multiple of {block}"
 
 
 def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[str, Decision]:
     """Decide for each candidate whether it is quantized. Return name -> decision, in the order of the candidates.
 
-    A decision depends on its own tensor alone, so a model's tensors may be split over any number of calls.
+    A decision depends on its own tensor alone, so the tensors of a model may be split over several calls.
 
-    block: the number of elements of which the length of a row must be a multiple.
+    wishes: the user's choice of layers.
+    block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
+
     Raises CheckpointError if --keep-first or --keep-last asks for more layers than the model has, or if it is used
-    and config.json states no layer count.
+    and config.json states no number of layers.
     """
     selector = Selector(wishes, block)
     return {tensor.name: selector.decide(tensor) for tensor in candidates}
@@ -217,10 +233,12 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
 def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[str, Decision]) -> None:
     """Raise CheckpointError if the user's choice of layers does not fit the model.
 
-    Errors are: a pattern that matches no module; an --only pattern whose modules all stay unquantized; a layer of
-    --keep-first or --keep-last that has no tensors; nothing to quantize.
+    These are errors: a pattern that matches no module, an --only pattern whose modules all stay unquantized, a layer of
+    --keep-first or --keep-last without tensors, and a choice that leaves nothing to quantize.
 
-    candidates: the candidates of the whole model. decisions: the result of ``decide`` for them.
+    candidates: the candidates of the whole model.
+    wishes: the user's choice of layers.
+    decisions: the result of ``decide`` for the candidates.
     """
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
@@ -235,9 +253,11 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
 
 
 def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple[Candidate, Iterator[Candidate]]:
-    """Return the first weight that a pattern matches, and an iterator over the other matches.
+    """Return the first weight that a pattern matches, and an iterator over all later matches.
 
     option: "--keep" or "--only", for the error message.
+    weights: the weights of the whole model.
+
     Raises CheckpointError if no weight matches.
     """
     match = re.compile(translate(pattern)).match
@@ -255,7 +275,8 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
 def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> str:
     """Return the error message for an --only pattern whose modules all stay unquantized.
 
-    first: one of these modules. decision: the decision on it.
+    first: one of these modules, which the message names.
+    decision: the decision on this module, with the reason.
     """
     text = (
         f"--only {pattern!r}: every module that it matches stays unquantized: {shown(first.module)} ({decision.reason})"
@@ -268,7 +289,7 @@ def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> st
 def _check_count(wishes: Wishes, count: int | None) -> None:
     """Raise CheckpointError if --keep-first or --keep-last asks for more layers than the model has.
 
-    count: the model's number of decoder layers. If it is None (unknown), neither option may be used.
+    count: the model's number of decoder layers; None if it is unknown, so that neither option may be used.
     """
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
@@ -280,7 +301,12 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
 
 
 def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
-    """Raise CheckpointError if a layer that --keep-first or --keep-last leaves unquantized has no tensors."""
+    """Raise CheckpointError if a layer that --keep-first or --keep-last leaves unquantized has no tensors.
+
+    The number of layers in config.json is then wrong.
+
+    weights: the weights of the whole model.
+    """
     one_expert = {
         _without_expert_number(tensor.module): tensor for tensor in weights
     }.values()  # one expert of each layer is enough to see which layers exist
@@ -301,7 +327,7 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
 
 
 def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, Decision]) -> None:
-    """Raise CheckpointError if no decision is to quantize; the message gives some reasons."""
+    """Raise CheckpointError if no tensor is to be quantized. The message names up to three tensors with the reasons."""
     if any(decision.converted for decision in decisions.values()):
         return
     kept = [f"{shown(c.name)} ({decisions[c.name].reason})" for c in candidates if decisions[c.name].listed]
