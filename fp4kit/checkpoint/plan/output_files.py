@@ -1,4 +1,4 @@
-"""Divide what a plan writes into files: one per shard, or the files of a split GGUF model."""
+"""Divide the tensors that a plan writes into output files: one per shard, or the files of a split GGUF model."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from fp4kit.storage.writer import file_order, header_bytes
 
 @dataclass(frozen=True)
 class OutputFile:
-    """Describe one file to write.
+    """Describe one output file.
 
-    name: its name in the partial directory.
+    name: its name in the partial directory, to which a run writes (see run/staging.py).
     outputs: the tensors in it.
-    metadata: strings to write into its header, the metadata of a safetensors file or keys of a GGUF file.
-    numbers: keys of a split GGUF model's file; empty for any other file.
-    is_first: False for the second and later files of a split GGUF model, which take no keys of the source.
+    metadata: key -> text to write into its header: the metadata of a safetensors file, or keys of a GGUF file.
+    numbers: the keys that describe a file of a split GGUF model (see keys_of_part); {} for all other files.
+    is_first: False for the second and later files of a split GGUF model, whose headers get no keys of the source.
     """
 
     name: str
@@ -34,7 +34,10 @@ class OutputFile:
     is_first: bool = True
 
     def header(self, source: Source) -> tuple[bytes, dict[str, int], int]:
-        """Return the header, tensor name -> byte position of its data, and the size of the file in bytes."""
+        """Return the bytes of the header, tensor name -> offset of its data in the file, and the file's size in bytes.
+
+        source: the source of the conversion. A GGUF file takes keys of the source into its header.
+        """
         file = source.files[0]
         if isinstance(file, GgufFile):
             return gguf_header(file, self.outputs, {**self.metadata, **self.numbers}, SPLIT_KEYS, self.is_first)
@@ -48,12 +51,15 @@ class OutputFile:
 
 
 def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], limit: int) -> tuple[OutputFile, ...]:
-    """Return the files of a split GGUF model, as llama-gguf-split --split-max-size divides it.
+    """Return the files of a split GGUF model, divided as by llama-gguf-split --split-max-size.
 
-    Their names in the partial directory are the ends of their final names (see final_path).
+    The name of a file in the partial directory is the end of its final name (see final_path).
 
-    outputs: all tensors of the model. metadata: the keys that the first file gets. limit: the most bytes of tensors
-    per file.
+    outputs: all tensors of the model.
+    metadata: key -> text to write into the header of the first file.
+    limit: the largest number of bytes of tensors per file.
+
+    Raises CheckpointError if a tensor is larger than the limit, or if there would be more than 65535 files.
     """
     slices = divide([output.nbytes for output in outputs], limit)
     return tuple(
@@ -69,15 +75,19 @@ def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], lim
 
 
 def final_path(target: Path, name: str) -> Path:
-    """Return the path of a split GGUF model's file: DST-00001-of-00003.gguf.
+    """Return the final path of a file of a split GGUF model, such as DST-00001-of-00003.gguf.
 
-    target: what the user named, DST.gguf. name: the name of the file in the partial directory.
+    target: the destination that the user named, DST.gguf.
+    name: the name of the file in the partial directory, "00001-of-00003.gguf".
     """
     return target.with_name(f"{target.stem}-{name}")
 
 
 def check_target(target: Path) -> None:
-    """Raise CheckpointError if ``target``, as which a split GGUF model is written, is itself named like one file."""
+    """Raise CheckpointError if the destination of a split GGUF model has the name of one of such files.
+
+    target: the destination that the user named. It must be DST.gguf, not DST-00001-of-00003.gguf.
+    """
     whole = whole_path(target)
     if whole != target:
         raise CheckpointError(

@@ -103,9 +103,9 @@ class TensorPlan:
 class ShardPlan:
     """Describe what becomes of the tensors of one source file. A GGUF model, split or not, is one shard.
 
-    name: the name of the source file.
+    name: the name of the source file; the first file's name for a split GGUF model.
     tensors: the plans of the source file's tensors.
-    metadata: the metadata to write into the file's header.
+    metadata: key -> text to write into the header of the output file.
     """
 
     name: str
@@ -114,7 +114,7 @@ class ShardPlan:
 
     @lazy_property
     def outputs(self) -> tuple[OutputTensor, ...]:
-        """All tensors to write."""
+        """The output tensors of all tensors of the source file."""
         return tuple(output for tensor in self.tensors for output in tensor.outputs)
 
 
@@ -171,17 +171,17 @@ class Plan:
 
     @property
     def is_file(self) -> bool:
-        """True if the output is a GGUF model, of one or several files; False if it is a directory."""
+        """True if the output is a GGUF model, of one or several files; False for safetensors files."""
         return gguf.is_gguf_config(self.source.config)
 
     @property
     def is_split(self) -> bool:
-        """True if the output is a GGUF model of several files."""
+        """True if the output is to be a split GGUF model, which may have several files."""
         return self.request.split_max_size is not None
 
     @lazy_property
     def files(self) -> tuple[OutputFile, ...]:
-        """The files to write."""
+        """The output files: one per shard, or the files of a split GGUF model."""
         if self.request.split_max_size is not None:
             return parts_of(self.shards[0].outputs, self.shards[0].metadata, self.request.split_max_size)
         return tuple(OutputFile(shard.name, shard.outputs, shard.metadata, {}) for shard in self.shards)

@@ -41,7 +41,7 @@ class Request:
     activations: measured activations, from which every layer gets its own input scale; None if there are none.
     search: how to search block scales; None to compute them from each block's amax.
     ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see model/closed_world.py).
-    split_max_size: the most bytes of tensors per file of a split GGUF model; None to write one file.
+    split_max_size: the largest number of bytes of tensors per file of a split GGUF model; None to write one file.
 
     Raises CheckpointError if an option is unknown or out of range, or if two options exclude each other.
     """

@@ -1,9 +1,9 @@
 """Find and remove leftovers: a lock and a journal that a killed run did not remove from a finished result.
 
 A run first renames its result to the destination, and then removes its lock and journal. If it is killed in between,
-these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. For a GGUF model,
-the leftover is the partial directory beside it (see staging.py), which then contains no other file. While a run is
-alive and holds the lock, its files are not leftovers.
+these files stay. For a directory, leftovers are the files ``.lock`` and ``.journal.jsonl`` inside it. If the result is
+one or several files, such as a GGUF model, the leftover is the partial directory beside them (see staging.py), which
+then contains no other file. While a run is alive and holds the lock, its files are not leftovers.
 """
 
 from __future__ import annotations
@@ -23,11 +23,12 @@ _OWN = (staging.JOURNAL, staging.LOCK)  # in the order in which a run removes th
 
 
 def leftovers_of(destination: Path) -> tuple[Path, ...]:
-    """Return the paths of a finished run's leftovers: its lock and journal or, for a GGUF model, its partial directory.
+    """Return the paths of the leftovers of a finished run.
 
-    Return () if there are none, or if a run is still writing to the destination.
+    If the destination is a directory, these are the lock and the journal in it. If it is a file, this is the partial
+    directory beside it. Return () if there are none, or if a run is still writing to the destination.
 
-    destination: the directory that the run has written, or the destination of the GGUF model.
+    destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     """
     if destination.is_dir():
         is_ours = _is_finished(destination) and not staging.is_live(destination)
@@ -44,7 +45,10 @@ def leftovers_of(destination: Path) -> tuple[Path, ...]:
 
 
 def remove_leftovers(destination: Path) -> tuple[Path, ...]:
-    """Remove the leftovers of a finished run from its destination. Return the removed paths; () if there are none."""
+    """Remove the leftovers of a finished run. Return the removed paths; () if there are none.
+
+    destination: as for leftovers_of.
+    """
     found = leftovers_of(destination)
     if found and not destination.is_dir():
         staging.remove_partial(destination)
@@ -59,7 +63,7 @@ def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | No
 
     Return None if there is no journal with this key, because a run with other options may have made the destination.
 
-    destination: the directory that the run has written, or the destination of the GGUF model.
+    destination: as for leftovers_of.
     key: the key of the run (see convert/journal.py).
     """
     for path in leftovers_of(destination):

@@ -89,7 +89,7 @@ def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (
     The destination must not exist, and its parent must be a writable directory. The destination must not be inside the
     source, nor the source inside the destination.
 
-    paths: the final paths of the files of a split GGUF model, which must not exist either.
+    paths: the final paths of the files to write, which must not exist either; () if the result is a directory.
     resume: True to accept existing files that the interrupted run had already renamed to their final paths.
     """
     moved = _moved_files(destination) if resume else {}
