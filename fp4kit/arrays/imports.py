@@ -70,7 +70,7 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
 
     Raises:
         TypeError: `x` is not an array (a list, a Python number, ...), is a masked array or a tensor without dense
-            memory (sparse, nested, quantized), or has another DLPack dtype.
+            memory (sparse, nested, quantized), or has a DLPack dtype that is not listed above.
         ValueError: `x` is a PyTorch tensor that requires grad, has the negative or the conjugate bit set, or is on the
             meta device.
         NotImplementedError: `x` is on a CUDA device or another accelerator.

@@ -148,7 +148,7 @@ class PlanLibrary:
         return nullcontext(_unchanged) if self._library is None else self._library.call_context(self._like)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Call a method of the plan, and return its result in the plan's library."""
+        """Return function(*args, **kwargs), a call of a method of the plan, with arrays of the plan's library."""
         if self._library is None:
             return function(*args, **kwargs)
         with self.context() as give:
@@ -174,7 +174,7 @@ class PlanLibrary:
 
 
 def _unchanged(array: Any) -> Any:
-    """Return array itself: the converting function of a plan on NumPy or CuPy arrays."""
+    """Return `array` itself. PlanLibrary uses this function for plans on NumPy or CuPy arrays."""
     return array
 
 

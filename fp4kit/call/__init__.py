@@ -1,4 +1,4 @@
-"""The parse of public functions: it turns their arguments into a Call, in which everything is checked.
+"""Parse the arguments of public functions: check them, and store them in a Call, from which the engines compute.
 
 A Call holds arrays as the engines take them, options, amaxes and outputs.
 """

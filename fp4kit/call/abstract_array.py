@@ -30,7 +30,7 @@ class AbstractArray:
         return prod(self.shape)
 
     def reshape(self, *shape: Any) -> AbstractArray:
-        """Return an AbstractArray with another shape, which is not checked to have as many elements."""
+        """Return an AbstractArray with the given shape, without a check that the number of elements agrees."""
         return replace(self, shape=shape[0] if isinstance(shape[0], tuple) else shape)
 
     def repeat(self, count: Any, axis: int) -> AbstractArray:
@@ -38,5 +38,5 @@ class AbstractArray:
         return replace(self, shape=(*self.shape[:axis], self.shape[axis] * count, *self.shape[axis + 1 :]))
 
     def transpose(self, order: Any) -> AbstractArray:
-        """Return an AbstractArray with its axes in another order. np.moveaxis calls this method."""
+        """Return an AbstractArray with its axes in the given order. np.moveaxis calls this method."""
         return replace(self, shape=tuple(self.shape[axis] for axis in order))

@@ -1,4 +1,4 @@
-"""The amaxes of a call: check the caller's amaxes, bring them to canonical shape, and take the part for one matrix.
+"""The amaxes of a call: check the caller's amaxes, reshape them to the canonical shape, and select those of one matrix.
 
 The canonical shape of a tensor_amax depends on the recipe. For an array (..., K), with the quantized axis last, it is:
 
@@ -25,14 +25,15 @@ from fp4kit.recipes import Recipe
 
 
 def is_per_expert(amax: Any, recipe: Recipe) -> bool:
-    """Return whether a canonical tensor_amax, or tensor_scale, has shape (E,): one entry per expert."""
+    """Return whether a tensor_amax, or tensor_scale, of canonical shape has shape (E,): one entry per expert."""
     return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
 
 
 def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
-    """Return the part of a canonical tensor_amax, or tensor_scale, that matrix i needs.
+    """Return the part of a tensor_amax, or tensor_scale, of canonical shape that belongs to matrix i.
 
-    shape: (number of matrices, rows per matrix). The matrices of one expert are adjacent.
+    The quantized array is a stack of matrices. shape: (number of matrices, rows per matrix). The matrices of one expert
+    are adjacent.
 
     The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
     per row, (rows, blocks) for one entry per block. If amax is None, return None.
@@ -116,7 +117,7 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
     """Return a tensor_amax, or tensor_scale, in its canonical shape. Raise ValueError if its shape does not fit.
 
-    Trailing axes of length 1 may be missing or left over. name: the argument in the message.
+    Axes of length 1 at the end may be missing or superfluous. name: the name of the argument in the message.
     """
     canonical = tensor_amax_shape(moved_shape, recipe)
     allowed = [canonical]
@@ -178,9 +179,9 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 
 
 def clip_amax(call: Any, given: Any) -> Any:
-    """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if it was not given.
+    """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if `given` is None.
 
-    Its shape is (1, 1), (rows, 1) or (rows, blocks), where rows are all leading axes joined.
+    Its shape is that of reshape_clip_amax. call: the parsed call. given: the limit as the caller passed it.
     """
     if given is None:
         return None
@@ -193,7 +194,11 @@ def clip_amax(call: Any, given: Any) -> Any:
 
 
 def reshape_clip_amax(amax: Any, call: Any) -> Any:
-    """Return an amax as (1, 1), (rows, 1) or (rows, blocks). Raise ValueError if no such shape fits."""
+    """Return the clip limit of a gradient in the shape (1, 1), (rows, 1) or (rows, blocks).
+
+    rows: the number of rows of x with the quantized axis last, all leading axes joined. One limit per expert is
+    repeated for each of its rows. Raise ValueError if no such shape fits.
+    """
     lead = call.moved.shape[:-1]
     rows = prod(lead)
     blocks = scale_shape(call.moved.shape, call.recipe)[-1]

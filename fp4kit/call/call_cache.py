@@ -22,7 +22,7 @@ from fp4kit.quantized.container import Quantized
 MAX_CALLS = 256  # the largest number of entries; adding another one first clears the cache
 Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
-# The cached call of each key. None records that the engine made no cached call, so that it is not asked again.
+# The cached call of each key. None records that the engine does not support one, so that it does not try again.
 _CALLS: dict[Key, Callable[..., Any] | None] = {}
 # True if only the specification computes on NumPy arrays, as within fp4kit.specification().
 specification_only: ContextVar[bool] = ContextVar("specification_only", default=False)
@@ -63,7 +63,7 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
 def run_first(
     key: Key | None, call: Callable[..., Any] | None, arguments: tuple[Any, ...], driver: Callable[[], Any]
 ) -> Any:
-    """Run the first call with a key, and store its cached call unless an error was raised.
+    """Run the first call with a key, store its cached call unless an error was raised, and return the result.
 
     Args:
         key: the key; None to store nothing.
@@ -82,9 +82,9 @@ def run_first(
 
 
 def _facts(a: Any, facts_of: Callable[[Any], Hashable]) -> Hashable:
-    """Return the facts of an array or a Quantized.
+    """Return the facts of an array or a Quantized that are part of a key, such as shapes, dtypes and strides.
 
-    facts_of: returns the facts of one library's arrays and raises TypeError for anything else.
+    facts_of: a function that returns the facts of one library's arrays and raises TypeError for anything else.
     """
     if type(a) is Quantized:
         scales, tensor_scale, amax = a.block_scale, a.tensor_scale, a.tensor_amax
@@ -94,7 +94,11 @@ def _facts(a: Any, facts_of: Callable[[Any], Hashable]) -> Hashable:
 
 
 def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
-    """Return the function that returns the facts of arrays of a's library, and whether `a` is in host memory."""
+    """Return the pair (function, is_host) for the library of `a`.
+
+    function: returns the facts (shape, dtype, strides, ...) of an array of that library. is_host: whether `a` is in
+    host memory.
+    """
     kind = type(a)
     if kind is np.ndarray:
         return _numpy_facts, True
@@ -106,13 +110,13 @@ def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
 
 
 def _torch_host_facts(a: Any) -> Hashable:
-    """Return the facts of a CPU tensor, or the type name of a number."""
+    """Return the facts of a CPU tensor as torch_arrays.facts gives them, or the type name of a float."""
     kind = type(a)
     return kind.__name__ if kind is float or kind is np.float32 else torch_arrays.facts(True)(a)
 
 
 def _cupy_facts(a: Any) -> Hashable:
-    """Return the facts of a CuPy array."""
+    """Return the facts of a CuPy array. Raise TypeError for anything else."""
     kind = type(a)
     if kind.__module__ != "cupy":
         raise TypeError(kind)
@@ -121,7 +125,7 @@ def _cupy_facts(a: Any) -> Hashable:
 
 
 def _numpy_facts(a: Any) -> Hashable:
-    """Return the facts of a NumPy array, or the type name of a number."""
+    """Return the facts of a NumPy array, or the type name of a float. Raise TypeError for anything else."""
     if type(a) in (float, np.float32):  # an amax, whose value neither the checks nor the cached call depend on
         return type(a).__name__
     if type(a) is not np.ndarray:

@@ -27,7 +27,10 @@ def each(op: str, function: Callable[..., Any], *columns: Iterable[Any]) -> list
 
 
 def numbered(op: str, i: int, text: str) -> str:
-    """Return the error message of a single call, changed to name the grouped operation op and tensor i."""
+    """Return `text`, the error message of a single call, changed to name the grouped operation op and tensor i.
+
+    The argument that the message names is numbered. If it names none, the text is put after "xs[i]: ".
+    """
     text = re.sub(r"^\w+: ", "", text)  # remove the name of the single function
     argument = _ARGUMENT.match(text)
     if argument is None:

@@ -36,15 +36,15 @@ def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any
 
 
 def _refuse(op: str, out: str, other: str) -> None:
-    """Raise the ValueError of check_disjoint."""
+    """Raise the ValueError of check_disjoint for the output named `out` and the input or output named `other`."""
     raise ValueError(f"{op}: {out} shares memory with {other}, which is read or written too; needs memory of its own")
 
 
 class _Memory(NamedTuple):
     """Hold which memory a Quantized occupies.
 
-    arrays: its parts. spans: on a device, the span of each part. whole: on a device, the span that contains all parts.
-    parts_are_disjoint: whether no two parts share memory.
+    arrays: its arrays. spans: on a device, the span of each array; empty on the host. whole: on a device, the span that
+    contains all arrays. parts_are_disjoint: True if no two arrays share memory.
     """
 
     arrays: tuple[Any, ...]
@@ -58,7 +58,7 @@ _MEMORIES: WeakKeyDictionary[Quantized, _Memory] = WeakKeyDictionary()
 
 
 def _memory_of(q: Quantized) -> _Memory:
-    """Return the memory of a Quantized. It is computed once per object."""
+    """Return the _Memory of a Quantized. It is computed at the first call, and then read from _MEMORIES."""
     memory = _MEMORIES.get(q)
     if memory is None:
         arrays = tuple(part for part in q.parts().values() if part is not None)
@@ -134,7 +134,7 @@ def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize
     """Return (stride, length) of the axes whose elements may overlap, the shortest axis first.
 
     The list is empty for contiguous arrays and for slices and transposes of them. Axes that together are evenly spaced
-    are joined into one. The axis with the largest stride is left out, repeatedly, if all other axes together fit into
+    are joined into one. Then the axis with the largest stride is removed as long as all other axes together fit into
     that stride.
     """
     if 0 in shape:

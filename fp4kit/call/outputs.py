@@ -28,7 +28,7 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 
 
 def import_out(op: str, out: Any) -> Any:
-    """Return an output, an array or a Quantized, as NumPy or CuPy arrays on the same memory.
+    """Return the caller's `out`, an array or a Quantized, as NumPy or CuPy arrays that share its memory.
 
     Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if elements share memory, as in
     an expanded tensor, because only the element that is written last would remain.
@@ -47,7 +47,7 @@ def import_out(op: str, out: Any) -> Any:
 
 
 def _check_places(op: str, name: str, array: Any) -> None:
-    """Raise ValueError if elements of an array share memory.
+    """Raise ValueError if elements of an output array share memory. name: the array's name in the message.
 
     Accept anything that is not an array or not writable, because later checks reject it with a better message.
     """
@@ -66,7 +66,10 @@ def _is_writeable(array: Any) -> bool:
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
-    """Raise an error unless out is None, or an array of this shape and dtype, of the library and device of `like`."""
+    """Raise an error unless `out`, the output of dequantize, is None or fits.
+
+    It must have this shape and dtype, and be an array of the library and on the device of `like`.
+    """
     if out is None:
         return
     if isinstance(like, np.ndarray):
@@ -105,7 +108,10 @@ def check_quantized_out(call: Any) -> None:
 
 
 def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
-    """Return the shape and dtype of each array of a call's result, by its name in Quantized."""
+    """Return {name: (shape, dtype)} of the arrays in a call's result. The names are those of a Quantized.
+
+    Arrays that the result lacks are left out. So is tensor_amax if the caller passed tensor_scale.
+    """
     shape, r = call.moved.shape, call.recipe
     specs: dict[str, tuple[tuple[int, ...], Any]] = {"packed": (packed_shape(shape, r), np.dtype(np.uint8))}
     if r.scale is not None:
@@ -119,7 +125,10 @@ def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
 
 
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:
-    """Raise ValueError unless a kernel can write an array: shape, dtype, device of x, contiguous, aligned."""
+    """Raise ValueError unless a kernel can write to `array`, the output with the given name.
+
+    The array must have this shape and dtype, be contiguous and aligned, and be on the device of x.
+    """
     fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
     if not fits or not array.flags.c_contiguous:
         found = description(array)

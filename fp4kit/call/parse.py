@@ -1,7 +1,7 @@
 """Parse the arguments of a public function into a Call.
 
-The parse imports the arrays, finds the recipe, checks every argument and makes `moved`: a view of x with the quantized
-axis last. All operations share it.
+Parsing imports the arrays, finds the recipe, checks every argument and makes `moved`: a view of x with the quantized
+axis last. All operations share these functions. In all of them, op is the public function that errors begin with.
 """
 
 from __future__ import annotations
@@ -127,7 +127,10 @@ def quantize_call(
     block_amax: Any = None,
     out: Quantized | None = None,
 ) -> Call:
-    """Return the Call of an operation that returns codes."""
+    """Check the arguments of an operation that returns codes, such as quantize, and return its Call.
+
+    The arguments are those of quantize.
+    """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
@@ -150,7 +153,10 @@ def call_with_scales(
     tensor_scale: Any,
     out: Quantized | None,
 ) -> Call:
-    """Return the Call of quantize with given scales. At least one of block_scale and tensor_scale is not None."""
+    """Check the arguments of quantize for a caller who passes scales, and return the Call.
+
+    At least one of block_scale and tensor_scale is not None. out has been imported already.
+    """
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
     check_codes(call, options.scale_layout)
@@ -177,7 +183,10 @@ def fake_call(
     tensor_amax: Any = None,
     block_amax: Any = None,
 ) -> Call:
-    """Return the Call of an operation that returns fake-quantized values."""
+    """Check the arguments of an operation that returns fake-quantized values, and return its Call.
+
+    The arguments are those of fake_quantize.
+    """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
     call = with_options(call, options._replace(seed=imported["seed"]))
@@ -185,7 +194,10 @@ def fake_call(
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
-    """Return the Call of a gradient, and the imported amax that the gradient is clipped at (None if not given)."""
+    """Check the arguments of fake_quantize_backward. Return its Call, and the imported amax, which is not checked yet.
+
+    The amax is None if the caller passed none.
+    """
     call, imported = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)
     checks.check_float(op, grad, "grad")
@@ -197,7 +209,7 @@ def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, a
 def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call.
 
-    The columnwise Call has its own options. It shares the tensor amax, because both directions cover the whole tensor.
+    options: those of the columnwise Call. It shares the tensor amax, because both directions cover the whole tensor.
     """
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
@@ -205,7 +217,7 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
 
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
-    """Return the call with the caller's amaxes, checked and in the memory of x. None means that an amax is computed."""
+    """Return the call with the caller's amaxes, checked and in the memory of x. None lets the engine compute them."""
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
     op, shape, r = call.op, call.moved.shape, call.recipe
@@ -238,7 +250,10 @@ def check_hadamard(op: str, hadamard: Any) -> None:
 
 
 def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
-    """Return the sign mask of the Hadamard transform; None for no transform."""
+    """Return the sign mask of the Hadamard transform: TE's for True, 0 for "no_signs", and None for False.
+
+    Raise ValueError for other values, or if the quantized axis is not a multiple of the transform's size.
+    """
     check_hadamard(call.op, hadamard)
     if hadamard is False:
         return None
@@ -252,7 +267,10 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 
 
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
-    """Return the seed as an int, or the random bytes with the quantized axis last; None for nearest rounding."""
+    """Return the seed as an int, or the random bytes with the quantized axis last; None for nearest rounding.
+
+    Raise ValueError if rounding and seed do not fit each other, the recipe or x.
+    """
     op, r = call.op, call.recipe
     if not is_one_of(rounding, ("nearest", "stochastic")):
         raise ValueError(f"{op}: rounding is {rounding!r:.60}; needs 'nearest' or 'stochastic'")

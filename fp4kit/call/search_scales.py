@@ -56,7 +56,7 @@ DEFAULT_TERMS = Terms()
 
 
 class SearchRequest(NamedTuple):
-    """Hold the options of search_scales as the caller passed them, unchecked."""
+    """Hold the arguments of search_scales with these names, as the caller passed them, unchecked."""
 
     objective: Any = "mse"
     weights: Any = None
@@ -65,7 +65,10 @@ class SearchRequest(NamedTuple):
 
 
 class Search(NamedTuple):
-    """Hold a parsed call of search_scales, whose arguments are checked."""
+    """Hold a parsed call of search_scales, whose arguments are checked.
+
+    call: the array, recipe, axis and tensor amax. terms: the loss and the candidates.
+    """
 
     call: Call
     terms: Terms = DEFAULT_TERMS
@@ -82,7 +85,10 @@ class Search(NamedTuple):
 
 
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, request: SearchRequest) -> Search:
-    """Return the parsed call of search_scales."""
+    """Check the arguments of search_scales, and return the parsed call.
+
+    Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe.
+    """
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = request
     if has_grid(r):
@@ -127,7 +133,10 @@ def has_grid(r: Recipe) -> bool:
 
 
 def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
-    """Return the start, stop and step that `candidates` names. Raise ValueError if it names none."""
+    """Return (start, stop, step) of the multiples that `candidates` names: "all", or three numbers.
+
+    Raise an error for anything else.
+    """
     if isinstance(candidates, str) and candidates == "all":
         return GRID
     if isinstance(candidates, (tuple, list)) and len(candidates) == 3:

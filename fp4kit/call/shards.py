@@ -15,7 +15,7 @@ from fp4kit.recipes import Recipe
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """Raise ValueError if a recipe chooses between scales, because its codes then depend on whole blocks."""
+    """Raise ValueError for a recipe that chooses or searches scales (4over6, mse), because it needs whole blocks."""
     if r.four_over_six or r.search:
         raise ValueError(f"{op}: {r.id} chooses scales from whole blocks; use quantize on the whole matrix")
 
@@ -88,6 +88,9 @@ class Partition(NamedTuple):
         return -(-self.ends // unit) - self.starts // unit
 
     def offsets(self, unit: int) -> np.ndarray:
-        """Return the offset of each shard in the message of its process, in units of ``unit`` elements."""
+        """Return the offset of each shard among all shards of its process, in units of ``unit`` elements.
+
+        A process stores its shards one after another, in the order of the matrices: int64 (processes, matrices).
+        """
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths

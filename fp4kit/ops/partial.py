@@ -88,15 +88,15 @@ def partial_cast(
         shape: (M, K), K a multiple of the block.
         start: the index of the shard's first element in the flattened matrix. It may lie inside a row, a block or a
             byte.
-        recipe: a recipe id or a Recipe with blocks, but no 4over6 recipe, because 4over6 chooses scales from whole
-            blocks.
+        recipe: a recipe id or a Recipe with blocks. Recipes that choose or search scales (4over6, nvfp4-modelopt-mse)
+            are rejected, because they need whole blocks.
         tensor_amax: float32 (): the amax of the whole matrix. None uses the maximum of block_amax. Recipes without a
             tensor scale accept only None. It is required if block_amax holds an infinity and the recipe's tensor scale
             counts only finite elements (nvfp4-flashinfer, ...).
 
     Raises:
         TypeError: shard has a dtype other than these three.
-        ValueError: as for partial_amax, or the recipe is a 4over6 recipe.
+        ValueError: as for partial_amax, or the recipe chooses or searches scales.
         ValueError: out or block_amax does not have the shape and dtype above, or out shares memory with another
             argument.
         ValueError: block_amax holds NaN, or an infinity that requires tensor_amax.

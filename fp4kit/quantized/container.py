@@ -75,9 +75,10 @@ class Quantized:
 
     Raises:
         TypeError: an array, the dtype or the recipe is of another kind.
-        ValueError: an array has another shape; a part is missing, or the recipe does not have it; arrays are on several
-            devices; or, on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never
-            gives NaN. Values on a device are not read.
+        ValueError: an array does not have the shape above; a part is missing, or the recipe does not have it; or arrays
+            are on several devices.
+        ValueError: on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never gives
+            NaN. Values on a device are not read.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -134,7 +135,7 @@ class Quantized:
         self.imported()
 
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
-        """Raise an error unless the part `name` is a uint8 array of this shape, or None if shape is None.
+        """Raise an error unless the part `name` is as needed: a uint8 array of this shape, or None if shape is None.
 
         host: whether packed is a NumPy array.
         """
@@ -164,9 +165,9 @@ class Quantized:
             self._refuse_floats(name, shapes)
 
     def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
-        """Raise an error unless the part `name` is a float32 array of an allowed shape.
+        """Raise an error unless the part `name` is a float32 array with one of the given shapes.
 
-        If it is on the host, its numbers are checked too.
+        host: whether packed is a NumPy array. If so, the numbers of the part are checked too.
         """
         array = getattr(self, name)
         if host and isinstance(array, np.generic):
@@ -183,13 +184,16 @@ class Quantized:
             check_amounts("Quantized", name, array, self.tensor_scale, self.recipe)
 
     def _refuse_floats(self, name: str, shapes: tuple[tuple[int, ...], ...]) -> NoReturn:
-        """Raise ValueError with the shape of the part `name` and the shapes that are allowed."""
+        """Raise ValueError. Its message states the shape of the part `name` and the shapes that are allowed."""
         got = _spelled(getattr(self, name))
         needed = " or ".join(f"float32 {shape}" for shape in shapes) or "None, as it has no tensor scale"
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise an error unless a part belongs to the same library (NumPy or CuPy) and device as packed."""
+        """Raise an error unless a part is of the library (NumPy or CuPy) and on the device of packed.
+
+        name, array: the part. host: whether packed is a NumPy array.
+        """
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
             if host or array is packed or array.data.device_id == packed.data.device_id:
@@ -412,12 +416,12 @@ class Quantized:
     if not TYPE_CHECKING:  # type checkers know all attributes
 
         def __getattr__(self, name: str) -> NoReturn:
-            """Raise AttributeError for an attribute that does not exist. Name the one to use instead, if known."""
+            """Raise AttributeError for an attribute that does not exist. The message names the one to use, if known."""
             hint = f"; {_OTHER_NAMES[name]}" if name in _OTHER_NAMES else ""
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{hint}", name=name, obj=self)
 
     def _refuse_arithmetic(self, *others: Any) -> NoReturn:
-        """Raise TypeError, because a Quantized has no arithmetic."""
+        """Raise TypeError: the implementation of all arithmetic operators, which a Quantized does not support."""
         raise TypeError(_NO_NUMBERS)
 
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
@@ -476,9 +480,9 @@ class Quantized:
 
 @contextmanager
 def _suspecting_a_swap(codes: Any, scales: Any, scale_layout: ScaleLayout) -> Iterator[None]:
-    """Append a hint to every ValueError raised in the with block if codes and scales may be swapped.
+    """Append a hint to a ValueError raised in the with block if the caller may have swapped codes and block scales.
 
-    The hint is added if there are more scale bytes than code bytes.
+    The hint is appended if the scales are in linear layout and have more elements than the codes.
     """
     try:
         yield

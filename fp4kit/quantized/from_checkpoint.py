@@ -143,8 +143,8 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
     """Return stored block scales as uint8 bit patterns, or None if none are stored.
 
     shape: the shape of the scales in their layout, padding included. Scales with a different shape but as many
-    elements are reshaped. None leaves the check of the shape to Quantized. Raises TypeError for a dtype of
-    another scale format.
+    elements are reshaped. None leaves the check of the shape to Quantized. Raises TypeError for a dtype that does
+    not belong to the recipe's scale format.
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array
@@ -229,9 +229,10 @@ def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
 
 
 def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
-    """Return the shape of x from the shape of its packed codes.
+    """Return the shape of x, the array that was quantized, from the shape of its packed codes.
 
-    The last axis of packed is the quantized one. axis says where x has it. Raise ValueError if x has no such axis.
+    The last axis of packed is the quantized one. axis: the position of the quantized axis in x. Raise ValueError if x
+    has no such axis.
     """
     ndim = packed.ndim
     if not -ndim <= axis < ndim:

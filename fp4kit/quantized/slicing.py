@@ -41,7 +41,7 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
 
 
 def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Return the index of block scales in the layout of q, given their index in linear layout.
+    """Return the index that selects block scales in the layout of q, given the index that selects them if linear.
 
     Swizzled scales can be selected only by whole rows of tiles, whose bytes fill exactly that many rows of the padded
     array.
@@ -145,7 +145,7 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
 
 
 def _given_to(q: Quantized, name: str) -> Quantized:
-    """Return q, whose arrays are NumPy's or CuPy's, with arrays of the library `name`: "torch" or "jax".
+    """Convert the arrays of q from NumPy or CuPy to the library `name`, "torch" or "jax", and return the new Quantized.
 
     Raise RuntimeError if that library is not imported.
     """
@@ -172,14 +172,14 @@ def _on_gpu(q: Quantized, device: int | None) -> Quantized:
 def flatten(q: Quantized) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """Return the arrays of q that are not None, and a hashable tuple of all its other fields, for tree libraries.
 
-    Two such tuples are equal if their fields mean the same.
+    The tuple also holds the names of these arrays. Two Quantized that differ only in their arrays give equal tuples.
     """
     names = tuple(name for name in PARTS if getattr(q, name) is not None)
     return tuple(getattr(q, name) for name in names), (names, *(getattr(q, name) for name in FACTS))
 
 
 def unflatten(arrays: Any, facts: Any) -> Quantized:
-    """Return the Quantized with these arrays and other fields, as flatten returns them.
+    """Return the Quantized that flatten took apart: `arrays` and `facts` are the two tuples that flatten returns.
 
     Nothing is checked, because tracers and the placeholders of tree libraries hold no values.
     """
