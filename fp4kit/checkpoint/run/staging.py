@@ -28,6 +28,7 @@ from pathlib import Path
 
 from fp4kit.checkpoint.model.model_files import resolved
 from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import MAX_BYTES
 from fp4kit.storage.split_gguf import first_parts_of, whole_path
 from fp4kit.storage.whole_file import sync_directory
 
@@ -430,9 +431,10 @@ def _moved_files(destination: Path) -> dict[Path, str]:
 
     destination: the destination of the run.
     """
-    lines: list[str] = []
+    journal, lines = partial_of(destination) / JOURNAL, list[str]()
     with suppress(OSError, ValueError):
-        lines = (partial_of(destination) / JOURNAL).read_text().splitlines()
+        if journal.stat().st_size <= MAX_BYTES:  # a larger one is damaged
+            lines = journal.read_text().splitlines()
     found: dict[Path, str] = {}
     for i, line in enumerate(line for line in lines if line.startswith(_MOVED)):
         with suppress(ValueError, TypeError):  # a damaged line

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import struct
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -257,24 +259,32 @@ def test_the_name_of_the_model_leads_to_its_first_file(tmp_path: Path) -> None:
         verify(tmp_path / "out.gguf")
 
 
-def killed(source: Path, out: Path, renames: int) -> None:
-    """Convert in a child process that kills itself instead of the renaming with number `renames`, from 0."""
-    child = os.fork()
-    if child == 0:
-        rename, count = os.rename, iter(range(99))
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fp4kit.checkpoint import Options, convert
 
-        def dying(*paths: Any) -> None:
-            if next(count) == renames:
-                os.kill(os.getpid(), signal.SIGKILL)
-            rename(*paths)
+rename, count = os.rename, iter(range(99))
 
-        os.rename = dying  # type: ignore[assignment]
-        convert(source, out, RECIPE, split_max_size=LIMIT, options=Options(workers=1))
-        os._exit(0)
-    os.waitpid(child, 0)
+def dying(*paths):
+    if next(count) == int(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    rename(*paths)
+
+os.rename = dying
+folder, recipe, limit = Path(sys.argv[1]), sys.argv[3], int(sys.argv[4])
+convert(folder / "m.gguf", folder / "out.gguf", recipe, split_max_size=limit, options=Options(workers=1))
+"""
 
 
-@pytest.mark.parametrize("renames", [0, 2, COUNT - 1])
+def killed(folder: Path, renames: int) -> None:
+    """Convert as `split` does, in a process that kills itself instead of the renaming with number `renames`, from 0."""
+    arguments = [str(folder), str(renames), RECIPE, str(LIMIT)]
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], capture_output=True, timeout=120)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize("renames", [0, COUNT - 1])
 def test_a_run_killed_between_two_files_is_resumed(renames: int, tmp_path: Path) -> None:
     """Files that have their final names already are moved back. The first file never exists without the others."""
     gguf_files.write_model(tmp_path / "m.gguf")
@@ -282,7 +292,7 @@ def test_a_run_killed_between_two_files_is_resumed(renames: int, tmp_path: Path)
     wanted = files_in(tmp_path)
     for name in wanted:
         (tmp_path / name).unlink()
-    killed(tmp_path / "m.gguf", tmp_path / "out.gguf", renames)
+    killed(tmp_path, renames)
     assert list(files_in(tmp_path)) == NAMES[COUNT - renames :]
     with refused("exists; name a new directory" if renames else "was left by an interrupted run"):
         split(tmp_path)
@@ -293,7 +303,7 @@ def test_a_run_killed_between_two_files_is_resumed(renames: int, tmp_path: Path)
 def test_remove_stale_also_removes_renamed_files(tmp_path: Path) -> None:
     """--remove-stale removes the files of the interrupted run, and none that another program put in their place."""
     gguf_files.write_model(tmp_path / "m.gguf")
-    killed(tmp_path / "m.gguf", tmp_path / "out.gguf", 3)
+    killed(tmp_path, 3)
     assert list(files_in(tmp_path)) == NAMES[7:]
     (tmp_path / "mine").write_text("mine")
     (tmp_path / "mine").rename(tmp_path / NAMES[8])
