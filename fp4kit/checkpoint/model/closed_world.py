@@ -212,7 +212,10 @@ _PART_NAMES = {
 
 
 def rest_of_kv(name: str) -> bool:
-    """Return whether a tensor is a scale of the KV cache or of attention. Such scales belong to no linear layer."""
+    """Return whether a tensor's name is that of a scale of the KV cache or of attention, such as "attn.k_scale".
+
+    Such scales may be stored beside no linear layer.
+    """
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 
@@ -298,7 +301,13 @@ def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
 
 
 def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
-    """Return whether a stack of packed experts [E, K, N/2] has one scale byte per 32 elements of its output axis N."""
+    """Return whether a stack of packed 4-bit codes [E, K, N/2] has one scale byte per 32 elements along N.
+
+    N is the output axis. Containers that fp4kit reads have blocks along the input axis K.
+
+    stack: the tensor name of the codes; the scales are in ``{stack}_weight_scale``. Return False if there is no tensor
+        ``stack``.
+    """
     if stack not in tensors:
         return False
     codes, scales = tensors[stack][1], tensors[f"{stack}_weight_scale"][1]
@@ -424,10 +433,10 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
 
 
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield the items of ComfyUI's metadata, which describes quantized layers: one for the metadata as a whole.
+    """Yield the items of ComfyUI's metadata, which describes the quantized layers of a file.
 
-    There is one more item for an unknown key or version, and for each described layer that is missing, is unquantized
-    or has no tensor ``.comfy_quant`` of its own.
+    The metadata as a whole is one item. An unknown key or version is another item, and so is each described layer that
+    is missing, is unquantized or has no tensor ``.comfy_quant`` of its own.
 
     text: the metadata, as JSON. quantized: module name -> quantized weight.
     """

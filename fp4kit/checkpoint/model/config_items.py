@@ -32,7 +32,7 @@ class _Layers(NamedTuple):
 
     @property
     def kinds(self) -> set[str]:
-        """The kinds of all quantized layers, such as {"nvfp4", "fp8 tensor"}."""
+        """The kinds of the containers of all quantized layers, such as {"nvfp4", "fp8 tensor"}."""
         return {form.kind for form in self.forms.values()}
 
 

@@ -1,4 +1,4 @@
-"""Decode stored linear layers: compute the float32 values of rows from codes and scales as they are in the file."""
+"""Decode stored linear layers: compute the float32 values of rows from their codes and scales."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
     The product of an element's entry and its scale's entry is the decoded value, exact in float32. The container must
     store its scales as bytes (E4M3 or E8M0), not as float32.
 
-    The tables for GGUF containers follow llama.cpp: element values are doubled and have no negative zero, and scale
-    values are halved. An entry of the scale table is the smallest subnormal element, decoded with that scale byte. The
-    E8M0 byte 255, which stands for 2^128, therefore has a finite entry.
+    For GGUF containers, element values are doubled and scale values are halved, as in llama.cpp, and -0 decodes to +0.
+    A halved scale value is computed by decoding the smallest subnormal element (0.5) with that scale byte. The entry of
+    the E8M0 byte 255, which stands for 2^128, is therefore finite.
     """
     assert form.scale is not None
     elements, scales = form.element.values, form.scale.values

@@ -1,6 +1,6 @@
 """Inspect a checkpoint: list its tensors, quantized layers, totals and declared quantization.
 
-Reads only headers and JSON files, never tensor data.
+Only headers, JSON files and the tags of ComfyUI's layers are read, never codes, scales or values.
 """
 
 from __future__ import annotations
@@ -55,12 +55,15 @@ class Checkpoint:
 
     @lazy_property
     def weights(self) -> dict[str, Weight]:
-        """All weights, quantized or not, by the name of the tensor with their values or codes (see weights_of)."""
+        """A map from tensor name to weight, for all weights, quantized or not.
+
+        The tensor is the one with the weight's values or codes (see weights_of).
+        """
         return weights_of(self.tensors, self.config or {})
 
     @property
     def layers(self) -> dict[str, Weight]:
-        """The quantized weights (linear layers and stacks of experts), by module name."""
+        """A map from module name to weight, for the quantized weights: linear layers and stacks of experts."""
         return {weight.name: weight for weight in self.weights.values() if weight.container is not None}
 
     @lazy_property
@@ -89,7 +92,8 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file.
 
-    Raises CheckpointError if the checkpoint is malformed, or if a file is a link that leads out of the directory.
+    Raises CheckpointError if there is no checkpoint at this path, if it is malformed, or if a file is a link that leads
+    out of the directory.
     """
     place = Path(path)
     if resolved(place).is_dir():

@@ -17,7 +17,7 @@ from fp4kit.checkpoint.containers.container import VALUES, Container, OutputTens
 from fp4kit.checkpoint.model.weights import Rows, Weight, is_interleaved
 from fp4kit.storage.errors import CheckpointError, shown
 
-# Leaf name of a stack -> names of the layers in the first and the second half of its rows.
+# Last component of a stack's name -> names of the layers that are the first and the second half of its rows.
 _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 
 

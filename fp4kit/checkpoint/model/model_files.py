@@ -1,9 +1,13 @@
 """Find the safetensors files that make up the model in a Hugging Face directory, and check that they are complete.
 
-A model is stored in one of three ways: as a single model.safetensors; as shards with model.safetensors.index.json,
-which maps every tensor to its shard; or as numbered shards without an index. All checks use headers only, so they run
-before any tensor is read. A GGUF file, or a safetensors file that is not part of a model directory, is also accepted as
-a model.
+A directory stores a model in one of three ways:
+
+- as a single model.safetensors;
+- as shards with model.safetensors.index.json, which maps every tensor to its shard;
+- as numbered shards without an index.
+
+All checks use headers only, so they run before any tensor is read. A GGUF file, or a safetensors file that is not part
+of a model directory, is also accepted as a model.
 """
 
 from __future__ import annotations
@@ -288,7 +292,7 @@ def _hint_on_directory(root: Path) -> str:
 
 
 def _has_safetensors(folder: Path) -> bool:
-    """Return whether a directory directly contains a safetensors file."""
+    """Return whether a directory contains a safetensors file. Subdirectories are not searched."""
     return next(folder.glob("*.safetensors"), None) is not None
 
 

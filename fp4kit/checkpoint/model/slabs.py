@@ -44,7 +44,7 @@ class Readers:
         self.close()
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files. A later read opens its file again."""
         for reader in self._open.values():
             reader.__exit__(None, None, None)
         self._open.clear()
@@ -109,9 +109,12 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 
 
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
-    """Return the tensor scale of matrix ``expert`` of a weight, as the factor to multiply by on decode.
+    """Return the tensor scale of one matrix of a weight, as the factor to multiply by on decode.
 
-    Return None if the weight is unquantized or its container has no tensor scale.
+    A tensor scale that is stored as a divisor is inverted. Return None if the weight is unquantized or its container
+    has no tensor scale.
+
+    expert: the index of the matrix; 0 for a single layer.
     """
     form = weight.container
     if form is None or not form.has_tensor_scale:
@@ -209,7 +212,7 @@ def _in_order(
 def _joined(readers: Readers, weight: Weight) -> Slab:
     """Return one slab with the rows of all members of a weight, in order (see Weight.members).
 
-    The weight must be quantized, and must have no tensor scale.
+    The weight must be quantized without tensor scale, because a slab has only one.
     """
     found = [slab for member in weight.members for slab in slabs(readers, *member)]
     codes, scales = (np.concatenate([getattr(slab, part) for slab in found]) for part in ("codes", "scales"))
@@ -327,12 +330,12 @@ class _TransposedReader:
         return self._all is not None
 
     def _read(self, start: int, count: int) -> np.ndarray:
-        """Return ``count`` consecutive stored elements of this matrix, from element ``start`` on."""
+        """Read and return ``count`` consecutive stored elements of this matrix, from element ``start`` on."""
         size = self._dtype.itemsize
         return self._readers.bytes(self._place, (self._first + start) * size, count * size).view(self._dtype)
 
     def rows(self, start: int, count: int) -> np.ndarray:
-        """Return the rows [start, start + count) as a contiguous array."""
+        """Return the rows [start, start + count) of the matrix as a contiguous array, (count, K)."""
         if self._all is not None:
             return np.ascontiguousarray(self._all[:, start : start + count].T)
         found = np.empty((count, self._columns), self._dtype)
@@ -369,7 +372,12 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 
 
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
-    """Return the columns [first, end) of a slab. If it is quantized, ``first`` and ``end`` must be block boundaries."""
+    """Return a slab with only the columns [first, end) of ``slab``.
+
+    If the slab is quantized, ``first`` and ``end`` must be block boundaries, or ``end`` the number of columns.
+
+    weight: the weight that the slab was read from.
+    """
     if slab.values is not None:
         return slab._replace(values=slab.values[:, first:end])
     assert weight.container is not None and slab.codes is not None and slab.scales is not None

@@ -95,8 +95,8 @@ class HeadOrder(NamedTuple):
     """Describe a reordering of the rows within each attention head.
 
     head: the number of rows per head, h.
-    weaves: True to interleave the two halves of a head (0, h/2, 1, h/2 + 1, ...); False to undo that, for a file in
-        which the halves are interleaved.
+    weaves: True to interleave the two halves of a head, so that the result has the rows 0, h/2, 1, h/2 + 1, ... of the
+        file. False to undo that, for a file in which the halves are interleaved.
     """
 
     head: int
@@ -352,13 +352,18 @@ def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int,
 
 
 def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
-    """Return whether models of this config's ``model_type`` store stacks of experts as [E, K, N]."""
+    """Return whether models of this ``model_type`` store stacks of experts as [E, K, N].
+
+    config: the content of config.json.
+    """
     return str(config.get("model_type", "")) in _TRANSPOSED_STACKS
 
 
 def is_interleaved(config: Mapping[str, Any]) -> bool:
-    """Return whether the rows of gate_up alternate (gate 0, up 0, gate 1, ...), as in gpt-oss models.
+    """Return whether the rows of gate_up stacks alternate (gate 0, up 0, gate 1, ...), as in gpt-oss models.
 
-    In all other models, the gate's rows come first.
+    In all other models, all rows of the gate come first.
+
+    config: the content of config.json.
     """
     return str(config.get("model_type", "")) == "gpt_oss"

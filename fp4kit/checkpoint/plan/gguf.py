@@ -1,4 +1,4 @@
-"""Plan conversions of GGUF files to GGUF files: choose the container, and reject what llama.cpp could not use."""
+"""Plan conversions of GGUF models to GGUF models: choose the container, and reject what llama.cpp could not use."""
 
 from __future__ import annotations
 

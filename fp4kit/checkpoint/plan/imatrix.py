@@ -1,8 +1,8 @@
-"""Read importance matrices of llama.cpp (imatrix files), and give the column weights of each layer from them.
+"""Read importance matrices of llama.cpp (imatrix files), to get column weights for a search of block scales.
 
 An importance matrix holds, for each weight of a model, the sum of squares of every input channel over some text. The
-column weight of channel j is the mean square: w[j] = sum of x[j]^2 / number of rows. A stack of experts has one row of
-weights per expert. There are two forms of file, both little-endian:
+column weight of channel j is its mean square: w[j] = sum of x[j]^2 / number of tokens. A stack of experts has one row
+of column weights per expert. There are two forms of file, both little-endian:
 
     legacy: entries i32 | per entry: bytes i32 | name | calls i32 | values i32 | f32 each; w[j] = value[j] / calls
     GGUF:   general.type is "imatrix"; per weight NAME: NAME.in_sum2 [experts, K] and NAME.counts [experts, 1], both F32

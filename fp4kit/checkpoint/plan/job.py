@@ -64,7 +64,7 @@ def target_of(have: Container | None, form: Container) -> Container:
 
 
 def action_of(have: Container | None, form: Container | None) -> str:
-    """Return the action (see the head of this file) that brings a weight into the container to write.
+    """Return the action, as listed at the head of this file, that brings a weight into the container to write.
 
     have: the container of the weight; None if it is unquantized.
     form: the container to write; None to write unquantized values.
@@ -136,7 +136,7 @@ class Job:
 
     @property
     def name(self) -> str:
-        """The name of the tensor that is read."""
+        """The name of the tensor that is read; for a quantized weight, the name of its tensor of codes."""
         return self.source.entry.name if isinstance(self.source, Located) else self.source.tensor
 
     @property
@@ -174,7 +174,7 @@ class Job:
 
     @property
     def nbytes_in(self) -> int:
-        """The number of bytes that the job reads in one pass."""
+        """The number of source bytes that the job reads in one pass over its source."""
         if isinstance(self.source, Located):
             return self.source.entry.nbytes
         return self.weight.nbytes * self.shape[0] // (self.weight.experts * self.weight.shape[-2])

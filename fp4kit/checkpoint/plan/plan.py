@@ -517,9 +517,9 @@ class _Planner:
         return recorded_recipe(self.source) if kept else self.request.recorded
 
     def _shard(self, file: SafetensorsFile, recorded: str) -> ShardPlan:
-        """Return the plan for the output file that corresponds to one source file.
+        """Return the plan for the tensors of one source file, and the metadata of the output file.
 
-        recorded: the id of the recipe to record in its metadata, or "".
+        recorded: the id of the recipe to record in the metadata; "" to record none.
         """
         parts = (part_names(self.weights.values()) - set(self.weights)) | self.left_out
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)

@@ -24,8 +24,8 @@ def jobs_of(
     for tensor in plan.tensors:
         if tensor.place is not None:
             path, at = positions[tensor.outputs[0].name]
-            # The keys of jobs that do not copy end in "#" and a number. If a tensor's name contains "#", append "#" to
-            # it, so that the key of its copy differs from all of those keys.
+            # The key of a copy is the name of the tensor. All other keys end in "#" and a number. If the name contains
+            # "#", append "#", so that the key of the copy differs from all of them.
             key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
             yield Job(key, COPY, tensor.place, (Target(VALUES, path, at, tensor.bytes_in, tensor.dtype),))
             continue

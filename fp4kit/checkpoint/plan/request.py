@@ -61,7 +61,7 @@ class Request:
 
     @property
     def gives_input_scales(self) -> bool:
-        """True if the user gives an input scale, or activations from which input scales follow."""
+        """True if the user gives an input scale, or activations from which input scales are computed."""
         return self.input_scale is not None or self.activations is not None
 
     @property
@@ -190,7 +190,11 @@ def kind_of(recipe: Recipe) -> str:
 
 
 def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
-    """Raise CheckpointError if loaders of the container ``form`` require input scales and none will be written."""
+    """Raise CheckpointError if loaders of the container require input scales and none will be written.
+
+    form: the container to write; None, which always passes, for unquantized output.
+    has_input_scale: True if input scales will be written.
+    """
     if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(
             "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
@@ -207,5 +211,5 @@ def experts_only(form: Container | None) -> bool:
 
 
 def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
-    """Return whether a model is DeepSeek-V4, judged by its model_type."""
+    """Return whether a model is DeepSeek-V4, judged by ``model_type`` in its config.json."""
     return config.get("model_type") == "deepseek_v4"

@@ -210,7 +210,10 @@ class ScaleSearch:
             )
 
     def check_recipe(self, recipe: Recipe) -> None:
-        """Raise CheckpointError if the recipe does not accept searched scales, or already searches them itself."""
+        """Raise CheckpointError if the recipe does not accept searched scales, or already searches its scales itself.
+
+        recipe: the recipe for newly quantized tensors.
+        """
         if recipe.id in BLOCK_RECIPES:
             return
         try:

@@ -116,7 +116,7 @@ class _Processes(ProcessPoolExecutor):
 class _Context(multiprocessing.context.SpawnContext):
     """Start the worker processes of a pool by spawning, and list them in ``started``, so that they can be killed.
 
-    Forking is not possible, because a forked process would inherit threads and CUDA state.
+    Processes are not forked, because a forked process would inherit threads and CUDA state.
     """
 
     def __init__(self) -> None:

@@ -45,9 +45,9 @@ def leftovers_of(destination: Path) -> tuple[Path, ...]:
 
 
 def remove_leftovers(destination: Path) -> tuple[Path, ...]:
-    """Remove the leftovers of a finished run. Return the removed paths; () if there are none.
+    """Remove the leftovers of a finished run (see the head of this file). Return the removed paths, perhaps ().
 
-    destination: as for leftovers_of.
+    destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     """
     found = leftovers_of(destination)
     if found and not destination.is_dir():

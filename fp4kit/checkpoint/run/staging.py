@@ -264,7 +264,7 @@ def _remove(partial: Path) -> None:
 
 
 def clear(folder: Path, keep: Collection[str]) -> None:
-    """Remove everything in a directory except regular files named in ``keep``. Links are removed, never followed."""
+    """Remove everything in a directory except the regular files named in ``keep``. Links are removed, not followed."""
     for entry in list(os.scandir(folder)):
         if entry.is_dir(follow_symlinks=False):
             shutil.rmtree(entry.path)
@@ -275,7 +275,8 @@ def clear(folder: Path, keep: Collection[str]) -> None:
 def copy_file(source: Path, destination: Path) -> None:
     """Copy a regular file to a new file and flush the new file to disk. Missing parent directories are created.
 
-    Raises FileExistsError if the destination exists, and an error if the source is a link or not a regular file.
+    Raises OSError if the destination exists or the source is a link, and CheckpointError if the source is not a regular
+    file.
     """
     destination.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -453,9 +454,9 @@ def _move_back(destination: Path) -> None:
 
 
 def _remove_lock_and_journal(destination: Path) -> None:
-    """Remove the run's lock and journal after the result has been renamed to the destination.
+    """Remove the lock and the journal of a run after its result has been renamed to the final path.
 
-    Does nothing before that, because another run could otherwise take over the partial directory.
+    Does nothing before that. Without its lock, another run could take over the partial directory.
     """
     if not is_published(destination):
         return

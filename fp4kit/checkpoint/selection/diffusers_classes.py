@@ -43,7 +43,10 @@ _MODULATION = ("img_mod", "txt_mod")  # components that are modulation, as are t
 
 
 def class_of(config: Mapping[str, Any]) -> str:
-    """Return the name of a model's Diffusers class; "" if its config.json names none."""
+    """Return the name of a model's Diffusers class, such as "FluxTransformer2DModel"; "" if it is not of Diffusers.
+
+    config: the content of the model's config.json.
+    """
     return str(config.get(CLASS, ""))
 
 

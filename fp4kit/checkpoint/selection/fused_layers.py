@@ -38,7 +38,7 @@ FUSIONS = (
     Fusion(("w1", "w3"), None),
     Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
     Fusion(("wq", "wk", "wv"), "qkv_proj"),
-    # DeepSeek-V4 has wq_a and wkv; wkv_a_with_mqa is Mistral's name for the same layer of MLA.
+    # DeepSeek-V4 fuses wq_a and wkv. Mistral calls the second layer wkv_a_with_mqa.
     Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"),
     Fusion(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),  # Qwen3.5 in vLLM and SGLang
     Fusion(("in_proj_b", "in_proj_a"), "in_proj_ba"),
@@ -111,10 +111,10 @@ def group_of(module: str) -> tuple[str, int] | None:
 
 
 def same_input_names(module: str) -> tuple[str, ...]:
-    """Return the names under which the inputs of a module may have been measured.
+    """Return the names under which activation calibration may have measured the inputs of a module.
 
     These are the module itself, the layers that loaders fuse with it because they read the same input, and the fused
-    layer: for "mlp.up_proj", also "mlp.gate_proj" and "mlp.gate_up_proj".
+    layer. For "mlp.up_proj", they are "mlp.up_proj", "mlp.gate_proj" and "mlp.gate_up_proj".
     """
     parent, leaf = split_module(module)
     fusion = _FUSION_OF.get(leaf)

@@ -4,8 +4,8 @@ The names in the rules are those of published models. A rule looks at one tensor
 facts from config.json, never at other tensors. The converter (which sees all tensors) and a live export (which sees
 one at a time) therefore decide identically.
 
-A part is one component of a dotted name; a role is what a part says about its tensor, such as "router" or "experts".
-A tower is an encoder or decoder for images, sound or video, with its projector. MTP is multi-token prediction.
+A role is what one component of a dotted name says about the tensor, such as "router" or "experts". A tower is an
+encoder or decoder for images, sound or video, with its projector. MTP is multi-token prediction.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Candidate:
 
     @lazy_property
     def is_stack(self) -> bool:
-        """True if this is a stack of experts with a layout that fp4kit can convert."""
+        """True if the tensor is a stack of experts with a name and rank that fp4kit can convert."""
         return len(self.shape) == 3 and self.parts[-1] in (*STACKS, *ggml_names.STACKS) and "experts" in self.roles
 
     @property
@@ -175,9 +175,9 @@ class Candidate:
 
     @lazy_property
     def _layer_at(self) -> int | None:
-        """The index in ``parts`` of the layer number, such as 2 for model.layers.3.mlp; None if there is none.
+        """The index of the layer number in ``parts``, such as 2 for model.layers.3.mlp; None if there is none.
 
-        It is the first number that follows a name in _LAYER_LISTS.
+        The layer number is the first number that follows a component in _LAYER_LISTS.
         """
         for at, part in enumerate(self.parts[1:], 1):
             if part.isdecimal() and part.isascii() and len(part) < 10 and self.parts[at - 1] in _LAYER_LISTS:
@@ -311,7 +311,7 @@ def _diffusers(tensor: Candidate) -> str | None:
 
 
 def _tower_prefix(tensor: Candidate) -> str | None:
-    """Return the prefix of the vision or audio tower that the tensor belongs to, or None if it is in none."""
+    """Return the name of the vision or audio tower that a tensor belongs to, such as "model.visual", or None."""
     return tensor.up_to("tower")
 
 
@@ -322,7 +322,7 @@ def _tower(tensor: Candidate) -> str | None:
 
 
 def _mtp_prefix(tensor: Candidate) -> str | None:
-    """Return the prefix of the multi-token prediction module that the tensor belongs to, or None if it is in none."""
+    """Return the name of the multi-token prediction module that a tensor belongs to, such as "mtp", or None."""
     return tensor.mtp_prefix
 
 

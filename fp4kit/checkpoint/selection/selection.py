@@ -164,9 +164,10 @@ class Selector:
         return copied
 
     def _first_of(self, rules: Iterable[Rule], tensor: Candidate) -> Decision | None:
-        """Return the decision to leave a tensor unquantized by the first rule that applies; None if no rule applies.
+        """Return the decision of the first rule that applies, which leaves the tensor unquantized.
 
-        A rule about a whole module (Rule.prefix) does not apply if an --only pattern names the module.
+        Return None if no rule applies. A rule about a whole module (Rule.prefix) does not apply if an --only pattern
+        names the module.
         """
         for rule in rules:
             reason = rule.reason(tensor)
