@@ -1,6 +1,6 @@
-"""Provide the command line fp4kit: the parser of all commands, and ``main``, which runs one of them.
+"""Provide the command line ``fp4kit``: the parser of all commands, and ``main``, which runs one command.
 
-A command is a module of this package. Its function ``register`` adds the command's parser and options.
+Each command has a module in this package. The module's function ``register`` adds the command and its options.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _EXIT_CODES = (
     "Exit codes: 0 done, 1 a difference was found, 2 an error; 129, 130, 143, 141 stopped by SIGHUP, SIGINT (Ctrl-C),"
     " SIGTERM, SIGPIPE (nobody reads the output)."
 )
-# The headings of `fp4kit --help` -> the modules whose commands are listed under them.
+# heading in `fp4kit --help` -> the modules whose commands are listed under it
 _GROUPS = {
     "convert and serve": (convert, reconcile, delta),
     "check and compare": (verify, compare),
     "find out": (inspect, identify, recipes),
     "measure and prove": (selftest, fuzz),
 }
-# For names that users try and that are no commands: name -> the end of the error message.
+# name that users may try although it is no command -> the end of the error message
 _HINTS = {
     "help": "; did you mean --help?",
     "version": "; did you mean --version?",
@@ -40,10 +40,10 @@ _HINTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. The module fp4kit.cli.guard lists the exit codes.
 
-    argv: the arguments after ``fp4kit``; None takes those of the process.
+    argv: the arguments after ``fp4kit``; None for those of the process.
     """
     if hasattr(sys.stdout, "reconfigure"):
-        # Escape what stdout's encoding cannot represent, because names of files and tensors may contain any bytes.
+        # Escape characters that stdout's encoding lacks, because names of files and tensors may contain any bytes.
         sys.stdout.reconfigure(errors="backslashreplace")
     return guard.run(lambda task: _run(task, argv), startup.COMMAND)
 
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
     """Parse the arguments, run the command that they name, and return its exit code.
 
-    task: gets the command's name and destination, which guard.run needs for the last line on stderr.
+    task: its ``name`` and ``destination`` are set here, for the last line that guard.run writes to stderr.
     """
     try:
         args = parser().parse_args(argv)
@@ -70,7 +70,7 @@ def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
 
 
 def parser() -> Parser:
-    """Return the parser of the command line, with all commands."""
+    """Return a new parser of the command line, with all commands and their options."""
     result = Parser(
         prog="fp4kit",
         description="Bit-exact numerics of 4-bit floating point. `fp4kit COMMAND --help` lists a command's options.",

@@ -1,4 +1,4 @@
-"""The command compare: print where two checkpoints differ in configs, metadata, tensors and quantized layers."""
+"""Define the command compare: print where two checkpoints differ in configs, metadata, tensors and quantized layers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def register(subparsers: Any) -> None:
 
 
 def _compare(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0 if the checkpoints are equal, else 1."""
+    """Run the command compare. Return 0 if the checkpoints are equal, otherwise 1."""
     total = sum(nbytes for _, nbytes in open_checkpoint(args.a).totals.values())
     with out.progress("comparing", total) as tick:
         comparison = compare_checkpoints(args.a, args.b, tick, args.ignore)
@@ -45,15 +45,15 @@ def _compare(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(comparison: CheckpointComparison) -> dict[str, Any]:
-    """Return a comparison as the body of the command's JSON document."""
+    """Return a comparison as a dict for the command's JSON document."""
     return {"equal": comparison.equal, **asdict(comparison), "refused": [item._asdict() for item in comparison.refused]}
 
 
 def _print(out: Output, comparison: CheckpointComparison) -> None:
-    """Print a comparison: first differing configs, then tensors, then layers, and last the counts."""
+    """Print a comparison: tables of differing config entries, tensors and layers, then the verdict."""
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
-    # If only one checkpoint has a layer quantized, its tensors must differ. List the layer instead of its tensors.
+    # If a layer is quantized in only one checkpoint, all its tensors differ. List the layer instead of its tensors.
     quantized_in_one = [layer for layer in comparison.layers if layer.codes is None]
     parts = {name for layer in quantized_in_one for name in layer.tensors}
     listed = [d for d in comparison.tensors if d.name not in parts]
@@ -73,7 +73,7 @@ def _print(out: Output, comparison: CheckpointComparison) -> None:
 
 
 def _verdict(comparison: CheckpointComparison) -> str:
-    """Return the last line: how many tensors and config entries are equal or differ."""
+    """Return the last line of the output: the numbers of tensors and config entries that are equal and that differ."""
     same = f"{comparison.same} tensors are the same"
     if comparison.equal:
         return f"{same}, and so are configs and metadata; equal"
@@ -82,9 +82,10 @@ def _verdict(comparison: CheckpointComparison) -> str:
 
 
 def _layer_cells(layer: LayerDifference) -> tuple[str, str, str, str, str]:
-    """Return the cells of one layer's table row.
+    """Return the cells of one layer's row in the table, without its name.
 
-    They are how many codes, scales and values differ, the tensor scales ("same" if they are equal), and the SQNR.
+    They are the numbers of codes, block scales and values that differ, the two tensor scales ("same" if they are
+    equal), and the SQNR in decibels.
     """
     a, b = layer.tensor_scales
     scales = "same" if a == b else f"{a} and {b}"

@@ -1,4 +1,4 @@
-"""The command convert: make a plan from the arguments, then print it (--dry-run) or execute it."""
+"""Define the command convert: make a plan from the arguments, then print it (--dry-run) or execute it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ from fp4kit.storage.split_gguf import bytes_of_text
 _RECIPE = "nvfp4-te"
 _TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"
-# For options that users try and that do not exist: option -> the end of the error message.
+# option that users may try although it does not exist -> the end of the error message
 _OPTION_HINTS = {
     **dict.fromkeys(("-o", "--output", "--out", "--output-dir"), "; name the destination as the second path, SRC DST"),
     **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "; use --device cuda"),
@@ -55,7 +55,7 @@ _OPTION_HINTS = {
     "--dtype": "; the recipe sets the format; --format bf16 decodes a quantized model",
     **dict.fromkeys(("--model", "-i", "--input"), "; name the source as the first path, SRC DST"),
 }
-# For values of --format that users try and that are no formats: value -> the end of the error message.
+# value of --format that users may try although it is no format -> the end of the error message
 _FORMAT_HINTS = {
     "gguf": _TO_GGUF,
     **dict.fromkeys(("vllm", "sglang", "transformers", "safetensors", "hf"), _BY_ENGINE),
@@ -126,7 +126,7 @@ def register(subparsers: Any) -> None:
 
 
 def add_scale_search(parser: Any) -> None:
-    """Add the options --scale-search, --column-weights and --imatrix, which verify has as well."""
+    """Add the options --scale-search, --column-weights and --imatrix, which the commands convert and verify share."""
     text = (
         "search for the block scales with the smallest error, instead of computing them from the amax. The error is"
         " mse, mae, max or a p-norm (p2.4). For NVFP4, and for MXFP4 in GGUF files"
@@ -194,9 +194,9 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
 
 
 def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
-    """Add the options --activations, --activation-rule and --unseen-experts, which verify has as well.
+    """Add --activations, --activation-rule and --unseen-experts, which the commands convert and verify share.
 
-    does: what the command does with the activations, for the help.
+    does: what the command does with the activations, as a text for the help.
     """
     group = parser.add_argument_group("input scales from activations")
     group.add_argument(
@@ -221,7 +221,7 @@ def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
 
 
 def _add_execution(parser: argparse.ArgumentParser) -> None:
-    """Add the options about how the conversion runs: --dry-run, --resume, --remove-stale and those of add_workers."""
+    """Add the options about how a conversion runs: --dry-run, --resume, --remove-stale and those of add_workers."""
     group = parser.add_argument_group("execution")
     group.add_argument("--dry-run", action="store_true", help="print what would be done, and write nothing")
     group.add_argument("--resume", action="store_true", help="continue the interrupted run that was writing DST")
@@ -234,7 +234,7 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 
 
 def add_workers(parser: Any) -> None:
-    """Add the options about where the work is done: --workers, --dask and --device, which verify has as well."""
+    """Add the options --workers, --dask and --device about where work is done, which convert and verify share."""
     text = (
         "number of workers (default: depends on the machine). Workers are threads, with three exceptions: verify on the"
         " CPU, a missing compiled engine, and 4 or more workers that convert a large model on the CPU use processes"
@@ -249,14 +249,14 @@ def add_workers(parser: Any) -> None:
 
 
 def devices_of(args: argparse.Namespace) -> tuple[int, ...]:
-    """Return the indices of the CUDA devices that --device names."""
+    """Return the indices of the CUDA devices that --device names; () if it was not given or names only the CPU."""
     return tuple(device for device in args.device if device is not None)
 
 
 def _device(text: str) -> int | None:
-    """Return the value of --device: the index of a CUDA device ("cuda" is 0), or None for "cpu".
+    """Parse one value of --device: return the index of a CUDA device ("cuda" is 0), or None for "cpu".
 
-    Raise ArgumentTypeError for any other text.
+    Raise argparse.ArgumentTypeError for any text that is not "cpu", "cuda" or "cuda:N".
     """
     name, _, number = text.partition(":")
     if text == "cpu":
@@ -267,7 +267,7 @@ def _device(text: str) -> int | None:
 
 
 def _convert(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0. Errors are raised."""
+    """Run the command convert and return 0. Raise CheckpointError for everything that cannot be converted."""
     destination = Path(args.paths[-1])
     if args.remove_stale and args.resume:
         raise CheckpointError("--remove-stale removes the files that --resume continues from; use only one of them")
@@ -298,9 +298,9 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:
-    """Remove what an interrupted run left of ``destination``, and return the removed paths.
+    """Remove the files that an interrupted run left for ``destination``, and return their paths.
 
-    In a dry run, only print what would be removed, and return an empty list.
+    Each path is noted on stderr. In a dry run, nothing is removed and [] is returned.
     """
     found = list(leftovers_of(destination) if args.dry_run else remove_leftovers(destination))
     partial = staging.removable(destination) if args.dry_run else staging.remove_partial(destination)
@@ -311,13 +311,16 @@ def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> l
 
 
 def _remove_leftovers(destination: Path, out: Output) -> None:
-    """Remove the working files in a destination whose run was killed after it had completed. Note each on stderr."""
+    """Remove the lock and journal of a run that was killed after it had completed ``destination``.
+
+    Each removed path is noted on stderr.
+    """
     for path in remove_leftovers(destination):
         out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
 
 
 def _plan(args: argparse.Namespace) -> Plan:
-    """Make the plan of the conversion that the arguments ask for."""
+    """Return the plan of the conversion that the arguments describe."""
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
     search = ScaleSearch.of(args.scale_search, args.column_weights, args.imatrix)
     return make_plan(
@@ -337,11 +340,11 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 
 def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = None) -> Activations | None:
-    """Return the activations in the files that --activations names; None without that option.
+    """Return the activations in the files that --activations names, or None without this option.
 
-    Raise CheckpointError for options that need it.
+    Raise CheckpointError if --activation-rule or --unseen-experts is given without --activations.
 
-    rule, unseen: the defaults of --activation-rule and --unseen-experts; None for those of a conversion.
+    rule, unseen: the defaults of --activation-rule and --unseen-experts; None for "max" and "error".
     """
     given = {"--activation-rule": args.activation_rule, "--unseen-experts": args.unseen_experts}
     alone = [option for option, value in given.items() if value is not None]
@@ -368,7 +371,7 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
 
 
 def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """Return a plan as the body of the JSON document of a dry run."""
+    """Return a plan as a dict for the JSON document of a dry run."""
     tensors = [
         {
             "name": tensor.name,
@@ -398,7 +401,7 @@ def _plan_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
-    """Return the entries that the JSON documents of a dry run and of a conversion share."""
+    """Return the entries that the JSON documents of a dry run and of a conversion have in common."""
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
@@ -416,7 +419,7 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
 
 
 def _report_body(report: ConversionReport) -> dict[str, Any]:
-    """Return a report as the body of the JSON document of a conversion."""
+    """Return a report as a dict for the JSON document of a conversion."""
     body = {"destination": report.destination, **_outcome_body(report.plan, report.destination)}
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
     return body | {
@@ -429,7 +432,7 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
-    """Return the SQNR in dB of a layer without and with the scale search.
+    """Return the SQNR in decibels of a layer without ("sqnr_db_by_amax") and with ("sqnr_db") the scale search.
 
     The keys are those of the JSON document.
     """
@@ -442,7 +445,7 @@ def _skipped(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
-    """Print a plan: every tensor with its action and reason, then how many bytes would be read and written."""
+    """Print a plan: every tensor with its action and reason, then the memory and disk space that it needs."""
     rows = [
         (
             shown(t.name),
@@ -469,7 +472,8 @@ def _print_plan(out: Output, plan: Plan, destination: Path) -> None:
 def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, actions: dict[str, int]) -> None:
     """Print the totals, the number of layers per action, the skipped files and the warnings.
 
-    verb: "wrote DST" or "would write". actions: action -> number of layers; empty in a dry run.
+    verb: the start of the first line, "wrote DST" or "would write".
+    actions: action -> number of layers; empty in a dry run.
     """
     converted = len(plan.converted)
     out.line(
@@ -502,7 +506,7 @@ def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
 
 
 def _print_gains(out: Output, report: ConversionReport) -> None:
-    """Print what the scale search gained, per layer and in total."""
+    """Print the SQNR without and with the scale search, per layer and in total. Print nothing without a search."""
     search = report.plan.request.search
     if search is None:
         return
@@ -514,7 +518,7 @@ def _print_gains(out: Output, report: ConversionReport) -> None:
 
 
 def _print_losses(out: Output, report: ConversionReport) -> None:
-    """Print which layers could not keep their codes, and how many NaN and infinities were replaced."""
+    """Print the layers that could not keep their codes, and how many NaN and infinite values were replaced."""
     again = [name for name in report.inexact if name not in report.changes]
     total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(again)
     if again:

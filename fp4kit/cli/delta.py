@@ -1,4 +1,4 @@
-"""The commands diff and apply: write what changed between two versions of a model, and apply it to the old version."""
+"""Define the commands diff and apply, which write and apply a patch between two versions of a model."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _diff(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(report: PatchReport) -> str:
-    """Return the last line of diff: the size of the patch, and how the files are stored."""
+    """Return the last line of diff: the size of the patch, and the numbers of files by how they are stored."""
     return (
         f"wrote {shown(str(report.patch))}, {decimal(report.nbytes)}: {report.changed} files as"
         f" {report.changed_bytes} changed bytes, {report.whole} whole files, {report.unchanged} unchanged"

@@ -1,6 +1,6 @@
-"""The command fuzz: compare random calls with the specification.
+"""Define the command fuzz: compare random calls with the specification.
 
-It prints counts, and for each failure a program that reproduces the failure.
+The command prints counts, and for each failure a program that reproduces it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def register(commands: Any) -> None:
 
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0 if nothing failed, else 1."""
+    """Run the command fuzz. Return 0 if nothing failed, otherwise 1."""
     for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
         if not getattr(args, name) >= minimum:  # "not >=" also rejects NaN seconds, with which the run would never end
             raise ValueError(f"--{name} is {getattr(args, name)}; a number of at least {minimum} is needed")
@@ -84,7 +84,7 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
 
 
 def _pool(args: argparse.Namespace) -> Pool:
-    """Return what cases are drawn from: the recipes, operations and number of changes that the options name."""
+    """Return the Pool from which random cases are drawn, with the recipes, operations and changes of the options."""
     chosen: dict[str, Any] = {"changes": args.changes}
     if args.recipes:
         chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)
@@ -94,7 +94,7 @@ def _pool(args: argparse.Namespace) -> Pool:
 
 
 def _pool_options(args: argparse.Namespace) -> str:
-    """Return the options that must be repeated to repeat a case, as text for the command line."""
+    """Return the options that must be given again to reproduce a case, as text for the command line; "" if none."""
     lists = "".join(
         f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name)
     )
@@ -104,8 +104,11 @@ def _pool_options(args: argparse.Namespace) -> str:
 def _run(
     args: argparse.Namespace, engine: fuzz.ComparedEngine | None, device: str, pool: Pool, shown: bool
 ) -> fuzz.Report:
-    """Run one case (--case), all cases in this process, or several processes, and return the report.
+    """Run one case (--case) or random cases, in this process or in several (--processes), and return the report.
 
+    engine: the engine to compare with the specification; None to check only invariants of the specification.
+    device: "gpu" or "host", for further processes; "" without an engine.
+    pool: the recipes and operations from which cases are drawn.
     shown: True to draw a line of progress.
     """
     if args.case is not None:
@@ -131,7 +134,7 @@ def _run(
 def _print(out: Output, report: fuzz.Report, options: str) -> None:
     """Print counts per operation, the reasons why calls were rejected, the failures and the totals.
 
-    options: the options that must be repeated to repeat a failure.
+    options: the options that must be given again to reproduce a failure.
     """
     out.table(("operation", *(f"#{name}" for name in fuzz.COUNTED)), rows(report))
     reasons = report.reasons.most_common()
@@ -153,6 +156,6 @@ def _print(out: Output, report: fuzz.Report, options: str) -> None:
 
 
 def rows(report: fuzz.Report) -> list[tuple[str, ...]]:
-    """Return one table row per operation: its name, how many calls were drawn, and how they ended (fuzz.COUNTED)."""
+    """Return one table row per operation: its name, and the counts that fuzz.COUNTED lists."""
     counts = report.operations
     return [(operation, *(f"{counts[operation][name]:,}" for name in fuzz.COUNTED)) for operation in sorted(counts)]

@@ -1,6 +1,6 @@
 """Run a command so that signals, closed pipes and errors end it with an exit code and one line that says what happened.
 
-| code | |
+| exit code | meaning |
 | --- | --- |
 | 0 | done; compared checkpoints are equal |
 | 1 | a difference was found |
@@ -32,15 +32,16 @@ DONE, DIFFERENT, ERROR = 0, 1, 2
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 _WORDS = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
 _WORDS[signal.SIGPIPE] = "standard output was closed"
-# A second signal within this many seconds is ignored: a terminal and a parent process may both send one for one Ctrl-C.
+# A second signal within this many seconds is ignored, because a terminal and a parent process may each send a signal
+# for a single Ctrl-C.
 _REPEAT_WINDOW = 0.5
 
 
 class GuardedCommand:
-    """Hold the name and destination of a running command, with which its last line on stderr is written.
+    """Hold the name and destination of a running command, for the last line on stderr if the command fails.
 
-    name: the name of the command; None before it is parsed.
-    destination: the directory or file that the command will create, or None.
+    name: the name of the command; None before the arguments are parsed.
+    destination: the directory or file that the command will create; None if it creates none.
     """
 
     def __init__(self) -> None:
@@ -48,16 +49,16 @@ class GuardedCommand:
         self.destination: Path | None = None
 
     def write_last_line(self, text: str) -> None:
-        """Write the last line to stderr: the command's name and ``text``."""
+        """Write the last line to stderr: the command's name and ``text``, in which each run of spaces becomes one."""
         prefix = f"fp4kit {self.name}" if self.name else "fp4kit"
         say(f"{prefix}: {shown(' '.join(text.split()))}")
 
     def outcome(self, stopped: bool) -> str:
-        """Return what became of the destination, as a clause to append to the last line.
+        """Return a clause for the last line that says what became of the destination; "" if there is nothing to say.
 
-        The clause is an empty string if there is nothing to say.
+        It says that the destination is complete, that nothing was written, or that a partial directory is left.
 
-        stopped: True if a signal stopped the command, False if an error did.
+        stopped: True if a signal ended the command, False if an error ended it.
         """
         if self.destination is None:
             return ""
@@ -70,11 +71,12 @@ class GuardedCommand:
 
 
 class _Signals:
-    """Raise Stopped if a signal arrives while a command runs.
+    """Handle signals: raise Stopped if a signal arrives while a command runs.
 
-    A signal that arrives after the command only ends the process, with the command's exit code.
+    A signal that arrives after the command ends the process with the command's exit code.
 
-    keep_handling: True if signals stay handled after the command, because the process ends with it.
+    keep_handling: True to keep the handlers after the command, because the process ends with it; False to restore the
+        old handlers.
     """
 
     def __init__(self, keep_handling: bool) -> None:
@@ -87,7 +89,10 @@ class _Signals:
         self.code: int | None = None  # the exit code, once the command has ended
 
     def install(self) -> None:
-        """Start to handle signals, except those that the parent process chose to ignore (as nohup does)."""
+        """Start to handle signals, except signals that the parent process chose to ignore (as nohup does).
+
+        Do nothing in a thread that is not the main thread, where Python allows no signal handlers.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
         sys.unraisablehook = self._unraisable
@@ -100,13 +105,13 @@ class _Signals:
     def stop_listening(self, number: int) -> int:
         """Ignore signals from now on, so that the last line can be written.
 
-        Return the number of the first signal received, or the argument ``number`` if no signal was received.
+        Return the number of the first signal that was received, or ``number`` if none was received.
         """
         self._ignoring = True
         return self.number or number
 
     def fix_exit_code(self, code: int) -> None:
-        """Fix the exit code, so that later signals cannot change it.
+        """Store the exit code of the command, with which a later signal will end the process.
 
         If the process goes on after the command, restore the old signal handlers.
         """
@@ -117,7 +122,7 @@ class _Signals:
                 signal.signal(number, before)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: raise Stopped while the command runs; after it, exit with the command's exit code."""
+        """Handle a signal: raise Stopped while the command runs, and exit with its exit code after it has ended."""
         if os.getpid() != self._process:  # in a forked worker: die as without this handler
             signal.signal(number, signal.SIG_DFL)
             signal.raise_signal(number)
@@ -129,10 +134,10 @@ class _Signals:
             raise Stopped(number)
 
     def _unraisable(self, unraisable: Any) -> None:
-        """Handle an exception that Python drops, such as one raised in a destructor.
+        """Handle an exception that Python drops, such as an exception raised in a destructor.
 
         Python calls this method as sys.unraisablehook. If the exception is Stopped, send the signal again, so that it
-        is not lost. Pass any other exception to the old hook.
+        is not lost. Pass all other exceptions to the old hook.
         """
         if isinstance(unraisable.exc_value, Stopped):
             self._since = -math.inf
@@ -144,9 +149,9 @@ class _Signals:
 def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
     """Run ``command`` and return its exit code. If it fails or is stopped, write one line to stderr that says why.
 
-    command: called with a GuardedCommand, whose fields it fills in.
-    process: True if the process ends with the command. Signals then stay handled, because one that arrives during
-        Python's shutdown would leave a traceback.
+    command: called with a GuardedCommand, whose fields it sets; it returns an exit code.
+    process: True if the process ends with the command. Then signals stay handled, because a signal that arrives during
+        Python's shutdown would print a traceback.
     """
     task, signals = GuardedCommand(), _Signals(process)
     try:
@@ -160,7 +165,7 @@ def run(command: Callable[[GuardedCommand], int], process: bool) -> int:
 
 
 def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand, signals: _Signals) -> int:
-    """Run the command and return its exit code; if it fails or is stopped, report this."""
+    """Run the command and return its exit code. If it fails or is stopped, write the last line."""
     try:
         code = command(task)
         write()  # flush what the command's libraries have printed
@@ -174,9 +179,11 @@ def _run_command(command: Callable[[GuardedCommand], int], task: GuardedCommand,
 
 
 def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
-    """Write which signal stopped the command and what became of the destination, and return the exit code.
+    """Write which signal stopped the command and what became of the destination. Return the exit code 128 + signal.
 
-    If the reader of stdout went away (SIGPIPE), the line is written only if there is a destination.
+    If the reader of stdout went away (SIGPIPE), nothing is written unless the command has a destination.
+
+    number: the signal to report if ``signals`` has received none.
     """
     number = signals.stop_listening(number)
     if number == signal.SIGPIPE:
@@ -187,9 +194,9 @@ def _stopped(task: GuardedCommand, signals: _Signals, number: int) -> int:
 
 
 def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
-    """Write which error ended the command, and return the exit code.
+    """Write which error ended the command, and return the exit code for errors.
 
-    An exception that only a defect of fp4kit can raise is printed with its traceback.
+    The traceback is printed only for exceptions that show a defect of fp4kit.
     """
     signals.stop_listening(0)
     if isinstance(error, OutputError):
@@ -197,15 +204,15 @@ def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
     if not isinstance(error, (OSError, ValueError, TypeError, MemoryError)):
         traceback.print_exception(error)
     message = _described(error)
-    # Do not append outcome() to a message that recommends --remove-stale: it would recommend --resume, which may have
-    # failed.
+    # Do not append outcome() to a message that recommends --remove-stale: outcome() would recommend --resume, which may
+    # be what failed.
     has_advice = "--remove-stale" in message
     task.write_last_line(message if has_advice else message + task.outcome(stopped=False))
     return ERROR
 
 
 def _described(error: Exception) -> str:
-    """Return an exception as one sentence for the last line."""
+    """Return a sentence about an exception for the last line."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, MemoryError):
@@ -216,7 +223,7 @@ def _described(error: Exception) -> str:
 
 
 def _drop_stdout() -> None:
-    """Redirect stdout to the null device.
+    """Redirect stdout to the null device after writing to it has failed.
 
     Otherwise Python would fail again at exit, when it writes the rest of the buffer of stdout.
     """

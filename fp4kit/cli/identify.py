@@ -1,4 +1,4 @@
-"""The command identify: say which recipe made a checkpoint, given the model that it was made from."""
+"""Define the command identify: say which recipe made a checkpoint, given the model from which it was made."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ def register(subparsers: Any) -> None:
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0 if recipes or known rules alone explain every layer, else 1.
+    """Run the command identify. Return 0 if recipes or known rules alone explain every layer, otherwise 1.
 
-    The result is also 1 if a fault between quantizer and file, a mishap, is needed to explain the bytes, or if a
+    The result is also 1 if a layer can be explained only with a mishap (a fault between quantizer and file), or if a
     quantized layer has no counterpart in the source.
     """
     total = sum(weight.nbytes for weight in open_checkpoint(args.path).layers.values())
@@ -58,7 +58,7 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
-    """Return a verdict as the body of the command's JSON document."""
+    """Return a verdict as a dict for the command's JSON document."""
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
     facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired")
     found = {name: getattr(verdict, name) for name in facts}

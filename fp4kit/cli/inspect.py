@@ -1,4 +1,4 @@
-"""The command inspect: list the tensors and quantized layers of a checkpoint, and what its configs declare."""
+"""Define the command inspect: list the tensors and quantized layers of a checkpoint, and what its configs declare."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def register(subparsers: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0."""
+    """Run the command inspect and return 0."""
     checkpoint = open_checkpoint(args.path)
     out.document("inspect/1", _body(checkpoint))
     if out.text:
@@ -43,7 +43,7 @@ def _inspect(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return what is in a checkpoint as the body of the command's JSON document."""
+    """Return the content of a checkpoint as a dict for the command's JSON document."""
     return {
         "path": checkpoint.path,
         "files": [{"name": file.name, "bytes": file.size, "metadata": file.metadata} for file in checkpoint.files],
@@ -60,7 +60,7 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:
-    """Print what is in a checkpoint: tensors, quantized layers, totals, and what the configs declare."""
+    """Print the content of a checkpoint: tensors, quantized layers, totals, and what the configs declare."""
     rows = [(shown(e.name), e.dtype, shape_text(e.shape), str(e.nbytes)) for _, e in checkpoint.tensors.values()]
     out.table(("tensor", "dtype", "shape", "#bytes"), rows)
     layers = [(shown(layer.name), layer.dtype, shape_text(layer.shape)) for layer in checkpoint.layers.values()]
@@ -75,7 +75,10 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
 
 
 def _print_items(out: Output, items: Iterable[Item]) -> None:
-    """Print a table of what is stored beside the layers, with one row per group, place and reason."""
+    """Print a table of what a checkpoint stores beside its layers; print nothing if there is nothing.
+
+    Items with equal group (refused, understood, carried), place and reason are joined in one row.
+    """
     names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:
         names.setdefault((item.group, item.place, item.why), []).append(item.name)
@@ -89,7 +92,11 @@ def _print_items(out: Output, items: Iterable[Item]) -> None:
 
 
 def _brief(names: list[str]) -> str:
-    """Return names in a few words: those with one ending by their number and ending, such as "32 *.weight_scale"."""
+    """Return a short text for some names.
+
+    If there are many names and all have one ending, it is their number and the ending, such as "32 *.weight_scale".
+    Otherwise the first names are listed.
+    """
     endings = {name.rpartition(".")[2] for name in names}
     if len(names) > _MOST_NAMES and len(endings) == 1:
         return f"{len(names)} *.{shown(endings.pop())}"

@@ -1,4 +1,4 @@
-"""The option --live of the command recipes: compare installed producers with fp4kit on random inputs."""
+"""Run the option --live of the command recipes: compare installed producers with fp4kit on random inputs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from fp4kit.evidence.live import report, run
 
 
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
-    """Compare every installed producer with fp4kit for ``seconds``, and print the result.
+    """Compare every installed producer with fp4kit, and print the result.
 
-    Return 1 if anything differs or no producer is installed, else 0.
-    ids: the recipes to compare. seed: the seed of the random inputs.
+    Return 1 if anything differs or no producer is installed, otherwise 0. Raise ValueError for a time or seed that is
+    not allowed.
+
+    ids: the ids of the recipes to compare.
+    seconds: how long each producer runs; positive and finite.
+    seed: the seed of the random inputs; at least 0.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds is {seconds:g}; a positive finite number is needed")
@@ -45,9 +49,9 @@ def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
 
 
 def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[run.ProducerResult]:
-    """Run all producers one after another, and return their results.
+    """Run all installed producers one after another, and return their results.
 
-    If stderr is a terminal, draw a line of progress.
+    If stderr is a terminal and --quiet was not given, draw a line of progress.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     shown = not out.quiet and sys.stderr.isatty()

@@ -1,4 +1,4 @@
-"""Print what a command has to say: results on stdout, as text or JSON; notes, progress and the last line on stderr."""
+"""Print the output of a command: results as text or JSON on stdout; notes, progress and the last line on stderr."""
 
 from __future__ import annotations
 
@@ -15,9 +15,11 @@ from fp4kit.cli.progress import Tick, progress
 
 
 class Stopped(BaseException):
-    """Signal that the command must end, because of a signal, or because nobody reads stdout any more (SIGPIPE).
+    """Signal that the command must end, because a signal arrived or because nobody reads stdout any more (SIGPIPE).
 
-    number: the signal. The class derives from BaseException, so that no ``except Exception`` swallows it.
+    It derives from BaseException, so that no ``except Exception`` catches it.
+
+    number: the number of the signal.
     """
 
     def __init__(self, number: int) -> None:
@@ -26,17 +28,16 @@ class Stopped(BaseException):
 
 
 class OutputError(OSError):
-    """Report that standard output cannot be written to, for instance because the disk is full."""
+    """Report that writing to standard output failed, for example because the disk is full."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """Print what a command has to say, as far as the options --json and --quiet allow.
+    """Print the output of a command, as far as the options --json and --quiet allow.
 
-    command: the name of the command, which begins every note.
-    json: print one JSON document instead of text.
-    quiet: print no text, notes or progress.
-    Progress appears on stderr, and only if stderr is a terminal.
+    command: the name of the command, with which every note begins.
+    json: True to print one JSON document instead of text.
+    quiet: True to print no text, notes or progress.
     """
 
     command: str
@@ -49,23 +50,29 @@ class Output:
         return not (self.json or self.quiet)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table, laid out by render.table; nothing if there are no rows."""
+        """Print a table that fits the terminal, or nothing if there are no rows.
+
+        For the arguments, see render.table.
+        """
         if self.text and rows:
             width = _width()
             self._print(render.table(columns, rows, width, "…" if _encodes("…") else "..."))
 
     def line(self, text: str = "") -> None:
-        """Print a line of text. If the terminal is narrower, the line is broken at spaces."""
+        """Print a line of text. If it is wider than the terminal, it is broken at spaces."""
         if self.text:
             self._print(render.wrapped(text, _width(), "  "))
 
     def verbatim(self, text: str) -> None:
-        """Print text unchanged, such as a program."""
+        """Print text as it is, without breaking lines, such as a program."""
         if self.text:
             self._print([text])
 
     def document(self, schema: str, body: Mapping[str, Any]) -> None:
-        """Print ``body`` as the command's JSON document if --json was given; see render.document for ``schema``."""
+        """Print ``body`` as the command's JSON document if --json was given; otherwise do nothing.
+
+        schema: the name and version of the document, as for render.document.
+        """
         if self.json:
             self._print([render.document(schema, body).removesuffix("\n")])
 
@@ -75,9 +82,12 @@ class Output:
             say(f"fp4kit {self.command}: {text}")
 
     def progress(self, what: str, total: int) -> AbstractContextManager[Tick]:
-        """Return a context manager that gives a function to call with numbers of bytes done.
+        """Return a context manager for a line of progress. Its value is a function to call with numbers of bytes done.
 
-        The count is shown as a line of progress if stderr is a terminal.
+        The line is drawn only if stderr is a terminal and --quiet was not given.
+
+        what: the name of the activity.
+        total: the number of bytes to do.
         """
         return progress(what, total, not self.quiet and sys.stderr.isatty())
 
@@ -88,7 +98,7 @@ class Output:
 def write(text: str = "") -> None:
     """Write text to stdout and flush it. Without text, only flush.
 
-    Raises Stopped if nobody reads stdout any more, and OutputError if it cannot be written to.
+    Raises Stopped if nobody reads stdout any more, and OutputError for any other error of stdout.
     """
     try:
         sys.stdout.flush()
@@ -106,7 +116,7 @@ def write(text: str = "") -> None:
 def _write_all(data: bytes) -> None:
     """Write all bytes to the binary stream of stdout.
 
-    The text stream is not used, because with an unbuffered stdout (python -u) it drops bytes that are not accepted at
+    The text stream is not used, because an unbuffered stdout (python -u) drops bytes that the system does not accept at
     once.
     """
     while data:

@@ -24,6 +24,7 @@ class UsageError(ValueError):
     """Report arguments that a command does not accept.
 
     prog: the command as it was called, such as "fp4kit convert".
+    message: what is wrong. A reference to --help is appended, unless the message ends with a question mark.
     """
 
     def __init__(self, prog: str, message: str) -> None:
@@ -32,13 +33,17 @@ class UsageError(ValueError):
 
 
 class Parser(argparse.ArgumentParser):
-    """Parse arguments as argparse does, but reject abbreviations, suggest names for unknown ones, and raise UsageError.
+    """Parse arguments as argparse does, but strictly: reject abbreviations, and raise UsageError instead of exiting.
 
-    Options may stand between positional arguments. ``hints`` maps options that users try and that do not exist to the
-    end of the error message. An argument with choices may have such an attribute for its values.
+    For an unknown option or value, the error message suggests the nearest valid name. Options may stand between
+    positional arguments.
 
     Args:
-        examples: (command line, what it does) of each example, shown after the usage.
+        examples: (command line, what it does) pairs, which the help shows after the usage.
+
+    Attributes:
+        hints: option that users may try although it does not exist -> the end of the error message, which replaces the
+            suggestion. An argument with choices may have such an attribute for its values.
     """
 
     def __init__(self, *args: Any, examples: Sequence[tuple[str, str]] = (), **options: Any) -> None:
@@ -48,7 +53,7 @@ class Parser(argparse.ArgumentParser):
         self.hints: dict[str, str] = {}
 
     def format_help(self) -> str:
-        """Return the help: usage, examples, then the rest."""
+        """Return the text of --help: the usage, the examples, then the rest."""
         text = super().format_help()
         if not self.examples:
             return text
@@ -57,7 +62,10 @@ class Parser(argparse.ArgumentParser):
         return f"{usage}\n\nexamples:\n{lines}\n{rest}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse the arguments and return the namespace and an empty list. Raise UsageError for an unknown argument."""
+        """Parse the arguments, and return (namespace, []). Raise UsageError for an unknown argument.
+
+        args: the arguments; None for those of the process.
+        """
         arguments = list(sys.argv[1:] if args is None else args)
         if self._mixing:
             return super().parse_known_args(arguments, namespace)
@@ -80,7 +88,7 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(self.prog, message)
 
     def _print_message(self, message: str, file: Any = None) -> None:
-        """Print the help or the version through ``write``, because argparse itself would ignore an error of stdout."""
+        """Print the help or the version with ``write``, because argparse itself would ignore an error of stdout."""
         write(message)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
@@ -92,9 +100,9 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, f"there is no {str(value)!r}{hint}")
 
     def _check_flags(self, arguments: Sequence[str]) -> None:
-        """Raise UsageError for an option that does not exist, with a suggestion.
+        """Raise UsageError with a suggestion for the first option that does not exist.
 
-        It is called first, because argparse would only report which arguments are missing.
+        It is called before argparse, which would report only that arguments are missing.
         """
         for text in arguments:
             is_flag = len(text) > 1 and text[0] == "-" and " " not in text and not _NUMBER.fullmatch(text)
@@ -107,9 +115,9 @@ class Parser(argparse.ArgumentParser):
 
 
 class GroupedHelp(argparse.HelpFormatter):
-    """List the subcommands in the help under headings.
+    """Format the help so that commands are listed in groups under headings.
 
-    The subparsers action must have an attribute ``headings``: first command of a group -> heading.
+    The subparsers action must have an attribute ``headings``, a dict: first command of a group -> heading.
     """
 
     def _format_action(self, action: argparse.Action) -> str:
@@ -125,16 +133,13 @@ class GroupedHelp(argparse.HelpFormatter):
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?``, with X the name in ``known`` that is closest to ``name``.
-
-    Return an empty string if no name is close.
-    """
+    """Return ``; did you mean X?`` with the name X in ``known`` that is closest to ``name``, or "" if none is close."""
     closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {closest[0]}?" if closest else ""
 
 
 class PrintCompletion(argparse.Action):
-    """Define the option that prints a shell's completion script and exits.
+    """Define the option --print-completion, which prints a shell's completion script and exits.
 
     The optional package shtab writes the script.
     """
@@ -142,7 +147,10 @@ class PrintCompletion(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, namespace: Any, values: Any, option_string: str | None = None
     ) -> None:
-        """Print the script for the shell ``values`` and exit. Raises OSError if shtab is not installed."""
+        """Print the completion script and exit. Raise OSError if shtab is not installed.
+
+        values: the name of the shell.
+        """
         try:
             shtab = importlib.import_module("shtab")
         except ImportError:
@@ -156,10 +164,11 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command with the options --json and --quiet, and return its parser.
 
-    command: called with the parsed arguments and an Output. It prints through the Output only and returns the exit
+    subparsers: the subparsers action of the command line, to which the command is added.
+    command: a function of the parsed arguments and an Output. It prints through the Output only and returns the exit
         code.
     help: one line for the list of commands.
-    writes: takes the parsed arguments and returns the directory or file that the command will create with
+    writes: a function of the parsed arguments. It returns the directory or file that the command will create with
         staging.staged_directory, or None. If the command ends early, the last line on stderr says what became of it.
     options: further arguments of Parser: description, usage, epilog, examples.
     """
@@ -182,5 +191,8 @@ def add_ignore(parser: Any) -> None:
 
 
 def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
-    """Add a positional argument that shells complete as a path."""
+    """Add a positional argument that a shell's completion treats as a path.
+
+    options: further arguments of argparse's add_argument, such as nargs and help.
+    """
     parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

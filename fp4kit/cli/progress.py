@@ -1,4 +1,4 @@
-"""Show a line of progress on a terminal: bytes, speed, time left.
+"""Show a line of progress on a terminal: bytes done, speed and time left.
 
 The function that counts the bytes also draws the line, so that no thread is needed.
 """
@@ -24,7 +24,9 @@ _WINDOW = 10.0  # the speed is averaged over this many seconds
 class Meter:
     """Count bytes that are done, and describe the progress in one line.
 
-    what: the name of the activity. total: the number of bytes to do. now: the start time in seconds.
+    what: the name of the activity, such as "converting".
+    total: the number of bytes to do.
+    now: the start time in seconds, of any clock.
     """
 
     def __init__(self, what: str, total: int, now: float) -> None:
@@ -32,11 +34,16 @@ class Meter:
         self._past = deque([(now, 0)])
 
     def add(self, count: int) -> None:
-        """Add ``count`` bytes to those done."""
+        """Add ``count`` to the number of bytes done."""
         self._done += count
 
     def text(self, now: float) -> str:
-        """Return the line of progress at time ``now``: ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``."""
+        """Return a line such as ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``.
+
+        Speed and time left are left out while no bytes are done. The speed is an average over the last 10 seconds.
+
+        now: the time in seconds, of the clock that gave the start time.
+        """
         self._past.append((now, self._done))
         while len(self._past) > 2 and now - self._past[0][0] > _WINDOW:
             self._past.popleft()
@@ -51,10 +58,14 @@ class Meter:
 
 @contextmanager
 def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
-    """Yield a function to call with numbers of bytes done, which draws a line of progress on stderr if ``shown``.
+    """Yield a function to call with numbers of bytes done, which draws a line of progress on stderr.
 
-    what: the name of the activity. total: the number of bytes to do. The line is cleared at the end.
-    Call the function from one thread only. If the terminal is closed meanwhile, counting goes on without an error.
+    The line is cleared at the end. Call the function from one thread only. If the terminal is closed meanwhile, no
+    error is raised.
+
+    what: the name of the activity.
+    total: the number of bytes to do.
+    shown: False to draw nothing; the yielded function then does nothing.
     """
     if not shown:
         yield lambda count: None
@@ -76,7 +87,10 @@ def progress(what: str, total: int, shown: bool) -> Iterator[Tick]:
 
 
 def _draw(line: str) -> None:
-    """Replace the line of progress on the terminal by ``line``. If ``line`` is too long, drop its last fields."""
+    """Replace the line of progress on the terminal by ``line``; "" clears it.
+
+    If the line is wider than the terminal, its last fields are left out.
+    """
     width = max(shutil.get_terminal_size().columns - 1, 1)
     while len(line) > width and "  " in line:
         line = line.rpartition("  ")[0]

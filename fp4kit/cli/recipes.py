@@ -1,6 +1,6 @@
-"""The commands recipes and formats: list recipes and number formats.
+"""Define the commands recipes and formats, which list recipes and number formats.
 
-The command recipes also checks recipes against recorded outputs of producers, or against installed producers.
+The command recipes also compares recipes with recorded outputs of producers, or with installed producers.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def register(commands: Any) -> None:
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
-    """Run the command recipes; return 1 if a check finds a difference, else 0."""
+    """Run the command recipes. Return 1 if --check or --live finds a difference or compares nothing, otherwise 0."""
     ids = _named(args.ids, families=not (args.check or args.live)) or recipes()
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
@@ -84,10 +84,10 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
 
 
 def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
-    """Return the ids of the recipes that the names stand for, each once.
+    """Return the ids of the recipes that the names stand for, each once; () for no names.
 
-    families: True if the name of a format or a producer stands for all its recipes. Otherwise, a name such as "nvfp4"
-        is an alias of one recipe.
+    families: True if the name of a format or a producer stands for all its recipes. False if a name such as "nvfp4"
+        stands for one recipe, of which it is an alias.
     """
     found: dict[str, None] = {}
     for name in names:
@@ -97,21 +97,27 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
 
 
 def _listed(id: str, row: dict[str, str]) -> dict[str, Any]:
-    """Return a recipe as a JSON object: its id, its row of the table of recipes, and the versions as an object."""
+    """Return a recipe as a dict for JSON: its id, its row, and its producer's versions as a dict or None.
+
+    row: column title -> cell of the table of recipes.
+    """
     versions = recipe(id).versions
     return {"id": id, **row, "versions": versions and versions._asdict()}
 
 
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """Return the rows of a table as JSON objects. Their keys are the column titles, with "_" for spaces."""
+    """Return the rows of a table as dicts for JSON. Their keys are the column titles, with "_" in place of spaces."""
     keys = [title.removeprefix("#").replace(" ", "_") for title in columns]
     return [dict(zip(keys, row, strict=True)) for row in rows]
 
 
 def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
-    """Print for each recipe how many arrays equal the producers' recorded ones.
+    """Compare recipes with recorded outputs of producers, and print the number of equal arrays per recipe.
 
-    Return 1 if any array differs or nothing was compared, else 0.
+    Return 1 if any array differs or nothing was compared, otherwise 0.
+
+    ids: the ids of the recipes.
+    golden: the recorded outputs.
     """
     results = [check_recipe(name, golden) for name in ids]
     rows = []
@@ -133,7 +139,7 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
 
 
 def _differences(result: GoldenResult) -> list[dict[str, Any]]:
-    """Return the arrays that differ from the recorded ones, as a list for the JSON document."""
+    """Return the arrays of a recipe that differ from the recorded outputs, as a list of dicts for JSON."""
     return [{"key": d.key, "differing": d.differing, "size": d.size} for d in result.differences]
 
 

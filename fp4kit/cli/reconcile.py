@@ -1,6 +1,6 @@
-"""The command reconcile: give layers that a loader joins into one, such as q, k and v, one tensor scale.
+"""Define the command reconcile: give layers that a loader joins into one fused layer a common tensor scale.
 
-Such a group of layers is called a fused layer, and the layers are its parts.
+For example, a loader joins q, k and v. These layers are called the parts of the fused layer.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def register(subparsers: Any) -> None:
 
 
 def _reconcile(args: argparse.Namespace, out: Output) -> int:
-    """Run the command; return 1 if a dry run found layers to repair, else 0."""
+    """Run the command reconcile. Return 1 if a dry run found layers to repair, otherwise 0."""
     if args.dry_run == (args.destination is not None):
         got = "--dry-run and DST" if args.dry_run else "neither DST nor --dry-run"
         raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to look")
@@ -57,7 +57,10 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
 
 
 def _verdict(found: Reconciliation, dry: bool) -> str:
-    """Return the last line of the output: how many layers were repaired, or would be in a dry run."""
+    """Return the last line of the output: the number of layers that were repaired, or that would be.
+
+    dry: True in a dry run.
+    """
     if not found.repairs:
         return f"{found.groups} fused layers; the parts of each have one tensor scale; nothing to write"
     count = f"{len(found.repairs)} layers, parts of {found.groups} fused layers"

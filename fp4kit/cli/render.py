@@ -17,14 +17,15 @@ Row = Sequence[str]
 
 
 def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis: str = "…") -> list[str]:
-    """Return the lines of a table that is at most ``width`` columns wide.
+    """Return the lines of a table that fits a terminal. No line ends in a space.
 
-    If ``width`` is None, the table is as wide as its cells need.
+    If the table is too wide, the names in the first column are shortened in the middle. If a name would get fewer than
+    NAME_WIDTH columns, or if two names would look alike, each name gets a line of its own above its further cells.
 
-    columns: the titles. A leading ``#`` marks a column of numbers, which is aligned at the right.
-    rows: cells, each one line of text. The first column holds names.
-    If the table is too wide, names are shortened in the middle. If a name would get fewer than NAME_WIDTH columns, or
-    two names would look alike, each name stands on a line of its own above its other cells. No line ends in a space.
+    columns: the titles. A leading ``#`` marks a column of numbers, which is aligned to the right; it is not printed.
+    rows: the cells of each row, each one line of text. The first column holds names.
+    width: the number of terminal columns; None for a table that is as wide as its cells need.
+    ellipsis: the text that replaces the middle of a shortened name.
     """
     titles = tuple(title.removeprefix("#") for title in columns)
     right = tuple(title.startswith("#") for title in columns)
@@ -40,9 +41,9 @@ def table(columns: Row, rows: Sequence[Row], width: int | None = None, ellipsis:
 
 
 def shortened(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return ``text`` if it fits in ``width`` terminal columns, else a shortened text that does.
+    """Return ``text`` if it fits in ``width`` terminal columns, otherwise a shortened text that fits.
 
-    The middle is replaced by ``ellipsis``, and more of the end is kept than of the beginning.
+    The middle of the text is replaced by ``ellipsis``. More of the end is kept than of the beginning.
     """
     if columns_of(text) <= width:
         return text
@@ -52,11 +53,12 @@ def shortened(text: str, width: int, ellipsis: str = "…") -> str:
 
 
 def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Return ``text`` as lines of at most ``width`` columns, broken at spaces only.
+    """Return ``text`` as lines of at most ``width`` terminal columns, broken at spaces only.
 
-    If ``width`` is None, the text stays one line.
+    A word that is wider than a line gets a line of its own.
 
-    indent: what lines after the first begin with.
+    width: the number of columns; None for a single line.
+    indent: the text with which every line after the first begins.
     """
     if width is None:
         return [text]
@@ -70,11 +72,12 @@ def wrapped(text: str, width: int | None, indent: str = "") -> list[str]:
 
 
 def document(schema: str, body: Mapping[str, Any]) -> str:
-    """Return ``body`` as a JSON document whose first entry is ``"schema": "fp4kit.<schema>"``.
+    """Return ``body`` as the text of a JSON document whose first entry is ``"schema": "fp4kit.<schema>"``.
 
-    schema: name and version, such as ``compare/1``.
-    Tuples become lists, paths strings, NumPy scalars numbers. JSON has no NaN or infinity, so they become the strings
-    "NaN", "Infinity" and "-Infinity", which Python's float and JavaScript's Number can read.
+    Tuples become lists, paths become strings, and NumPy scalars become numbers. JSON has no NaN or infinity, so they
+    become the strings "NaN", "Infinity" and "-Infinity", which Python's float and JavaScript's Number can parse.
+
+    schema: the name and version of the document, such as ``compare/1``.
     """
     return dump_object({"schema": f"fp4kit.{schema}", **_plain(body)}).decode("ascii")
 
@@ -85,12 +88,12 @@ def shape_text(shape: Iterable[int]) -> str:
 
 
 def columns_of(text: str) -> int:
-    """Return how many terminal columns a printable text takes."""
+    """Return the number of terminal columns that a printable text needs; wide characters need two."""
     return len(text) if text.isascii() else cell_len(text)
 
 
 def duration(seconds: float) -> str:
-    """Return a time in readable units: ``42 s``, ``3:05 min``, ``2:10 h``, ``3 days``."""
+    """Return a time as text in a readable unit, such as ``42 s``, ``3:05 min``, ``2:10 h`` or ``3 days``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -100,7 +103,7 @@ def duration(seconds: float) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """Return ``value`` with everything in it converted to types that JSON has; see document."""
+    """Convert ``value`` and everything in it to types that JSON has, as ``document`` describes."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -113,14 +116,14 @@ def _plain(value: Any) -> Any:
 
 
 def _total(widths: Sequence[int]) -> int:
-    """Return the width of a table whose columns have these widths, with two spaces between them."""
+    """Return the width of a table whose columns have the given widths, with two spaces between columns."""
     return sum(widths) + 2 * max(len(widths) - 1, 0)
 
 
 def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
-    """Return one row of a table as a line, with each cell padded to its column's width.
+    """Return one row of a table as a line, with each cell padded to the width of its column.
 
-    numeric: True for columns that are aligned at the right.
+    numeric: for each column, True if it is aligned to the right.
     """
     pads = (" " * (width - columns_of(cell)) for cell, width in zip(row, widths, strict=True))
     cells = (pad + cell if at_right else cell + pad for cell, pad, at_right in zip(row, pads, numeric, strict=True))
@@ -128,9 +131,9 @@ def _aligned(row: Row, widths: Sequence[int], numeric: Sequence[bool]) -> str:
 
 
 def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tuple[str, ...]] | None:
-    """Return the rows with their names shortened to ``room`` columns.
+    """Return the rows of a table with their names (first cells) shortened to ``room`` terminal columns.
 
-    Return None if names would be too short or look alike.
+    Return None if ``room`` is less than NAME_WIDTH or if different names would look alike.
     """
     if room < NAME_WIDTH:
         return None
@@ -143,10 +146,15 @@ def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tup
 def _stacked(
     grid: list[tuple[str, ...]], widths: list[int], right: Sequence[bool], width: int, ellipsis: str
 ) -> list[str]:
-    """Return the lines of a table in which each name has a line of its own, above the other cells of its row.
+    """Return the lines of a table in which each name has a line of its own, above the further cells of its row.
 
-    A name is shortened only if it does not fit on a line. If the other cells do not fit either, they are listed with
-    their titles.
+    A name is shortened only if it does not fit on a line. If the further cells of a row do not fit on a line either,
+    they are listed as "title cell" pairs on several lines.
+
+    grid: the rows; the first is the titles.
+    widths: the width that each column needs.
+    right: for each column, True if it is aligned to the right.
+    width: the number of terminal columns.
     """
     fits = _total(widths[1:]) + 2 <= width
     lines = []
@@ -167,7 +175,7 @@ def _facts(titles: Row, cells: Row, width: int, ellipsis: str) -> list[str]:
 
 
 def _fitting(text: str, width: int) -> str:
-    """Return the longest prefix of ``text`` that takes at most ``width`` columns."""
+    """Return the longest prefix of ``text`` that needs at most ``width`` terminal columns."""
     if text.isascii():
         return text[:width]
     used = 0

@@ -1,4 +1,4 @@
-"""The command selftest: compare the engine of this machine with the specification, and print what was compared."""
+"""Define the command selftest: compare the engine of this machine with the specification."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def register(commands: Any) -> None:
 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
-    """Run the command: find the engine and compare it. Return 1 if anything differs, else 0."""
+    """Run the command selftest: find the engine and compare it. Return 1 if anything differs, otherwise 0.
+
+    Raise OSError if there is no GPU or, with --host, no compiled engine.
+    """
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     if args.host:
         engine, name = fuzz.host_engine()
@@ -69,10 +72,12 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
 
 
 def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
-    """Compare an engine with the specification, and print a table, the differences and what was left out.
+    """Compare an engine with the specification, and print a table, the differences and the cases that were left out.
 
-    golden: the recorded outputs of producers, or None. quick: True to check less, in at most a minute.
-    Return 1 if anything differs or nothing was compared, else 0.
+    Return 1 if anything differs or nothing was compared, otherwise 0.
+
+    golden: the recorded outputs of producers, which are compared as well; None if there are none.
+    quick: True to check less, in at most a minute.
     """
     start = time.perf_counter()
     finished = run(selftest.plan(engine, golden, quick), not out.quiet and sys.stderr.isatty())
@@ -91,7 +96,10 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
 
 
 def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
-    """Run the comparisons ``tasks`` and return their results. Draw a progress bar on stderr if ``shown``."""
+    """Run the comparisons ``tasks`` and return their results.
+
+    shown: True to draw a progress bar on stderr.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         bar = progress.add_task("comparing", total=len(tasks))
@@ -105,7 +113,8 @@ def run(tasks: list[selftest.Task], shown: bool) -> list[selftest.Finished]:
 def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
     """Return one table row per part of the selftest.
 
-    Its cells are cases, values, differing values, cases left out, and seconds summed over threads.
+    Its cells are the name of the part, the numbers of cases, values, differing values and reasons for leaving cases
+    out, and the seconds summed over threads.
     """
     result: list[tuple[str, ...]] = []
     parts: dict[str, list[selftest.Finished]] = {}
@@ -119,7 +128,7 @@ def rows(finished: Iterable[selftest.Finished]) -> list[tuple[str, ...]]:
 
 
 def _listing(out: Output, title: str, lines: list[str]) -> None:
-    """Print at most _SHOWN of ``lines``, each after ``title``, and how many more there are."""
+    """Print the first _SHOWN of ``lines``, each as "title: line", and the number of the lines that are left out."""
     for line in lines[:_SHOWN]:
         out.line(f"{title}: {line}")
     if len(lines) > _SHOWN:

@@ -1,4 +1,4 @@
-"""Build the tables of recipes and formats as rows of text, for the README, the docs, the command line and the tests."""
+"""Build the tables of recipes and formats as rows of text, for the README, the docs, the command line and tests."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "b
 
 
 def block_text(r: Recipe) -> str:
-    """Return a recipe's block shape as "rows x columns", such as "1x16".
+    """Return a recipe's block shape as text: rows, "x" and columns, such as "1x16".
 
-    For a recipe without blocks, return what shares a scale: "tensor" or "row".
+    For a recipe without blocks, return "tensor" or "row", the part of a matrix that shares a scale.
     """
     if r.block is None:
         return {"tensor": "tensor", "row": "row"}[r.tensor_scaling]
@@ -23,10 +23,10 @@ def block_text(r: Recipe) -> str:
 
 
 def rule_text(r: Recipe) -> str:
-    """Return the name of the rule by which a recipe computes its scales, with spaces for underscores.
+    """Return the name of the rule by which a recipe computes its scales, with spaces in place of underscores.
 
-    This is the rule of its block scales if it has blocks, else that of its tensor scale; for a fake quantizer, its own
-    rule.
+    It is the rule of the block scales or, without blocks, that of the tensor scale. For a fake quantizer, it is the
+    name of its own rule. ", searched" is appended if the recipe searches scales.
     """
     rule = r.fake_rule if r.fake_only else r.block_rule or r.tensor_rule
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
@@ -35,13 +35,16 @@ def rule_text(r: Recipe) -> str:
 def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
     """Return the table of recipes, one row per id.
 
-    The cells of a row are: the id with its aliases, block, scale rule, what the recipe equals, versions and source.
+    The cells of a row are the id with its aliases, the block shape, the scale rule, what the recipe equals bit for bit,
+    the producer's versions and the source.
+
+    ids: the recipes, by id or alias; by default all.
     """
     return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
 
 
 def _exact(r: Recipe) -> str:
-    """Return what a recipe equals bit for bit, followed by where each producer alias of it deviates."""
+    """Return a text about what a recipe equals bit for bit, and where the producers of its aliases deviate from it."""
     others = (f"; {alias.id} {alias.exact}" for alias in PRODUCER_ALIASES.values() if alias.of == r.id)
     return r.exact + " (values only)" * r.fake_only + "".join(others)
 
@@ -52,9 +55,10 @@ def _names(r: Recipe) -> str:
 
 
 def grouped_recipe_rows() -> list[tuple[str, ...]]:
-    """Return the table of recipes with one row for all recipes that agree in rule, equality, versions and source.
+    """Return the table of recipes with one row per group of recipes that differ only in id and block shape.
 
-    The rows are in the order in which the groups first occur.
+    The rows are in the order in which the groups first occur. The ids and the block shapes of a group are joined with
+    ", ".
     """
     groups: dict[tuple[str, ...], list[tuple[str, ...]]] = {}
     for row in recipe_rows():
@@ -63,12 +67,12 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
 
 
 def _distinct(texts: Iterable[str]) -> str:
-    """Return the texts joined with ", ", without repetitions."""
+    """Return the texts joined with ", ", each text once."""
     return ", ".join(dict.fromkeys(texts))
 
 
 def format_rows() -> list[tuple[str, ...]]:
-    """Return the table of element and scale formats, one row per format."""
+    """Return the table of element and scale formats, one row per format, with the columns FORMAT_COLUMNS."""
     return [
         (
             f.name,
@@ -84,21 +88,24 @@ def format_rows() -> list[tuple[str, ...]]:
 
 
 def _nan(f: ElementFormat) -> str:
-    """Return how a format encodes NaN: "-" if it does not, else the NaN code.
+    """Return the NaN code of a format as hexadecimal text, or "-" if the format has no NaN.
 
-    IEEE formats have further NaN codes and infinities, which the text mentions.
+    For IEEE formats, the text adds that there are further NaN codes and infinities.
     """
     return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
 
 
 def _values(f: ElementFormat) -> str:
-    """Return all magnitudes of a format if there are at most eight, else their number."""
+    """Return all magnitudes of a format as text if there are at most eight, otherwise their number."""
     listed = f.magnitudes
     return " ".join(f"{v:g}" for v in listed) if len(listed) <= 8 else f"{len(listed)} magnitudes"
 
 
 def block_rows() -> list[tuple[str, ...]]:
-    """Return the table of block formats (element format, scale format and block size), one row per format."""
+    """Return the table of block formats, one row per format, with the columns BLOCK_COLUMNS.
+
+    A block format is an element format, a scale format and a block size.
+    """
     return [
         (
             b.name,
@@ -113,6 +120,6 @@ def block_rows() -> list[tuple[str, ...]]:
 
 
 def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    """Return a table in GitHub's Markdown."""
+    """Return a table in GitHub's Markdown, without a final newline. Each row has one cell per column."""
     lines = [columns, tuple("---" for _ in columns), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

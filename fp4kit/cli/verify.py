@@ -1,4 +1,4 @@
-"""The command verify: report what is wrong with a checkpoint, as a table, as JSON or as an HTML page."""
+"""Define the command verify: report what is wrong with a checkpoint, as a table, as JSON or as an HTML page."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def register(subparsers: Any) -> None:
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command and return 0 if there are no errors, else 1."""
+    """Run the command verify. Return 0 if there are no errors, otherwise 1."""
     for name in ("recipe", "scale_search", "column_weights", "imatrix"):
         if getattr(args, name) is not None and args.source is None:
             option = f"--{name.replace('_', '-')}"
@@ -79,18 +79,22 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
 
 
 def _names_activations(args: argparse.Namespace) -> bool:
-    """Return whether one of the options about activations is given."""
+    """Return whether --activations, --activation-rule or --unseen-experts is given."""
     return bool(args.activations or args.activation_rule or args.unseen_experts)
 
 
 def _run(prepared: Verification, options: Options, out: Output) -> VerifyReport:
-    """Execute a prepared verification, show a line of progress, and return the report."""
+    """Execute a prepared verification with a line of progress, and return the report."""
     with out.progress("verifying", prepared.nbytes) as tick:
         return execute(prepared, Options(options.workers, options.executor, options.devices, progress=tick))
 
 
 def _check_page(page: Path, model: Path) -> None:
-    """Raise CheckpointError if the HTML page cannot be written, or would lie inside the checkpoint and so change it."""
+    """Raise CheckpointError if the HTML page cannot be written, or if it would be inside the checkpoint and change it.
+
+    page: the file to write.
+    model: the checkpoint.
+    """
     if page.is_dir() or not page.parent.is_dir():
         raise CheckpointError(
             f"--html {shown(str(page))}: cannot be written; a file name in a directory that exists is needed"
@@ -115,7 +119,7 @@ def _print(out: Output, report: VerifyReport) -> None:
 
 
 def _note(report: VerifyReport) -> str:
-    """Return a note on what was not checked, or on how to find out why bytes differ; "" if there is nothing to say."""
+    """Return a note about what was not checked, or about how to find out why bytes differ; "" if neither applies."""
     if not report.layers:
         return (
             "no quantized layer of a known format was found, so only the files were checked; fp4kit convert quantizes a"
@@ -130,7 +134,7 @@ def _note(report: VerifyReport) -> str:
 
 
 def _cells(layer: LayerReport) -> tuple[str, ...]:
-    """Return the cells of one layer's table row; "-" stands for what was not compared."""
+    """Return the cells of one layer's row in the table of layers; "-" stands for counts that need a source."""
     found = layer.tally
     sqnr = "-" if found.sqnr_db is None else f"{found.sqnr_db:.2f}"
     saturated, flushed = (str(n) if found.compared else "-" for n in (found.saturated, found.flushed_blocks))

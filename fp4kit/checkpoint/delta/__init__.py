@@ -1,1 +1,3 @@
-"""Patches between two versions of a checkpoint: only the bytes that changed, checked by SHA-256."""
+"""Write and apply patches between two versions of a checkpoint, which hold only the bytes that changed.
+
+Every file is checked by SHA-256."""

@@ -34,21 +34,22 @@ def apply(
 ) -> Path:
     """Write the new version of a checkpoint, given the old version and a patch that ``diff`` wrote.
 
-    Every file is hashed while it is read and written. Memory does not grow with the model.
+    Every file is hashed while it is read and written, and compared with the SHA-256 in the patch. Memory does not grow
+    with the model.
 
     Args:
         base: the old version, a model directory.
         patch: the patch file.
-        destination: the new directory; it appears when all files are complete.
-        resume: True to continue an interrupted run; files that are complete are kept.
+        destination: the directory to create; it appears when all files are complete.
+        resume: True to continue an interrupted run with this patch; files that are complete are kept.
         progress: called with the number of bytes written since the last call.
 
     Returns:
-        The destination.
+        The destination as a Path.
 
     Raises:
-        CheckpointError: the patch is malformed; a file of ``base`` is missing, or is not the one that the patch was
-            made from; and what convert raises for a destination.
+        CheckpointError: the patch is malformed, a file of ``base`` is missing or is not the file from which the patch
+            was made, or the destination is rejected as by convert.
     """
     root, target, tick = Path(base), Path(destination), progress or (lambda count: None)
     opened = open_patch(Path(patch))
@@ -69,7 +70,7 @@ def apply(
 
 
 def _check_base(root: Path, patch: Patch) -> None:
-    """Raise CheckpointError if a file that the patch needs is missing in the old version, or has another size."""
+    """Raise CheckpointError if a file of the old version that the patch needs is missing or has the wrong size."""
     if not root.is_dir():
         raise CheckpointError(f"{root}: is no directory; the model directory that the patch was made from is needed")
     for name in patch.result:
@@ -85,7 +86,17 @@ def _check_base(root: Path, patch: Patch) -> None:
 def _write_file(
     name: str, facts: FileFacts, root: Path, patch: Patch, reader: TensorReader, folder: Path, tick: Tick
 ) -> None:
-    """Write one file of the new version, and compare its SHA-256, and that of the old file, with the patch."""
+    """Write one file of the new version, unless an interrupted run has completed it.
+
+    Raise CheckpointError if the SHA-256 of the written file or of the old file differs from the one in the patch.
+
+    name: the name of the file.
+    facts: the size and SHA-256 that the new file must have.
+    root: the directory of the old version.
+    reader: reads tensors of the patch.
+    folder: the directory to write into.
+    tick: called with the number of bytes written since the last call.
+    """
     target = folder / name
     if target.is_file() and _digest(target) == facts.sha256:  # complete since the interrupted run
         tick(facts.nbytes)
@@ -114,7 +125,11 @@ def _write_file(
 def _patched(
     name: str, root: Path, patch: Patch, reader: TensorReader, out: object, written: object, read: object, tick: Tick
 ) -> None:
-    """Copy a file of the old version chunk by chunk, with the changed bytes of the patch in place."""
+    """Copy a file of the old version chunk by chunk, with the changed bytes of the patch in their places.
+
+    out: the binary stream to write to.
+    written, read: hash objects, which are updated with the bytes written and the bytes of the old file.
+    """
     counts_entry = patch.entry(name, COUNTS)
     counts = None if counts_entry is None else reader.read_bytes(counts_entry).view(np.int64).reshape(-1, 2)
     parts = {part: patch.entry(name, part) for part in (STARTS, LENGTHS, BYTES)}
@@ -142,14 +157,27 @@ def _patched(
 
 
 def _check_counts(name: str, counts: np.ndarray, runs: int, nbytes: int) -> None:
-    """Raise CheckpointError if the runs and bytes per chunk do not add up to what the patch stores."""
+    """Raise CheckpointError if the counts per chunk do not add up to the runs and bytes that the patch stores.
+
+    name: the name of the file, for the message.
+    counts: (chunks, 2), the number of runs and the number of bytes per chunk.
+    runs, nbytes: the number of runs and the number of bytes that the patch stores for the file.
+    """
     within = counts.min(initial=0) >= 0 and counts.max(initial=0) <= CHUNK
     if not within or counts.sum(axis=0).tolist() != [runs, nbytes]:
         raise CheckpointError(f"{shown(name)}: the patch is damaged; its runs do not add up")
 
 
 def _overlaid(name: str, data: bytes, starts: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> bytes:
-    """Return a chunk with runs of new bytes in place. Raises CheckpointError if a run lies outside the chunk."""
+    """Return a copy of a chunk with runs of new bytes written over it.
+
+    Raise CheckpointError if a run is empty or lies outside the chunk, or if the number of new bytes is wrong.
+
+    name: the name of the file, for the message.
+    data: the bytes of the chunk.
+    starts, lengths: the first byte of each run within the chunk, and its number of bytes.
+    values: the new bytes of all runs, in order.
+    """
     within = lengths.min() >= 1 and lengths.max() <= len(data) and starts.min() >= 0 and starts.max() < len(data)
     if not within or (starts + lengths).max() > len(data) or int(lengths.sum()) != values.size:
         raise CheckpointError(f"{shown(name)}: the patch is damaged; a run of bytes lies outside its chunk")
@@ -159,7 +187,7 @@ def _overlaid(name: str, data: bytes, starts: np.ndarray, lengths: np.ndarray, v
 
 
 def _digest(path: Path) -> str:
-    """Return the SHA-256 of a file."""
+    """Return the SHA-256 of a file as hexadecimal text."""
     digest = hashlib.sha256()
     with path.open("rb") as stream:
         while data := stream.read(CHUNK):

@@ -32,17 +32,19 @@ from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.whole_file import whole_file
 from fp4kit.storage.writer import SafetensorsWriter
 
-_GAP = 16  # runs with at most this many equal bytes between them are joined, because a run costs 16 bytes itself
+_GAP = 16  # runs with at most this many equal bytes between them are joined, because a run costs 16 bytes by itself
 _ITEM_BYTES = {COUNTS: 8, STARTS: 8, LENGTHS: 8, BYTES: 1}  # bytes per element of a part
 Tick = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class LayerFlips:
-    """Count what changed in a quantized layer.
+    """Count the changes in a quantized layer between two versions of a checkpoint.
 
-    codes: the number of codes that differ, of ``elements``. scales: the number of bytes of block scales that differ, of
-    ``scale_bytes``.
+    codes: the number of codes that differ.
+    elements: the number of all codes.
+    scales: the number of bytes of block scales that differ.
+    scale_bytes: the number of all bytes of block scales.
     """
 
     name: str
@@ -56,10 +58,14 @@ class LayerFlips:
 class PatchReport:
     """Report what ``diff`` wrote.
 
-    patch: the patch file, and its size in bytes.
-    unchanged, changed, whole: the number of files that are equal, stored as changed bytes, and stored as a whole.
-    changed_bytes: the number of bytes that differ in files stored as changed bytes.
-    layers: the quantized layers of the new version that changed.
+    patch: the patch file.
+    nbytes: the size of the patch file in bytes.
+    unchanged: the number of files that are equal in both versions.
+    changed: the number of files that are stored as changed bytes.
+    whole: the number of files that are stored as a whole.
+    changed_bytes: the number of bytes that differ in the files that are stored as changed bytes.
+    layers: the counts for every quantized layer of the new version that changed. Layers in files that are stored as a
+        whole are not counted.
     """
 
     patch: Path
@@ -72,7 +78,7 @@ class PatchReport:
 
 
 class _Spec(NamedTuple):
-    """Describe a tensor of the patch file."""
+    """Hold the name, dtype and shape of a tensor for the header of the patch file."""
 
     name: str
     dtype: str
@@ -80,21 +86,23 @@ class _Spec(NamedTuple):
 
 
 def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | None = None) -> PatchReport:
-    """Write a patch that turns the checkpoint ``base`` into ``new``: only the bytes that changed, and whole new files.
+    """Write a patch that turns the checkpoint ``base`` into ``new``.
 
-    Both are read once, chunk by chunk, so memory does not grow with the model.
+    The patch holds only the bytes that changed. Files that are new or have changed their size are stored as a whole.
+    Both versions are read once, chunk by chunk, so that memory does not grow with the model.
 
     Args:
         base: the old version, a model directory.
         new: the new version, a model directory. Hidden files are left out.
         patch: the file to write; it appears when it is complete.
-        progress: called with the number of bytes of ``new`` done since the last call.
+        progress: called with the number of bytes of ``new`` processed since the last call.
 
     Returns:
-        A PatchReport. Its layers say how many codes flipped, so that weights that oscillate between steps show.
+        A PatchReport. For each layer, it says how many codes changed, which shows weights that oscillate between
+        training steps.
 
     Raises:
-        CheckpointError: a directory is not a checkpoint; the patch exists already.
+        CheckpointError: a directory is not a checkpoint, or the file ``patch`` exists already.
     """
     old, young, target = Path(base), Path(new), Path(patch)
     for root in (old, young):
@@ -130,7 +138,10 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
 
 
 def _manifest(root: Path) -> list[str]:
-    """Return [the manifest's name] if a directory has one; names_in leaves it out."""
+    """Return a list with the name of the manifest, or [] if the directory has no manifest.
+
+    The manifest must be added to the names from names_in, which leaves it out.
+    """
     return [MANIFEST] if (root / MANIFEST).is_file() else []
 
 
@@ -145,9 +156,13 @@ def _facts_of(path: Path) -> FileFacts:
 
 
 class _Stored(NamedTuple):
-    """Say how a file of the new version is stored.
+    """Say how the patch stores a file of the new version.
 
-    kind: "unchanged", "changed" or "whole". spool: the common beginning of the names of the files with its parts.
+    name: the name of the file.
+    kind: "unchanged", "changed" or "whole".
+    base: size and SHA-256 of the old file; None if the file is stored as a whole.
+    result: size and SHA-256 of the new file.
+    spool: the path of its temporary files, without their endings (see _part).
     changed: the number of bytes that differ.
     """
 
@@ -160,7 +175,15 @@ class _Stored(NamedTuple):
 
 
 def _compare(name: str, old: Path, new: Path, spool: Path, flips: _Flips, tick: Tick) -> _Stored:
-    """Compare one file of the new version with that of the old one, and spool the parts of its runs."""
+    """Compare one file of the new version with the old version, and write its runs to temporary files.
+
+    A file that is missing in the old version or has a different size there is not compared; it is stored as a whole.
+
+    name: the name of the file.
+    old, new: the directories of both versions.
+    spool: the path of the temporary files, without their endings (see _part).
+    flips: where the changes are counted per layer.
+    """
     before, after = old / name, new / name
     if not before.is_file() or before.stat().st_size != after.stat().st_size:
         tick(after.stat().st_size)
@@ -190,16 +213,19 @@ def _compare(name: str, old: Path, new: Path, spool: Path, flips: _Flips, tick: 
 
 
 def _part(spool: Path, part: str) -> Path:
-    """Return the temporary file with one part of a file's runs."""
+    """Return the path of the temporary file that holds one part (counts, starts, lengths or bytes) of a file's runs."""
     return spool.with_name(f"{spool.name}.{part}")
 
 
 def _spool_runs(
     out: Mapping[str, IO[bytes]], at: npt.NDArray[np.intp], data: npt.NDArray[np.uint8], first: int
 ) -> None:
-    """Append the runs of one chunk to the parts.
+    """Join the differing bytes of one chunk to runs, and append the runs to the temporary files.
 
-    at: the indices of the bytes that differ. data: the new chunk. first: its position in the file.
+    out: part (counts, starts, lengths, bytes) -> temporary file.
+    at: the indices within the chunk of the bytes that differ, in ascending order.
+    data: the bytes of the new chunk.
+    first: the position of the chunk in the file.
     """
     if not at.size:
         out[COUNTS].write(np.zeros(2, np.int64).tobytes())
@@ -221,7 +247,11 @@ def positions_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) 
 
 
 def _write(path: Path, stored: list[_Stored], new: Path, metadata: dict[str, str]) -> None:
-    """Write the patch file from the spooled parts and the whole files."""
+    """Write the patch file from the temporary files with runs and from the files that are stored as a whole.
+
+    new: the directory of the new version.
+    metadata: the metadata of the patch file, from metadata_of.
+    """
     specs, sources = [], {}
     for one in stored:
         if one.kind == "whole":
@@ -241,7 +271,7 @@ def _write(path: Path, stored: list[_Stored], new: Path, metadata: dict[str, str
 
 
 class _Flips:
-    """Count the codes and block scales that differ, per quantized layer of the new version."""
+    """Count the codes and bytes of block scales that differ, per quantized layer of the new version."""
 
     def __init__(self, root: Path) -> None:
         self._model = open_checkpoint(root)
@@ -258,7 +288,13 @@ class _Flips:
         }
 
     def has_layout(self, name: str, before: Path) -> bool:
-        """Return whether a file of the old version has the header of the new one, so that its tensors lie alike."""
+        """Return whether a file has equal headers in both versions, so that its tensors are at equal positions.
+
+        Return False if the file holds no tensors. Only then can changes be counted per layer.
+
+        name: the name of the file.
+        before: the file of the old version.
+        """
         if name not in self._starts or not self._starts[name][1].entries:
             return False
         file = self._starts[name][1]
@@ -267,7 +303,12 @@ class _Flips:
             return a.read(first) == b.read(first)
 
     def add(self, name: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]) -> None:
-        """Count changed bytes of a file. at: their positions. changes: the XOR of the old and the new byte."""
+        """Count changed bytes of a file for the layers to which they belong.
+
+        name: the name of the file.
+        at: the positions of the changed bytes in the file.
+        changes: for each changed byte, the XOR of its old and new value.
+        """
         starts, file = self._starts[name]
         entries = sorted(file.entries, key=lambda entry: entry.start)
         owner = np.searchsorted(starts, at, side="right") - 1
@@ -278,11 +319,11 @@ class _Flips:
                 self._counts[weight.name, part] = self._counts.get((weight.name, part), 0) + count
 
     def layers(self) -> tuple[LayerFlips, ...]:
-        """Return the layers of which something changed, in the order of the files."""
+        """Return the counts of all layers with a changed code or block scale, in the order of the files."""
         return tuple(self._of_layers())
 
     def _of_layers(self) -> Iterator[LayerFlips]:
-        """Yield the counts of each layer of which something changed."""
+        """Yield the counts of each layer with a changed code or block scale."""
         for weight in self._model.layers.values():
             codes, scales = (self._counts.get((weight.name, part), 0) for part in (CODES, SCALES))
             if codes or scales:
@@ -292,7 +333,11 @@ class _Flips:
 
 
 def _changed_items(weight: Weight, part: str, changes: npt.NDArray[np.uint8]) -> int:
-    """Return how many codes, or bytes of scales, differ in changed bytes. changes: the XOR of the old and new bytes."""
+    """Return the number of codes, or of bytes of block scales, that differ in some changed bytes of a tensor.
+
+    part: CODES or SCALES. A byte of two 4-bit codes counts once per code that differs.
+    changes: for each changed byte, the XOR of its old and new value.
+    """
     assert weight.container is not None
     if part == CODES and weight.container.element.bits == 4:
         return int(np.count_nonzero(changes & 0x0F) + np.count_nonzero(changes & 0xF0))

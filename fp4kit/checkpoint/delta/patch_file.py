@@ -1,15 +1,20 @@
-"""Define the patch file: what changed between two versions of a checkpoint, as one safetensors file.
+"""Define the patch file: one safetensors file that stores what changed between two versions of a checkpoint.
 
-A file of the new version is one of three things in a patch:
+A patch stores each file of the new version in one of three ways:
 
-- unchanged: nothing is stored but its name, size and SHA-256.
-- changed, with the size of the old file: runs of changed bytes. The file is divided into chunks of CHUNK bytes, and no
-  run crosses a chunk. Tensors: FILE/counts I64 [chunks, 2], the number of runs and of bytes per chunk; FILE/starts I64,
-  the first byte of each run in the file; FILE/lengths I64; FILE/bytes U8, the new bytes of all runs.
-- new, or of another size: the whole file, as the tensor FILE/whole U8.
+- An unchanged file: only its name, size and SHA-256.
+- A changed file of equal size: runs of changed bytes. The file is divided into chunks of CHUNK bytes, and no run
+  extends beyond its chunk. The runs are stored in four tensors:
 
-The metadata entry "fp4kit.patch" is JSON: the version of this format, and of the files of both versions their sizes in
-bytes and SHA-256.
+  - FILE/counts I64 [chunks, 2]: the number of runs and the number of their bytes, per chunk
+  - FILE/starts I64: the position of each run's first byte in the file
+  - FILE/lengths I64: the number of bytes of each run
+  - FILE/bytes U8: the new bytes of all runs
+
+- A new file, or a file of a different size: the whole file, as the tensor FILE/whole U8.
+
+The metadata entry "fp4kit.patch" is JSON. It holds the version of this format, and the size in bytes and the SHA-256 of
+every file of both versions.
 """
 
 from __future__ import annotations
@@ -32,7 +37,7 @@ PARTS = (COUNTS, STARTS, LENGTHS, BYTES)
 
 @dataclass(frozen=True)
 class FileFacts:
-    """Hold the size in bytes and the SHA-256 of a file."""
+    """Hold the size in bytes and the SHA-256 (hexadecimal text) of a file."""
 
     nbytes: int
     sha256: str
@@ -42,8 +47,8 @@ class FileFacts:
 class Patch:
     """Describe an opened patch file.
 
-    file: its header.
-    base, result: name -> facts, of the files of the old and of the new version.
+    file: the header of the patch file.
+    base, result: file name -> size and SHA-256, for the files of the old and of the new version.
     """
 
     file: SafetensorsFile
@@ -51,13 +56,19 @@ class Patch:
     result: Mapping[str, FileFacts]
 
     def entry(self, name: str, part: str) -> TensorEntry | None:
-        """Return the tensor with a part of the file ``name``; None if the patch has none."""
+        """Return the tensor that holds a part of the file ``name``, or None if the patch has no such tensor.
+
+        part: COUNTS, STARTS, LENGTHS, BYTES or WHOLE.
+        """
         wanted = f"{name}/{part}"
         return next((entry for entry in self.file.entries if entry.name == wanted), None)
 
 
 def metadata_of(base: Mapping[str, FileFacts], result: Mapping[str, FileFacts]) -> dict[str, str]:
-    """Return the metadata of a patch file."""
+    """Return the metadata of a patch file: one entry, which records the version of the format and all files.
+
+    base, result: file name -> size and SHA-256, for the files of the old and of the new version.
+    """
     files = {
         side: {name: {"bytes": one.nbytes, "sha256": one.sha256} for name, one in sorted(facts.items())}
         for side, facts in (("base", base), ("result", result))
@@ -66,7 +77,7 @@ def metadata_of(base: Mapping[str, FileFacts], result: Mapping[str, FileFacts]) 
 
 
 def open_patch(path: Path) -> Patch:
-    """Open a patch file. Raises CheckpointError if it is not one, or is malformed."""
+    """Open a patch file and check its header. Raise CheckpointError if the file is no patch or is malformed."""
     if not path.is_file():
         raise CheckpointError(f"{path}: is no file; a patch that fp4kit diff wrote is needed")
     file = read_header(path)
@@ -82,7 +93,12 @@ def open_patch(path: Path) -> Patch:
 
 
 def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
-    """Return the facts of one side of a patch. Raises CheckpointError for unsafe names and wrong types."""
+    """Return file name -> size and SHA-256 from the JSON content for one version of the checkpoint.
+
+    Raise CheckpointError for wrong types, and for file names that could lead out of a directory or are hidden.
+
+    path: the patch file, for messages.
+    """
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: its {KEY} entry is malformed; make the patch again")
     found = {}
@@ -105,7 +121,10 @@ def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
 
 
 def _check_parts(path: Path, patch: Patch, name: str, facts: FileFacts) -> None:
-    """Raise CheckpointError if the tensors of a file do not fit together, or not to the file's size."""
+    """Raise CheckpointError if the tensors that store a file do not fit together or do not fit the file's size.
+
+    name, facts: the file of the new version.
+    """
     base = patch.base.get(name)
     whole, counts = patch.entry(name, WHOLE), patch.entry(name, COUNTS)
     if whole is not None:
