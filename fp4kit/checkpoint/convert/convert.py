@@ -19,6 +19,7 @@ from fp4kit.checkpoint.containers.container import MODELOPT_AWQ
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
+from fp4kit.checkpoint.model.declarations import without_declarations
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -506,7 +507,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
         name = INDEX if diffusers_classes.CLASS not in plan.source.config else DIFFUSERS_INDEX
         found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}
-    config = _without_declarations(plan.source.config)
+    config = without_declarations(plan.source.config)
     if plan.form is None:
         return found | {CONFIG: config}
     if plan.form.format == comfy.FORMAT:  # its tags are in the safetensors file
@@ -534,12 +535,3 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
             beside = {**beside, "quantization": {**beside["quantization"], "kv_cache_quant_algo": algorithm}}
     config["quantization_config"] = declared
     return found | {CONFIG: config} | ({HF_QUANT_CONFIG: beside} if beside is not None else {})
-
-
-def _without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of config.json's content without the entries that declare how the source is quantized."""
-    stale = ("quantization_config", "compression_config", "quantization")
-    found = {key: value for key, value in config.items() if key not in stale}
-    if isinstance(found.get("text_config"), dict):
-        found["text_config"] = {key: value for key, value in found["text_config"].items() if key not in stale}
-    return found

@@ -13,6 +13,7 @@ belongs to one of four groups:
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
@@ -24,6 +25,7 @@ from fp4kit.checkpoint.containers.container import (
     SCALES,
     TAG,
     TENSOR_SCALE,
+    Container,
 )
 from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_items
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD, Item
@@ -91,7 +93,7 @@ def account(
     found = [
         *_tensor_items(tensors, weights),
         *config_items(config or {}, weights),
-        *hf_quant_items(hf_quant_config or {}, weights),
+        *hf_quant_items(hf_quant_config or {}, config or {}, weights),
         *_metadata_items(tensors, weights),
     ]
     return tuple(
@@ -409,6 +411,12 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
 # Metadata ------------------------------------------------------------------------------------------------------------
 
 
+# Words in the key of a metadata entry that may concern how weights are stored.
+_CONCERNS_WEIGHTS = re.compile(
+    r"quant|scale|[fm]p4|fp8|rotat|hadamard|transform(?!er)|permut|swizzl|nibble|interleav|pack(ed|ing)|smooth|svd|awq"
+)
+
+
 def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each entry of the files' safetensors metadata; none if no layer is quantized.
 
@@ -418,15 +426,16 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
     if not quantized:
         return
     files = {file.path: file for file, _ in tensors.values()}
+    yield from _without_class(files.values(), quantized)
     entries = {(key, text) for file in files.values() if not is_gguf(file.path) for key, text in file.metadata.items()}
     for key, text in sorted(entries):
         if key == COMFY_METADATA:
             yield from _comfy_metadata(text, quantized)
         elif key.removesuffix(".weight") in quantized or key in tensors:
-            yield _torchao_item(key, text)
+            yield _torchao_item(key, text, quantized.get(key.removesuffix(".weight")))
         elif key == "format" or key.startswith("fp4kit"):
             yield Item(UNDERSTOOD if key != "format" else CARRIED, "metadata", key, "the library that wrote the file")
-        elif any(word in key.lower() for word in ("quant", "scale", "fp4", "fp8", "rotat", "hadamard")):
+        elif _CONCERNS_WEIGHTS.search(key.lower()):
             yield Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that is not known")
         else:
             yield Item(CARRIED, "metadata", key, "does not concern quantization")
@@ -461,20 +470,49 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
     yield Item(UNDERSTOOD, "metadata", COMFY_METADATA, "agrees with the tensors")
 
 
-def _torchao_item(key: str, text: str) -> Item:
-    """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
+# Dtype of elements in the metadata of torchao -> the kind of layers that it declares.
+_TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 
-    key: the name of the tensor. text: the entry.
+
+def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
+    """Return the item for the metadata entry that torchao writes per tensor: its class, as JSON.
+
+    weight: the quantized layer that the entry describes; None for other tensors.
     """
     try:
         content = json.loads(text)
-        data = content.get("_data") or {}
-        known = content.get("_type") in ("Tensor", "MXTensor", "NVFP4Tensor")
-        swizzled = data.get("is_swizzled_scales", True) is True
+        kind, data = content.get("_type"), content.get("_data") or {}
+        swizzled = data.get("is_swizzled_scales")
     except (ValueError, AttributeError):
         return Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that is not known")
-    if not known:
-        return Item(REFUSED, "metadata", key, f"is a {brief(content.get('_type'))} of torchao, which is not known")
-    if not swizzled:
-        return Item(REFUSED, "metadata", key, "declares scales that are not swizzled, which is not supported")
-    return Item(UNDERSTOOD, "metadata", key, "agrees with the tensors")
+    if kind not in ("Tensor", "MXTensor", "NVFP4Tensor"):
+        return Item(REFUSED, "metadata", key, f"is a {brief(kind)} of torchao, which is not known")
+    if kind != "Tensor" and swizzled is not True:
+        unsaid = "does not say whether scales are swizzled; only swizzled ones are supported"
+        why = unsaid if swizzled is None else "declares scales that are not swizzled, which is not supported"
+        return Item(REFUSED, "metadata", key, why)
+    form = None if weight is None else weight.container
+    why = "" if form is None or form.method != "torchao" else _torchao_trouble(kind, data, form)
+    return Item(REFUSED if why else UNDERSTOOD, "metadata", key, why or "agrees with the tensors")
+
+
+def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str:
+    """Return how torchao's class of a layer contradicts the layer's tensors; "" if it agrees."""
+    size = data.get("block_size", form.group_size)
+    dtype = data.get("elem_dtype")
+    element = str(dtype.get("_data") if isinstance(dtype, Mapping) else dtype).removeprefix("torch.")
+    kinds = ("nvfp4",) if kind == "NVFP4Tensor" else tuple(_TORCHAO_DTYPES.values()) if dtype is None else ()
+    kinds = kinds or (_TORCHAO_DTYPES.get(element, element),)
+    if form.kind in kinds and size == form.group_size:
+        return ""
+    return f"declares {' or '.join(kinds)} in blocks of {brief(size)}, but the tensors are {form}"
+
+
+def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Weight]) -> Iterator[Item]:
+    """Yield an item for each layer of torchao whose class is in no metadata entry, so that its layout is unknown."""
+    keys = {key for file in files if not is_gguf(file.path) for key in file.metadata}
+    for name, weight in quantized.items():
+        form = weight.container
+        if form is not None and form.method == "torchao" and not {name, f"{name}.weight"} & keys:
+            why = "has no entry of torchao, which says whether block scales are swizzled; they would be read so"
+            yield Item(REFUSED, "metadata", f"{name}.weight", why)

@@ -9,9 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.containers.container import COLUMN_SCALE, Container
+from fp4kit.checkpoint.model.declarations import KEYS, declared, sections, with_declaration
 from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG
 from fp4kit.checkpoint.model.weights import Weight
@@ -115,7 +117,7 @@ def _group_size(value: Any, layers: _Layers) -> str:
 
     It is refused if there are 4-bit or MXFP8 layers, but none has blocks of this width. None is accepted.
     """
-    sizes = {form.block[1] for form in layers.forms.values() if form.kind in ("nvfp4", "mxfp4", "mxfp8")}
+    sizes = {form.block[1] for form in layers.forms.values() if form.kind in _MX_KINDS}
     if value is None or not sizes or value in sizes:
         return ""
     return f"is {brief(value)}, but the tensors have blocks of {', '.join(map(str, sorted(sizes)))}"
@@ -162,6 +164,14 @@ def _scheme(value: Any, layers: _Layers) -> str:
     return ""
 
 
+def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
+    """Return whether the scheme of weights of a config group fits the layers of a container."""
+    if scheme.get("num_bits", form.element.bits) != form.element.bits:
+        return False
+    return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
+
+
+_MX_KINDS = ("nvfp4", "mxfp4", "mxfp8")
 _FORMATS = {
     "nvfp4-pack-quantized": ("nvfp4",),
     "mxfp4-pack-quantized": ("mxfp4",),
@@ -201,49 +211,101 @@ def _groups(value: Any, layers: _Layers) -> str:
     The keys, the formats, the schemes of weights and the targets of every group are checked. Schemes of activations are
     not.
     """
+    return _known_groups(value, layers) or _targets(list(value.values()), layers)
+
+
+def _known_groups(value: Any, layers: _Layers) -> str:
+    """Return what is unknown in config groups, without comparing targets with the layers; "" if all is known."""
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
     for name, group in value.items():
-        unknown = [key for key in group if key not in _GROUP_KEYS] if isinstance(group, Mapping) else [name]
-        if unknown:
-            return f"has {shown(name)} with the key {shown(unknown[0])}, which is not known"
-        form = group.get("format")
-        if form is not None and form not in _FORMATS:
-            return f"has {shown(name)} with the format {brief(form)}, which is not known"
-        why = _scheme(group["weights"], layers) if group.get("weights") is not None else ""
+        why = _group(group, layers)
         if why:
-            return f"has {shown(name)}, whose scheme of weights {why}"
-    return _targets(list(value.values()), layers)
-
-
-def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
-    """Return the reason to refuse config groups if the format of a layer is not that of its group; "" if all agree.
-
-    Layers are checked only if there are several groups and each has a format. A layer that several groups match must
-    fit one of them.
-    """
-    if not all(group.get("format") for group in groups) or len(groups) < 2:
-        return ""
-    for name, form in layers.forms.items():
-        kinds = {kind for group in groups if _matches(group, name) for kind in _FORMATS[group["format"]]}
-        if form.kind not in kinds:
-            says = ", ".join(sorted(kinds)) or "nothing"
-            return f"declares {says} for {shown(name)}, but its tensors are {form}"
+            return f"has {shown(name)}, {why}"
     return ""
 
 
-def _matches(group: Mapping[str, Any], name: str) -> bool:
-    """Return whether a config group applies to a layer.
+def _group(group: Any, layers: _Layers) -> str:
+    """Return what is unknown or wrong in one config group, as a clause; "" if nothing is."""
+    if not isinstance(group, Mapping):
+        return f"which is {brief(group)}, where an object is needed"
+    unknown = [key for key in group if key not in _GROUP_KEYS]
+    if unknown:
+        return f"with the key {shown(unknown[0])}, which is not known"
+    form = group.get("format")
+    if form is not None and form not in _FORMATS:
+        return f"with the format {brief(form)}, which is not known"
+    targets = group.get("targets")
+    if targets is not None and not _is_list_of_names(targets):
+        return f"whose targets are {brief(targets)}; a list of names and patterns is needed"
+    why = _scheme(group["weights"], layers) if group.get("weights") is not None else ""
+    return f"whose scheme of weights {why}" if why else ""
 
-    Its targets are the class "Linear", names of layers or the ends of names, and regular expressions ("re:...").
+
+def _is_list_of_names(value: Any) -> bool:
+    """Return whether a value is a list of names and of valid patterns ("re:...")."""
+    if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
+        return False
+    return all(_compiled(one[3:]) is not None for one in value if one.startswith("re:"))
+
+
+def _compiled(pattern: str) -> re.Pattern[str] | None:
+    """Return a compiled regular expression; None if it is not valid."""
+    try:
+        return re.compile(pattern)
+    except re.error:
+        return None
+
+
+def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
+    """Return the reason to refuse config groups: a layer has another format than its group, or no group; else "".
+
+    A layer that several groups match must fit one of them.
+    """
+    if not any("targets" in group for group in groups):
+        return ""
+    for name, form in layers.forms.items():
+        matching = [group for group in groups if _matches(group, name)]
+        if not matching:
+            return f"names no target for {shown(name)}, whose tensors are {form}"
+        if not any(_fits(group, form) for group in matching):
+            return f"declares {_declared_by(matching[0])} for {shown(name)}, but its tensors are {form}"
+    return ""
+
+
+def _fits(group: Mapping[str, Any], form: Container) -> bool:
+    """Return whether a config group describes layers of a container, by its format and its scheme of weights."""
+    declared, scheme = group.get("format"), group.get("weights")
+    of_format = declared is None or form.kind in _FORMATS[declared]
+    return of_format and (scheme is None or _describes(scheme, form))
+
+
+def _declared_by(group: Mapping[str, Any]) -> str:
+    """Return what a config group declares, as words for the user."""
+    scheme = group.get("weights") or {}
+    words = [", ".join(_FORMATS[group["format"]])] if group.get("format") else []
+    words += [f"num_bits {scheme['num_bits']}"] if "num_bits" in scheme else []
+    words += [f"group_size {scheme['group_size']}"] if scheme.get("group_size") else []
+    return " with ".join([words[0], " and ".join(words[1:])] if len(words) > 1 else words) or "nothing"
+
+
+def _matches(group: Mapping[str, Any], name: str) -> bool:
+    """Return whether a config group names a layer: by its class, by its name or that of its parent, or by a pattern.
+
+    A pattern begins with "re:". The name of a class, such as Linear or FusedMoE, may mean any layer.
     """
     for target in group.get("targets") or ():
-        pattern = str(target)
-        if pattern in ("Linear", name) or name.endswith(f".{pattern}"):
-            return True
-        if pattern.startswith("re:") and re.match(pattern[3:], name):
+        if target.startswith("re:"):
+            if re.match(target[3:], name):
+                return True
+        elif target == name or name.endswith(f".{target}") or name.startswith(f"{target}.") or _is_class(target):
             return True
     return False
+
+
+def _is_class(target: str) -> bool:
+    """Return whether a target of a config group is the name of a class, such as Linear."""
+    return target[:1].isupper() and "." not in target
 
 
 def _transform(value: Any, layers: _Layers) -> str:
@@ -278,6 +340,116 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
     return ""
 
 
+def _listed(value: Any, layers: _Layers) -> str:
+    """Return the reason to refuse a list of unquantized layers: it names a quantized one. Return "" if it names none.
+
+    Names must be equal. Patterns begin with "re:", or contain "*".
+    """
+    if value is None:
+        return ""
+    if not _is_list_of_names(value):
+        return f"is {brief(value)}; a list of names and patterns is needed"
+    for pattern in value:
+        excluded = next((name for name in layers.forms if _excludes(pattern, name)), None)
+        if excluded is not None:
+            return f"declares with {brief(pattern)} that {shown(excluded)} is unquantized, but it is quantized"
+    return ""
+
+
+def _excludes(pattern: str, name: str) -> bool:
+    """Return whether an entry of a list of unquantized layers names a layer."""
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    return fnmatchcase(name, pattern) if "*" in pattern else name == pattern
+
+
+# dtype of weights in quark's configs -> the kinds of layers that it declares. All other dtypes are refused.
+_QUARK_DTYPES = {
+    "fp4": ("mxfp4", "nvfp4"),
+    "mxfp4": ("mxfp4",),
+    "fp8_e4m3": ("fp8", "fp8 rows", "fp8 tensor", "mxfp8"),
+}
+
+
+def _quark_layers(value: Any, layers: _Layers) -> str:
+    """Return which layer is stored in another format than quark's configs declare for it; "" if none is.
+
+    value: {"global_quant_config": ..., "layer_quant_config": ..., "layer_type_quant_config": ...}.
+    """
+    of_names, of_types = (value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config"))
+    for name, form in layers.forms.items():
+        specs = [spec for pattern, spec in of_names.items() if fnmatchcase(name, pattern) or pattern == name]
+        specs = specs or [*of_types.values(), value.get("global_quant_config")]
+        weights = [one for spec in specs if isinstance(spec, Mapping) for one in [_quark_weight(spec)] if one]
+        if weights and not any(_quark_fits(one, form) for one in weights):
+            declared = {key: weights[0].get(key) for key in ("dtype", "group_size")}
+            return f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
+    return ""
+
+
+def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the scheme of weights in an entry of quark's configs; None if there is none.
+
+    A list holds the stages of one quantization; the last one is stored.
+    """
+    found = spec.get("weight")
+    found = found[-1] if isinstance(found, list) and found else found
+    return found if isinstance(found, Mapping) else None
+
+
+def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
+    """Return whether a scheme of weights of quark describes the layers of a container."""
+    dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
+    if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
+        return False
+    return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
+
+
+# data_type of auto-round, without a suffix such as _rceil -> (bits, kinds of layers).
+_AUTO_ROUND_KINDS = {
+    ("mx_fp", 4): ("mxfp4",),
+    ("mx_fp", 8): ("mxfp8",),
+    ("nv_fp", 4): ("nvfp4",),
+    ("fp", 8): ("fp8", "fp8 rows", "fp8 tensor"),
+    ("fp", 4): ("nvfp4", "mxfp4"),
+}
+
+
+def _auto_round_layers(value: Any, layers: _Layers) -> str:
+    """Return which layer is stored in another format than auto-round's config declares for it; "" if none is.
+
+    value: the whole config. ``extra_config`` holds entries of single layers, under names or regular expressions. A
+    layer that only an expression matches may also be as the others.
+    """
+    extra = value.get("extra_config") or {}
+    if not isinstance(extra, Mapping):
+        return f"has the extra_config {brief(extra)}, where an object is needed"
+    for name, form in layers.forms.items():
+        own = [one for key, one in extra.items() if _names_layer(key, name) and isinstance(one, Mapping)]
+        entries = [{**value, **one} for one in own] + ([] if name in extra else [value])
+        if not any(_auto_round_fits(entry, form) for entry in entries):
+            declared = {key: entries[0].get(key) for key in ("bits", "data_type", "group_size")}
+            return f"declares {brief(declared)} for {shown(name)}, but its tensors are {form}"
+    return ""
+
+
+def _names_layer(key: str, name: str) -> bool:
+    """Return whether a key of auto-round's ``extra_config``, a name or a regular expression, matches a layer."""
+    pattern = _compiled(key)
+    return key == name or (pattern is not None and pattern.search(name) is not None)
+
+
+def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
+    """Return whether bits, data_type and group_size of auto-round describe the layers of a container."""
+    bits, data_type = entry.get("bits"), str(entry.get("data_type", ""))
+    known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
+    if known is None:
+        return bits in (None, form.element.bits)
+    if bits is not None and form.kind not in _AUTO_ROUND_KINDS.get((known, bits), ()):
+        return False
+    return form.kind not in _MX_KINDS or entry.get("group_size") in (None, -1, 0, form.group_size)
+
+
 # For each quant_method, the known keys of quantization_config: key -> (group of the item, reason, check of the value).
 # The keys in _COMMON are known for every method.
 _IS_NAME = "names the method; the tensors decide"
@@ -294,11 +466,11 @@ _COMMON: dict[str, _Entry] = {
     "version": (CARRIED, _HISTORY, _any),
     "kv_cache_scheme": (CARRIED, _KV, _any),
     "kv_cache_quant_algo": (CARRIED, _KV, _any),
-    "ignore": (CARRIED, _LISTED, _any),
-    "exclude": (CARRIED, _LISTED, _any),
-    "exclude_modules": (CARRIED, _LISTED, _any),
-    "modules_to_not_convert": (CARRIED, _LISTED, _any),
-    "ignored_layers": (CARRIED, _LISTED, _any),
+    "ignore": (CARRIED, _LISTED, _listed),
+    "exclude": (CARRIED, _LISTED, _listed),
+    "exclude_modules": (CARRIED, _LISTED, _listed),
+    "modules_to_not_convert": (CARRIED, _LISTED, _listed),
+    "ignored_layers": (CARRIED, _LISTED, _listed),
     "group_size": (UNDERSTOOD, "agrees with the tensors", _group_size),
     "activation_scheme": (CARRIED, _ACTIVATIONS, _any),
     "weight_block_size": (UNDERSTOOD, "agrees with the tensors", _block_size),
@@ -314,7 +486,7 @@ _MODELOPT: dict[str, _Entry] = {
     "has_zero_point": (UNDERSTOOD, "no zero points", _only(False)),
     "pre_quant_scale": (UNDERSTOOD, "the tensors decide", _any),
 }
-_METHODS: dict[str, dict[str, _Entry]] = {
+METHODS: dict[str, dict[str, _Entry]] = {
     "modelopt": _MODELOPT,
     "modelopt_fp4": _MODELOPT,
     "modelopt_mixed": _MODELOPT,
@@ -326,7 +498,12 @@ _METHODS: dict[str, dict[str, _Entry]] = {
         "transform_config": (UNDERSTOOD, "no transforms", _transform),
         "run_compressed": (CARRIED, "what a loader does", _any),
     },
-    "fp8": _MODELOPT,
+    # In DeepSeek-V4, these entries concern only the experts in NVFP4, not the layers in FP8 and MXFP4 beside them.
+    "fp8": {
+        **_MODELOPT,
+        **{key: (CARRIED, _LISTED, _any) for key in ("ignore", "exclude_modules")},
+        "config_groups": (UNDERSTOOD, "agrees with the tensors", _known_groups),
+    },
     "mxfp8": {},
     "mxfp4": {},
     "quark": {
@@ -383,6 +560,17 @@ _METHODS: dict[str, dict[str, _Entry]] = {
 }
 
 
+# {quant_method: check of the whole config, in which several entries belong together}
+_WHOLE: dict[str, Check] = {"quark": _quark_layers, "auto-round": _auto_round_layers}
+
+
+# Names of entries that may concern how weights are stored. None of them is known.
+_DECLARES = re.compile(
+    r"quant|rotation|hadamard|(\w+_)?(quant|rotation|hadamard|smoothquant|sparsity)"
+    r"_(config|cfg|args|params|method|algo|algorithm|scheme|matrix|matrices)"
+)
+
+
 def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each entry of config.json that concerns quantization.
 
@@ -392,16 +580,18 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
     layers = _layers(weights)
     if not layers.forms:
         return
-    text = config.get("text_config")
-    for prefix, section in (("", config), ("text_config.", text if isinstance(text, Mapping) else {})):
-        for key in ("quantization_config", "compression_config", "quantization"):
-            value = section.get(key)
-            if key == "quantization" or (
-                isinstance(value, Mapping) and "bits" in value and "quant_method" not in value
-            ):
-                yield from _mlx_items(value, f"{prefix}{key}", layers) if value else ()
-            elif value:
+    for prefix, section in sections(config):
+        for key, value in section.items():
+            if not value:
+                continue
+            of_mlx = isinstance(value, Mapping) and "bits" in value and "quant_method" not in value
+            if key in KEYS and not of_mlx:
                 yield from _declared(value, f"{prefix}{key}", layers)
+            elif key in KEYS or (key == "quantization" and prefix in ("", "text_config.")):
+                of_tensorrt = isinstance(value, Mapping) and "quant_algo" in value
+                yield from (_declared if of_tensorrt else _mlx_items)(value, f"{prefix}{key}", layers)
+            elif _DECLARES.fullmatch(key):
+                yield Item(REFUSED, CONFIG, f"{prefix}{key}", f"is {brief(value)}, an entry that is not known")
 
 
 def _layers(weights: Mapping[str, Weight]) -> _Layers:
@@ -418,10 +608,13 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
         return
     method = str(value.get("quant_method", "modelopt" if "quant_algo" in value else "compressed-tensors"))
-    if method not in _METHODS:
+    if method not in METHODS:
         yield Item(REFUSED, CONFIG, f"{path}.quant_method", f"is {brief(method)}, which is not known")
         return
-    yield from _entries(value, path, CONFIG, {**_COMMON, **_METHODS[method]}, layers)
+    yield from _entries(value, path, CONFIG, {**_COMMON, **METHODS[method]}, layers)
+    why = _WHOLE[method](value, layers) if method in _WHOLE else ""
+    if why:
+        yield Item(REFUSED, CONFIG, path, why)
 
 
 def _entries(
@@ -472,15 +665,35 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     yield Item(UNDERSTOOD, CONFIG, path, "agrees with the tensors")
 
 
-def hf_quant_items(content: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of hf_quant_config.json; none if no layer is quantized.
+def lost_column_scales(
+    config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None, weights: Mapping[str, Weight]
+) -> str:
+    """Return a warning if Model-Optimizer's AWQ is declared, but no layer has factors per column; "" otherwise.
 
-    content: the content of the file.
+    The tool folds most factors into the layers before. A checkpoint that lost them looks like one that folded all.
     """
+    entry = declared(with_declaration(config, hf_quant_config))
+    groups = entry.get("config_groups")
+    has_groups = isinstance(groups, Mapping) and all(isinstance(group, Mapping) for group in groups.values())
+    flags = [entry, *(groups.values() if isinstance(groups, Mapping) and has_groups else ())]
+    says = str(entry.get("quant_algo", "")).upper() == "NVFP4_AWQ" or any(one.get("pre_quant_scale") for one in flags)
+    if not says or not weights or any(COLUMN_SCALE in weight.parts for weight in weights.values()):
+        return ""
+    return (
+        "NVFP4_AWQ is declared, but no layer has a pre_quant_scale: all of them were folded into other layers, or they"
+        " were lost and values are wrong; run fp4kit verify with --source"
+    )
+
+
+def hf_quant_items(
+    content: Mapping[str, Any], config: Mapping[str, Any], weights: Mapping[str, Weight]
+) -> Iterator[Item]:
+    """Yield an item for each entry of hf_quant_config.json. config: the content of config.json."""
+    known = {**_COMMON, **(METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT)}
     layers = _layers(weights)
     for key, value in content.items() if layers.forms else ():
         if key == "quantization" and isinstance(value, Mapping):
-            yield from _entries(value, key, HF_QUANT_CONFIG, {**_COMMON, **_MODELOPT}, layers)
+            yield from _entries(value, key, HF_QUANT_CONFIG, known, layers)
         elif key == "producer":
             yield Item(CARRIED, HF_QUANT_CONFIG, key, _HISTORY)
         else:

@@ -1,12 +1,15 @@
-"""Check that the config files of a source model do not declare quantization if none of its tensors is quantized."""
+"""Check that no config of a model declares quantization if none of its tensors is quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Any
 
+from fp4kit.checkpoint.model.config_items import METHODS
+from fp4kit.checkpoint.model.declarations import KEYS, sections
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, Source
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.errors import CheckpointError, shown
 
 
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
@@ -15,18 +18,29 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     weights: the weights that ``weights_of`` finds in the source.
     """
     stored = [weight for weight in weights.values() if weight.container is not None]
-    declared = None if stored else next(_declarations(source), None)
-    if declared is not None:
-        raise CheckpointError(f"{declared}, but no tensor is quantized; remove this entry or file from the source")
+    why = "" if stored else unfulfilled(source.config, source.hf_quant_config)
+    if why:
+        raise CheckpointError(why)
 
 
-def _declarations(source: Source) -> Iterator[str]:
-    """Yield one phrase per config entry or file that declares quantization; nothing if none does.
+def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> str:
+    """Return what the configs of a model without quantized tensors declare, as an error message; "" if nothing."""
+    return next(_declarations(config, hf_quant_config), "")
 
-    A phrase, such as "config.json: has quantization_config", begins an error message.
-    """
-    text = source.config.get("text_config")
-    for section in (source.config, text if isinstance(text, dict) else {}):
-        yield from (f"{CONFIG}: has {key}" for key in ("quantization_config", "compression_config") if section.get(key))
-    if (source.root / HF_QUANT_CONFIG).exists():
-        yield f"{HF_QUANT_CONFIG}: exists"
+
+def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
+    """Yield an error message per config entry or file that declares the model to be quantized."""
+    what = "but no tensor is quantized; remove this entry or file from the source"
+    for prefix, section in sections(config):
+        for key in KEYS:
+            value = section.get(key)
+            method = value.get("quant_method") if isinstance(value, Mapping) else None
+            if method is not None and method not in METHODS:
+                yield (
+                    f"{CONFIG}: {prefix}{key} declares quant_method {shown(repr(method))}, which fp4kit does not read;"
+                    " convert the unquantized release of the model"
+                )
+            elif value:
+                yield f"{CONFIG}: has {prefix}{key}, {what}"
+    if hf_quant_config is not None:
+        yield f"{HF_QUANT_CONFIG}: exists, {what}"

@@ -30,6 +30,7 @@ from fp4kit.checkpoint.containers.container import (
     Container,
 )
 from fp4kit.checkpoint.containers.ggml_names import STACKS as GGUF_STACKS
+from fp4kit.checkpoint.model.declarations import declared
 from fp4kit.checkpoint.selection.name_rules import STACKS
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
@@ -235,9 +236,8 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
     The order matters, because MXFP8 layers of Model-Optimizer and of compressed-tensors have identical tensors. A
     container that needs a certain ``quant_algo`` is left out if the config does not declare it.
     """
-    declared = config.get("quantization_config")
-    method = str(declared.get("quant_method", "")) if isinstance(declared, Mapping) else ""
-    algorithm = str(declared.get("quant_algo", "")).upper() if isinstance(declared, Mapping) else ""
+    found = declared(config)
+    method, algorithm = str(found.get("quant_method", "")), str(found.get("quant_algo", "")).upper()
     usable = [candidate for candidate in CONTAINERS if candidate.algorithm in ("", algorithm)]
     return sorted(usable, key=lambda candidate: not method or (candidate.method or candidate.format) != method)
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
+from fp4kit.checkpoint.model.declarations import declared, with_declaration
 from fp4kit.checkpoint.model.model_files import Source
 
 _LEAVES = {"k_scale": "k_proj", "v_scale": "v_proj"}
@@ -87,12 +88,11 @@ def kv_cache_of(source: Source) -> KvCache:
 
     If it has none, the result has ``is_declared`` False.
     """
-    declared = source.config.get("quantization_config")
-    declared = declared if isinstance(declared, Mapping) else {}
-    scheme = declared.get("kv_cache_scheme")
+    found = declared(with_declaration(source.config, source.hf_quant_config))
+    scheme = found.get("kv_cache_scheme")
     beside = (source.hf_quant_config or {}).get("quantization")
     algorithm = beside.get("kv_cache_quant_algo") if isinstance(beside, Mapping) else None
-    method = str(declared.get("quant_method", "")).lower()
+    method = str(found.get("quant_method", "")).lower()
     form = next((one for one in FORMATS if method.startswith(one)), "")
     tensors = tuple(name for name in source.tensors if name.rpartition(".")[2] in _LEAVES)
     return KvCache(scheme if isinstance(scheme, Mapping) else None, algorithm or None, form, tensors)

@@ -26,6 +26,7 @@ from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.model import closed_world, side_files, wrapper_names
+from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
@@ -479,6 +480,8 @@ class _Planner:
         warnings += self._unmeasured(shards)
         form, has_scale = self.form, self.has_input_scale
         format = "" if form is None else form.format
+        lost = lost_column_scales(self.config, self.source.hf_quant_config, self.weights)
+        warnings += (lost,) if lost else ()
         warnings += tuple(kv_cache.warnings(self.kv_cache, format, "bf16" if form is None else str(form)))
         return Plan(
             self.source,

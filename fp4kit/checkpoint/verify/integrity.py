@@ -22,6 +22,9 @@ from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_l
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
+from fp4kit.checkpoint.model.config_items import lost_column_scales
+from fp4kit.checkpoint.model.declarations import with_declaration
+from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
 from fp4kit.checkpoint.model.statistics import StoredCounts
@@ -54,6 +57,13 @@ class Issue:
     def sentence(self) -> str:
         """The text, followed by ": " and the count if the count is not 0."""
         return f"{self.text}: {self.count}" if self.count else self.text
+
+
+def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
+    """Yield a warning if a config declares factors per column, but no layer has some."""
+    lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
+    if lost:
+        yield Issue("warning", "config.json", lost)
 
 
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
@@ -98,7 +108,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     model: the checkpoint.
     tensor_scales: tensor name -> stored value, for tensor scales and input scales.
     """
-    form, config = _form(model.layers.values()), model.config or {}
+    form, config = _form(model.layers.values()), with_declaration(model.config or {}, model.hf_quant_config)
     if ggml_names.ARCHITECTURE in config:
         scaled = [name for name, weight in model.layers.items() if TENSOR_SCALE in weight.parts]
         found = ggml_names.scale_troubles(config[ggml_names.ARCHITECTURE], scaled, model.tensors)
@@ -120,6 +130,9 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         return [Issue("warning", "model", _ONE_FILE)]
     if form is None and model.unrecognised:
         return [Issue("warning", "model", "the requirements of loaders are not known for this format, so not checked")]
+    declared_only = "" if form is not None else unfulfilled(config, model.hf_quant_config)
+    if declared_only:
+        return [Issue("error", "model", declared_only)]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     others = _other_layers(model, form)
     unknown = [_unknown(container, names) for container, names in others.items()]
@@ -137,7 +150,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         return [*map(_issue, findings), *unlisted, *unknown]
     declared = declared_for(form.kind, name, config) if others and form is not None else config
     findings = requirements.findings(name, tensors, scales, declared, model.hf_quant_config)
-    return [*(_issue(one) for one in (*findings, *_exclusions(model, name, form))), *unknown]
+    return [*(_issue(one) for one in (*findings, *_exclusions(model, name, form, config))), *unknown]
 
 
 _ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"
@@ -213,15 +226,12 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     return container_id(form, 2 * sum(have) > len(have))
 
 
-def _exclusions(model: Checkpoint, name: str, form: Container | None) -> Iterator[Finding]:
-    """Yield a finding for each module that the checkpoint's exclusion list makes an engine load wrongly.
+def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yield a finding for each mistake that an engine would make because of the checkpoint's exclusion list.
 
-    Nothing is yielded if the container has no exclusion list, or if no engine reads it.
-
-    name: the container's name in loaders/, from _container_id.
-    form: the container; None if no layer is quantized.
+    name: the container as the requirements of loaders list it. config: config.json, with its declaration at the top.
     """
-    declared = (model.config or {}).get("quantization_config")
+    declared = config.get("quantization_config")
     syntax = CONTAINERS[name].syntax
     if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
         return

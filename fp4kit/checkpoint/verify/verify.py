@@ -30,7 +30,13 @@ from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.input_scales import input_scale_issues, unlike_activations
-from fp4kit.checkpoint.verify.integrity import Issue, loader_issues, refused_items, stored_issues
+from fp4kit.checkpoint.verify.integrity import (
+    Issue,
+    doubtful_declarations,
+    loader_issues,
+    refused_items,
+    stored_issues,
+)
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
 from fp4kit.lazy import lazy_property
@@ -217,7 +223,8 @@ def prepare(
     """
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
-    issues = [*refused_items(items_of(model, model.weights, ignore)), *loader_issues(model, scales)]
+    refused = refused_items(items_of(model, model.weights, ignore))
+    issues = [*refused, *doubtful_declarations(model), *loader_issues(model, scales)]
     issues += input_scale_issues(model.layers.values(), scales)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     settings, settings_issues = _settings(model, recipe, options or Options(), search)

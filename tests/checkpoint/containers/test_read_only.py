@@ -181,6 +181,19 @@ def test_torchao(recipe: str, tmp_path: Path) -> None:
     other = written(tmp_path / "n", parts, {f"{NAME}.weight": linear}, quant_method="torchao", quant_type={})
     with refused("declares scales that are not swizzled"):
         make_plan(other, format="bf16")
+    for number, (entries, text) in enumerate(
+        (
+            ({}, "does not say whether scales are swizzled"),
+            ({"is_swizzled_scales": True, "block_size": 64}, "in blocks of 64, but the tensors are torchao"),
+            ({"is_swizzled_scales": True, "elem_dtype": {"_data": "float6_e3m2"}}, "but the tensors are torchao"),
+        )
+    ):
+        entry = json.dumps({"_type": "MXTensor", "_data": entries})
+        metadata = {f"{NAME}.weight": entry}
+        with refused(text):
+            make_plan(written(tmp_path / str(number), parts, metadata, quant_method="torchao"), format="bf16")
+    with refused("has no entry of torchao, which says whether block scales are swizzled"):
+        make_plan(written(tmp_path / "none", parts, {}, quant_method="torchao"), format="bf16")
 
 
 @pytest.mark.parametrize("scale", [0.0, -1.0])

@@ -239,6 +239,29 @@ def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_
         ("config_groups", {"g": {"weights": {"type": "int", "num_bits": 4}, "targets": ["Linear"]}}, "type"),
         ("config_groups", {"g": {"weights": {}, "rotation": 1}}, "with the key rotation, which is not known"),
         ("anything", 1, "an entry that is not known"),
+        ("config_groups", {"g": ["Linear"]}, 'has g, which is ["Linear"], where an object is needed'),
+        ("config_groups", {"g": {"targets": "Linear"}}, "whose targets are"),
+        ("config_groups", {"g": {"targets": ["re:(*"]}}, "a list of names and patterns is needed"),
+        ("config_groups", {"g": {"targets": [LAYER]}}, "names no target for model.layers."),
+        (
+            "config_groups",
+            {"g": {"targets": ["Linear"], "weights": {"num_bits": 4, "group_size": 32}}},
+            "declares num_bits 4 with group_size 32 for",
+        ),
+        (
+            "config_groups",
+            {"g": {"targets": ["Linear"], "weights": {"num_bits": 8, "group_size": 16}}},
+            "but its tensors are compressed-tensors nvfp4-pack-quantized",
+        ),
+        (
+            "config_groups",
+            {"g": {"targets": ["Linear"], "format": "mxfp8-quantized"}},
+            "declares mxfp8 for model.layers.",
+        ),
+        ("ignore", "lm_head", 'is "lm_head"; a list of names and patterns is needed'),
+        ("ignore", ["lm_head", "re:(*"], "a list of names and patterns is needed"),
+        ("ignore", ["re:.*o_proj"], f"that {LAYER} is unquantized, but it is quantized"),
+        ("ignore", [LAYER], f"that {LAYER} is unquantized, but it is quantized"),
     ],
 )
 def test_config_keys(key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
@@ -263,6 +286,7 @@ def test_config_keys(key: str, value: object, text: str, sound: Callable[[str, s
             f"declares {LAYER} as FP8, but its tensors are modelopt NVFP4",
         ),
         ("quantized_layers", {LAYER: {"quant_algo": "NVFP4", "codebook": 1}}, "has the key codebook"),
+        ("exclude_modules", ["*.o_proj"], 'declares with "*.o_proj" that model.layers.'),
     ],
 )
 def test_config_keys_of_modelopt(
@@ -273,6 +297,120 @@ def test_config_keys_of_modelopt(
     config["quantization_config"][key] = value
     with refused(f"config.json: quantization_config.{key}: {text}"):
         make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
+
+
+@pytest.mark.parametrize(
+    "targets", [["Linear"], ["FusedMoE"], ["re:.*proj"], ["model.layers"], ["re:.*(mlp|k_proj)", "re:.*[qvo]_proj"]]
+)
+def test_targets_that_name_all_layers(targets: list[str], sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """Classes, patterns and parents of the layers are targets too."""
+    start = sound("nvfp4-compressed-tensors", "compressed-tensors")
+    config = json.loads(json.dumps(start.config))
+    config["quantization_config"]["config_groups"]["group_0"]["targets"] = targets
+    make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
+
+
+QUARK = {"dtype": "fp4", "group_size": 32, "qscheme": "per_group"}
+AUTO_ROUND = {"bits": 4, "data_type": "mx_fp", "group_size": 32, "packing_format": "auto_round:llm_compressor"}
+
+
+@pytest.mark.parametrize(
+    ("declared", "text"),
+    [
+        ({"quant_method": "quark", "global_quant_config": {"weight": QUARK}}, ""),
+        ({"quant_method": "quark", "global_quant_config": {"weight": [QUARK | {"dtype": "fp8_e4m3"}, QUARK]}}, ""),
+        ({"quant_method": "quark", "global_quant_config": {"weight": QUARK | {"dtype": "int4"}}}, '"dtype": "int4"'),
+        ({"quant_method": "quark", "global_quant_config": {"weight": QUARK | {"group_size": 16}}}, '"group_size": 16'),
+        (
+            {
+                "quant_method": "quark",
+                "global_quant_config": {"weight": QUARK},
+                "layer_quant_config": {"*o_proj": {"weight": {"dtype": "fp8_e4m3"}}},
+            },
+            ".self_attn.o_proj, but its tensors are quark mxfp4",
+        ),
+        ({"quant_method": "auto-round", **AUTO_ROUND}, ""),
+        ({"quant_method": "auto-round", **AUTO_ROUND, "extra_config": {".*o_proj": {"bits": 16}}}, ""),
+        ({"quant_method": "auto-round", **AUTO_ROUND, "bits": 8}, '"bits": 8'),
+        ({"quant_method": "auto-round", **AUTO_ROUND, "data_type": "nv_fp"}, '"data_type": "nv_fp"'),
+        ({"quant_method": "auto-round", **AUTO_ROUND, "extra_config": {LAYER: {"bits": 16}}}, '"bits": 16'),
+        ({"quant_method": "auto-round", **AUTO_ROUND, "extra_config": [LAYER]}, "has the extra_config"),
+    ],
+)
+def test_configs_of_quark_and_auto_round(
+    declared: dict[str, Any], text: str, sound: Callable[[str, str], Sound], tmp_path: Path
+) -> None:
+    """A config that declares other bits, types or blocks than the tensors have is refused; "" marks a sound one."""
+    start = sound("mxfp4-compressed-tensors", "compressed-tensors")
+    of_quark = declared["quant_method"] == "quark"
+    tensors = {n.replace("weight_packed", "weight") if of_quark else n: one for n, one in start.tensors.items()}
+    model = write(tmp_path / "m", tensors, {"quantization_config": declared}, start.metadata)
+    if not text:
+        assert decoded(model, tmp_path / "out") == start.values
+        return
+    with refused(text):
+        make_plan(model, format="bf16")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "text"),
+    [
+        ("llm_config", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quant_algo"),
+        ("rotation_config", {"r1": "hadamard"}, "an entry that is not known"),
+        ("quant_config", 1, "an entry that is not known"),
+        ("quantization", {"quant_algo": "MXFP8"}, "but there are layers of nvfp4"),
+    ],
+)
+def test_entries_elsewhere_in_the_config(
+    key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path
+) -> None:
+    """Entries about quantization are compared with the tensors in nested configs and under other names, too."""
+    start = sound("nvfp4-modelopt", "modelopt")
+    with refused(text) as caught:
+        make_plan(write(tmp_path / "m", start.tensors, {**start.config, key: value}, start.metadata), format="bf16")
+    assert f"config.json: {key}" in str(caught.value)
+
+
+def test_a_declaration_in_a_nested_config(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """A declaration in llm_config or hf_quant_config.json is what verify compares with; convert does not copy it."""
+    start = sound("nvfp4-modelopt", "modelopt")
+    config = json.loads(json.dumps(start.config))
+    declared = config.pop("quantization_config")
+    nested = {**config, "llm_config": {"quantization_config": declared, "hidden_size": 64}}
+    model = write(tmp_path / "m", start.tensors, nested, start.metadata)
+    assert not [issue for issue in verify(model).issues if issue.severity == "error"]
+    assert decoded(model, tmp_path / "out") == start.values
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["llm_config"] == {"hidden_size": 64}
+    old = write(tmp_path / "old", start.tensors, config, start.metadata)
+    entry = {
+        "quant_algo": "NVFP4",
+        "group_size": 16,
+        "kv_cache_quant_algo": None,
+        "exclude_modules": declared["ignore"],
+    }
+    (old / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": entry}))
+    assert not [issue for issue in verify(old).issues if issue.severity == "error"]
+
+
+def test_factors_per_column_that_are_declared_but_missing(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    start = sound("nvfp4-modelopt", "modelopt")
+    config = json.loads(json.dumps(start.config))
+    config["quantization_config"]["quant_algo"] = "NVFP4_AWQ"
+    model = write(tmp_path / "m", start.tensors, config, start.metadata)
+    assert any("no layer has a pre_quant_scale" in text for text in make_plan(model, format="bf16").warnings)
+    assert any("no layer has a pre_quant_scale" in issue.text for issue in verify(model).issues)
+    sound_one = write(tmp_path / "sound", start.tensors, start.config, start.metadata)
+    assert not any("pre_quant_scale" in text for text in make_plan(sound_one, format="bf16").warnings)
+
+
+def test_a_method_that_is_not_read(tmp_path: Path) -> None:
+    """A config that declares EXL3 over unknown tensors is refused with the method's name, also by verify."""
+    tensors = {f"{LAYER}.trellis": ("I16", (4, 4), bytes(32)), "model.norm.weight": ("BF16", (4,), bytes(8))}
+    model = write(tmp_path / "m", tensors, {"quantization_config": {"quant_method": "exl3"}}, {"format": "pt"})
+    with refused("declares quant_method 'exl3', which fp4kit does not read; convert the unquantized release"):
+        make_plan(model, format="bf16")
+    assert any("'exl3'" in issue.text and issue.severity == "error" for issue in verify(model).issues)
 
 
 def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ def dense(tmp_path: Path) -> Path:
     ("config", "key"),
     [
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
-        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "quantization_config"),
+        ({"text_config": {"quantization_config": {"quant_method": "fp8"}}}, "text_config.quantization_config"),
         ({"compression_config": {"format": "int4"}}, "compression_config"),
     ],
 )

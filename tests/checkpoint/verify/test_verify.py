@@ -298,7 +298,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "method": (lambda m: declare(m, quant_method="fp8"), "config.json", "quant_method"),
     "algorithm": (lambda m: declare(m, quant_algo="NVFP4"), Q, "input_scale is missing"),
     "undeclared": (
-        lambda m: edit(m / "config.json", lambda config: config.pop(DECLARED)),
+        lambda m: (edit(m / "config.json", lambda config: config.pop(DECLARED)), (m / "hf_quant_config.json").unlink()),
         "config.json",
         "quant_method is ''",
     ),
