@@ -23,7 +23,7 @@ INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6)
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Return x with every subnormal replaced by a zero of the same sign, as .ftz does to operands and results."""
+    """Return x with every subnormal replaced by a zero of the same sign, as PTX .ftz does to operands and results."""
     return np.where(np.abs(x) < FLT_MIN, np.copysign(np.float32(0), x), x)
 
 
@@ -35,8 +35,8 @@ TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the float32 result of operation(a, b), with zeros where the exact result is tiny.
 
-    A result is tiny if its magnitude is below TINY. Results up to the smallest normal are recomputed in float64, to
-    decide which of them are tiny.
+    operation: np.multiply or np.divide. result: the float32 result as NumPy computes it. A result is tiny if its
+    magnitude is below TINY. Results up to the smallest normal are recomputed in float64, to decide which of them are.
     """
     small = np.abs(result) <= FLT_MIN
     if not small.any():
@@ -83,9 +83,10 @@ def reciprocal_table() -> np.ndarray:
 def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
     """Return the approximate reciprocal of x, as the instruction rcp.approx.ftz.f32 computes it on an H200 (sm_90).
 
-    The result is float32, in the shape of x, within 1 ulp of 1 / x. A measured table of all 2^23 mantissas says in
-    which direction it differs; the exponent only scales the result. Zeros and subnormals give infinity, and infinity
-    and results below 2^-126 give zero, all with the sign of x. NaN gives NaN. Other architectures are unmeasured.
+    The result is float32, in the shape of x, within 1 ulp of 1 / x. A table that was measured for all 2^23 mantissas
+    says in which direction it differs; the exponent only scales the result. Zeros and subnormals give infinity, and
+    infinity and results below 2^-126 give zero, all with the sign of x. NaN gives NaN. Architectures other than sm_90
+    may differ; they were not measured.
     """
     x = np.asarray(x, np.float32)
     with np.errstate(divide="ignore"):

@@ -66,7 +66,10 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 
 
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return scale * tensor.decode, the default factor of E4M3 rules. Elements are divided by it."""
+    """Return the default factor of E4M3 rules, by which elements are divided: scale * tensor.decode.
+
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor.
+    """
     return decode_scale(codes) * tensor.decode
 
 
@@ -84,7 +87,8 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
 
         code = E4M3(min(amax * (tensor.encode * fp32(1/6)), FLT_MAX))
 
-    The product in the inner parentheses is rounded first. Source: TE core_nvfp4.cuh.
+    tensor.encode is the encode scale of the tensor, and E4M3() gives a code. The product in the inner parentheses is
+    rounded first. Source: TE core_nvfp4.cuh.
     """
     return encode(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX), E4M3)
 
@@ -94,8 +98,8 @@ def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: 
 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
 
-    scale is the value of the scale code. If it is 0, the factor is FLT_MAX. Then nonzero elements get the code of the
-    largest value, although all elements decode to 0.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
+    FLT_MAX. Then nonzero elements get the code of the largest value, although all elements decode to 0.
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
@@ -105,7 +109,8 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
         code = E4M3(tensor.encode * (amax * rcp(6)))
 
-    rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero.
+    tensor.encode is the encode scale of the tensor, E4M3() gives a code, and rcp is PTX rcp.approx.ftz.f32. Subnormal
+    operands and results of every operation are flushed to zero.
     """
     return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
 
@@ -129,7 +134,8 @@ def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recip
 
         code = E4M3(amax * (tensor.encode * fp32(1/6))), or 0 if amax is 0
 
-    Subnormal operands and results of every operation are flushed to zero.
+    tensor.encode is the encode scale of the tensor, and E4M3() gives a code. Subnormal operands and results of every
+    operation are flushed to zero.
     """
     return encode(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))), E4M3)
 
@@ -152,8 +158,8 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
 
         code = E4M3(clamp(r, 2^-9, 448)),   r = amax / (6 * tensor.decode), or 1 if that is 0
 
-    6 stands for the largest element value. The factor is the default, scale * tensor.decode, which divides the
-    elements.
+    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. The factor is the
+    default, scale * tensor.decode, which divides the elements.
     """
     ratio = amax / (recipe.element.max * tensor.decode)
     return encode(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max), E4M3)
@@ -164,8 +170,8 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 
         code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if that is 0
 
-    6 stands for the largest element value. The factor is the default, scale * tensor.decode, which divides the
-    elements.
+    6 stands for the largest element value, and tensor.amax is the tensor amax. The factor is the default, scale *
+    tensor.decode, which divides the elements.
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
@@ -177,7 +183,8 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 
         code = E4M3(clamp(amax / 6 / tensor.decode, 2^-6, 448))
 
-    6 stands for the largest element value, and 2^-6 is the smallest normal value of E4M3.
+    6 stands for the largest element value, tensor.decode is the decode scale of the tensor, and 2^-6 is the smallest
+    normal value of E4M3.
     """
     ratio = amax / recipe.element.max / tensor.decode
     return encode(np.clip(ratio, E4M3.min_normal, E4M3.max), E4M3)
@@ -198,7 +205,8 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
 
         code = E4M3(T(amax / 6) * tensor.encode), or the code of 0.125 if that is 0
 
-    T rounds to the input dtype, and 6 stands for the largest element value.
+    T rounds to dtype, the dtype of the elements. 6 stands for the largest element value, and tensor.encode is the
+    encode scale of the tensor.
     """
     codes = encode(round_to(amax / recipe.element.max, dtype) * tensor.encode, E4M3)
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
@@ -209,7 +217,7 @@ def factor_compressed_tensors(
 ) -> np.ndarray:
     """Return scale / tensor.encode, by which compressed-tensors divides the elements of each block.
 
-    scale is the value of the scale code.
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor.
     """
     return decode_scale(codes) / tensor.encode
 
@@ -218,18 +226,15 @@ def factor_compressed_tensors(
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return 2^(127 - code), the reciprocal of the scale and the default factor of E8M0 rules.
-
-    It multiplies elements.
-    """
+    """Return 2^(127 - code), the default factor of E8M0 rules. It multiplies elements and is 1 / scale."""
     return inverse_e8m0(codes)
 
 
 def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0.
 
-    rounded: amaxes, after the rounding of the rule. emax is the exponent of the largest element value. The code is 255
-    (NaN) if `rounded` is infinite or NaN.
+    rounded: amaxes, after the rounding of the rule. up: the number of exponents by which the scale is raised. emax is
+    the exponent of the largest element value. The code is 255 (NaN) if `rounded` is infinite or NaN.
     """
     field = exponent_field(np.asarray(rounded, np.float32))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))

@@ -28,7 +28,8 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
 
         code = E4M3(clamp(tensor.encode * (amax * fp32(1/6)), -448, 448))
 
-    The product in the inner parentheses is rounded first. Source: vLLM nvfp4_emulation_utils.py.
+    tensor.encode is the encode scale of the tensor, and E4M3() gives a code. The product in the inner parentheses is
+    rounded first. Source: vLLM nvfp4_emulation_utils.py.
     """
     return encode(tensor.encode * (amax * INV6), E4M3)
 
@@ -38,7 +39,8 @@ def factor_vllm(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in vLLM's emulation: 1 / (scale * tensor.decode).
 
-    scale is the value of the scale code. If scale * tensor.decode is 0, the factor is 1 / 1e8.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
+    0, the factor is 1 / 1e8.
     """
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)
@@ -54,7 +56,8 @@ def factor_vllm_cuda(
 
         factor = tensor.encode * rcp(scale), or 0 if scale is 0
 
-    scale is the value of the scale code, and rcp is PTX rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
+    scale is the value of the scale code, tensor.encode the encode scale of the tensor, and rcp is PTX
+    rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
@@ -68,8 +71,8 @@ def factor_auto_round(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in auto-round: 1 / (scale * tensor.decode).
 
-    scale is the value of the scale code. If scale * tensor.decode is 0, the factor is 0. Source: auto-round
-    data_type/nvfp.py.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
+    0, the factor is 0. Source: auto-round data_type/nvfp.py.
     """
     return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
@@ -79,7 +82,7 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
 
         code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if that is 0
 
-    6 stands for the largest element value.
+    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor.
     """
     codes = encode(amax / (recipe.element.max * tensor.decode), E4M3)
     return np.where(codes == 0, encode(ONE, E4M3), codes)
@@ -90,7 +93,8 @@ def factor_quark(
 ) -> np.ndarray:
     """Return scale * tensor.decode, or 2^-23 if that is 0. Quark divides the elements of each block by this factor.
 
-    scale is the value of the scale code. Source: Quark real_quantize_fp4_fp6_per_group.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. Source: Quark
+    real_quantize_fp4_fp6_per_group.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, QUARK_ZERO, scale)
@@ -103,7 +107,7 @@ def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
         t = value of E4M3(s / tensor.decode) * tensor.decode
         code = E4M3(t / tensor.decode)
 
-    6 stands for the largest element value. The code may be 0.
+    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. The code may be 0.
     """
     scale = amax / recipe.element.max
     scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
@@ -118,7 +122,8 @@ def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
 
         code = E4M3((amax / 6) * tensor.encode), or 0 if the whole tensor is zero
 
-    6 stands for the largest element value. Source: fouroversix pytorch/reference.py.
+    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Source: fouroversix
+    pytorch/reference.py.
     """
     return _ratio_code(amax / recipe.element.max, tensor)
 
@@ -128,7 +133,8 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
         code = E4M3((amax / 4) * tensor.encode), or 0 if the whole tensor is zero
 
-    Source: fouroversix pytorch/reference.py.
+    So the block's amax becomes an E2M1 value of about 4. tensor.encode is the encode scale of the tensor. Source:
+    fouroversix pytorch/reference.py.
     """
     return _ratio_code(amax / np.float32(4), tensor)
 
@@ -136,15 +142,15 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
     """Return E4M3(ratio * tensor.encode), or code 0 if the whole tensor is zero.
 
-    ratio: the block amaxes divided by 6 or by 4, which the two rules of fouroversix differ in.
+    ratio: the block amaxes divided by 6 (scale rule static_6 of fouroversix) or by 4 (static_4).
     """
     return encode(zero_of_zeros(ratio * tensor.encode, tensor), E4M3)
 
 
 def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return block scales before they are encoded, replaced by 0 if the whole tensor is zero.
+    """Return `ratio`, block scales before they are encoded, but 0 in place of all if the whole tensor is zero.
 
-    In such a tensor, tensor.encode is infinite and amax is 0, so the scales would be NaN.
+    In such a tensor, tensor.encode is infinite and the amaxes are 0, so their product, the block scale, is NaN.
     """
     return np.where(tensor.amax == 0, ZERO, ratio)
 
@@ -154,8 +160,8 @@ def factor_fouroversix(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in fouroversix: 1 / (tensor.decode * scale).
 
-    scale is the value of the scale code. If scale is 0, the factor is 0. An infinite factor becomes NaN, unless
-    recipe.keep_infinity is set.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
+    0. An infinite factor becomes NaN, unless recipe.keep_infinity is set.
     """
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)

@@ -259,9 +259,9 @@ def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
 def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
     """Return the factor by which Quark divides the elements of each block.
 
-    codes: the stored scale codes. scale: the scales that _quark_scale makes from amax. If the code is the one of this
-    scale, the factor is the scale itself, which need not equal the value of the code. Otherwise the caller has given
-    other scale codes, and the factor is the value of the code.
+    codes: the scale codes. scale: the scales that _quark_scale makes from amax. If a code is the one that Quark stores
+    for its scale, the factor is the scale itself, which need not equal the value of the code. Otherwise the caller has
+    passed the code to quantize, and the factor is its value.
     """
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 

@@ -90,8 +90,8 @@ def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
 def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as MLX's CPU back end computes it: E4M3(T(amax / 6) * tensor.encode).
 
-    T rounds to the dtype of the elements, and 6 stands for the largest element value. NaN saturates to 448 or -448 (see
-    _saturated).
+    T rounds to the dtype of the elements, 6 stands for the largest element value, and tensor.encode is the encode scale
+    of the tensor. NaN saturates to 448 or -448 (see _saturated).
     """
     return _saturated(round_to(amax / recipe.element.max, dtype) * tensor.encode, amax)
 
@@ -99,7 +99,7 @@ def code_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dt
 def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the factor by which MLX's CPU back end divides the elements of each block: the magnitude of the scale.
 
-    The quotients are then multiplied by tensor.encode.
+    The quotients are then multiplied by tensor.encode, the encode scale of the tensor.
     """
     return np.abs(decode(codes, E4M3))
 
@@ -107,7 +107,8 @@ def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe:
 def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as MLX's Metal kernels compute it: E4M3((amax / 6) * tensor.encode).
 
-    6 stands for the largest element value. NaN saturates to 448 or -448 (see _saturated).
+    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. NaN saturates to 448 or
+    -448 (see _saturated).
     """
     return _saturated(amax / recipe.element.max * tensor.encode, amax)
 
@@ -117,7 +118,8 @@ def factor_mlx_metal(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in MLX's Metal kernels: tensor.encode / |scale|.
 
-    scale is the value of the scale code. If it is 0, the factor is 0.
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. If scale is 0, the factor is
+    0.
     """
     scale = np.abs(decode(codes, E4M3))
     return np.where(scale == 0, ZERO, tensor.encode / scale)

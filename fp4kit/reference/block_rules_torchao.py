@@ -24,8 +24,8 @@ MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest sca
 def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarray | int = 0) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN.
 
-    rounded: the amax after the rounding of the rule. If it is infinite, it counts as 2^128. emax is the exponent of the
-    largest element value.
+    rounded: the amax after the rounding of the rule. If it is infinite, it counts as 2^128. up: the number of exponents
+    by which the scale is raised. emax is the exponent of the largest element value.
     """
     codes = np.clip(exponent_field(rounded) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)

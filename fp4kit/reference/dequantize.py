@@ -169,8 +169,8 @@ def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return value * 2^(scale - 127), where scale code 255 is infinity, as MLX up to 0.32.2 does.
 
-    The caller has read the E4M3 element codes 0x7F and 0xFF (NaN) as 480 and -480, as recipes/rules.py says of this
-    rule. For float16 results the rule e8m0_float16_0322 is used instead. Source: MLX mx.dequantize on a CPU.
+    In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). For float16 results
+    the rule e8m0_float16_0322 is used instead. Source: MLX mx.dequantize on a CPU.
     """
     return decode_e8m0_infinite(values, scales, tensor, recipe)
 
@@ -206,8 +206,8 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
 def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return H(value * H(s)), where s = 2^(scale - 127) and H rounds to float16, as MLX up to 0.32.2 does.
 
-    The caller has read the E4M3 element codes 0x7F and 0xFF (NaN) as 480 and -480, as recipes/rules.py says of this
-    rule. Source: MLX mx.dequantize of float16 on a CPU.
+    In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). Source: MLX
+    mx.dequantize of float16 on a CPU.
     """
     return decode_e8m0_float16(values, scales, tensor, recipe)
 
@@ -226,9 +226,9 @@ DECODE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"decode_{
 
 @lru_cache(64)
 def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
-    """Return the element format by which a decode rule reads the codes of an element format.
+    """Return the format by which a decode rule reads element codes: the element format of the recipe, in general.
 
-    It is the element format itself. Only if the rule reads NaN codes as numbers, it is that format without NaN.
+    If the rule reads NaN codes as ordinary numbers, return that format without NaN.
     """
     return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
 

@@ -38,12 +38,12 @@ def _e4m3(x: np.ndarray) -> np.ndarray:
 def nvfp4_modelopt_triton(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer's Triton kernel does.
+    """Fake-quantize x as Model-Optimizer's Triton kernel does: y = round(|x| / s) * s with the sign of x.
 
         s = E4M3(min(amax / (6 gs), 448)) * gs,   gs = tensor_amax * fp32(1/2688), or 1e-12 if that is not positive
 
-    If s is below 1e-5 or NaN, it is replaced by 1. So a tensor whose scales are all below 1e-5 becomes zero. Zeros are
-    +0. A NaN element gives -6 s.
+    s is the scale of a block, and amax its largest magnitude. If s is below 1e-5 or NaN, it is replaced by 1. So a
+    tensor whose scales are all below 1e-5 becomes zero. Zeros are +0. A NaN element gives -6 s.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = np.where(gs <= 0, np.float32(1e-12), gs)
@@ -58,14 +58,15 @@ def nvfp4_modelopt_triton(
 def nvfp4_modelopt_static(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer does with calibrated block amaxes.
+    """Fake-quantize x as Model-Optimizer does with calibrated block amaxes: y = round(|x| / s) * s with the sign of x.
 
         a = tensor_amax * (448 / recipe.scale_max) / 6
         e = 1 / a * 448
         s = E4M3(clamp(amax / 6 * e, -448, 448)) * (1 / e)
 
-    So amax / 6 is rounded as the recipe fp8-modelopt rounds with the tensor amax a. If a is at most 2^-24, it is
-    replaced by 1. If s is 0, y is 0. If s is infinite or NaN, it is replaced by 1.
+    s is the scale of a block, and amax its calibrated amax. So amax / 6 is rounded as the recipe fp8-modelopt rounds
+    with the tensor amax a. If a is at most 2^-24, it is replaced by 1. If s is 0, y is 0. If s is infinite or NaN, it
+    is replaced by 1.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = block_amax(x, recipe) if amax is None else amax
@@ -80,12 +81,13 @@ def nvfp4_modelopt_static(
 def nvfp4_modelopt_cuda(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| * (1 / s)) * s with the sign of x, as Model-Optimizer's CUDA kernel does.
+    """Fake-quantize x as Model-Optimizer's CUDA kernel does: y = round(|x| * (1 / s)) * s with the sign of x.
 
         s = E4M3((amax / 6) * t) / t,   t = 448 * (6 / tensor_amax)
 
-    t and s are float64; 1 / s and s are then rounded to float32. An infinite or NaN amax counts as FLT_MAX. If amax is
-    0, or if tensor_amax is 0, infinite or NaN, s is replaced by 1. If s is 0, y is 0.
+    s is the scale of a block, and amax its largest magnitude. t and s are float64; 1 / s and s are then rounded to
+    float32. An infinite or NaN amax counts as FLT_MAX. If amax is 0, or if tensor_amax is 0, infinite or NaN, s is
+    replaced by 1. If s is 0, y is 0.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -101,11 +103,11 @@ def nvfp4_modelopt_cuda(
 def mx_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = round(|x| / s) * s with the sign of x, as Model-Optimizer's CUDA kernel for MX formats does.
+    """Fake-quantize x as Model-Optimizer's CUDA kernel for MX formats does: y = round(|x| / s) * s with the sign of x.
 
-    s is amax / M rounded up to a power of two and clamped to [2^-127, 2^127], or 1 if amax is 0. The amax leaves out
-    NaN elements, and an infinite amax counts as FLT_MAX. The producer leaves NaN elements undefined; here they give
-    NaN, or the largest value in a format without NaN.
+    s, the scale of a block, is amax / M rounded up to a power of two and clamped to [2^-127, 2^127], or 1 if amax is 0.
+    M is the largest element value. The amax leaves out NaN elements, and an infinite amax counts as FLT_MAX. The
+    producer leaves NaN elements undefined; here they give NaN, or the largest value in a format without NaN.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -117,11 +119,11 @@ def mx_modelopt(
 def int_modelopt(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = clip(rint(x * e), low, M) / e, e = M / tensor_amax, as Model-Optimizer does. -0 and NaN are kept.
+    """Fake-quantize x to integers as Model-Optimizer does: y = clip(rint(x * e), low, M) / e, e = M / tensor_amax.
 
-    low is -M if recipe.narrow is set, otherwise -M - 1. If tensor_amax is at most 2^-24, y is +0, as in the producer's
-    CUDA code. If the recipe has one scale per block, y is then a zero with the sign of x, as in the producer's PyTorch
-    code.
+    M is the largest element value; low is -M if recipe.narrow is set, otherwise -M - 1. -0 and NaN are kept. If
+    tensor_amax is at most 2^-24, y is +0, as in the producer's CUDA code. If the recipe has one scale per block, y is
+    then a zero with the sign of x, as in the producer's PyTorch code.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
@@ -135,9 +137,9 @@ def int_modelopt(
 def int4_qat(
     x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray, amax: np.ndarray | None, dtype: np.dtype
 ) -> np.ndarray:
-    """Return y = clip(rint(x / s), -7, 7) * s, where s = max(tensor_amax / 7, 1e-5), as QAT flags define it.
+    """Fake-quantize x to 4-bit integers as training stacks do for QAT: y = clip(rint(x / s), -7, 7) * s.
 
-    -0 is kept.
+    The scale s is max(tensor_amax / 7, 1e-5). -0 is kept.
     """
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
@@ -175,11 +177,12 @@ def _microxcaling(
     def rule(
         x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
     ) -> np.ndarray:
-        """Return y = round(x / s) * s, s = 2^(floor(log2(amax)) - emax), every operation rounded to the input dtype.
+        """Fake-quantize x as microxcaling does: y = round(x / s) * s, with s = 2^(floor(log2(amax)) - emax).
 
-        emax is the exponent of the largest element value. log2 is rounded to dtype too, so its floor is one too large
-        just below a power of two. If the exponent of s is above 127, the block becomes NaN. If it is below -127, it
-        becomes -127. Elements saturate, and -0 becomes +0. In float16, blocks of zeros give NaN (0 / 0).
+        Every operation is rounded to dtype. emax is the exponent of the largest element value. log2 is rounded too, so
+        its floor is one too large just below a power of two. If the exponent of s is above 127, the block becomes NaN.
+        If it is below -127, it becomes -127. Elements saturate, and -0 becomes +0. In float16, blocks of zeros give NaN
+        (0 / 0).
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
@@ -216,7 +219,7 @@ def _half_away(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def _half_even(v: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return v >= 0 rounded to the nearest integer, ties to even, as microxcaling's mode "even" does.
 
-    It corrects the result of _half_away where v is a tie that went up to an odd integer.
+    1 is subtracted from the result of _half_away where v is a tie that went up to an odd integer.
     """
     return _half_away(v, dtype) - ((v - np.float32(0.5)) % 2 == 0)
 

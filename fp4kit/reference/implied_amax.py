@@ -43,9 +43,9 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Compare the scale that an amax gives with `scale`: return -1 if it is smaller, 0 if equal, 1 if larger.
 
-    bits: the bits of the amax as integers. The binary search of _first_bits needs scales that grow with the amax. One
-    exception exists: a rule may replace a small amax by a much larger number, so that the scale is at least JUMP times
-    as large as `scale`. Such an amax counts as smaller. Within FAR steps of the right amax, no larger amax gives such a
+    bits: the bits of the amax as integers. The binary search of _first_bits needs scales that grow with the amax. There
+    is one exception: a rule may replace a small amax by a much larger number, so that the scale is at least JUMP times
+    as large as `scale`. Such an amax counts as smaller. Above the right amax, none within FAR steps gives so large a
     scale.
     """
     candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode

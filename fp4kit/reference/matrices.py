@@ -30,7 +30,7 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
 class _StackView:
     """Give access to the matrices of an array of more than three dimensions, as if it were an array (B, M, K).
 
-    It is needed where reshape would copy, because the array is not contiguous.
+    `stack` uses it for arrays that are not contiguous, because reshape would copy them.
     """
 
     def __init__(self, a: np.ndarray) -> None:

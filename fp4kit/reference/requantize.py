@@ -40,8 +40,8 @@ def may_keep_codes(q: Quantized, target: Recipe) -> bool:
 class KeptCodes(NamedTuple):
     """Hold the result of keep_codes.
 
-    quantized: the cast array; its blocks out of range are not meaningful.
-    in_range: bool, one per block of the source: whether E4M3 holds the new scale of the block.
+    quantized: the cast array. Its blocks that are out of range are not meaningful yet (see with_encoded_blocks).
+    in_range: bool, one per block of the source: True if E4M3 holds the new scale of the block.
     """
 
     quantized: Quantized
@@ -76,7 +76,10 @@ def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
 
 
 def _amax_of(m: int, target: Recipe, dtypes: tuple[np.dtype, ...]) -> np.ndarray | None:
-    """Return the tensor amax for which target's tensor scale is 2^m, or None if there is none for one of the dtypes."""
+    """Return the tensor amax from which target's tensor rule makes the scale 2^m for each of the given dtypes.
+
+    Return None if the amax is no float32 number, or if the rule makes another scale for one of the dtypes.
+    """
     with np.errstate(over="ignore"):
         amax = np.asarray(np.ldexp(full_range(target), m), np.float32)
     scales = [np.float32(tensor_scale(amax, target, dtype).decode) for dtype in dtypes]
@@ -101,7 +104,7 @@ def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float
     """Return how many values of two float32 arrays differ, and the largest magnitude of their differences.
 
     Values differ if their bits do, except that every NaN equals every NaN. The magnitude is 0 if no value differs, and
-    NaN if a NaN became a number or a number NaN.
+    NaN if a NaN became a number or a number became NaN.
     """
     same = (before.view(np.uint32) == after.view(np.uint32)) | (np.isnan(before) & np.isnan(after))
     if same.all():

@@ -41,9 +41,11 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
 def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.ndarray]) -> np.ndarray:
     """Return each amax times the multiple of the grid with the smallest loss: float32 in the shape of amax.
 
-    Among equal losses, the first multiple of the grid is taken. A NaN loss counts as infinite. If there are no
-    elements, amax itself is returned. fake_quantize(call): fake-quantizes with the tensor amaxes of the call, which are
-    the ones to try.
+    Among equal losses, the first multiple of the grid is taken. A NaN loss counts as infinite. If the array has no
+    elements, amax itself is returned.
+
+    search: the parsed call of search_scales, with the array, the grid and the loss. amax: the tensor amaxes.
+    fake_quantize: a function that fake-quantizes a call with the tensor amaxes that the call holds.
     """
     call, terms = search.call, search.terms
     assert terms.grid is not None
@@ -82,9 +84,9 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
 
 
 def _combined(terms: np.ndarray, power: float) -> np.ndarray:
-    """Return the loss that the terms of an axis give together: their sum, or their maximum if power is infinite.
+    """Return the terms reduced along the last axis to one loss: their sum, or their maximum if power is infinite.
 
-    The last axis is reduced. The terms are added one by one, from the first to the last.
+    The terms are added one by one, from the first to the last.
     """
     result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
     return result

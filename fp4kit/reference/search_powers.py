@@ -78,8 +78,10 @@ def _codes(scales: np.ndarray | None) -> np.ndarray:
 def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Iterator[np.ndarray]:
     """Yield the exponents j to try, for candidates amax * 2^j, as arrays with one exponent per block.
 
-    By default the candidates' scales lie around the scale of the rule e8m0_floor. If terms.offsets is set, they lie in
-    that range around the block's own scale. code: the scale codes that the blocks' own amaxes give.
+    If terms.offsets is None, the candidates' scales are the scale of the rule e8m0_floor, one below it and one above
+    it. Otherwise, j takes every int from terms.offsets[0] to terms.offsets[1].
+
+    amax: the block amaxes. code: the scale codes that they give.
     """
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias

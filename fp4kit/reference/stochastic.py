@@ -50,7 +50,7 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
 class RandomStream(NamedTuple):
     """Provide the random bytes of a matrix, and generate them from a seed when a tile needs them.
 
-    first: the index of the matrix's element (0, 0) in the stream of the seed. K: the number of columns.
+    first: the position of the matrix's element (0, 0) in the stream of the seed. K: the number of columns.
     """
 
     seed: int
@@ -66,7 +66,7 @@ class RandomStream(NamedTuple):
         return np.stack([stream_bytes(self.seed, start + row * self.K, k) for row in range(m)])
 
     def cut(self, rows: slice, columns: slice) -> RandomStream:
-        """Return the random bytes of the rectangle with these rows and columns, as a RandomStream."""
+        """Return a RandomStream for the rectangle with these rows and columns. K stays that of the whole matrix."""
         return self._replace(first=self.first + rows.start * self.K + columns.start)
 
 
@@ -80,7 +80,7 @@ class GivenBytes(NamedTuple):
         return self.bytes[rows, columns]
 
     def cut(self, rows: slice, columns: slice) -> GivenBytes:
-        """Return the random bytes of the rectangle with these rows and columns, as GivenBytes."""
+        """Return GivenBytes for the rectangle with these rows and columns."""
         return GivenBytes(self.bytes[rows, columns])
 
 
