@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import by_default, exhaustive, half
+from exhaustive import by_default, every, exhaustive
 from host.alone import put_powers
 from inputs import extreme, ordinary
 from on_gpu import ON_GPU, all_or_few, assert_same, cupy, differing
@@ -55,14 +55,14 @@ def test_every_kind_of_block(dtype) -> None:
         check(x, tensor_amax=amax)
 
 
-@pytest.mark.parametrize("amax", [0.0, 1e-38, 2e-13, 1e-12, 1e15, 3e38, np.inf])
+@pytest.mark.parametrize("amax", every(3, [0.0, 1e-38, 2e-13, 1e-12, 1e15, 3e38, np.inf]))
 def test_any_tensor_amax(amax) -> None:
     x = np.nan_to_num(searched_blocks(np.float32)[:48], nan=0, posinf=1, neginf=1)
     check((x * np.clip(amax, 1e-39, 1e35)).astype(np.float32), tensor_amax=amax)
 
 
 @pytest.mark.parametrize("recipe", [STATIC, "nvfp4-modelopt-static-4over6"])
-@pytest.mark.parametrize("candidates", ["near", (-2, 6), (0, 0), (3, 9), (-200, 0)])
+@pytest.mark.parametrize("candidates", every(2, ["near", (-2, 6), (0, 0), (3, 9), (-200, 0)]))
 def test_candidates(recipe, candidates) -> None:
     check(searched_blocks(BF16), recipe, tensor_amax=4.0, candidates=candidates)
 
@@ -122,7 +122,8 @@ def test_columns_experts_views_and_odd_sizes() -> None:
     assert differing(fp4kit.search_scales(whole[3:].reshape(x.shape), STATIC), fp4kit.search_scales(x, STATIC)) == 0
 
 
-@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.float16, np.float32])])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("dtype", [BF16, np.float16, np.float32])
 def test_hessian(dtype) -> None:
     x = np.concatenate([searched_blocks(dtype, seed) for seed in range(2)], axis=1)
     finite = np.nan_to_num(x.astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
@@ -138,7 +139,7 @@ def test_hessian(dtype) -> None:
 MSE = "nvfp4-modelopt-mse"
 
 
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.float32])])
 def test_recipe_that_searches(dtype) -> None:
     x = np.nan_to_num(searched_blocks(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
     for options in ({}, {"axis": 0}, {"tensor_amax": 3.0}, {"scale_layout": "swizzled_128x4"}):
@@ -155,7 +156,7 @@ def test_recipe_that_searches(dtype) -> None:
 
 
 @pytest.mark.parametrize("hadamard", [True, *exhaustive(["no_signs"])])
-@pytest.mark.parametrize("dtype", [np.float32, BF16])
+@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.float32])])
 def test_recipe_that_searches_what_is_transformed(hadamard, dtype) -> None:
     for axis in (0, 1):
         gpu_check(finite(dtype), MSE, hadamard=hadamard, axis=axis)
@@ -226,13 +227,14 @@ WEIGHTS = (np.random.default_rng(5).random(64) ** 3 * (np.arange(64) % 5 > 0)).a
 SIDES = {"plain": {}, "weights": {"weights": WEIGHTS}, "hessian": {"hessian": hessians(64)}}
 
 
-@pytest.mark.parametrize(("side", "dtype"), [("plain", np.float32), ("weights", BF16), ("hessian", np.float16)])
+@pytest.mark.parametrize("kind", every(3, [("weights", BF16), ("plain", np.float32), ("hessian", np.float16)]), ids=str)
 @pytest.mark.parametrize("rows", by_default([16], TALL))
-def test_blocks_of_several_rows(rows, side, dtype) -> None:
+def test_blocks_of_several_rows(rows, kind) -> None:
     """Results are right for blocks of several rows, which may be incomplete at the end of a matrix.
 
     Stacks, experts and both axes are tried.
     """
+    side, dtype = kind
     x, given = searched_blocks(dtype), SIDES[side]
     check(x[:83], TALL[rows], tensor_amax=4.0, **given)
     check(x[:40], TALL[rows], tensor_amax=4.0, candidates="near", **given)
@@ -252,7 +254,7 @@ OBJECTIVES = [
 ]
 
 
-@pytest.mark.parametrize("case", half(OBJECTIVES), ids=str)
+@pytest.mark.parametrize("case", every(4, OBJECTIVES), ids=str)
 def test_objectives(case) -> None:
     """Every objective gives the specification's choice, also for blocks that are not finite and scales that underflow.
 
@@ -270,7 +272,7 @@ def test_objective_of_two_names() -> None:
     check(finite(BF16), objective="p1")
 
 
-@pytest.mark.parametrize("objective", ["p1.0001", "p16"])
+@pytest.mark.parametrize("objective", ["p1.0001", *exhaustive(["p16"])])
 def test_powers_that_leave_the_range(objective) -> None:
     """The choice is right if some losses underflow to zero and others are infinite."""
     for size in (1e-12, 1e-3, 1, 1e6, 1e30):
@@ -537,7 +539,7 @@ def test_amaxes(recipe) -> None:
     check(x[:0], recipe)
 
 
-@pytest.mark.parametrize("objective", ["mae", "max", "p2.4", "p3"])
+@pytest.mark.parametrize("objective", every(2, ["mae", "max", "p2.4", "p3"]))
 @pytest.mark.parametrize("dtype", [np.float32, *exhaustive([np.float16])])
 def test_objectives_of_amaxes(objective, dtype) -> None:
     for recipe, weights in (("fp8-modelopt", None), ("int8-modelopt", WEIGHTS)):

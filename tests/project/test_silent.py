@@ -46,7 +46,7 @@ INPUTS = {(kind, data): x for kind, dtype in DTYPES.items() for data, x in input
 
 
 @pytest.mark.parametrize("kind", DTYPES)
-@pytest.mark.parametrize("name", by_default(list(RECIPES)[::5], RECIPES))
+@pytest.mark.parametrize("name", by_default(list(RECIPES)[::15], RECIPES))
 def test_every_recipe(name, kind):
     for data in DATA:
         check(name, INPUTS[kind, data])

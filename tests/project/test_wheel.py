@@ -110,6 +110,7 @@ def test_the_wheel_has_every_file_of_the_package(wheel):
     assert {"fp4kit/evidence/recorded/te.npz", "fp4kit/cuda/kernels/entries/quantize.cu", "fp4kit/py.typed"} <= found
 
 
+@pytest.mark.exhaustive
 def test_recipes_are_checked_against_the_recorded_outputs(installed):
     status, output, errors = run(installed, "recipes", "--check", "nvfp4-te", "mxfp4-ocp")
     assert status == 0, errors
@@ -122,12 +123,14 @@ def test_kernels_are_found(installed):
     assert {path.name for path in sources.rglob("*.cu*")} == {path.name for path in (ROOT / "fp4kit").rglob("*.cu*")}
 
 
+@pytest.mark.exhaustive
 def test_selftest_says_what_it_needs(installed):
     status, _, errors = run(installed, "selftest")
     assert status == 2
     assert re.search(r"^fp4kit selftest: .*CuPy is missing; run pip install", errors) and "Traceback" not in errors
 
 
+@pytest.mark.exhaustive
 def test_the_fuzz_runs_on_the_specification_alone(installed):
     status, output, errors = run(installed, "fuzz", "--cases", "20")
     assert status == 0, errors

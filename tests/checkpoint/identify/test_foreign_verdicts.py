@@ -56,6 +56,7 @@ def test_the_producer_is_among_recipes_that_agree(name: str, recipe: str) -> Non
     assert recipe in verdict.recipes and verdict.is_clean and len(verdict.layers) == 7
 
 
+@pytest.mark.exhaustive
 def test_awq_is_told() -> None:
     verdict = identify_checkpoint(FOREIGN / "modelopt--NVFP4_AWQ_LITE_CFG", SOURCES / "llama")
     assert not verdict.is_clean and len(verdict.exceptions) == 7
