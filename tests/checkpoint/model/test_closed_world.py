@@ -260,7 +260,7 @@ def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_
         ),
         ("ignore", "lm_head", 'is "lm_head"; a list of names and patterns is needed'),
         ("ignore", ["lm_head", "re:(*"], "a list of names and patterns is needed"),
-        ("ignore", ["re:.*o_proj"], f"that {LAYER} is unquantized, but it is quantized"),
+        ("ignore", ["re:.*o_proj"], 'declares with "re:.*o_proj" that model.layers.'),
         ("ignore", [LAYER], f"that {LAYER} is unquantized, but it is quantized"),
     ],
 )
