@@ -31,9 +31,9 @@ def test_amax_of_a_large_array():
 
 
 def test_columns_that_need_no_transposed_copy():
-    """reduced_columns returns a view of x whose middle axis a GPU can reduce, so that no transposed copy is needed.
+    """columns_to_reduce returns a 3-d view of x whose middle axis a GPU reduces, so that no transposed copy is needed.
 
-    It returns None if there is no such view or if its matrices are too small.
+    It returns None if there is no such view, or if the matrices of the view are too small.
     """
     for shape in [(300, 70), (2, 3, 4), (3, 90, 64), (2, 3, 70, 40), (2, 0, 3), (4, 1)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)

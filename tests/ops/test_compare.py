@@ -83,7 +83,7 @@ FLOATS = [
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_narrow_floats_compare_as_numbers(dtype) -> None:
-    """Every value of a narrow format equals itself in float32 and float64, and is 1 ulp from its neighbor."""
+    """Each value of a narrow format equals the same value in float32 and float64, and is 1 ulp from its neighbor."""
     if dtype.startswith(">"):
         x = np.array([1.5, -3.0, np.inf, np.nan], dtype)
     else:
@@ -154,7 +154,10 @@ def test_arrays_of_other_dtypes_are_rejected(x) -> None:
 
 
 def whole(x, y):
-    """Return the differences of two float32 arrays, computed at once instead of in boxes."""
+    """Return (differing values, first index or None, largest ulp, largest error, SQNR in dB) of two float32 arrays.
+
+    They are computed on the whole arrays, whereas fp4kit.compare works box by box (a box is a part of the arrays).
+    """
     differ = (x.view(np.uint32) != y.view(np.uint32)) & ~(np.isnan(x) & np.isnan(y))
     first = tuple(int(i) for i in np.argwhere(differ)[0]) if differ.any() else None
     key = [np.where(b < 0, -(b & 0x7FFFFFFF) - 1, b) for b in (v.view(np.int32).astype(np.int64) for v in (x, y))]
@@ -172,7 +175,7 @@ def whole(x, y):
 
 
 def assert_as_whole(result, x, y) -> None:
-    """Assert that a comparison in boxes equals the differences of whole arrays."""
+    """Assert that `result`, the comparison of x and y box by box, equals the comparison of the whole arrays."""
     differing, first, ulp, error, sqnr = whole(np.array(x, order="C"), np.array(y, order="C"))
     assert result.values == (differing, x.size) and result.max_ulp == ulp
     assert (result.first[0] if result.first else None) == first
@@ -248,9 +251,9 @@ def test_quantized_in_boxes(small_boxes, name) -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Comparing 2^22 values takes little memory beside them.
+    """Comparing 2^22 values allocates less than 8 MiB.
 
-    This holds for arrays, a Quantized with one long row, one along another axis, and one with swizzled scales.
+    This holds for arrays, and for a Quantized with one long row, along axis 0 or with swizzled scales.
     """
     x = np.resize(X.astype(np.float32), (1024, 4096))
     y = x * np.float32(1.001)

@@ -83,7 +83,10 @@ def test_the_order_of_decoding():
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
 @pytest.mark.parametrize("variant", ["", "-static", "-static-4over6", "-mse"])
 def test_code_8_is_a_plain_zero_in_nvfp4_of_modelopt(variant, dtype, either_engine):
-    """NVFP4QTensor.dequantize decodes code 8 as +0, from a table. Under a negative scale, +0 gives -0."""
+    """With the decode rule "modelopt", code 8 decodes as +0 * scale, as in NVFP4QTensor.dequantize.
+
+    Other rules decode it as -0 * scale, so the sign of the result is opposite. All other codes are unaffected.
+    """
     r = RECIPES[f"nvfp4-modelopt{variant}"]
     q = all_bytes(r, np.dtype(dtype))
     found, product = (
@@ -128,11 +131,10 @@ def test_dequantize_to_other_dtypes_rounds_the_float32_value(name):
     "name", [name for name in NAMES if not re.fullmatch("mxfp4-mlx-.*-0321|mxfp4-fouroversix.*", name)]
 )
 def test_quantizing_again_changes_no_value(name):
-    """Quantizing the decoded values under the same tensor_amax gives equal values, though power-of-two scales may
-    halve.
+    """Quantizing the decoded values with the tensor_amax of the first result gives equal values.
 
-    The older MLX's MXFP4 is an exception: a block whose largest value is 4 gets half the scale, under which an 8 does
-    not fit.
+    Codes may differ, because a block may get half the power-of-two scale. Recipes are left out in which the decoded
+    values do not fit under such a scale, such as MXFP4 of older versions of MLX.
     """
     q = fp4kit.quantize(ORDINARY, name)
     values = fp4kit.dequantize(q)
@@ -156,7 +158,7 @@ def test_quantizing_again_changes_no_code_of_te(name):
     assert_same_bits(codes_of(again), expected)
 
 
-# these recipes have a smallest amax
+# These recipes raise amaxes below a smallest value, so tiny inputs do not scale with their amax.
 WITH_SMALLEST_AMAX = ("mxfp4-sglang-kv", "mxfp4-deepgemm", "mxfp8-deepgemm", "mxfp4-qwix", "mxfp8-qwix")
 
 
@@ -172,8 +174,8 @@ def test_powers_of_two_shift_mx_scales_only(name, seed):
     assert_same_bits(fp4kit.dequantize(scaled), np.ldexp(fp4kit.dequantize(q), k))
 
 
-# Recipes whose codes may change if x is scaled by a power of two: int4-qat has a smallest scale of 1e-5, and
-# Model-Optimizer's FP8 and INT rules have a smallest amax of 2^-24.
+# Recipes with a tensor scale whose codes stay if x is scaled by a power of two. int4-qat is left out, because its
+# smallest scale is 1e-5. Amaxes below must exceed 2^-24, the smallest amax of Model-Optimizer's FP8 and INT rules.
 SHIFTABLE = [name for name in NAMES if RECIPES[name].tensor_scaling != "none" and name != "int4-qat"]
 
 

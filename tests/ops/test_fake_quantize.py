@@ -101,7 +101,7 @@ def test_nvfp4_modelopt_fake_loses_tiny_tensors():
     "name", [name for name in WITH_RULE if RECIPES[name].block == (1, 16) and RECIPES[name].fake_only]
 )
 def test_fake_nvfp4_is_the_real_one_on_ordinary_data(name):
-    """On ordinary data, fake and real quantization agree up to the last bits of the scales.
+    """On normally distributed data, fake quantization agrees with dequantize(quantize(x)) up to 4 ulp.
 
     Their rules differ only in the order of operations.
     """
@@ -226,7 +226,7 @@ def test_clip_by_its_formula(name, x):
 
 @recipes
 def test_clip_at_the_amax_of_the_recipe(name):
-    """Without a given amax, nothing is clipped: the amax that the tensor scale covers is at least |x|."""
+    """If no amax is given, the gradient is an unchanged copy of grad, because no |x| exceeds the amax of x."""
     out = fp4kit.fake_quantize_backward(GRAD, X, name, pass_through=False)
     assert out is not GRAD and not np.shares_memory(out, GRAD)
     assert_same_bits(out, GRAD)
@@ -271,7 +271,7 @@ def test_clip_at_the_computed_amax_of_strided_matrices(name):
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16], ids=str)
 def test_the_gradient_keeps_its_dtype_and_amax_its_precision(dtype):
-    """The gradient has the dtype of x, but amax is compared in float32.
+    """The clipped gradient has the dtype of grad, and |x| is compared with amax in float32.
 
     For bfloat16 x, an amax of 1 + 2^-20 or 1 - 2^-20 must not be rounded to 1.
     """
@@ -309,7 +309,7 @@ def test_a_negative_amax_is_refused(amax, pass_through):
 
 
 def test_nothing_is_within_an_amax_of_nan():
-    """Under a NaN amax the gradient is zero, because |x| <= NaN is false for every element, as in the producers."""
+    """If the amax is NaN, the clipped gradient is zero, because |x| <= NaN is false. Producers behave alike."""
     x = np.array([[0.0, 1.0, np.nan, np.inf] * 4], np.float32)
     out = fp4kit.fake_quantize_backward(np.ones_like(x), x, "nvfp4-te", amax=np.nan, pass_through=False)
     assert_same_bits(out, np.zeros_like(x))

@@ -57,7 +57,7 @@ def test_stochastic(name, hadamard) -> None:
     start = "Hadamard-transformed, stochastic: " if hadamard else "stochastic: "
     assert found.verdict.startswith(f"{start}scales equal, and codes are each one of the two neighbours that ")
     codes = unpacked(q.packed.copy(), q.recipe.element.packing)
-    # this code is no longer a neighbor of its element
+    # Set the largest code to 0, so that it is not one of the two codes that stochastic rounding may give.
     codes[np.unravel_index(np.argmax(q.recipe.element.decode(codes)), codes.shape)] = 0
     other = fp4kit.identify(replace(q, packed=packed(codes, q.recipe.element.packing)), x)
     assert not other.variations and other.verdict.startswith("no recipe reproduces all bytes; nearest is ")
@@ -95,9 +95,9 @@ def test_a_changed_code_is_not_stochastic() -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", *exhaustive(["float32", "float16"])])
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt"])
 def test_variations_are_tried_where_signs_agree(name, dtype, monkeypatch) -> None:
-    """A Hadamard transform is tried only if the signs of the transformed x agree with those of the codes.
+    """identify tries a Hadamard transform only if the signs of the transformed x agree with the signs of the codes.
 
-    One wrong code or a NaN does not matter.
+    One wrong code does not prevent the attempt. If x contains NaN, every transform is tried.
     """
     tried, untried = set(), {False} if name == "int8-modelopt" else set()  # integers are not rounded stochastically
     monkeypatch.setattr(
@@ -192,7 +192,7 @@ def test_a_sample_alone_proves_nothing(axis, monkeypatch):
     "options", [{"hadamard": True}, {"rounding": "stochastic", "seed": 3}], ids=["hadamard", "stochastic"]
 )
 def test_tensor_scales_that_are_nan(recipe, options):
-    """For a NaN tensor scale, identify does not try rules whose scales are always finite."""
+    """If the stored tensor scale is NaN, identify does not try rules that never give a NaN scale."""
     if "4over6" in recipe:
         options = {"hadamard": True}
     x = ordinary(3, (48, 64))

@@ -23,9 +23,10 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def _cast(x: np.ndarray, name: str, cuts: list[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the block amaxes and codes of x, computed shard by shard.
+    """Return the block amaxes and codes of x by the recipe `name`, computed shard by shard.
 
-    The output is filled with other bits first. cuts: the elements at which the flat matrix is divided.
+    The output is filled with wrong bits first, so that missing codes are found. cuts: the indices at which the flat
+    matrix is divided into shards.
     """
     flat, edges = x.reshape(-1), [0, *sorted(cuts), x.size]
     pairs = list(pairwise(edges))

@@ -222,7 +222,7 @@ def test_out(name, layout):
 
 @recipes
 def test_out_of_any_strides(name):
-    """out= may be views of larger arrays, so that a caller can fill a stack of experts piece by piece."""
+    """The arrays of out= may be strided views of larger arrays, so that a caller can fill a stack expert by expert."""
     x = ordinary(13, (3, 16, 128))
     q = fp4kit.quantize(x, name)
     packed = np.zeros((3, 32, q.packed.shape[-1]), np.uint8)[:, :16]
@@ -256,7 +256,7 @@ def test_scale_layouts(name, layout, shape):
 
 
 def cases_for_tiles(name):
-    """Yield arrays and options for which the bytes of a recipe must not depend on the size of tiles."""
+    """Yield (array, options of quantize) for a comparison of the bytes of the recipe `name` under two tile sizes."""
     r = RECIPES[name]
     x = ORDINARY[:32]
     yield x, {}
@@ -272,7 +272,7 @@ def cases_for_tiles(name):
 
 @recipes
 def test_tiles_do_not_matter(name, monkeypatch):
-    """Tiles of 64 elements give the bytes, amaxes and values of tiles with TILE_ELEMENTS."""
+    """Computing in tiles of 64 elements gives the bytes, amaxes and values that tiles of the usual size give."""
     for x, options in cases_for_tiles(name):
         monkeypatch.undo()
         q = fp4kit.quantize(x, name, **options)
@@ -299,7 +299,7 @@ def test_a_last_row_of_blocks_may_be_short(name, rows, monkeypatch):
 
 @recipes
 def test_blocks_are_independent(name):
-    """Under a given tensor amax, a part of x that consists of whole blocks gets its part of the bytes of x."""
+    """With a given tensor amax, blocks of x that are quantized alone get the codes and scales that they have in x."""
     r = RECIPES[name]
     whole = fp4kit.quantize(ORDINARY, name)
     rows, columns = slice(32, 96), slice(0, 128) if r.block_size in (1, 128) else slice(32, 96)
@@ -318,7 +318,10 @@ def test_blocks_are_independent(name):
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].scale is not None])
 @pytest.mark.parametrize("block", [(1, 8), (1, 64), (16, 16), (32, 8), (1, 128)], ids=str)
 def test_other_block_sizes(name, block):
-    """A recipe with another block size works: each block is quantized like the only block of a smaller array."""
+    """A recipe whose block size is changed works: a block gets the bytes that it gets alone under the same tensor amax.
+
+    Recipes that do not allow the block size are rejected.
+    """
     height, width = block
     if RECIPES[name].tensor_scaling == "row" and height > 1:
         with pytest.raises(ValueError, match="needs blocks of one row, because with tensor_scaling 'row'"):
@@ -350,9 +353,9 @@ def test_an_alias_is_its_recipe(alias):
     "name", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mae-256", "fp8-modelopt", "nvfp4-modelopt-fake"]
 )
 def test_each_expert_has_its_amax_alone(name):
-    """Amaxes per expert follow the first axis.
+    """With one tensor amax per expert, each expert gets the bytes that it gets alone with its amax.
 
-    For three experts of two matrices each, the first amax belongs to matrices 0 and 1.
+    The first axis counts experts. Here each of three experts has two matrices, so amax 0 belongs to matrices 0 and 1.
     """
     x, amax = ORDINARY[:96, :64].reshape(3, 2, 16, 64), np.array([3, 500, 0.25], np.float32)
     for e in range(3):

@@ -28,7 +28,10 @@ AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global")
 
 
 def again(x, q, name=None, **options):
-    """Quantize x with the scales of q. name: another recipe than that of q."""
+    """Return x quantized with the scales, axis and layout of q.
+
+    name: the recipe, or None for that of q. options: further arguments of quantize.
+    """
     with np.errstate(all="ignore"):
         r, given = name or q.recipe, {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}
         return fp4kit.quantize(x, r, axis=q.axis, scale_layout=q.scale_layout, **given, **options)
@@ -52,9 +55,10 @@ def test_own_scales_give_the_same_codes(name, dtype, make):
 
 @names
 def test_elements_are_coded_under_the_scales_that_are_given(name, either_engine):
-    """The given scales are used, not the recipe's own.
+    """Elements are encoded with the given block scales, not with those that the recipe would compute.
 
-    They are doubled E8M0 scales, or E4M3 scales eight codes up, so that all numbers fit.
+    The given scales are about twice the recipe's (one code higher in E8M0, eight in E4M3), so the codes differ but the
+    error stays small.
     """
     x, r = ordinary(), RECIPES[name]
     if r.scale is not None:
@@ -100,9 +104,7 @@ def test_calibrated_block_amaxes_are_in_their_scales():
 
 @pytest.mark.parametrize("name", [name for name in NAMES if RECIPES[name].four_over_six])
 def test_both_candidates_of_4over6_follow_from_their_scale(name):
-    """With given block scales, 4over6 makes no choice: the scale alone decides whether the largest element becomes 6 or
-    4.
-    """
+    """With given block scales, 4over6 chooses nothing: the scale decides whether the largest element becomes 6 or 4."""
     x = ordinary(6)
     q = fp4kit.quantize(x, name)
     largest = np.abs(fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed))).reshape(128, 8, 16).max(-1)
@@ -141,7 +143,10 @@ def unpacked(q):
 
 @names
 def test_only_named_rules_read_the_encode_scale(name):
-    """A rule uses only its own part of the tensor scale: other values in the remaining parts change no code."""
+    """encode_tile reads only the parts of the tensor scale that its recipe needs: NaN in other parts changes no code.
+
+    If the recipe reads the encode scale, NaN there does change codes.
+    """
     r, x = RECIPES[name], np.ascontiguousarray(ordinary(3)[:32])
     amax = np.float32(5.5) if r.tensor_scaling != "row" else np.full((32, 1), 5.5, np.float32)
     scale = tensor_scale(amax, r, x.dtype)
@@ -170,7 +175,10 @@ def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
-    """Two float32 amaxes may give one tensor scale, but encode scales that differ by a few ulp."""
+    """For these recipes, the encode scale implied by a stored tensor scale may be up to 2 ulp off.
+
+    The reason is that several float32 amaxes give one tensor scale, but different encode scales.
+    """
     r, f32 = RECIPES[name], np.dtype(np.float32)
     amaxes = np.random.default_rng(0).uniform(1, 2, 20_000).astype(np.float32)
     true, implied = tensor_scale(amaxes, r, f32), encoding_scale(tensor_scale(amaxes, r, f32).decode, r, f32)
@@ -181,7 +189,7 @@ def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
 
 
 def test_a_code_that_such_an_ulp_changes():
-    """An encode scale that is an ulp off can change a code by one, if the element is next to a tie, here 17 of E4M3."""
+    """An encode scale that is 1 ulp off can change a code by one if the element is next to a tie, here 17 in E4M3."""
     differ = 0
     for amax in np.random.default_rng(0).uniform(1, 2, 400).astype(np.float32):
         tie = np.float32(17 * float(amax) / 448)
@@ -240,7 +248,7 @@ def test_scales_by_hand():
     x = [0.0, -0.0, 1, -1, 3, 100, -100, 0.25] * 4
     assert codes_under("mxfp4-ocp", x, 127)[:8] == [0, 8, 2, 10, 5, 7, 15, 0]  # 0.25 ties to even; 100 saturates
     assert codes_under("mxfp4-ocp", x, 128)[:8] == [0, 8, 1, 9, 3, 7, 15, 0]
-    # a NaN scale gives NaN elements, which become the largest code
+    # Under a NaN scale all scaled elements are NaN, which are encoded as the largest code.
     assert codes_under("mxfp4-ocp", x, 255)[:8] == [7] * 8
     one, zero, nan = 0x38, 0x00, 0x7F
     assert codes_under("nvfp4-te", x[:16], one, 1.0)[:8] == [0, 8, 2, 10, 5, 7, 15, 0]

@@ -98,7 +98,10 @@ def _drawn(seed: int) -> Quantized:
 
 
 def _ranges(q: Quantized) -> tuple[np.ndarray, int]:
-    """Return whether each block of q is in range, by the definition, and the exponent m of the tensor scale."""
+    """Return (mask of the blocks of q that are in range, exponent m of the tensor scale 2^m).
+
+    A block is in range if all its codes are zero, or if its NVFP4 scale 2^(k - m) is at least 2^-9.
+    """
     k = q.block_scale.astype(int) - 127
     holds = (fp4kit.unpack(q.packed).reshape(*k.shape, 32) & 7).any(axis=-1)
     m = k[holds].max() - 8
@@ -108,7 +111,7 @@ def _ranges(q: Quantized) -> tuple[np.ndarray, int]:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("target", KEEPING)
 def test_only_blocks_out_of_range_change(target, seed) -> None:
-    """Other blocks keep their codes. Those out of range are the target's own, under the tensor scale 2^m."""
+    """Blocks in range keep their codes and values. The target quantizes other blocks under the tensor scale 2^m."""
     q = _drawn(seed)
     result, exact, changed, largest_error = fp4kit.requantize(q, target)
     in_range, m = _ranges(q)
@@ -133,7 +136,10 @@ def test_only_blocks_out_of_range_change(target, seed) -> None:
 @pytest.mark.parametrize("below", range(10, 16))
 @pytest.mark.parametrize("target", KEEPING)
 def test_new_codes_are_as_near_as_a_clamped_scale(target, below) -> None:
-    """Keeping the codes under the smallest scale, 2^-9, is never nearer, for any code and distance below the range."""
+    """For blocks below the range, the new codes are at least as near as the old codes under the smallest scale, 2^-9.
+
+    This is tested for every code. below: the distance of the blocks' exponent from that of the tensor scale.
+    """
     q = _mxfp4(np.array([[127, 127 - 8 - below]] * 8))
     m = -8
     q.packed[:4, 16:] = np.arange(256, dtype=np.uint8).reshape(16, 16)[:4]
@@ -156,7 +162,7 @@ def test_one_block_out_of_range_does_not_change_the_others() -> None:
 
 
 def test_underflow_follows_the_recipe() -> None:
-    """A scale of 2^-10 rounds to 0 in nvfp4-te. nvfp4-modelopt clamps it to 2^-9."""
+    """A block that needs a scale of 2^-10 gets the scale 0 from nvfp4-te, and 2^-9 from nvfp4-modelopt."""
     q = _mxfp4(np.array([[127, 109]]), fill=0x77)
     assert fp4kit.requantize(q, "nvfp4-te").quantized.block_scale[0, 2:].tolist() == [0, 0]
     clamped = fp4kit.requantize(q, "nvfp4-modelopt")
@@ -238,7 +244,10 @@ def test_fake_only_target_is_refused() -> None:
 
 @pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
 def test_values_are_not_rounded_to_16_bits_between(dtype) -> None:
-    """requantize computes in float32. dequantize(q) would round to q's dtype first and so give other codes."""
+    """requantize quantizes float32 values, also if q was made from 16-bit values.
+
+    Values that are rounded to the 16-bit dtype first would give other codes.
+    """
     differ = 0
     for seed in range(40):
         q = fp4kit.quantize(np.random.default_rng(seed).standard_normal((16, 64)).astype(dtype), "nvfp4-modelopt")

@@ -42,9 +42,11 @@ def nearest(a: np.ndarray) -> np.ndarray:
 
 
 def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: float = 2) -> np.ndarray:
-    """Return the error of each block under each of the 126 scales, in float64 of shape (126, M, K / 16).
+    """Return the error of each block of x under each of the 126 positive scales, as float64 (126, M, K / 16).
 
-    power: the exponent of the errors of elements.
+    The error is the sum of weights * |difference|^power, or the largest weights * |difference| if `power` is infinite.
+
+    amax: the tensor amax. scale_max: the largest block scale of the recipe.
     """
     wide, every = np.abs(np.float64(x)), []
     for scale in SCALES * (amax / scale_max / 6):
@@ -55,7 +57,10 @@ def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: flo
 
 
 def code_of(found: np.ndarray, amax: float, scale_max: float) -> np.ndarray:
-    """Return the index of each chosen block amax in the list of candidates."""
+    """Return the index in SCALES of the scale that each block amax in `found` stands for.
+
+    amax and scale_max: as in losses.
+    """
     return np.abs(np.float64(found)[..., None] / amax * scale_max - SCALES).argmin(axis=-1)
 
 
@@ -234,10 +239,9 @@ def test_inputs_are_not_written_to() -> None:
 
 
 def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
-    """Return the error of each block if its amax is multiplied by a power of two, in float64 of shape (steps, M,
-    blocks).
+    """Return the squared errors of blocks if their amaxes are multiplied by powers of two: float64 (steps, M, blocks).
 
-    steps: the exponents of these powers.
+    steps: the exponents of the powers. weights: the weights of the elements' errors.
     """
     size, every = fp4kit.recipe(recipe).block_size, []
     own = fp4kit.amax(x, recipe)
@@ -248,9 +252,9 @@ def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.nd
 
 
 def floor_codes(x: np.ndarray, top: float) -> np.ndarray:
-    """Return the E8M0 codes of floor(log2(amax)) - floor(log2(top)) for blocks of 32.
+    """Return the E8M0 scale codes of blocks of 32 by OCP's rule: 2^(floor(log2(amax)) - floor(log2(top))).
 
-    top: the largest value of an element.
+    top: the largest value of the element format.
     """
     return np.floor(np.log2(np.abs(x).reshape(len(x), -1, 32).max(axis=-1))).astype(int) - int(np.log2(top)) + 127
 
@@ -331,8 +335,9 @@ def test_powers_at_the_ends_and_of_what_is_not_finite() -> None:
 
 
 def test_groups_take_no_amaxes_for_powers() -> None:
-    """Grouped calls reject block amaxes for power-of-two scales, because grouped kernels read those of static recipes
-    only.
+    """quantize_grouped rejects block amaxes for recipes with power-of-two scales.
+
+    Grouped kernels read block amaxes only for static recipes.
     """
     x = some(4, 32)
     with pytest.raises(
@@ -347,9 +352,9 @@ def test_groups_take_no_amaxes_for_powers() -> None:
 def best_multiples(
     x: np.ndarray, recipe: str, amax: np.ndarray, grid: np.ndarray, weights=1.0, axis=None
 ) -> np.ndarray:
-    """Return the multiples of the amax with the smallest squared error, found with the public fake_quantize.
+    """Return the factor in `grid` by which the amax is multiplied for the smallest squared error, per amax.
 
-    grid: the multiples to try. axis: the axes of x that share one amax.
+    Errors are computed with the public fake_quantize. axis: the axes of x that share one amax, or None for all axes.
     """
     every = []
     for factor in grid:
@@ -392,7 +397,10 @@ def test_a_grid_of_one_of_zeros_of_nothing_and_of_bfloat16() -> None:
 
 @pytest.mark.parametrize("recipe", WITHOUT_BLOCKS)
 def test_a_grid_for_nonfinite_values(recipe, recwarn) -> None:
-    """NaN and infinities cause no warning. If each row has its own amax, finite rows are searched as usual."""
+    """search_scales gives no warning for NaN and infinities.
+
+    If each row has an amax of its own, finite rows are searched as usual.
+    """
     x = some(4)
     x[0, 2], x[1, 5], x[2] = np.nan, np.inf, x[2] * np.float32(3e38)
     found = fp4kit.search_scales(x, recipe)

@@ -60,7 +60,7 @@ def imported_modules(path):
 
 
 def part(module):
-    """Return the name in LAYERS of the layer that a module belongs to."""
+    """Return the entry of LAYERS for a module: its top-level package or module in fp4kit, such as "ops"."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else parts[0]
 
@@ -119,7 +119,7 @@ def test_optional_packages_are_imported_when_they_are_needed(path):
 
 
 def run(code):
-    """Run code in a new process in the root of the checkout; return the words it prints."""
+    """Run Python code in a new process in the root of the checkout. Return the words that it prints."""
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stderr == ""
     return result.stdout.split()
@@ -131,9 +131,9 @@ def test_importing_fp4kit_is_light():
 
 
 def test_importing_fp4kit_takes_less_than_300_ms():
-    """The limit is CPU time, and includes the import of NumPy and ml_dtypes.
+    """Importing fp4kit, NumPy and ml_dtypes included, takes less than 300 ms of CPU time.
 
-    One of ten new processes must meet it, because other work may slow the others.
+    At least one of ten new processes must meet the limit, because other work on the machine may slow some of them.
     """
     code = "import time; start = time.process_time(); import fp4kit; print(time.process_time() - start)"
     assert any(float(run(code)[0]) < 0.3 for _ in range(10))
@@ -141,9 +141,9 @@ def test_importing_fp4kit_takes_less_than_300_ms():
 
 @together("path", FILES, ids=module_name)
 def test_no_attribute_is_computed_under_a_lock(path):
-    """Properties must use fp4kit.lazy, not functools.cached_property.
+    """No module imports functools.cached_property; fp4kit.lazy replaces it.
 
-    In Python 3.10 and 3.11 the latter holds a lock, which a forked process could inherit locked.
+    In Python 3.10 and 3.11, cached_property holds a lock, which a forked process could inherit in the locked state.
     """
     names = {alias.name for node in ast.walk(tree(path)) if isinstance(node, ast.ImportFrom) for alias in node.names}
     assert "cached_property" not in names
@@ -156,7 +156,10 @@ def arguments(node):
 
 
 def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
-    """In fp4kit.torch, operators count as public API, too: they take all settings as separate arguments."""
+    """Functions outside the public API take at most eight arguments.
+
+    PyTorch operators count as public API, because they take all settings as separate arguments.
+    """
     wrappers = {path for path in FILES if part(module_name(path)) in ("torch", "jax")}
     nodes = ((path, node) for path in FILES if path not in wrappers for node in ast.walk(tree(path)))
     functions = ((path, node) for path, node in nodes if isinstance(node, ast.FunctionDef))

@@ -26,8 +26,8 @@ from fp4kit.recipes import RECIPES
 
 F32 = np.dtype(np.float32)
 DTYPES = {"f32": F32, "bf16": BF16, "f16": np.dtype(np.float16)}
-# The check of the mode may set these exception flags: inexact, underflow, subnormal operand. Word of the environment ->
-# the flags' bits.
+# Exception flags that fp4kit may set when it checks the mode: inexact, underflow and subnormal operand. The keys are
+# indices of words in the floating-point environment, and the values are the flags' bits in these words.
 SET_BY_CHECK = {"x86_64": {7: 0x32}, "aarch64": {1: 0x98}}.get(platform.machine(), {})
 FLUSHING = [mode for mode in ("ftz", "daz", "both") if mode in BITS]
 
@@ -64,7 +64,10 @@ def test_every_recipe_in_every_mode(name, dtype):
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-compressed-tensors", "mxfp4-ocp", "int8-modelopt-channel"])
 @pytest.mark.parametrize("changed", BITS)
 def test_operations_that_read_quantized_arrays(name, changed):
-    """compare, identify and requantize have float arithmetic of their own, so they are tested apart from quantize."""
+    """In a changed mode, compare, identify and requantize give their usual results.
+
+    They are tested apart from quantize, because they have float arithmetic of their own.
+    """
     q = fp4kit.quantize(X["f32"][:16], name)
     other = replace(q, packed=q.packed ^ np.uint8(1))
 
@@ -85,7 +88,7 @@ def test_operations_that_read_quantized_arrays(name, changed):
 
 @NEEDS_ENVIRONMENT
 def test_modes_of_these_tests_change_results():
-    """The modes do change results of NumPy; otherwise the other tests could not fail."""
+    """The modes that these tests set change results of NumPy, and fp4kit notices them; otherwise no test could fail."""
     x = np.full(64, 3e-39, np.float32)
     half, one = np.float32(0.5), np.float32(1)
     for changed in FLUSHING:

@@ -40,7 +40,7 @@ def a_row(**changes):
 
 
 def a_record(found):
-    """Return a record of a benchmark run with these rows, as it is stored in a JSON file."""
+    """Return the record of a benchmark run, as it is stored in a JSON file. found: the BenchmarkRow objects."""
     about = {
         "device": "NVIDIA H200",
         "driver": "580.1",
@@ -138,7 +138,10 @@ def test_a_wrong_value_is_found():
 
 
 class Clock:
-    """Simulate the time of a device: a copy takes 100 us, and a call takes the time that it states."""
+    """Simulate the time of a device: a copy takes 100 us, and a call made by call(name, us) takes us.
+
+    cupy() returns a stand-in for the module cupy, whose events measure the simulated time.
+    """
 
     def __init__(self):
         self.now = 0.0

@@ -37,7 +37,11 @@ COMMITTED = BENCHMARKS / "results" / "cpu.json"
 def a_row(
     group="recipes", operation="quantize", recipe="nvfp4-te", dtype="bfloat16", peers=None, nbytes=1 << 25, **times
 ):
-    """Return a benchmark row with the given times in microseconds."""
+    """Return a CpuRow with the given times in microseconds.
+
+    peers: {name of another library's function: time}. nbytes: the bytes that a call reads and writes. times: {name of
+    an implementation: time}.
+    """
     timed, others = ({name: timing.Time(us, us) for name, us in found.items()} for found in (times, peers or {}))
     return row_records.CpuRow(
         group=group,

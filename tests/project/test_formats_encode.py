@@ -36,8 +36,9 @@ every_rounding = pytest.mark.parametrize("rounding", [name for name in NAMES if 
 
 @cache
 def magnitudes_of(fmt):
-    """Return the magnitudes of a format in the order of their codes, and one more: the next one if the format
-    continued.
+    """Return the finite magnitudes of a format as fractions, in the order of their codes, and one more.
+
+    The last entry is the magnitude that would follow if the format had one more code.
     """
     if fmt.is_integer:
         return [Fraction(i) for i in range(fmt.sign_bit + 2)]  # integers have one more value below zero
@@ -46,10 +47,9 @@ def magnitudes_of(fmt):
 
 
 def index_of(a, magnitudes, rounding, negative):
-    """Return the index in `magnitudes` that the fraction a >= 0 rounds to, or the last index if a is beyond the
-    largest.
+    """Return the index in `magnitudes` to which the fraction a >= 0 rounds, or the last index if a is beyond the last.
 
-    negative: True if the number is negative, which reverses directed rounding.
+    magnitudes: as magnitudes_of returns them. negative: True if the number is -a, which reverses directed rounding.
     """
     low = bisect_right(magnitudes, a) - 1
     if low < 0:  # E8M0 has no value below its smallest one
@@ -59,15 +59,18 @@ def index_of(a, magnitudes, rounding, negative):
     if rounding in ("rz", "rp", "rm"):
         return low + (rounding != "rz" and (rounding == "rm") == negative)
     above = a - magnitudes[low] - (magnitudes[low + 1] - a)
-    # Whether the format has only powers of two. Without mantissa bits, the last digit of a number is the hidden 1,
-    # which is odd.
+    # True for formats without mantissa bits, which have only powers of two. The last digit of each number is then the
+    # hidden 1, so every number is odd, and ties round up to the next power.
     powers = magnitudes[-1] == 2 * magnitudes[-2] == 4 * magnitudes[-3]
     up_at_tie = {"rn": low % 2 == 1 or (powers and magnitudes[low] > 0), "rna": True, "rnz": False}[rounding]
     return low + (above > 0 or (above == 0 and up_at_tie))
 
 
 def oracle(x, fmt, rounding, saturate):
-    """Return the code that a float must get, computed with fractions."""
+    """Return the code to which the format `fmt` must encode the float x, computed with exact fractions.
+
+    saturate: True to encode numbers beyond the largest value as that value.
+    """
     if np.isnan(x) or (x < 0 and not fmt.signed):
         return fmt.nan_code
     negative, magnitudes = bool(np.signbit(x)), magnitudes_of(fmt)

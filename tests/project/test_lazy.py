@@ -25,9 +25,9 @@ def test_a_lazy_property_is_computed_once():
 
 
 def test_threads_that_meet_get_one_value():
-    """Two threads that compute the value at once must both finish and get one object.
+    """Two threads that compute the value at once both finish and get one object.
 
-    Each waits inside the method for the other, which a lock would keep out.
+    Each thread waits inside the method until the other has entered it, which a lock would prevent.
     """
     meeting = threading.Barrier(2)
 

@@ -31,7 +31,7 @@ PARTS = {
 def drawn(engine: str, later: bool) -> set[str]:
     """Return the files in the picture's boxes for an engine.
 
-    later: True for the boxes with a dot only, which a later call enters too.
+    later: True to return only the files that are marked with a dot, which a second call enters too.
     """
     (picture,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.DOTALL | re.MULTILINE)
     found = set()
@@ -44,7 +44,7 @@ def drawn(engine: str, later: bool) -> set[str]:
 
 
 def entered(engine: str) -> list[list[str]]:
-    """Run entered_files.py in a new process; return the files that a first and a later call enter."""
+    """Run entered_files.py in a new process. Return [files that a first call enters, files of a later call]."""
     script = ROOT / "tests" / "support" / "entered_files.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(script.parent)])}
     result = subprocess.run(

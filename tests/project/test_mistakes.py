@@ -16,12 +16,15 @@ X = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
 
 
 def raises(kind, text):
-    """Return a context that expects an error whose message contains the text."""
+    """Return a context manager that expects an error of type `kind` whose message contains `text`."""
     return pytest.raises(kind, match=re.escape(text))
 
 
 class Module:
-    """Stand in for a torch.nn.Module, with the attributes by which the messages recognize one."""
+    """Stand in for a torch.nn.Module, with the attributes by which fp4kit's error messages recognize one.
+
+    names: the names of its parameters.
+    """
 
     def __init__(self, *names):
         self.names = names

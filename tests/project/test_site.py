@@ -59,7 +59,10 @@ def test_pages_begin_with_what_the_reader_gets() -> None:
 
 @pytest.fixture(scope="module")
 def pages() -> dict[str, str]:
-    """Return the generated pages of two producers, without the counts of recorded arrays, which only CI computes."""
+    """Return {producer: generated page} for two producers.
+
+    The counts of recorded arrays are replaced by 1, because only CI computes them.
+    """
     module = tool_module("producer_pages")
     module._recorded = lambda r: (1, 1)
     return {name: module.page(name, module.producers()[name]) for name in ("te", "gguf")}

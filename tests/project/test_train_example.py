@@ -81,8 +81,9 @@ def test_a_different_loss_is_reported(monkeypatch, capsys):
 
 
 def off_by_one_code(shards, comm):
-    """Quantize as the example does, but flip the lowest bit of one code, so that the example must report a
-    difference.
+    """Stand in for the example's quantization of master weights, but flip the lowest bit of one code.
+
+    The example must then report a difference.
     """
     first, second = train_fp4.whole(shards, comm)
     packed = second.packed.copy()
@@ -145,7 +146,7 @@ def test_a_rank_that_fails_ends_all():
 
 
 def test_threads_are_a_group():
-    """The example's communicator of threads gathers unequal parts, and gives the maximum to every rank."""
+    """The example's communicator, whose ranks are threads, gathers arrays of unequal lengths and gives their maximum."""
 
     def work(comm):
         out = np.empty(6, np.int64)

@@ -68,7 +68,10 @@ def vars_of(fmt):
 
 
 def works(q, x):
-    """Return {use of q: whether it works}, for identify, lossless requantize, compare, dequantize, swizzle and out=."""
+    """Return {operation: whether it works on q}, for six operations that compare or store recipes.
+
+    x: the array that q was quantized from.
+    """
     mx = q if q.recipe.format_name == "MXFP4" else fp4kit.quantize(x, "mxfp4-ocp")
     found = fp4kit.requantize(mx, "nvfp4-te")
     comparison = fp4kit.compare(q, fp4kit.quantize(x, q.recipe.id))
@@ -147,7 +150,10 @@ STATES = {  # maps a case to the changed fields of a Quantized of (4, 32) by mxf
 
 
 def with_state(q, changes):
-    """Return a Quantized with changed fields, as an unpickled one might have them: no check has seen them."""
+    """Return q with some fields changed without any check, as an unpickled Quantized might have them.
+
+    changes: {field: new value}.
+    """
     return assembled(vars(q) | changes)
 
 

@@ -87,7 +87,11 @@ def installation(wheel):
 
 
 def run(installed, *arguments, command=COMMAND):
-    """Run the fp4kit command, or another program, from the installed wheel and without CuPy."""
+    """Run fp4kit in a new process that imports the installed wheel and no CuPy. Return (exit code, output, errors).
+
+    installed: the folder of the installation. arguments: of the command line. command: the program to run; by default
+    the fp4kit command.
+    """
     needed = {Path(find_spec(name).origin).parent.parent for name in ("numpy", "ml_dtypes", "safetensors", "rich")}
     code = command.format(folders=[str(folder) for folder in (installed, *sorted(needed))])
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
@@ -99,7 +103,7 @@ def run(installed, *arguments, command=COMMAND):
 
 
 def files_of(wheel):
-    """Return the names of all files of the package in a wheel."""
+    """Return the names of all files in the folder fp4kit of a wheel. wheel: its path."""
     return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fp4kit/")}
 
 

@@ -29,7 +29,7 @@ DTYPES = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=st
 
 
 class Torch:
-    """Call fp4kit.torch with NumPy arrays and return NumPy arrays, so that one test serves both wrappers."""
+    """Call fp4kit.torch with NumPy arrays and return NumPy arrays, so that each test runs for fp4kit.jax too."""
 
     def __init__(self):
         pytest.importorskip("torch")
