@@ -117,7 +117,7 @@ def mark_uncovered(items):
 
 
 def mark_recipes(items):
-    """Mark the cases whose recipe only exhaustive runs take; return those that run only with --every-recipe."""
+    """Mark as exhaustive the cases whose recipe a usual run leaves out. Return the cases for --every-recipe alone."""
     rare, left_out = seldom(), []
     cases = [(item, recipes_of(item)) for item in items]
     others = Counter(_test_of(item) for item, names in cases if names and rare.isdisjoint(names))

@@ -44,7 +44,10 @@ def test_masked_arrays_are_refused(call):
 
 
 def same(a, b):
-    """Return True if two results are bit-identical and consist of plain arrays."""
+    """Return True if two results are bit-identical and `a` consists of plain NumPy arrays, not of a subclass.
+
+    Results may be arrays, Quantized, or lists and tuples of these. Anything else is compared as text.
+    """
     if isinstance(a, (list, tuple)):
         return all(same(*pair) for pair in zip(a, b, strict=True))
     if isinstance(a, fp4kit.Quantized):
@@ -55,7 +58,7 @@ def same(a, b):
 
 
 @pytest.mark.filterwarnings("ignore:the matrix subclass:PendingDeprecationWarning")
-# partial takes a matrix, and a matrix has no 1-d slice
+# "partial" is left out, because it takes a 1-d slice of its matrix, and no slice of a np.matrix is 1-d.
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "partial"])
 def test_a_matrix_is_its_array(name):
     x = np.matrix(W, copy=False)

@@ -179,7 +179,7 @@ def test_tensors_of_8_bit_floats_keep_their_dtype():
 
 
 def test_to_another_library():
-    """A result can be handed on to another library, which shares its memory where that is possible."""
+    """Quantized.to moves a result to another library, and shares memory if both libraries can use it."""
     q = quantized(X[BF16])
     there = q.to("torch")
     assert_equal(there, q)
@@ -202,7 +202,7 @@ def test_to_a_library_that_is_not_imported(monkeypatch):
 
 
 def test_scales_of_tensors_are_taken():
-    """quantize accepts scales as PyTorch tensors, because loaders have them so: as raw bytes or as float8."""
+    """quantize accepts block and tensor scales as PyTorch tensors, as loaders hold them: raw bytes or float8."""
     q = quantized(tensor(X[BF16]))
     for scales in (q.block_scale, q.block_scale.view(torch.float8_e4m3fn)):
         found = quantized(tensor(X[BF16]), block_scale=scales, tensor_scale=q.tensor_scale)
@@ -214,9 +214,9 @@ def test_scales_of_tensors_are_taken():
 
 
 def test_autograd_notices_writes_to_out():
-    """Writing to out= must tell autograd.
+    """A call that writes to out= tells autograd that the tensor has changed.
 
-    Otherwise the gradient of a function that saved the tensor is wrong without an error.
+    Otherwise the gradient of a function that saved the tensor for its backward pass is wrong without an error.
     """
     x = tensor(X[BF16])
     q, packed = quantized(x), quantized(x).packed
@@ -276,8 +276,8 @@ def test_calls_leave_no_cycles(name):
     CALLS[name](x)
     gc.disable()
     try:
-        # collects the youngest generation only, where all new objects stay while gc is off; a full collection takes a
-        # second
+        # Collect only the youngest generation, which holds all new objects while gc is off, because a full collection
+        # takes a second.
         gc.collect(0)
         CALLS[name](x)
         assert gc.collect(0) == 0

@@ -59,7 +59,7 @@ def test_amax_and_tokens(dtype):
 
 
 def test_histogram_counts_every_nonzero_block_of_every_token(tmp_path):
-    """Rows that end with a part of a block are padded, and zero blocks are not counted."""
+    """The histogram counts the nonzero blocks of every token; rows are padded with zeros to whole blocks."""
     x = np.zeros((2, 20), np.float32)
     x[0, 3], x[1, 17] = 1.0, -0.25
     tensors = load(contents(collected(("a", x)), tmp_path))
@@ -125,7 +125,10 @@ def test_merging_leaves_the_collectors_as_they_were(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_ranks(ranks, tmp_path):
-    """Every rank gets what one process would have collected of all inputs, layers of only one rank included."""
+    """After gather, every rank has the Collector that one process would have for all inputs.
+
+    It includes layers that only one rank has seen.
+    """
 
     def gather(comm):
         calls = [("all", random(comm.rank)), (f"only {comm.rank}", random(7))]
@@ -216,7 +219,10 @@ def test_headroom_fills_with_amaxes_of_the_same_rule():
 
 @sampled(200, 2000, st.integers(1, 0x7F7FFFFF))
 def test_scales_are_those_of_the_producers(bits):
-    """Model-Optimizer divides by 2688. compressed-tensors multiplies the rounded reciprocal by 2688."""
+    """Input scales have the bits that the producers compute.
+
+    Model-Optimizer divides the amax by 2688. compressed-tensors multiplies the rounded reciprocal of the amax by 2688.
+    """
     torch, amax = pytest.importorskip("torch"), np.uint32(bits).view(np.float32)
     assert input_scale(amax).tobytes() == (torch.tensor(amax) / (6.0 * 448.0)).numpy().tobytes()
     helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")

@@ -87,7 +87,10 @@ def test_amaxes_outside_the_histogram_are_counted_at_its_ends():
 
 
 def counted(**blocks):
-    """Return a Collector with blocks of one magnitude each: {magnitude as a power of two: number of blocks}."""
+    """Return a Collector of a layer "a" with blocks of equal elements: {"e" and the exponent of 2: number of blocks}.
+
+    In an exponent, "m" stands for a minus sign: em30=1000 gives 1000 blocks of 2^-30.
+    """
     collector = Collector()
     for name, count in blocks.items():
         magnitude = np.float32(2.0 ** int(name[1:].replace("m", "-")))
@@ -96,14 +99,14 @@ def counted(**blocks):
 
 
 def test_blocks_far_below_the_upper_end_do_not_lower_the_anchor():
-    """An amax below a millionth of the upper end is left out, whatever its share of the blocks."""
+    """The anchor ignores block amaxes below a millionth of the upper end, whatever their share of the blocks."""
     center = 2.0 ** (-40 + 256.5 * 80 / 512)
     assert counted(e0=1, em30=1000).amaxes(Headroom(upper_percentile=100))["a"] == np.float32(16384 * center)
     assert counted(e0=1, em10=1000).amaxes(Headroom(upper_percentile=100))["a"] < 16384 * center / 512
 
 
 def test_more_blocks_than_float32_can_count():
-    """Sums beyond 2^24 are rounded to float32, and the target with them."""
+    """With 2^40 blocks, more than float32 counts exactly, the anchor is in the bin that its percentile reaches."""
     histogram = np.zeros(BINS, np.int64)
     histogram[100], histogram[300] = 1, 1 << 40
     found = Headroom(anchor_percentile=1e-9, rho=1.0).amax(histogram, np.float32(100))

@@ -30,7 +30,10 @@ def zeros(shape):
 
 
 def same_for_both(call, zero, negative):
-    """Assert that a call gives the same bits for amaxes of +0 and of -0, in its first run and in cached runs."""
+    """Assert that `call` gives the same bits for amaxes of +0 and of -0, as a first call and as a cached call.
+
+    call: takes the amax. zero, negative: amaxes of +0 and of -0, as `zeros` returns them.
+    """
     call_cache._CALLS.clear()
     expected = call(zero)
     for amax in (negative, zero, negative):

@@ -85,9 +85,7 @@ def test_every_function_is_here():
 
 @pytest.mark.parametrize("name", [*RIGHT, *FILES])
 def test_errors_carry_the_name(name):
-    """For every argument, a value of another kind is accepted as valid or raises an error that begins with the
-    function's name.
-    """
+    """Every argument of another kind is either accepted or raises an error that begins with the function's name."""
     function, right = getattr(fp4kit, name), (RIGHT | FILES)[name]
     function(**right)
     refused = 0

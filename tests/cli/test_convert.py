@@ -31,7 +31,7 @@ Run = Callable[..., processes.Run]
 
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return a function that runs a command line and returns exit code, stdout and stderr."""
+    """Return a function that runs the fp4kit command in this process and returns its exit code, stdout and stderr."""
     return processes.in_this_process(capsys)
 
 
@@ -124,7 +124,10 @@ def test_convert_input_scale(tmp_path: Path, run: Run) -> None:
 
 
 def test_convert_activations(tmp_path: Path, run: Run) -> None:
-    """Files are merged; rule and policy for experts are options, which are refused without a file."""
+    """Several --activations files are merged, and --activation-rule and --unseen-experts apply to them.
+
+    Both options are rejected without --activations.
+    """
     synthetic.bert(tmp_path / "m")
     for rank in (0, 1):
         collector = Collector()
@@ -208,7 +211,7 @@ def test_interrupt_and_termination_leave_nothing(tmp_path: Path, run: Run, monke
 
 
 def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
-    """Return a replacement of `execute` in which the signal `number` arrives after the first tensor."""
+    """Return a function that replaces `execute`, in which the signal `number` arrives after the first tensor."""
     execute = cli_convert.execute
 
     def signalled(plan: Plan, destination: Path, options: Options) -> ConversionReport:

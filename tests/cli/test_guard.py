@@ -35,9 +35,12 @@ def moments(model: Path) -> list[str]:
 
 
 def check_moment(model: Path, folder: Path, last: int, number: signal.Signals, after: tuple[str, str] = START) -> str:
-    """Convert with a signal at the event number `last`, and check the messages and what is left.
+    """Run a conversion that receives the signal `number` at event number `last`. Check its messages and files.
 
-    Return the state of the run: "start", "nothing" (not finished), "complete" or "over" (finished before the signal).
+    Return "start" if the signal came before fp4kit had started, "nothing" if the run was not finished, "complete" if
+    the result was complete at the signal, or "over" if the command ended before the signal.
+
+    after: the event that counts as event 1 (see processes.signalled).
     """
     out = folder / "out"
     run = signalled(folder, last, number, "convert", model / "m", out, after=after)
@@ -93,8 +96,10 @@ def test_signal_in_each_phase(
 
 
 def spread(moments: list[str], count: int) -> list[tuple[int, tuple[str, str]]]:
-    """Choose moments from the events of a run: some evenly spaced at the start and during the work, and all
-    at the end.
+    """Return moments at which to send a signal, as (number of the event, event that counts as event 1).
+
+    A quarter of `count` moments is evenly spaced over the start, and the rest over the work. All events from the final
+    rename on are added.
     """
     work = next(i for i, event in enumerate(moments) if event.startswith("os.mkdir ")) - 40
     end = next(i for i, event in enumerate(moments) if event.startswith("os.rename "))

@@ -19,7 +19,7 @@ F32, U8 = np.dtype(np.float32), np.dtype(np.uint8)
 
 @pytest.fixture(autouse=True)
 def no_kept_buffers(monkeypatch):
-    """Reuse buffers of any size, not only large ones, and begin without a kept buffer."""
+    """Make fp4kit reuse buffers of any size, not only large ones. Start and end each test without a kept buffer."""
     monkeypatch.setattr(buffers, "MIN_BYTES", 1)
     buffers._kept.clear()
     yield

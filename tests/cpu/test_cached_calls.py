@@ -34,7 +34,7 @@ def empty_call_cache(monkeypatch):
 
 
 def arrays(dtype):
-    """Yield arrays of one shape and dtype but of very different values, so that every cached call meets each kind."""
+    """Yield arrays of one shape and dtype with very different values, such as NaN, so that one cached call gets all."""
     x = ordinary(1, SHAPE, dtype)
     yield x
     yield np.zeros(SHAPE, dtype)
@@ -49,9 +49,10 @@ def arrays(dtype):
 
 
 def kept(op):
-    """Return the types of the cached calls of an operation.
+    """Return the types of the cached calls of an operation, in the order in which they were made.
 
-    A type is a single library call, or a function that tries one engine after the other.
+    op: the name of the operation. A cached call is one of the library (such as QuantizeCall), or a function that tries
+    one engine after the other.
     """
     return [type(call) for key, call in call_cache._CALLS.items() if key[0] == op]
 
@@ -90,7 +91,7 @@ def check_repeated(x, name, **options):
 
 
 def are_by_library(name):
-    """Return whether every cached call is a single library call. True also if the library lacks the recipe."""
+    """Return True if the cached calls are one library call per operation, or if the library lacks the recipe `name`."""
     kinds = {cached_calls.QuantizeCall, cached_calls.FakeQuantizeCall, cached_calls.DequantizeCall}
     kept = {type(call) for call in call_cache._CALLS.values()}
     return kept == kinds or name not in COVERED or RECIPES[name].fake_rule is not None
@@ -132,9 +133,9 @@ def test_axes_of_three_dimensions(axis):
 
 
 def amaxes(own):
-    """Yield amaxes that a caller may give after `own`, the amax of x.
+    """Yield amaxes that a caller may pass in repeated calls. own: the amax of x, an array.
 
-    They have other values, types, dtypes and strides, or give no scale.
+    The amaxes differ in value, type, dtype or strides. For some of them, such as infinity, there is no tensor scale.
     """
     for value in (1.0, 6.0, 448 * 6.0, 0.0, 1e-45, 1e-38, 3e38):
         yield np.full_like(own, value)
@@ -196,8 +197,9 @@ def test_an_amax_that_is_written_to_by_its_own_call():
 @pytest.mark.parametrize("value", [0.5, np.nan, np.inf])
 @pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-rowscaled", "int8-modelopt"])
 def test_an_amax_in_the_memory_of_a_result(name, value):
-    """The amax may lie in the memory of out=. If the library declines a call, the amax must still be unchanged for the
-    next engine.
+    """The given amax may share memory with out=, and is used before it is overwritten.
+
+    If the library declines the call, the amax is still unchanged for the next engine.
     """
     x = ordinary(5, SHAPE)
     q = fp4kit.quantize(x, name)

@@ -38,7 +38,7 @@ int main(int, char** arguments) {
 
 @pytest.mark.parametrize("step", [61 * 64, *exhaustive([31])])
 def test_ceil_log2_equals_the_rounded_logarithm(step: int, tmp_path: Path) -> None:
-    """Results are equal for every `step`-th positive finite float32 value, and for those next to powers of two."""
+    """ceil_float32_log2 equals the rounded logarithm for every `step`-th positive float32 and next to powers of two."""
     flags = ("-std=c++17", "-O2", "-ffp-contract=off", "-w")
     compiler = Compiler((require_compiler(tmp_path).command[0], *flags))
     compiler.build(PROGRAM, tmp_path / "ceil_log2", SOURCE, RULES)

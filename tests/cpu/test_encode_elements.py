@@ -25,9 +25,9 @@ NARROW = 1.0494872331619263
 
 
 def last_significands(amaxes: np.ndarray) -> np.ndarray:
-    """Return a mask of the amaxes for which some divisor has the largest significand.
+    """Return a mask of the amaxes for which some divisor has the largest significand, all ones.
 
-    A divisor is a scale's value times amax / FULL.
+    A divisor is the value of an E4M3 scale times the tensor scale, amax / FULL.
     """
     scales = amaxes.astype(np.float32) / np.float32(FULL)
     divisors = scales[:, None] * np.arange(8, 16, dtype=np.float32)
@@ -35,10 +35,12 @@ def last_significands(amaxes: np.ndarray) -> np.ndarray:
 
 
 def amaxes() -> list[float]:
-    """Return amaxes at which divisors are easy to get wrong, NARROW included, and random ones.
+    """Return tensor amaxes whose divisors expose wrong rounding, and random ones.
 
-    Some have few significant bits. Some make scales powers of two, or make a divisor 3, 5 or 7 times a power of two.
-    Some make a divisor with the largest significand.
+    - Some have few significant bits.
+    - NARROW is described above.
+    - For some, the tensor scale is a power of two, or 3, 5, 7, 15 or 35 times a power of two.
+    - For some, a divisor has the largest significand.
     """
     drawn = np.random.default_rng(5)
     many = np.arange(1 << 21, dtype=np.uint32) + np.float32(1.5).view(np.uint32)
@@ -56,13 +58,16 @@ def amaxes() -> list[float]:
 
 
 def stepped(values: np.ndarray, steps: int) -> np.ndarray:
-    """Return positive values moved by `steps` steps of their dtype."""
+    """Return positive values moved by `steps` steps of their dtype, down if `steps` is negative, but not below 0."""
     bits = np.dtype(f"u{values.itemsize}")
     return (np.maximum(values.view(bits).astype(np.int64) + steps, 0)).astype(bits).view(values.dtype)
 
 
 def blocks_beside_midpoints(tensor_scale: float, dtype: np.dtype) -> np.ndarray:
-    """Return rows of 16 per scale code: the largest element, then elements at and beside midpoints, and zeros."""
+    """Return rows of 16 elements for each scale code: its largest element, then elements at and next to midpoints.
+
+    Zeros of both signs are included. The midpoints are those of E2M1 times the scale and `tensor_scale`.
+    """
     codes = np.arange(1, 127, dtype=np.uint8)
     factors = E4M3.decode(codes).astype(np.float32) * np.float32(tensor_scale)
     midpoints = np.array(E2M1.midpoints, np.float32)

@@ -41,7 +41,7 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only]
 
 
 def anchors(r, dtype):
-    """Return largest elements of blocks that together give each scale byte that the dtype can reach."""
+    """Return anchors: for each scale byte that blocks of this dtype can have, a block amax that gives the byte."""
     found = tasks._anchors(r)
     return found[found <= float(ml_dtypes.finfo(dtype).max)]
 
@@ -49,8 +49,10 @@ def anchors(r, dtype):
 def check_every_value(name, dtype, few):
     """Assert that the engine agrees with the specification for all 65536 bit patterns of a 16-bit dtype.
 
-    few: 1 to try them, NaN included, in blocks with each anchor as largest element; n to try finite ones with each n-th
-        anchor.
+    Each block ends with an anchor (see `anchors`), which determines the scale of its finite elements.
+
+    few: 1 to use every anchor, with and without NaN and infinities. A larger n uses every n-th anchor, and finite
+        elements only.
     """
     r = RECIPES[name]
     held = r.block_size - 1
@@ -139,9 +141,9 @@ ATTACKS = (1, 0, -0.0, np.inf, -np.inf, np.nan, 1e-38, 1e-45, 3e38, 0.3, -1, 7e-
 
 
 def every_code(r):
-    """Return (packed codes, scale codes, number of columns) of a matrix with all codes in each row.
+    """Return (packed codes, scale codes, number of columns) of a matrix that has every code in each row.
 
-    Each row has one scale code.
+    Row i has the scale code i. For a recipe without block scales there is one row, and the scale codes are None.
     """
     count = 1 << r.element.packing.stored_bits
     length = -(-count // r.block_size) * r.block_size if r.block else count

@@ -41,9 +41,9 @@ def few_values():
 
 
 def amaxes_at_limits(scale_max):
-    """Return blocks whose scale is at or next to an E4M3 number, a midpoint or a limit, for a tensor scale of 1.
+    """Return blocks for which one of the two candidate scales is at or next to an E4M3 value, a midpoint or a limit.
 
-    The scale is that of the largest element becoming 6, or becoming 4.
+    The tensor scale is 1. The candidates are amax / 6 and amax / 4. scale_max: the largest block scale.
     """
     rng, blocks = np.random.default_rng(1), (24, 32)
     sixths = np.concatenate([E4M3.magnitudes, E4M3.midpoints, [scale_max, 480.0, 2.0**-10, 2.0**-11]]).astype(
@@ -77,9 +77,9 @@ def blocks_of(name):
 
 
 def test_errors_and_products_that_are_subnormal():
-    """Subnormal errors and products are flushed or not, as the recipe says.
+    """Blocks with subnormal errors or products get the specification's codes, which depend on the recipe's flushing.
 
-    Some factors are near or above the largest float32.
+    Some encode factors are near or above the largest float32.
     """
     rng = np.random.default_rng(6)
     for least, most, amax in ((-126, -114, -114), (-124, -116, -114), (-149, -120, -122), (-149, -124, -126)):
@@ -128,7 +128,11 @@ def test_the_first_scale_wins_for_equal_errors():
 
 
 def turning_points(r):
-    """Return blocks at and next to the point where the choice changes from the first scale to the second."""
+    """Return blocks for which both scales of 4over6 have nearly equal errors.
+
+    They lie between pairs of blocks with different choices: at the point where the choice changes, and up to 4 steps of
+    2^-24 on either side.
+    """
     rng, high = np.random.default_rng(5), r.block_rows
 
     def fours(blocks):

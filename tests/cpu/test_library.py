@@ -45,7 +45,7 @@ FEW += ("nvfp4-flashinfer-4over6-mae-448", "nvfp4-te-4over6-mse-448-2d", "nvfp4-
 
 @contextmanager
 def using(monkeypatch, library):
-    """Use `library` in place of the library of this processor, with an empty call cache."""
+    """Make fp4kit use the CompiledLibrary `library` in the with block, with an empty call cache."""
     with monkeypatch.context() as patch:
         for module in HOLDERS:
             if hasattr(module, "library"):
@@ -122,7 +122,10 @@ def test_a_call_is_done_by_the_level_that_is_chosen(monkeypatch):
 
 
 def works_without(monkeypatch, reason, warns=False):
-    """Assert that no library is found for the given reason, and that the specification makes every kind of call."""
+    """Assert that fp4kit finds no library and gives `reason`, and that every kind of call still works.
+
+    warns: True if a RuntimeWarning with the reason is expected.
+    """
     native.library.cache_clear()
     monkeypatch.setattr(native, "_warned", [])
     try:
@@ -162,7 +165,10 @@ def test_a_file_that_is_no_library_is_not_used(monkeypatch, tmp_path):
 
 @contextmanager
 def installed_levels(monkeypatch, folder, levels, stale=()):
-    """Simulate an installation that has the libraries of the given levels only; those in `stale` are out of date."""
+    """Simulate, in the with block, an installation in `folder` that has only the libraries of the given levels.
+
+    stale: the levels whose libraries are out of date.
+    """
     for level in levels:
         (path,) = (path for path in native_folder().glob(f"_{level}.*") if path.suffix in (".so", ".dylib"))
         shutil.copy(path, folder / path.name)
@@ -189,7 +195,7 @@ def native_folder():
 
 
 def best_levels():
-    """Return the levels that this processor has, lowest first; skip if there is only one."""
+    """Return the levels that this processor supports, lowest first. Skip the test if there is only one."""
     best = native.library()
     if best.functions is None or best.why or best.level == "base":
         pytest.skip(f"one level alone: {best}")

@@ -34,9 +34,7 @@ def large(seed=0):
 
 
 def in_child(seed):
-    """Quantize on three threads; return the bytes of the result. Child processes run this, with thread pools of their
-    own.
-    """
+    """Quantize a large array on three threads, and return the bytes of the result. Child processes call this."""
     with fp4kit.threads(3):
         q = fp4kit.quantize(large(seed=seed), "nvfp4-te")
         return q.packed.tobytes() + q.block_scale.tobytes()
@@ -216,7 +214,10 @@ def test_an_interrupt_ends_a_long_call(function, monkeypatch, interruptible):
 
 
 def interrupted_at(patch, number):
-    """Send SIGINT during the library's call with number `number`; yield the list of its calls so far."""
+    """Make fp4kit use a library that sends SIGINT to this process in its call number `number`, counted from 1.
+
+    Return a list to which the name of each called function is appended. patch: pytest's MonkeyPatch.
+    """
     functions, level, _ = native.library()
     calls = []
 

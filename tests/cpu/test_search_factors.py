@@ -77,7 +77,7 @@ def test_variants(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_only_nonfinite_units_fall_back(name, monkeypatch) -> None:
-    """The engine leaves only units of work with NaN or infinity to the specification."""
+    """The engine leaves only the rows of work units with NaN or infinity to the specification, not the whole matrix."""
     left, own = [], specification.search_matrix
     monkeypatch.setattr(
         specification, "search_matrix", lambda x, *rest, **given: (left.append(len(x)), own(x, *rest, **given))

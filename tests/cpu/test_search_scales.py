@@ -44,7 +44,7 @@ def finite(dtype, seed: int = 0) -> np.ndarray:
 
 
 def cut(x: np.ndarray) -> np.ndarray:
-    """Return at most 48 indices from the middle of each axis, because the specification is slow."""
+    """Return a part of x with at most 64 elements per axis, because the specification's search is slow."""
     return x[tuple(slice(16, 64) if n > 64 else slice(None) for n in x.shape)]
 
 
@@ -229,10 +229,10 @@ def test_bounds_against_all_candidates(blocks):
 
 
 def test_blocks_near_ties_are_not_proven():
-    """Bounds must not decide blocks near ties.
+    """Bounds of losses leave blocks undecided if two scales have equal losses.
 
-    Elements of 1/4 of a scale are ties, and all others also fit twice the scale. Both scales lose equally if ties are
-    computed right.
+    Elements are 1/4, 1, 2 or 6 times a scale. 1/4 is a tie, and all other elements are exact under this scale and under
+    twice this scale.
     """
     rng = np.random.default_rng(3)
     scales = decode(rng.integers(16, 100, (2000, 1, 1), np.uint8), E4M3)
@@ -279,9 +279,10 @@ def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_quantize_searches(dtype, monkeypatch):
-    """For recipes with a search, the library searches values, columns and experts.
+    """For a recipe with a search, quantize and fake_quantize give the specification's results.
 
-    If x is transformed first, the specification does.
+    Rows, columns, experts and a Hadamard transform are tried. For plain rows, the library does not call the
+    specification.
     """
     x, others = finite(dtype), searched_blocks(dtype)
     with monkeypatch.context() as patch:

@@ -30,7 +30,7 @@ FEW = ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
 
 @pytest.fixture
 def default_threads(monkeypatch):
-    """Set the process's default to 3 threads. A test may change it; the default of before comes back afterwards."""
+    """Set the process's default number of threads to 3 for one test, which may change it. Then restore the default."""
     monkeypatch.setattr(library, "_default", [3])
 
 

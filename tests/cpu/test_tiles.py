@@ -153,7 +153,7 @@ def test_drawn_calls(cases):
 
 
 def check_drawn(cases: int, pool: Pool) -> None:
-    """Assert that the engine and the specification agree on random calls, and that no call fails."""
+    """Assert that the compiled engine and the specification agree on `cases` random calls drawn from `pool`."""
     engine, name = fuzz.host_engine()
     assert engine is not None, name
     found = fuzz.run(engine, 3600, cases, cases=cases, pool=pool)
@@ -197,8 +197,9 @@ def test_a_special_element_in_one_tile(name, small_tiles, monkeypatch):
 @pytest.mark.parametrize("name", EIGHTH)
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
 def test_factors_of_no_use_in_some_tiles(name, dtype, small_tiles):
-    """Blocks of zeros, subnormals and largest values are right, alone or beside ordinary ones, for many
-    tensor amaxes.
+    """Blocks of zeros, subnormals and largest values get the specification's results under many tensor amaxes.
+
+    For these blocks the engine's factor may be zero, infinite or NaN. Some of them have ordinary blocks beside them.
     """
     r = RECIPES[name]
     top = float(np.finfo(np.float32).max) if dtype == np.float32 else 3.38e38

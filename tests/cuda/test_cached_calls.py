@@ -87,7 +87,10 @@ Array.__module__ = "cupy"
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """Install a CuPy whose kernels record their launches; `current` is the current device."""
+    """Install a stand-in for CuPy whose kernels only record their launches.
+
+    The fixture's `log` is the list of launches, and its `current` is the number of the current device.
+    """
     state = SimpleNamespace(current=0, log=Array.log)
     runtime = SimpleNamespace(getDevice=lambda: state.current)
     cupy = SimpleNamespace(
@@ -122,7 +125,7 @@ def gpu(monkeypatch):
 
 
 def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **parts):
-    """Return a Quantized to write to, with some of its parts replaced."""
+    """Return a Quantized to pass as out=, with some of its arrays replaced by those in `parts`."""
     r = fp4kit.recipe(recipe)
     scales = fp4kit.layouts.padded_shape(scale_shape(shape, r), layout)
     arrays = {"packed": Array(packed_shape(shape, r), np.uint8), "block_scale": Array(scales, np.uint8)}
@@ -134,7 +137,7 @@ def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **part
 
 
 def logged(gpu, call):
-    """Return (launches, result) of a call."""
+    """Return (the launches that a call makes, its result)."""
     gpu.log.clear()
     value = call()
     return list(gpu.log), value

@@ -47,7 +47,10 @@ def call_of(recipe, axis=1, amax=None, op="quantize"):
 
 
 class Launched:
-    """Hold the arguments of one launch by the names that the kernel gives them."""
+    """Stand in for a kernel's launcher: record the nonzero arguments of each launch by name.
+
+    names: the names of the kernel's arguments, in order. `only` returns the arguments of the only launch so far.
+    """
 
     def __init__(self, names):
         self.names, self.seen = names, []

@@ -44,7 +44,7 @@ def zeros(shape):
 
 @pytest.mark.parametrize("name", all_or_few(SCALED, FEW))
 def test_minus_zero_amax_of_a_tensor(name):
-    """Results are right without a cached call, and by the cached call."""
+    """A tensor amax of -0 gives the bits of NumPy for +0, in the first call and in the cached call."""
     r, x = RECIPES[name], cupy.asarray(X)
     zero, negative = zeros(tensor_amax_shape(X.shape, r))
     for _ in range(2):

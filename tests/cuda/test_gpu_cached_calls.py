@@ -167,7 +167,10 @@ def raised(call):
 
 
 def assert_same_error(right, wrong, kind, text):
-    """Assert that a wrong call raises an equal error without a cached call and after a right, cached call."""
+    """Assert that the call `wrong` raises one and the same error before and after the valid call `right` is cached.
+
+    kind, text: the type of the error and a part of its text.
+    """
     first, before = raised(wrong), len(call_cache._CALLS)
     right()
     assert len(call_cache._CALLS) == before + 1

@@ -26,9 +26,9 @@ F16, F32 = np.dtype(np.float16), np.dtype(np.float32)
 
 
 def guarded(dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield matrices (32, 160) with finite values, and one with NaN.
+    """Yield finite matrices (32, 160) of several magnitudes, and one with NaN and infinities.
 
-    Their blocks have wide exponents, one magnitude, few values, zeros, large values and tiny values.
+    Their columns of blocks differ in kind: wide exponents, one magnitude, zeros, few distinct values, and tiny values.
     """
     rng = np.random.default_rng(5)
     x = rng.standard_normal((32, 10, 16)) * np.exp2(rng.integers(-24, 1, (1, 10, 1)))
@@ -90,8 +90,9 @@ WITH_CODES = [name for name, r in RECIPES.items() if not r.fake_only and not r.s
 
 
 def tensor_scales(name: str, shape: tuple[int, int]) -> Iterator[tuple[np.ndarray | None, np.ndarray | None]]:
-    """Yield pairs of tensor scale and amax: matching, without an amax, with a wrong amax, and for scales that no amax
-    gives.
+    """Yield (tensor scale, tensor amax) pairs for the recipe `name`, to decode with.
+
+    Some pairs match, some have no amax, and some have a wrong amax or a scale that no amax gives.
     """
     r = RECIPES[name]
     if r.tensor_scaling == "none":

@@ -24,9 +24,11 @@ def moved(a, put):
 
 
 def grouped(function, recipe="nvfp4-te", second=A, **options):
-    """Return a call of a grouped function or plan whose second tensor or options are wrong.
+    """Return a function that calls a grouped function or makes a plan for the tensors A and `second`, to see it fail.
 
     The returned function takes `put`, which moves an array to the device.
+
+    function: the name in fp4kit. second, options: the argument that is wrong is among them.
     """
     given = options.pop("grads", None)
 

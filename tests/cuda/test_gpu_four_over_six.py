@@ -19,8 +19,9 @@ SHAPE = (2056, -(-MIN_TABLE_ELEMENTS // 2048) + 48)  # rows and blocks do not fi
 
 
 def matrix(seed: int) -> np.ndarray:
-    """Return normal values, with rows of zeros, few values, one magnitude, large or tiny values, and NaN or
-    infinity.
+    """Return a bfloat16 matrix of the shape SHAPE, most of whose rows have normal values.
+
+    Other rows have zeros, few distinct values, one magnitude, large or tiny values, NaN, or infinity.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(SHAPE, dtype=np.float32)
@@ -48,9 +49,10 @@ def test_layouts_and_a_given_amax(name, layout) -> None:
 
 
 def nearly_equal_errors(name: str, tensor_amax: float) -> np.ndarray:
-    """Return blocks at and near the point where the choice changes from one scale to the other.
+    """Return blocks for which both scales of 4over6 have nearly equal errors.
 
-    Their last element decides. Fourteen elements are equal, so that their rounding errors add up.
+    Of each block there are ten versions, whose last elements lie around the value at which the choice changes. Fourteen
+    elements are equal, so that their rounding errors add up.
     """
     rng = np.random.default_rng(5)
     x = np.repeat(rng.uniform(0.01, 1, (8192, 1)).astype(np.float32), 16, axis=1)

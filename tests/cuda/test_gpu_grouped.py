@@ -33,7 +33,7 @@ def on_gpu(arrays):
 
 
 def check(xs, name, **options) -> None:
-    """Assert that codes, values and amaxes of a group are equal on CPU and GPU."""
+    """Assert that the grouped functions give equal codes, values and amaxes for the tensors xs on CPU and GPU."""
     d, r = on_gpu(xs), fp4kit.recipe(name)
     given = options.get("tensor_amax")
     on_device = options | (

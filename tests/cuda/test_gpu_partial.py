@@ -33,9 +33,9 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
-    """Assert that CPU and GPU give equal amaxes of every shard, and equal codes in one output.
+    """Assert that partial_amax and partial_cast give equal amaxes and codes of the shards of x on CPU and GPU.
 
-    edges: the elements at which the flat matrix is divided.
+    edges: the indices at which the flattened matrix is divided into shards.
     """
     flat, on_gpu = x.reshape(-1), cupy.asarray(x.reshape(-1))
     amax = np.zeros((1, 1), np.float32)

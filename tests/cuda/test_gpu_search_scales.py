@@ -175,7 +175,7 @@ def check_values(gpu: Any, cpu: np.ndarray) -> None:
 
 
 def some_of(members: int) -> list[np.ndarray]:
-    """Return a list of tensors with several dtypes and sizes, one of them empty."""
+    """Return `members` tensors with several dtypes and sizes, followed by an empty one."""
     x = finite(np.float32)
     xs = [x[i % 90 : i % 90 + 12, : 16 * (1 + i % 4)].astype(BF16 if i % 2 else np.float32) for i in range(members)]
     return [*xs, x[:0]]
@@ -354,10 +354,13 @@ def test_powers_of_other_blocks(columns) -> None:
 
 
 def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a row of blocks, and weights, for which rounding decides between two scales.
+    """Return (x, weights) of a row of blocks for which only the rounding of sums decides between two scales.
 
-    Blocks have two values in random order. One scale has losses for the first value only, another for the second only.
-    The weights of the second value are `ratio` times those of the first, so that both sums are equal up to rounding.
+    Blocks have the two values in `pair` in random order. One scale has losses for the first value only, and another for
+    the second only. The weights of the second value are `ratio` times those of the first, so both sums are equal up to
+    rounding.
+
+    columns: the elements per block. spread: the largest exponent, positive or negative, of a weight.
     """
     rng = np.random.default_rng(columns)
     first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))

@@ -36,10 +36,10 @@ DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 
 
 def edges(dtype) -> np.ndarray:
-    """Return blocks with amaxes at and next to powers of two and their multiples, for every exponent, and special
-    values.
+    """Return a matrix with one row per exponent of the dtype, whose block amaxes are at or next to rounding limits.
 
-    Special values are zeros, NaN and infinities.
+    The amaxes are 1, 1.25, 1.5, 1.75 or nearly 2 times a power of two, up to 1 ulp away. Some rows have zeros, NaN or
+    infinities.
     """
     info = ml_dtypes.finfo(dtype)
     eps, exponents = float(info.eps), np.arange(info.minexp - info.nmant, info.maxexp)

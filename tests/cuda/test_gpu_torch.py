@@ -30,7 +30,7 @@ def cuda():
 
 
 def host(found):
-    """Return results as NumPy arrays, and assert that each was a tensor on CUDA."""
+    """Return results as nested lists of NumPy arrays, and assert that each array was a PyTorch tensor on CUDA."""
     if isinstance(found, fp4kit.Quantized):
         return [host(part) for part in found.parts().values() if part is not None]
     if isinstance(found, (list, tuple)):

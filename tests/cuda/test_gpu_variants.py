@@ -31,7 +31,7 @@ OTHERS += [replace(RECIPES["fp8-modelopt-channel"], element=e) for e in (E1M2, E
 
 
 def everything(x: np.ndarray, r: Recipe, **options) -> None:
-    """Assert that quantize and dequantize equal the CPU's, for x, for a group, and along rows and columns."""
+    """Assert that GPU and CPU agree on x for quantize, dequantize, quantize_grouped and quantize_both."""
     check(x, r, **options)
     xs = [x, x[:17], x[:0]]
     group = zip(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], r, **options), xs, strict=True)

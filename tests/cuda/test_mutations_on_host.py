@@ -50,9 +50,9 @@ SEEN = f"{DIFFERS}|{ORDER}|{OUTSIDE}"
 
 
 def transformed(dtype: np.dtype, kind: str, part: int = 0) -> Callable[[], None]:
-    """Return a function that compares the transforms of runs with the specification's.
+    """Return a function that asserts that the kernels' Hadamard transforms equal the specification's.
 
-    part: 0 along rows, 1 along columns.
+    dtype, kind: the runs to transform (see hadamard_runs.Runs). part: 0 for the code along rows, 1 along columns.
     """
 
     def check() -> None:
@@ -71,7 +71,7 @@ def scales_at_ties() -> None:
 
 
 def unknown_amaxes() -> None:
-    """Compare decoded values for tensor scales whose amaxes are not given."""
+    """Assert that GPU and CPU decode equal values if the tensor scale is given without its amax."""
     q = fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te")
     for amax in np.random.default_rng(7).uniform(1e-3, 2e-3, 16).astype(F32):
         scale = np.asarray(fp4kit.quantize(ordinary(1, (16, 64), F32), "nvfp4-te", tensor_amax=amax).tensor_scale)
@@ -82,7 +82,7 @@ def unknown_amaxes() -> None:
 
 
 def negative_scales() -> None:
-    """Compare codes for given tensor scales of either sign."""
+    """Assert that GPU and CPU give equal codes for given block scales, half of which are negative."""
     x = ordinary(1, (16, 64), BF16)
     q = fp4kit.quantize(x, "nvfp4-te")
     signs = q.block_scale ^ np.resize(np.array([0, 0x80], np.uint8), q.block_scale.shape)
@@ -93,7 +93,7 @@ def negative_scales() -> None:
 
 
 def scale_of_nothing() -> None:
-    """Compare tensor scales of a group in which one tensor is empty."""
+    """Assert that GPU and CPU give equal tensor scales for a group in which one tensor is empty."""
     xs = [ordinary(1, (16, 64), BF16), np.zeros((0, 64), BF16)]
     pairs = zip(
         fp4kit.quantize_grouped([cupy.asarray(x) for x in xs], "nvfp4-te", tensor_amax=[3.0, 0.7]),

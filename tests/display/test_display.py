@@ -57,7 +57,7 @@ def quantized(x, name, **options):
 
 
 def shown():
-    """Return one object of each kind that can be displayed."""
+    """Return {kind: object} with one object of each kind that can be displayed."""
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
     return {
         "quantized": q,
@@ -72,7 +72,10 @@ def shown():
 
 
 def by_definition(q):
-    """Return the counts of saturated elements, NaN, blocks and zero blocks, counted element by element."""
+    """Return (saturated elements, NaN elements, blocks, blocks of zeros) of a Quantized, counted by definition.
+
+    For a recipe without blocks, the last two numbers are 0.
+    """
     codes, fmt = codes_of(q), q.recipe.element
     values = np.abs(fmt.values[codes])
     used = values != 0
@@ -167,9 +170,7 @@ def test_bars_of_every_e8m0_scale():
 
 
 def test_an_outlier_does_not_squeeze_the_others():
-    """Zero blocks have the scale 2^-127. The histogram shows their bin beside the others, without empty bins
-    between.
-    """
+    """A histogram shows the scale 2^-127 of zero blocks beside the other scales, without the empty bins between."""
     assert by_exponent(F32([2.0**-127, 1, 2]), np.array([1, 2, 3])) == (("2^-127", 1), ("2^0", 2), ("2^1", 3))
 
 

@@ -19,7 +19,10 @@ def random_bytes(*shape):
 
 
 def stated_bytes(codes, scales, format):
-    """Yield the bytes of one row one by one, as documented for pack_gguf."""
+    """Yield the bytes of GGUF blocks one by one, as documented for pack_gguf.
+
+    codes, scales: those of one row. format: a key of GGUF_BLOCKS.
+    """
     block, half = layouts.GGUF_BLOCKS[format], HALF[format]
     for first in range(0, len(codes), block.elements):
         yield from scales[first // (2 * half) :][: block.scales]

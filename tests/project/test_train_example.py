@@ -146,7 +146,7 @@ def test_a_rank_that_fails_ends_all():
 
 
 def test_threads_are_a_group():
-    """The example's communicator, whose ranks are threads, gathers arrays of unequal lengths and gives their maximum."""
+    """The example's communicator, whose ranks are threads, gathers arrays of unequal lengths and takes maxima."""
 
     def work(comm):
         out = np.empty(6, np.int64)

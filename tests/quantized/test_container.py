@@ -23,7 +23,7 @@ FIELDS = ("packed", "block_scale", "tensor_scale", "tensor_amax", "shape", "dtyp
 
 
 def parts(name="nvfp4-te", rows=4, **changes):
-    """Return the arguments that make a Quantized of (rows, 64) zeros, with some of them replaced."""
+    """Return {field: value} of a valid Quantized of (rows, 64) zeros, with the fields in `changes` replaced."""
     q = fp4kit.quantize(np.zeros((rows, 64), F32), name)
     return {field: getattr(q, field) for field in FIELDS} | changes
 

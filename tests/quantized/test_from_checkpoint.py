@@ -25,14 +25,17 @@ X = ordinary(7, dtype=BF16)
 
 
 def built(q, packed=None, block_scale=None, tensor_scale=None, **options):
-    """Call from_parts with the parts of q, some of them replaced. options: further arguments."""
+    """Return Quantized.from_parts of the arrays of q, in which those that are given replace q's own.
+
+    options: further arguments of from_parts.
+    """
     given = [q.packed if packed is None else packed, q.block_scale if block_scale is None else block_scale]
     given.append(q.tensor_scale if tensor_scale is None else tensor_scale)
     return Quantized.from_parts(*given, **{"recipe": q.recipe, "dtype": q.dtype, "axis": q.axis} | options)
 
 
 def assert_same(found, q):
-    """Assert that two Quantized are equal except for the amax, which checkpoints do not store."""
+    """Assert that `found` equals q, except that it has no amax, because checkpoints store none."""
     assert found.tensor_amax is None
     for part in ("packed", "block_scale", "tensor_scale"):
         if getattr(q, part) is not None:

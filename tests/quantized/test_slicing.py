@@ -35,7 +35,7 @@ def values(q):
 
 
 def cuts(q):
-    """Return the indices at which the first axis may be cut without dividing a block."""
+    """Return the indices at which the first axis of q may be cut without dividing a block, 0 and the length included."""
     step = q.recipe.length_multiple if q.axis == 0 else q.recipe.block_rows if len(q.shape) == 2 else 1
     return [*range(0, q.shape[0], step), q.shape[0]]
 
@@ -180,7 +180,10 @@ def test_steps_and_iteration():
 
 
 def everything():
-    """Yield Quantized of every recipe and scale layout, with NaN, with scales per expert, and empty ones."""
+    """Yield a Quantized of every recipe and of every scale layout.
+
+    Some have NaN, one tensor scale per expert, no amax, blocks along axis 0, a variant of a recipe, or no rows.
+    """
     for name in NAMES:
         yield quantized(INPUTS["nonfinite"], name)
     for layout in SCALE_LAYOUTS:

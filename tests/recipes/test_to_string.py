@@ -31,7 +31,7 @@ def test_a_recipe_of_the_table_is_its_id(id):
 
 
 def drawn():
-    """Yield variants of every recipe with up to four changed fields."""
+    """Yield random variants of every recipe with one to four changes. Invalid combinations are left out."""
     rng = np.random.default_rng(1)
     for id in RECIPES:
         for changes in range(1, 5):

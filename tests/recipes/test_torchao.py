@@ -22,7 +22,7 @@ MODES = ("floor", "rceil", "ceil", "even")
 
 
 def development(name):
-    """Return the recipe of torchao 0.19 for the call of the 0.18 recipe `name`."""
+    """Return the recipe of torchao 0.19 that makes the call of `name`, a recipe of torchao 0.18."""
     return fp4kit.recipe(name.removesuffix("-018"))
 
 
@@ -45,7 +45,10 @@ def amaxes():
 
 
 def stated(amax, mode, element):
-    """Return the scale byte of a block and the factor of its elements, by the steps of mx_tensor.py of 0.18.0."""
+    """Return (scale byte of a block, factor of its elements), by the steps of torchao 0.18.0's mx_tensor.py.
+
+    amax: of the block. mode: the scale mode, such as "floor". element: the element format.
+    """
     if math.isnan(amax):
         return 255, math.nan if mode == "rceil" else 0.0
     if mode == "rceil":

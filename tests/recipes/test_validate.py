@@ -476,7 +476,7 @@ VARIANTS = [
 
 @pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
 def test_variants_come_near_their_input(name, changes):
-    """An accepted combination of rules works: its error is at most that of the element format."""
+    """A combination of rules that Recipe accepts works: the squared error is below 15 % of the sum of squares of x."""
     r = replace(RECIPES[name], **changes)
     y = fp4kit.dequantize(fp4kit.quantize(ORDINARY, r))
     x = ORDINARY.astype(np.float64)
@@ -513,7 +513,7 @@ def test_every_pair_of_rules_works_or_is_rejected(paired):
 
 
 def named(module, prefix):
-    """Return the names of the rules that a module implements: its functions with this prefix, without the prefix."""
+    """Return the names of the rules that a module implements: its functions that begin with `prefix`, without it."""
     return {name.removeprefix(prefix) for name in vars(module) if name.startswith(prefix)}
 
 

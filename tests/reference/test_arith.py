@@ -57,9 +57,9 @@ def test_flush_of_every_exponent_and_sign():
 
 
 def exact_ftz(operation, a, b):
-    """Return the float32 result of an operation with flushed operands and result, computed in float64.
+    """Return operation(a, b) in float32, with subnormal operands and results flushed to zeros of their sign.
 
-    For a single operation, rounding to float64 and then to float32 equals one rounding.
+    operation: a function of float64 arrays. Rounding its result to float64 and then to float32 equals one rounding.
     """
     a, b = (np.where(np.abs(v) < TINY, np.copysign(0.0, v), v.astype(np.float64)) for v in (a, b))
     with np.errstate(all="ignore"):

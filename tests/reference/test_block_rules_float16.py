@@ -38,10 +38,10 @@ def blocks_of(amaxes: np.ndarray) -> np.ndarray:
 
 
 def masked_scales(amaxes: np.ndarray, element) -> np.ndarray:
-    """Return the exponents of the scales, by the steps of round_to_power_2 and generate_mx_scales on the bits of the
-    dtype.
+    """Return the exponents of block scales, by the steps of compressed-tensors' round_to_power_2 and generate_mx_scales.
 
-    If a scale is 0, its exponent is 0.
+    They round the bits of a 16-bit amax to a power of two. If a scale underflows to 0 in the dtype, it becomes 1, and
+    its exponent is 0.
     """
     dtype = amaxes.dtype
     mantissa = {F16: 10, BF16: 7}[dtype]
@@ -76,7 +76,10 @@ BY_MX = [(4, ""), (4, "-rceil"), (4, "-rceil-v2"), (8, ""), (8, "-rceil")]
 
 
 def without_packing(x: np.ndarray, name: str):
-    """Return the codes that auto-round's fake quantizer rounds to, before it packs them."""
+    """Return x quantized by auto-round's fake quantizer, before its packing computes the codes again.
+
+    name: the recipe, which includes the packing.
+    """
     return fp4kit.quantize(x, replace(RECIPES[name], repacked=False))
 
 

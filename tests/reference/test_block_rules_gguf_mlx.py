@@ -178,7 +178,7 @@ def test_errors_in_16_bits_give_the_same_codes(dtype):
 
 
 def ue4m3(d):
-    """Return the scale byte of d, by the branches of llama.cpp's code."""
+    """Return the unsigned E4M3 byte of the scale d, by the branches of llama.cpp's code; 0 for NaN and d <= 0."""
     if not d > 0:
         return 0
     d = min(d, np.float32(448))
@@ -273,9 +273,9 @@ def test_products_that_overflow_are_not_near(either_engine):
 
 
 def exponent_of_mlx(amax, largest, dtype, old):
-    """Return the exponent n of MLX's scale: the integer nearest to log2(s), computed in the input dtype.
+    """Return the exponent n of MLX's scale: the integer nearest to log2(s), where s = amax / largest in the input dtype.
 
-    old: True for MLX before 0.32.2; later versions add 1 if 2^n < s.
+    largest: the largest value of an element. old: True for MLX before 0.32.2; later versions add 1 if 2^n < s.
     """
     s = dtype(dtype(amax) / dtype(largest))
     if s == 0:

@@ -43,7 +43,7 @@ def finite_magnitudes(fmt):
 
 
 def oracle_magnitude(a, magnitudes, rounding):
-    """Return the index in `magnitudes` that the float64 a >= 0 must round to.
+    """Return the index in `magnitudes` to which each float64 a >= 0 must round. a and the result are arrays.
 
     The result is exact, because float64 holds the midpoints of these magnitudes.
     """
@@ -58,7 +58,7 @@ def oracle_magnitude(a, magnitudes, rounding):
 
 
 def oracle(x, fmt, rounding):
-    """Return the codes that x, which holds no NaN, must get. Formats with signs get a sign bit."""
+    """Return the codes to which encode must round x, an array without NaN. Floating-point codes get the sign bit of x."""
     x = np.asarray(x).astype(np.float64)
     index = oracle_magnitude(np.abs(x), finite_magnitudes(fmt), rounding)
     if fmt in INTEGERS:
@@ -147,7 +147,7 @@ def test_all_16_bit_floats(fmt, rounding, dtype):
 
 @pytest.mark.parametrize("fmt", (E2M1, E2M3, E3M2, INT4), ids=str)
 def test_nearest_by_exact_fractions(fmt):
-    """No code is nearer to a number than the code that the oracle gives for "rn"."""
+    """In each nearest rounding mode, encode gives a code whose value is nearest to the number, by exact fractions."""
     for x in edges(fmt)[::3]:
         if np.isfinite(x):
             nearest = nearest_by_fractions(x, fmt)
@@ -245,7 +245,7 @@ def test_integers_have_one_zero(sign):
 
 @formats
 def test_ties_by_rounding(fmt):
-    """Each midpoint rounds by the mode: to the even code, the lower, the upper, the lower, and the even code."""
+    """A midpoint rounds to the even code by "rn" and "rns", to the lower by "rz" and "rnz", to the upper by "rna"."""
     middle = fmt.midpoints.astype(np.float32)
     lower = np.arange(len(middle))
     assert encode(middle, fmt, "rn").tolist() == (lower + lower % 2).tolist()

@@ -34,7 +34,7 @@ def decode_scale(amax, r, dtype=F32):
 
 
 def significant(amax):
-    """Return the number of significant bits of each positive float32 number."""
+    """Return the number of significant bits of each positive float32 number: from the highest to the lowest set bit."""
     bits = amax.view(np.int32) & 0x7FFFFF | np.where(amax < 2.0**-126, 0, 1 << 23)
     return (
         24
@@ -73,9 +73,10 @@ def test_the_implied_amax_has_the_fewest_significant_bits(r, dtype):
 
 @cases
 def test_the_interval_holds_all_amaxes_of_a_scale(r, dtype):
-    """Both ends of the interval give the scale, and no amax outside within FAR steps does.
+    """amax_interval returns all amaxes that give a tensor scale.
 
-    The short search finds the same interval.
+    Both ends and the middle of the interval give the scale, and the neighbors outside do not. Intervals that reach FAR
+    steps from scale * covered_range, where the search ends, are not checked.
     """
     scale = decode_scale(np.exp2(np.random.default_rng(3).uniform(-12, 12, 2000)), r, dtype)
     scale = scale[(scale > 0) & np.isfinite(scale)]
@@ -179,7 +180,7 @@ def test_every_function_takes_a_scale_without_an_amax(name):
 
 
 def under(name, amax, x):
-    """Return x quantized by a recipe with the given amax, without that amax in the result."""
+    """Return x quantized by the recipe `name` with the given tensor amax, which is then removed from the result."""
     r = RECIPES[name]
     shape = {"row": x.shape[:1], "block": (len(x), x.shape[1] // r.block_size)}.get(r.tensor_scaling, ())
     return without(fp4kit.quantize(x, name, tensor_amax=np.full(shape, amax, np.float32)))

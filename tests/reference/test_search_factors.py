@@ -35,7 +35,7 @@ F32 = np.dtype(np.float32)
 
 
 def chosen(x, name, amax=None):
-    """Return the block amaxes that the search chooses for x."""
+    """Return the block amaxes that the search of the recipe `name` chooses for x. amax: the tensor amax, or None."""
     r = RECIPES[name]
     out = np.empty((x.shape[0], x.shape[1] // r.block_size), np.float32)
     search_matrix(x, out, compute_tensor_amax(x, r) if amax is None else amax, r, None)
@@ -56,7 +56,10 @@ def sum_of(terms):
 
 
 def tried(x, factor, name, encode_scale):
-    """Return the values of one block if its amax counts as amax * factor, by auto-round's formulas in float32."""
+    """Return the decoded values of one block x if its amax is multiplied by `factor`, by auto-round's formulas.
+
+    encode_scale: that of the tensor, for NVFP4.
+    """
     amax, one = np.max(np.abs(x)) * np.float32(factor), np.float32(1)
     if name == MXFP4:
         exponent = np.floor(np.log2(amax.astype(np.float64)).astype(np.float32)) - 2 if amax else np.float32(-1)

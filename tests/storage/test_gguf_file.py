@@ -163,7 +163,10 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
 
 
 def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> gguf_files.Info:
-    """Return a tensor of random blocks in which every scale byte occurs."""
+    """Return a tensor of random blocks in which every scale byte occurs, in the form that gguf_files.write takes.
+
+    kind: "mxfp4" or "nvfp4". shape: the shape of the decoded tensor.
+    """
     size, elements = (17, 32) if kind == "mxfp4" else (36, 64)
     raw = np.random.default_rng(seed).integers(0, 256, (int(np.prod(shape)) // elements, size)).astype(np.uint8)
     count = size // 9 if kind == "nvfp4" else 1
@@ -220,8 +223,9 @@ def encoded(x: np.ndarray, recipe: str, scale_name: str) -> dict[str, gguf_files
 
 
 def quantized(path: Path, recipe: str, **keys: Any) -> dict[str, np.ndarray]:
-    """Write a file whose layers are quantized by a recipe, and its unquantized source beside it; return the source's
-    tensors.
+    """Write a GGUF file whose layers are quantized by `recipe`, and beside it its unquantized source.gguf.
+
+    Return the source's tensors. keys: further header keys of the quantized file.
     """
     tensors = gguf_files.write_model(path.with_name("source.gguf"))
     found: dict[str, gguf_files.Info] = {}

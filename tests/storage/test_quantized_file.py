@@ -535,7 +535,7 @@ def test_bits_of_large_tensors_flipped(tmp_path):
 
 
 def rewritten(path, change):
-    """Rewrite a file as another program would, with its tensors and metadata changed by `change`."""
+    """Rewrite a file as another program would, after change(tensors, metadata) has changed both in place."""
     tensors = load_file(path)
     with safe_open(path, "np") as file:
         metadata = file.metadata()
@@ -544,7 +544,7 @@ def rewritten(path, change):
 
 
 def facts_of_w(change):
-    """Return a function for `rewritten` that changes the metadata of the array "w" in place by `change`."""
+    """Return a function for `rewritten` that calls change(facts) to change the metadata of the array "w" in place."""
 
     def do(tensors, metadata):
         facts = json.loads(metadata[ENTRY])

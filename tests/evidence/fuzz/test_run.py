@@ -36,7 +36,7 @@ def test_two_engines_that_are_equal(away):
 
 @pytest.mark.parametrize("id", RECIPES)
 def test_every_recipe_is_drawn_right(id):
-    """Few drawn calls of a recipe are rejected, so the drawn calls are those that the specification defines."""
+    """No drawn call of a recipe fails, and at most 4 of 6 are rejected, so most draws are calls that it supports."""
     report = fuzz.run(None, 600, 3, cases=6, pool=replace(SMALL, recipes=(id,), faults=False))
     assert report.failures == [] and report.total("refused") <= 4
 
@@ -107,20 +107,23 @@ def test_a_pool_of_variants():
 
 
 def another_recipe(right, x, recipe, **options):
-    """Quantize with a fault (see fuzz_faults.plant): round ties away from zero."""
+    """Stand in for fp4kit.quantize with a planted fault (fuzz_faults.plant): round ties away from zero.
+
+    right: the correct function. A recipe with 4over6 is quantized correctly.
+    """
     recipe = fp4kit.recipe(recipe)
     return right(x, recipe if recipe.four_over_six else replace(recipe, rounding="rna"), **options)
 
 
 def ignored_option(right, x, *arguments, scale_layout="linear", **options):
-    """Quantize with a fault: swizzle scales as 128x4 tiles if 8x4 tiles are requested."""
+    """Stand in for fp4kit.quantize with a planted fault: swizzle scales in 128x4 tiles if 8x4 tiles are requested."""
     return right(
         x, *arguments, scale_layout="swizzled_128x4" if scale_layout == "swizzled_8x4" else scale_layout, **options
     )
 
 
 def ignored_amax(right, x, *arguments, tensor_amax=None, **options):
-    """Quantize with a fault: use the first expert's amax for all experts."""
+    """Stand in for fp4kit.quantize with a planted fault: use the first expert's amax for all experts."""
     if np.ndim(tensor_amax):
         tensor_amax = np.full_like(tensor_amax, np.ravel(tensor_amax)[0]) if np.size(tensor_amax) else tensor_amax
     return right(x, *arguments, tensor_amax=tensor_amax, **options)
@@ -187,7 +190,7 @@ def test_one_bit_is_shrunk_to_one_block(away, monkeypatch):
 
 
 def test_a_fault_of_the_specification_alone_is_found(monkeypatch):
-    """A fault that both engines share shows no difference between them, but breaks an invariant."""
+    """The fuzzer finds a fault that both engines share, because it breaks a Same statement of the program."""
     right = fp4kit.unswizzle
 
     def wrong(scales, *arguments):

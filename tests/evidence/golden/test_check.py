@@ -90,9 +90,9 @@ def test_skips_leave_ordinary_data(golden):
 
 
 def altered(golden, file, key, change):
-    """Return the recorded set with one array replaced.
+    """Return a GoldenSet like `golden`, in which the array `key` of the file `file` is replaced.
 
-    change: edits a copy of the array in place, or returns another array.
+    change: called with a copy of the array. It returns the array to use, which may be the edited copy.
     """
 
     def read(name):
@@ -110,7 +110,10 @@ def flip_a_byte(array):
 
 
 def a_recorded_array(name, golden):
-    """Return the file and key of a recorded array of ordinary data with which a recipe is compared."""
+    """Return (file, key) of a recorded array of ordinary data with which the recipe `name` is compared.
+
+    Raises LookupError if there is none.
+    """
     for row in ROWS:
         for x in ("normal__bf16", "wide_blocks__f16", "normal__f32") if row.recipe == name else ():
             if not x.endswith(row.inputs):
@@ -203,9 +206,9 @@ def test_every_scale_times_every_code(recorded, recipe, rule, golden):
 
 
 def transformers_quantized(golden, prefix):
-    """Return recorded gpt-oss tensors as a Quantized of shape (E, rows, K).
+    """Return recorded MXFP4 tensors of gpt-oss as a Quantized of shape (E, rows, K).
 
-    They are blocks (E, rows, K/32, 16) and scales (E, rows, K/32).
+    They are recorded as blocks (E, rows, K/32, 16) and scales (E, rows, K/32). prefix: the beginning of their keys.
     """
     blocks, scales = (golden.get("transformers_mxfp4", f"{prefix}/{part}") for part in ("blocks", "scales"))
     E, rows, count, _ = blocks.shape
@@ -282,9 +285,9 @@ GROUPED = {
 
 
 def fp8_of_a_cpu(x, amax):
-    """Quantize by fp8-modelopt as PyTorch on a CPU does, which computes 448 / amax as (1 / amax) * 448.
+    """Return x fake-quantized by fp8-modelopt as PyTorch on a CPU does, which computes 448 / amax as (1 / amax) * 448.
 
-    The recordings that the result is compared with were made on a CPU.
+    The recordings with which the result is compared were made on a CPU.
     """
     scale = np.float32(1) / np.where(amax <= 2.0**-24, np.float32(1), amax) * np.float32(448)
     return decode(encode(x.astype(np.float32) * scale, E4M3), E4M3) * (np.float32(1) / scale)

@@ -18,7 +18,7 @@ ADAPTERS = {(adapter.title or adapter.name): adapter for adapter in run.adapters
 
 
 def producer(name, differing=0, version="2.0"):
-    """Return the JSON that a live run reports for one producer."""
+    """Return the JSON that a live run reports for the producer `name`. differing: the number of arrays that differ."""
     recipes = {"mxfp4-ocp": {"arrays": 5, "elements": 99, "differing": differing, "exceptions": {}}}
     counts = {"arrays": 5, "elements": 99, "differing": differing, "exceptions": {"ties": 1}, "seconds": 1.0}
     return {

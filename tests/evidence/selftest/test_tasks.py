@@ -52,7 +52,7 @@ class Missing(ComparedEngine):
 
 
 def comparisons(engine, golden):
-    """Return one small comparison of each part of the self-test, without the sweeps."""
+    """Return {part of the self-test: function that makes a small comparison of this part}, except for the sweeps."""
     return {
         "recorded": partial(selftest.recorded, engine, golden, "mxfp4-te"),
         "specification": partial(selftest.specification, engine, "nvfp4-te", quick=False),
@@ -226,7 +226,10 @@ def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
 
 
 def reported(monkeypatch, capsys, *outcomes):
-    """Return the exit status and the output of a self-test whose tasks return or raise the given outcomes."""
+    """Return (exit status, output) of the selftest command if its tasks end with the given outcomes.
+
+    outcomes: an Outcome that a task returns, or an exception that it raises.
+    """
 
     def give(outcome):
         if isinstance(outcome, Exception):
