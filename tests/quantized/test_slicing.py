@@ -35,7 +35,7 @@ def values(q):
 
 
 def cuts(q):
-    """Return the indices at which the first axis of q may be cut without dividing a block, 0 and the length included."""
+    """Return the indices at which the first axis of q may be cut between blocks, with 0 and the axis length."""
     step = q.recipe.length_multiple if q.axis == 0 else q.recipe.block_rows if len(q.shape) == 2 else 1
     return [*range(0, q.shape[0], step), q.shape[0]]
 

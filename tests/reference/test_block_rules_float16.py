@@ -38,10 +38,10 @@ def blocks_of(amaxes: np.ndarray) -> np.ndarray:
 
 
 def masked_scales(amaxes: np.ndarray, element) -> np.ndarray:
-    """Return the exponents of block scales, by the steps of compressed-tensors' round_to_power_2 and generate_mx_scales.
+    """Return the exponents of block scales, by the steps of compressed-tensors.
 
-    They round the bits of a 16-bit amax to a power of two. If a scale underflows to 0 in the dtype, it becomes 1, and
-    its exponent is 0.
+    Its functions round_to_power_2 and generate_mx_scales round the bits of a 16-bit amax to a power of two. If a scale
+    underflows to 0 in the dtype, it becomes 1, and its exponent is 0.
     """
     dtype = amaxes.dtype
     mantissa = {F16: 10, BF16: 7}[dtype]

@@ -58,7 +58,7 @@ def oracle_magnitude(a, magnitudes, rounding):
 
 
 def oracle(x, fmt, rounding):
-    """Return the codes to which encode must round x, an array without NaN. Floating-point codes get the sign bit of x."""
+    """Return the codes to which encode must round x, an array without NaN. Float codes get the sign bit of x."""
     x = np.asarray(x).astype(np.float64)
     index = oracle_magnitude(np.abs(x), finite_magnitudes(fmt), rounding)
     if fmt in INTEGERS:

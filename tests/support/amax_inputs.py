@@ -20,7 +20,7 @@ def state_of(values):
 
 
 def experts_of(n, shape=(), base=FC1, seed=0):
-    """Return {"base.i": amax} for experts i = 0 to n - 1; every expert has another amax of the given shape."""
+    """Return {"<base>.<i>": amax} for experts i = 0 to n - 1. The amaxes have the given shape and are all different."""
     rng = np.random.default_rng(seed)
     return {f"{base}.{i}": (i + 1 + rng.random(shape)).astype(np.float32) for i in range(n)}
 

@@ -66,8 +66,9 @@ def agree(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
 
 
 def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make the engine treat small arrays like large ones: decline no array because of its size, and tabulate all
-    scales.
+    """Make the compiled engine treat small arrays like large ones.
+
+    It then computes arrays of any size itself, and always uses tables of scales.
     """
     monkeypatch.setattr(dequantize, "TABLES_FROM", 0)
     monkeypatch.setattr(coverage, "MIN_ELEMENTS", dict.fromkeys(coverage.MIN_ELEMENTS, 0))
@@ -95,7 +96,7 @@ def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, ...]]]:
-    """Yield a list that collects the shapes of all array parts that the engine leaves to the specification."""
+    """Yield a list that records the shape of each part of an array that the engine leaves to the specification."""
     shapes: list[tuple[int, ...]] = []
     with monkeypatch.context() as patch:
         for module, name in ((encode, "quantize_matrix"), (encode, "encode_matrix"), (dequantize, "dequantize_matrix")):

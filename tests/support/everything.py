@@ -14,9 +14,9 @@ from fp4kit.training.communicators import SingleProcess
 
 
 def everything(name: str, x: np.ndarray) -> Iterator[object]:
-    """Yield the results of all functions for x, of shape (32, 128), and for its first 16 rows.
+    """Yield the results of all functions with the recipe `name`, for x of shape (32, 128) and for its first 16 rows.
 
-    If an amax is NaN, functions that need a number are left out.
+    Functions that the recipe does not support, or that reject a NaN amax, are left out.
     """
     r = RECIPES[name]
     part = np.ascontiguousarray(x[:16])
@@ -54,7 +54,7 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def searches(name: str, x: np.ndarray) -> Iterator[object]:
-    """Yield results of search_scales, for two recipes that allow it."""
+    """Yield results of search_scales with several options, or nothing unless `name` is one of two static recipes."""
     if name in ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"):
         yield fp4kit.search_scales(x, name)
         yield fp4kit.search_scales(x[:15], name, tensor_amax=3, weights=np.arange(x.shape[1]) % 5, candidates="near")
@@ -66,7 +66,10 @@ def searches(name: str, x: np.ndarray) -> Iterator[object]:
 
 
 def shards(name: str, x: np.ndarray) -> Iterator[object]:
-    """Yield results of partial_amax, partial_cast and cast_master_weights."""
+    """Yield results of partial_amax, partial_cast and cast_master_weights for x as one shard.
+
+    Recipes that these functions do not support yield nothing. If an amax is NaN, only partial_amax is called.
+    """
     r = RECIPES[name]
     if r.block is None or r.tensor_scaling not in ("none", "tensor") or r.four_over_six or r.search:
         return

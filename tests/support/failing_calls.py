@@ -54,12 +54,18 @@ def dequantize(q=None, **options):
 
 
 def out(recipe="nvfp4-te", x=X, **changes):
-    """Return a Quantized that fits as the `out` argument of a call. changes: fields to replace, to make it invalid."""
+    """Return a function that makes a Quantized for the argument `out` of quantize(x, recipe).
+
+    changes: {field: value} to replace, which makes the Quantized invalid.
+    """
     return lambda: replace(fp4kit.quantize(x, recipe), **changes)
 
 
 def quantized(recipe="mxfp4-ocp", **changes):
-    """Return a call that makes a valid Quantized of (4, 64) zeros. changes: fields to replace, to make it invalid."""
+    """Return a function that makes a Quantized of (4, 64) zeros.
+
+    changes: {field: value} to replace, which makes the Quantized invalid.
+    """
     fields = {
         "packed": np.zeros((4, 32), np.uint8),
         "block_scale": np.zeros((4, 2), np.uint8),

@@ -23,7 +23,10 @@ MOST_EXPONENT = {F16: 15, BF16: 127, F32: 127}
 
 
 class Runs(NamedTuple):
-    """Describe the runs to make: their dtype, and the sign mask of the transform that they are meant for."""
+    """Make runs of 16 elements for tests of a Hadamard transform.
+
+    dtype: the dtype of the elements. mask: the sign mask of the transform; bit i is 1 if element i is negated.
+    """
 
     dtype: np.dtype
     mask: int = TE_SIGN_MASK
@@ -45,9 +48,9 @@ def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return random runs whose elements' exponents differ by up to s, for every s below 48, at many magnitudes.
+    """Return random runs of many magnitudes. In each run, the exponents of the elements differ by about s at most.
 
-    Every third run contains zeros of both signs.
+    There are 400 runs for every s below 48. Every third run contains zeros of both signs.
     """
     s = np.repeat(np.arange(48), 400)[:, None]
     x = rng.standard_normal((len(s), BLOCK)) * np.exp2(-rng.integers(0, s + 1, (len(s), BLOCK)))

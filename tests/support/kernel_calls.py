@@ -26,9 +26,12 @@ SHAPE = (64, 256)
 
 
 class KernelCall(NamedTuple):
-    """Describe a call of a public function.
+    """Describe a call of a public function, which can be made on any device.
 
-    make: called as make(place, call), calls the function and returns its results as a list of arrays.
+    make: called as make(place, call). It calls the function and returns its results as a list of arrays. place: moves a
+        NumPy array to the device.
+    recipe, options: the arguments of the function. options: (name, value) pairs.
+    dtype, shape: the dtype and shape of the input.
     misaligned: True if x begins one element after a multiple of 16 bytes.
     """
 
@@ -66,7 +69,7 @@ class KernelCall(NamedTuple):
 
 
 def parts(q: Any) -> list[Any]:
-    """Return the arrays of a result."""
+    """Return the arrays of a Quantized that are not None."""
     found = [q.packed, q.block_scale, q.tensor_scale, q.tensor_amax]
     return [a for a in found if a is not None]
 

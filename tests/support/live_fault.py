@@ -14,13 +14,13 @@ WRONG_ELEMENT = 3  # the element of each block whose code is wrong
 
 
 def correct_parts(x, recipe="mxfp4-ocp"):
-    """Return the correct parts: codes, block scales and values."""
+    """Return {part: array} as a correct producer gives it for x: codes, block scales and values."""
     q = fp4kit.quantize(x, recipe)
     return {"codes": fp4kit.unpack(q.packed), "block_scale": q.block_scale, "values": fp4kit.dequantize(q, np.float32)}
 
 
 def faulty(x, above):
-    """Return parts with a wrong code at element WRONG_ELEMENT of every block whose amax exceeds `above`."""
+    """Return the parts of x with a wrong code at element WRONG_ELEMENT of every block whose amax exceeds `above`."""
     parts = correct_parts(x)
     large = np.abs(x.astype(np.float32)).reshape(len(x), -1, 32).max(axis=-1) > above
     parts["codes"].reshape(len(x), -1, 32)[..., WRONG_ELEMENT] ^= large.astype(np.uint8)

@@ -2,5 +2,8 @@
 
 
 def groups(golden, file, suffix):
-    """Return the keys of a recorded file that end in `suffix`, without it; each is the prefix of one case's arrays."""
+    """Return the prefixes of all keys in a recorded file that end in `suffix`. Each prefix belongs to one case.
+
+    golden: a GoldenSet. file: the name of the file in it.
+    """
     return [key.removesuffix(suffix) for key in golden.keys(file) if key.endswith(suffix)]

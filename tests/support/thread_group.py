@@ -12,8 +12,9 @@ WAIT = 60  # seconds to wait for other ranks; a thread that has failed never com
 
 
 class ThreadGroup:
-    """Communicator of one rank. All ranks share the barrier and the list of slots, through which they
-    exchange arrays.
+    """Act as the communicator of one rank, which is a thread.
+
+    All ranks share a barrier and a list of slots, through which they exchange arrays.
     """
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:

@@ -16,15 +16,16 @@ E4M3_IEEE = ElementFormat("E4M3_IEEE", 4, 3, 7, specials="ieee")
 
 
 def with_elements(id: str, element: ElementFormat) -> Recipe:
-    """Return the recipe `id` with another element format. An id with -2d that is not in the table gets blocks
-    of 16x16.
+    """Return the recipe `id` with the element format `element`, under a new id.
+
+    If `id` ends in -2d and is not in the table, the recipe without -2d gets blocks of 16x16.
     """
     base = RECIPES.get(id) or replace(RECIPES[id.removesuffix("-2d")], block=(16, 16))
     return replace(base, id=f"{id}-{element.name}-{element.bias}", element=element)
 
 
 def square(id: str, rows: int = 16, columns: int = 16) -> Recipe:
-    """Return the recipe `id` with blocks of several rows."""
+    """Return the recipe `id` with blocks of `rows` x `columns` elements, under a new id."""
     return replace(RECIPES[id], id=f"{id}-{rows}x{columns}", block=(rows, columns))
 
 

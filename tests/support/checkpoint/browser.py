@@ -27,7 +27,7 @@ _SECONDS = 30
 
 
 def binary() -> str | None:
-    """Return the path of this machine's browser, or None."""
+    """Return the path of this machine's Chromium or Chrome, or None if none is installed."""
     return next(filter(None, map(shutil.which, NAMES)), None)
 
 

@@ -70,10 +70,12 @@ def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
 
 
 def state_after(out: Path, whole: dict[str, str]) -> str:
-    """Resume a killed run, and return what the run had left.
+    """Return what a killed conversion had left: "whole", "partial" or "nothing". Complete the conversion if needed.
 
-    "whole" is a finished directory, "partial" an unfinished one that resuming completed. "nothing" means that the
-    conversion began anew.
+    "whole" is a finished directory, from which leftovers are removed. "partial" is an unfinished directory, which is
+    resumed. After "nothing", the conversion is started again.
+
+    whole: {file name: SHA-256} of a finished directory, with which the result is compared.
     """
     partial = staging.partial_of(out)
     if out.exists():

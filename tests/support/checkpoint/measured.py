@@ -13,7 +13,10 @@ from fp4kit.checkpoint import make_plan
 
 
 def measured(amaxes: Mapping[str, float], columns: int = 64) -> Collector:
-    """Return a Collector in which the layers saw one token of the given magnitude; 0 stands for no token."""
+    """Return a Collector of layers that each saw one token, all of whose inputs have the layer's amax.
+
+    amaxes: {layer: amax}; 0 stands for no token. columns: the number of inputs per token.
+    """
     collector = Collector()
     for layer, amax in amaxes.items():
         if amax:
@@ -24,7 +27,7 @@ def measured(amaxes: Mapping[str, float], columns: int = 64) -> Collector:
 
 
 def layers_of(root: Path, **options: Any) -> dict[str, int]:
-    """Return layer -> K of the layers that a conversion with these options quantizes."""
+    """Return {layer: K} of the layers that a conversion of the model in `root` with these options quantizes."""
     plan = make_plan(root, **options)
     return {piece.module: piece.weight.shape[-1] for tensor in plan.converted for piece in tensor.pieces}
 

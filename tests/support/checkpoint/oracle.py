@@ -108,7 +108,7 @@ def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.f
 
 
 def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
-    """Find all quantized layers: return {name of the tensor with the codes: (module, layer)}."""
+    """Return {name of the tensor with the codes: (module name, Layer)} of all quantized layers among `tensors`."""
     found = {}
     bits = {name: x.view(np.uint8) if x.dtype.itemsize == 1 else x for name, x in tensors.items()}
     for name in tensors:
@@ -138,7 +138,7 @@ def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
 
 
 def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> dict[str, dict[str, Layer]]:
-    """Find the layers of a checkpoint: return {source tensor: {module: layer}}, with one layer per expert of a stack.
+    """Return {name of a source tensor: {module name: Layer}} of a checkpoint, with one Layer per expert of a stack.
 
     columns: True if unquantized stacks are stored as [E, K, N].
     whole: True to return a stack as one layer.
@@ -228,7 +228,10 @@ def carried(layer: Layer) -> Parts:
 
 
 def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
-    """Return the tensors that store one layer in a checkpoint format, as `load` would return them."""
+    """Return the tensors that store the layer `name` in a checkpoint format, as `load` would return them.
+
+    kind: the quantization, such as "nvfp4". parts: the codes and scales of the layer.
+    """
     codes, scales, tensor_scale, divisor = parts
     *lead, rows, width = codes.shape
     layout = LAYOUTS[format, kind]

@@ -48,7 +48,7 @@ def attention(prefix: str) -> Iterator[Spec]:
 
 
 def mla(prefix: str, leaves: tuple[str, ...]) -> Iterator[Spec]:
-    """Yield the names and shapes of a multi-head latent attention module with the given projections."""
+    """Yield (name, shape) of the projections `leaves` of a multi-head latent attention module."""
     yield from ((f"{prefix}.{leaf}", (64, 32 if leaf.endswith("b") else H)) for leaf in leaves)
 
 
@@ -98,7 +98,10 @@ def qwen3_moe() -> list[Candidate]:
 
 
 def stacked(model_type: str, router: str, biases: bool = False, stored: str | None = None) -> list[Candidate]:
-    """Return a model with stacks of experts, whose names lack .weight."""
+    """Return a model with stacks of experts, whose tensor names do not end in ".weight".
+
+    router: the name of the router's tensor. biases: True to add biases of the stacks. stored: as for _candidates.
+    """
 
     def specs() -> Iterator[Spec]:
         yield from base()
@@ -114,8 +117,9 @@ def stacked(model_type: str, router: str, biases: bool = False, stored: str | No
 
 
 def deepseek_v3(stored: str | None = None) -> list[Candidate]:
-    """Return a model with MLA, a dense layer 0, shared experts, and multi-token prediction as layer
-    num_hidden_layers.
+    """Return a model like DeepSeek-V3: multi-head latent attention, a dense layer 0, and shared experts.
+
+    Multi-token prediction is the layer after the last one. stored: as for _candidates.
     """
 
     def specs() -> Iterator[Spec]:

@@ -29,7 +29,10 @@ def environment() -> dict[str, str]:
 
 
 class Model:
-    """Hold the paths of a source model and of a destination, and the files that the conversion must write."""
+    """Hold a source model in `folder`, the destination of a conversion, and `whole`, the files that it must write.
+
+    make: writes the source model to a directory.
+    """
 
     def __init__(self, folder: Path, make: Callable[[Path], object] = synthetic.dense) -> None:
         self.folder, self.source, self.out = folder, folder / "m", folder / "out"
@@ -122,7 +125,7 @@ def stopping(at: int) -> Callable[[int], None]:
 
 
 def shard(model: Model) -> Path:
-    """Return the path of a file with weights in the unfinished directory of a stopped conversion."""
+    """Return the path of the first file with weights in the partial directory of a stopped conversion."""
     return model.partial / "model-00001-of-00002.safetensors"
 
 

@@ -41,7 +41,7 @@ def refused(text: str) -> pytest.RaisesExc[CheckpointError]:
 
 
 def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype = BF16) -> np.ndarray:
-    """Return random normal values that depend only on the tensor's name."""
+    """Return random normal values that depend only on `name` and `shape`. std: the standard deviation."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return (generator.standard_normal(shape) * std).astype(dtype)
 
@@ -90,17 +90,20 @@ def write_model(
 
 
 def _linear(tensors: Tensors, module: str, shape: tuple[int, int], std: float = 0.02, dtype: np.dtype = BF16) -> None:
-    """Add the weight of a linear layer."""
+    """Add the weight of the linear layer `module` to `tensors`, with random values."""
     tensors[f"{module}.weight"] = random(module, shape, std, dtype)
 
 
 def _norm(tensors: Tensors, module: str, size: int = HIDDEN) -> None:
-    """Add the weight of a norm."""
+    """Add the weight of the norm `module` to `tensors`, all ones."""
     tensors[f"{module}.weight"] = np.ones(size, BF16)
 
 
 def _attention(tensors: Tensors, module: str) -> None:
-    """Add the q, k, v and o projections. q, k and v have different magnitudes, so that tests notice a shared amax."""
+    """Add an attention module to `tensors`: q, k, v and o projections and a norm of q.
+
+    q, k and v have different magnitudes, so that tests notice whether they share an amax.
+    """
     for name, rows, std in (("q_proj", 64, 0.02), ("k_proj", 32, 0.08), ("v_proj", 32, 0.01)):
         _linear(tensors, f"{module}.{name}", (rows, HIDDEN), std)
     _linear(tensors, f"{module}.o_proj", (HIDDEN, 64))
@@ -108,7 +111,7 @@ def _attention(tensors: Tensors, module: str) -> None:
 
 
 def _mlp(tensors: Tensors, module: str, inner: int) -> None:
-    """Add the projections of an MLP."""
+    """Add the gate, up and down projections of an MLP to `tensors`. inner: the number of rows of gate and up."""
     for name, shape, std in (
         ("gate_proj", (inner, HIDDEN), 0.02),
         ("up_proj", (inner, HIDDEN), 0.06),

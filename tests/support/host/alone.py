@@ -25,10 +25,12 @@ HERE = Path(__file__).parent
 
 
 def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
-    """Transform runs (n, 16), n even, with the functions of hadamard.cuh.
+    """Transform the runs x (n, 16), where n is even, with the functions of hadamard.cuh.
 
-    Return three arrays: the transforms; the transforms by the code for columns, which handles two runs at a time; and
-        per run 1 if the float32 sums were certain, else 0.
+    Return three arrays: the transforms by the code for rows, the transforms by the code for columns (which handles two
+    runs at a time), and per run 1 if the float32 sums were certain, else 0.
+
+    mask: the sign mask of the transform.
     """
     y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
@@ -40,7 +42,10 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
 
 
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
-    """Write the bounds of losses, summed per block by search_loss_bounds.cuh, to `out`."""
+    """Write the lower bounds of losses that search_loss_bounds.cuh computes for each block of x to `out`.
+
+    first: per block, the E4M3 code of the smallest candidate scale. reciprocals: per block, 1 / that scale.
+    """
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
     text += (HERE / "bounds.cu").read_text()
     fields = np.dtype([(name, "u8") for name in ("x", "reciprocals", "first", "out", "count")])

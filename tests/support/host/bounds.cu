@@ -1,5 +1,5 @@
-// Test kernel of search_loss_bounds.cuh: store, per block, the sums of lower bounds of the losses of candidates first
-// to first + 7. Block i has i % 8 + 1 candidates.
+// Test kernel of search_loss_bounds.cuh. For each block i of x, store the lower bounds of the losses of eight scales,
+// whose codes are first[i] to first[i] + 7. Only the first i % 8 + 1 of them count as candidates.
 struct Arguments {
   const float *x, *reciprocals;
   const u32* first;
