@@ -214,10 +214,7 @@ _PART_NAMES = {
 
 
 def rest_of_kv(name: str) -> bool:
-    """Return whether a tensor's name is that of a scale of the KV cache or of attention, such as "attn.k_scale".
-
-    Such scales may be stored beside no linear layer.
-    """
+    """Return whether a tensor is a scale of the KV cache or of attention. Its name tells, such as "attn.k_scale"."""
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 

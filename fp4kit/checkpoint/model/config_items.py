@@ -290,9 +290,12 @@ def _declared_by(group: Mapping[str, Any]) -> str:
 
 
 def _matches(group: Mapping[str, Any], name: str) -> bool:
-    """Return whether a config group names a layer: by its class, by its name or that of its parent, or by a pattern.
+    """Return whether a config group applies to a layer.
 
-    A pattern begins with "re:". The name of a class, such as Linear or FusedMoE, may mean any layer.
+    A target of a group is a regular expression ("re:..."), the name of a class, such as Linear or FusedMoE, which
+    matches every layer, or the name of the layer or one of its parents. A layer's name may be cut at its beginning.
+
+    group: an entry of ``config_groups``. name: the name of the layer.
     """
     for target in group.get("targets") or ():
         if target.startswith("re:"):

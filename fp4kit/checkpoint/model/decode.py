@@ -19,10 +19,10 @@ CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries 
 
 
 def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
-    """Yield consecutive slices that cover the rows of a matrix, each of at most CHUNK_ELEMENTS elements.
+    """Yield consecutive slices that cover the rows of a matrix, so that it can be processed in chunks.
 
-    The number of rows of every slice except the last is a multiple of ``multiple``, even if ``multiple`` rows have more
-    than CHUNK_ELEMENTS elements. A matrix without rows gives no slice.
+    A slice has as many rows as fit into CHUNK_ELEMENTS elements, rounded down to a multiple of ``multiple``, but at
+    least ``multiple`` rows. The last slice may be shorter. A matrix without rows gives no slice.
 
     rows, columns: the shape of the matrix.
     """

@@ -25,7 +25,7 @@ class Item(NamedTuple):
 
     @property
     def subject(self) -> str:
-        """The item's name for messages, with ``what`` if there is one. For configs and metadata, with ``place``."""
+        """The item's name for messages: "NAME (WHAT)" or NAME for a tensor, "PLACE: NAME" for any other item."""
         if self.what:
             return f"{self.name} ({self.what})"
         return self.name if self.place == "tensor" else f"{self.place}: {self.name}"

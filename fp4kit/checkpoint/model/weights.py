@@ -243,9 +243,10 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 
 
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
-    """Return a module as a quantized weight in ``container``, or None if its tensors do not fit the container.
+    """Return the quantized weight of a module if its tensors fit a container, or None if they do not.
 
     module: the name of the module.
+    container: the container to try.
     places: tensor name -> place, for all tensors of the checkpoint.
     damaged: True to accept block scales of the wrong shape and a missing tensor scale.
     """
@@ -343,9 +344,10 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 
 
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the shape (E, N, K) of a stack of experts whose stored ``shape`` is that or (E, K, N).
+    """Return the shape (E, N, K) of a stack of experts that is stored as (E, N, K) or (E, K, N).
 
-    The model type in ``config``, the content of config.json, decides.
+    shape: the stored shape.
+    config: the content of config.json, whose ``model_type`` decides which of the two it is.
     """
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)

@@ -65,8 +65,8 @@ class Activations:
             source: a Collector; or the paths of files that Collector.save wrote, such as one per process of a
                 distributed run.
             rule: how an amax follows from the inputs, as for Collector.amaxes: "max", "headroom" or a Headroom.
-            unseen: what to do with an expert that saw no input other than zero: "error", "layer" or "none", as for
-                the class.
+            unseen: what to do with an expert that saw no input other than zero: "error", "layer" or "none" (see
+                Activations).
 
         Returns:
             The Activations.
@@ -191,9 +191,9 @@ def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bo
 
 
 def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
-    """Return ``amaxes`` (layer -> amax) unchanged if every input scale that follows is a normal float32.
+    """Return ``amaxes`` (layer -> amax) unchanged if the input scale of every layer is a normal float32.
 
-    Raises CheckpointError, with the names of the other layers, if one is not.
+    Raises CheckpointError, with the names of the layers for which it is not.
     """
     unusable = [
         layer

@@ -103,7 +103,7 @@ class Job:
     targets: where to write each part of the output (codes, scales, ...).
     expert: the index of the matrix to read; 0 for a single layer.
     span: the rows (first, end) to read; None for all.
-    group: jobs with one group share a tensor scale.
+    group: the name of a group. All jobs with this name share a tensor scale.
     recipe: how new codes are computed; None for "copy".
     form: the container to write; None to write unquantized values.
     input_scale: the activation scale to write, as the user gave it; None if the user gave none. A layer that keeps its
@@ -168,7 +168,7 @@ class Job:
     def slab_bytes(self) -> int | None:
         """The size of a slab, the rows that are read at a time, in bytes of source elements.
 
-        None means the default, if the job runs on the CPU.
+        None for a job that runs on the CPU, which uses the default.
         """
         return None if self.device is None else DEVICE_SLAB_BYTES
 

@@ -84,7 +84,7 @@ def final_path(target: Path, name: str) -> Path:
 
 
 def check_target(target: Path) -> None:
-    """Raise CheckpointError if the destination of a split GGUF model has the name of one of such files.
+    """Raise CheckpointError if the destination of a split GGUF model is named like one of its files.
 
     target: the destination that the user named. It must be DST.gguf, not DST-00001-of-00003.gguf.
     """

@@ -39,7 +39,7 @@ from fp4kit.storage.errors import CheckpointError
 
 T = TypeVar("T")
 Call = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
-# The number of calls to submit at a time if the number of workers is unknown. It exceeds that of a cluster's workers.
+# The number of calls to submit at a time if the number of workers is unknown. Clusters have fewer workers than this.
 MAX_PENDING = 1024
 _ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
 _SECONDS = 30  # timeout for the dask scheduler, and for its first worker
@@ -181,7 +181,7 @@ def run_all(
     queue: the calls, as (function, arguments).
     max_pending: the largest number of calls that the executor has at a time, running or waiting.
 
-    Raises ChildProcessError if a worker died, and any exception that a call raises.
+    Raises ChildProcessError if a worker died. Exceptions of the calls are raised unchanged.
     """
     if executor is None:
         while queue:

@@ -59,12 +59,13 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
 
 
 def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return what the jobs of a finished but killed run did: job key -> Done, from the journal among its leftovers.
+    """Return the results of a run's jobs, job key -> Done, if the run was killed after it had finished its result.
 
-    Return None if there is no journal with this key, because a run with other options may have made the destination.
+    They are read from the journal among the run's leftovers. Return None if there is no journal with this key, because
+    a run with other options may have made the destination.
 
     destination: as for leftovers_of.
-    key: the key of the run (see convert/journal.py).
+    key: the key of the run, which identifies source, request and version (see convert/journal.py).
     """
     for path in leftovers_of(destination):
         journal = path if path.name == staging.JOURNAL else path / staging.JOURNAL

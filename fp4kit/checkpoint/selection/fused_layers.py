@@ -38,7 +38,7 @@ FUSIONS = (
     Fusion(("w1", "w3"), None),
     Fusion(("q_a_proj", "kv_a_proj_with_mqa"), "fused_qkv_a_proj_with_mqa"),
     Fusion(("wq", "wk", "wv"), "qkv_proj"),
-    # DeepSeek-V4 fuses wq_a and wkv. Mistral calls the second layer wkv_a_with_mqa.
+    # The names of DeepSeek-V4 are wq_a and wkv. Mistral calls the second layer wkv_a_with_mqa.
     Fusion(("wq_a", "wkv", "wkv_a_with_mqa"), "fused_wqa_wkv"),
     Fusion(("in_proj_qkv", "in_proj_z"), "in_proj_qkvz"),  # Qwen3.5 in vLLM and SGLang
     Fusion(("in_proj_b", "in_proj_a"), "in_proj_ba"),
