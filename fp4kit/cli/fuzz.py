@@ -19,7 +19,7 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.draw import OPERATIONS, Pool
 from fp4kit.recipes import recipe
 
-_SHOWN = 20  # how many reasons why calls were rejected or declined are printed at most
+_SHOWN = 20  # the largest number of reasons for rejected or declined calls that are printed
 
 
 def register(commands: Any) -> None:

@@ -182,7 +182,7 @@ def add_command(
 
 
 def add_ignore(parser: Any) -> None:
-    """Add the option --ignore, which several commands have."""
+    """Add the option --ignore, which several commands that read checkpoints share."""
     text = (
         "leave out a tensor, config key or metadata entry that fp4kit does not know, instead of stopping; at your own"
         " risk; repeatable"

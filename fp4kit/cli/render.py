@@ -168,7 +168,10 @@ def _stacked(
 
 
 def _facts(titles: Row, cells: Row, width: int, ellipsis: str) -> list[str]:
-    """Return the cells of one row as wrapped lines of "title cell" pairs. Empty cells are left out."""
+    """Return the cells of one row as lines of "title cell" pairs that fit ``width``. Empty cells are left out.
+
+    A word that is wider than a line is shortened with ``ellipsis``.
+    """
     facts = (f"{title} {cell}" for title, cell in zip(titles, cells, strict=True) if cell)
     text = " ".join(shortened(word, width - 2, ellipsis) for word in ", ".join(facts).split())
     return [f"  {line}" for line in wrapped(text, width - 2)]

@@ -20,7 +20,7 @@ from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.selftest import tasks as selftest
 
-_SHOWN = 20  # how many differences, and how many reasons why cases were left out, are printed at most
+_SHOWN = 20  # the largest number of differences, and of reasons why cases were left out, that are printed
 
 
 def register(commands: Any) -> None:

@@ -325,7 +325,11 @@ class Container:
         return self.suffixes[CODES if self.in_blocks else part]
 
     def stores(self, recipe: Recipe) -> bool:
-        """Return whether this container can store the codes and scales of a recipe."""
+        """Return whether this container can store the codes and scales of a recipe.
+
+        Element format, scale format, block size and tensor scaling must agree. A recipe that only fakes quantization
+        cannot be stored.
+        """
         scaling = "tensor" if self.has_tensor_scale else "none"
         return (
             not recipe.fake_only
@@ -348,7 +352,7 @@ class Container:
         return self.element, self.scale, self.block, per_column, self.rounds
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
-        """Return the number of bytes of a layer of shape [..., N, K] in this container, without input scales."""
+        """Return the number of bytes of a layer of shape [..., N, K] in this container, without its input scale."""
         return sum(nbytes_of(*spec) for spec in self.specs(shape).values())
 
 

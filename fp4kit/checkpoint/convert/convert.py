@@ -68,7 +68,10 @@ class ConversionReport:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """The written files of a result that is not a directory, the first one of a split model first; else ()."""
+        """The paths of the files that were written; () if the result is a directory.
+
+        The files of a split GGUF model are in order.
+        """
         return tuple(paths_to_write(self.plan, self.destination).values())
 
     @lazy_property
@@ -227,9 +230,9 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
-    """Return name in the partial directory -> final path, for the files of a result that is not a directory.
+    """Return file name in the partial directory -> final path, for a result of one or several files.
 
-    Return {} if ``target`` is a directory.
+    Return {} if the result is a directory.
     """
     if plan.is_split:
         return {file.name: final_path(target, file.name) for file in plan.files}
@@ -242,10 +245,10 @@ def _is_safetensors(path: Path) -> bool:
 
 
 def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
-    """Return a message with the entry of config.json that loaders of ``target`` need, if ``target`` is a single
-    safetensors file, which cannot hold it.
+    """Return a message about the config that loaders need but a single safetensors file cannot hold.
 
-    Return () for other destinations, for unquantized results and for ComfyUI's format, which needs no config.
+    The message shows the entry of config.json. Return () if ``target`` is not a safetensors file, if the result is
+    unquantized, and for ComfyUI's format, which needs no config.
     """
     if not _is_safetensors(target) or plan.form is None or plan.form.format == comfy.FORMAT:
         return ()
@@ -257,7 +260,7 @@ def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
 
 
 def _check_file(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if ``target`` is named like a safetensors file and the plan cannot be written as one."""
+    """Raise CheckpointError if ``target`` ends in .safetensors, but the plan cannot be written as a single file."""
     if not _is_safetensors(target) or plan.is_file:
         return
     form = "" if plan.form is None else plan.form.format
@@ -271,8 +274,9 @@ def _check_file(plan: Plan, target: Path) -> None:
 
 
 def _check_name(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if ``target`` is named like a directory and the plan writes a file, or the other way
-    round.
+    """Raise CheckpointError if the name of ``target`` does not suit what the plan writes.
+
+    A plan writes a directory, a safetensors file, a GGUF file or the files of a split GGUF model.
     """
     _check_file(plan, target)
     check_gguf_name(plan.is_file, target)

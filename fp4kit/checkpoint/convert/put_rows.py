@@ -1,4 +1,4 @@
-"""Write rows of codes and their block scales as a container stores them: as two tensors, or as the blocks of one."""
+"""Write rows of codes and their block scales as a container stores them: in two tensors, or interleaved in one."""
 
 from __future__ import annotations
 

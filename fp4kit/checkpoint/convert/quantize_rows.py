@@ -63,8 +63,8 @@ def _column_weights(job: Job, readers: Readers) -> np.ndarray | None:
 def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quantized:
     """Quantize a slab (some rows of a weight) on the job's device, and return the result as NumPy arrays.
 
-    tensor_amax: the amax for the tensor scale; None if the recipe has no tensor scale. If it is 0, the result is that
-        of of_zeros.
+    tensor_amax: the amax for the tensor scale; None if the recipe has no tensor scale. If it is 0, ``of_zeros`` makes
+        the scales.
     """
     if tensor_amax is not None and tensor_amax == 0:
         return of_zeros(quantize(x, job.new_recipe, tensor_amax=tensor_amax))

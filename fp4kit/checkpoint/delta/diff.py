@@ -1,4 +1,4 @@
-"""Make a patch: find the bytes that differ between two versions of a checkpoint, and count the codes that flipped."""
+"""Make a patch: find the bytes that differ between two versions of a checkpoint, and count the codes that changed."""
 
 from __future__ import annotations
 

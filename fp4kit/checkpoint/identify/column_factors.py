@@ -25,7 +25,7 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
-MAX_ROWS = 512  # rows from which factors are found
+MAX_ROWS = 512  # the largest number of rows from which factors are estimated
 MIN_ROWS = 32
 GAIN_DB = 0.5  # factors per column must improve the signal-to-noise ratio by this, compared with one common factor
 MIN_DB = 12.0  # signal-to-noise ratio that the layer must have with factors
@@ -71,7 +71,7 @@ def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
         factors = np.nan_to_num((d * s).sum(0) / (s * s).sum(0), nan=1.0)
     if not np.isfinite(d).all() or not (factors > 0).all():
         return None
-    common = float((d * s).sum() / (s * s).sum())  # a wrong tensor scale is one factor for all columns
+    common = float((d * s).sum() / (s * s).sum())  # one factor for all columns, as from a wrong tensor scale
     plain, scaled = (sqnr_db(float((d * d).sum()), float(((d - s * f) ** 2).sum())) for f in (common, factors))
     if scaled < max(MIN_DB, plain + GAIN_DB):
         return None

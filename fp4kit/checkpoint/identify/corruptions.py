@@ -258,7 +258,9 @@ def _in_layout(
     They may be whole or have the padding cut off. If ``layout`` is linear, they may also include the padding of the
     declared layout. Yield nothing if the number of bytes fits none of these.
 
-    mishap: the name of the mishap if the padding is right, or None. For the other arguments, see scale_orders.
+    mishap: the name of the mishap of scales in ``layout`` with correct padding; None if this is the declared layout.
+
+    For the other arguments, see scale_orders.
     """
     padded = padded_shape(shape, layout)
     if stored.size == prod(padded):

@@ -1,4 +1,6 @@
-"""Recognize block scales that were searched or calibrated: no recipe gives them, but one gives all codes under them."""
+"""Recognize block scales that were searched or calibrated.
+
+No recipe gives such block scales, but some recipe gives all codes under them."""
 
 from __future__ import annotations
 

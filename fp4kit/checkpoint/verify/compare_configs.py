@@ -119,7 +119,7 @@ def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, A
 
 
 def _text(value: Any) -> str:
-    """Return a value as JSON text with sorted keys, so that values are equal in type and content if their texts are."""
+    """Return a value as JSON text with sorted keys. Values with equal texts are equal in type and content."""
     return json.dumps(value, sort_keys=True)
 
 

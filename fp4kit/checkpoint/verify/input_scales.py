@@ -26,8 +26,8 @@ from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.verify.integrity import Issue
 from fp4kit.formats import NVFP4
 
-_FAR = 1024.0  # the largest usual ratio of an amax and the median of its kind, massive activations included
-_FEWEST = 4  # layers that a median needs
+_FAR = 1024.0  # the largest ratio of an amax to the median of its kind that is usual, even with massive activations
+_FEWEST = 4  # the smallest number of layers for which a median is computed
 _INVERTED = float(
     1 << 19
 )  # medians of measured amaxes are smaller, also with headroom; those of inverted scales are not

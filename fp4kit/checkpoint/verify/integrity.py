@@ -60,7 +60,7 @@ class Issue:
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
-    """Yield a warning if a config declares factors per column, but no layer has some."""
+    """Yield a warning if a config declares factors per column (AWQ), but no layer has such factors."""
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
         yield Issue("warning", "config.json", lost)
@@ -227,9 +227,13 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 
 
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Finding]:
-    """Yield a finding for each mistake that an engine would make because of the checkpoint's exclusion list.
+    """Yield a finding for each module that the checkpoint's exclusion list makes an engine load wrongly.
 
-    name: the container as the requirements of loaders list it. config: config.json, with its declaration at the top.
+    Nothing is yielded if the container has no exclusion list, or if no engine reads it.
+
+    name: the container's name in loaders/, from _container_id.
+    form: the container; None if no layer is quantized.
+    config: the content of config.json, with its ``quantization_config`` at the top level.
     """
     declared = config.get("quantization_config")
     syntax = CONTAINERS[name].syntax
