@@ -187,9 +187,9 @@ class Container:
 
     @property
     def needed(self) -> set[str]:
-        """The parts without which a layer cannot be read: codes, block scales and column scales, if there are any.
+        """The parts without which a layer cannot be read, among codes, block scales and column scales.
 
-        The tensor scale is not among them.
+        They are those that the container has. A missing tensor scale is handled separately.
         """
         return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE}
 

@@ -149,7 +149,7 @@ class Journal:
             self._write({"key": key})
 
     def _believe(self, line: Mapping[str, Any]) -> None:
-        """Store the Measured or Done of one line of the interrupted run. Ignore a damaged line."""
+        """Store the result in one line of the interrupted run in ``measured`` or ``done``. Ignore a damaged line."""
         with suppress(TypeError):  # the line has too many or too few fields
             if "measured" in line:
                 self.measured[str(line["measured"][0])] = Measured(*line["measured"])
@@ -163,11 +163,11 @@ class Journal:
             data = data[os.write(self._file, data) :]
 
     def note_measured(self, found: Measured) -> None:
-        """Append the measurements of a job's weight, such as its amax."""
+        """Append a line with the measurements of a job's weight, such as its amax."""
         self._write({"measured": list(found)})
 
     def note_done(self, found: Done) -> None:
-        """Append that a job has written its bytes, with their CRC-32."""
+        """Append a line that records that a job is done, with the CRC-32 of the bytes that it wrote."""
         self._write({"done": list(found)})
 
 

@@ -54,7 +54,7 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Hold the name of a layer, its explanation, and the name of its format."""
+    """Hold the name of a layer, its explanation, and the name of its format (see LayerPair.format)."""
 
     name: str
     explanation: Explanation

@@ -107,7 +107,7 @@ def _expression(root: str) -> str:
 
 
 def _mounted(root: str) -> str:
-    """Return the name that serving engines give the subtree ``root`` of a multimodal model, or ``root`` if it is equal.
+    """Return the name that serving engines give the subtree ``root`` of a multimodal model; it may equal ``root``.
 
     A list needs regular expressions for both names, because engines map plain names in a list to their own names, but
     not regular expressions.
