@@ -53,7 +53,7 @@ def as_shape(op: str, shape: Any) -> tuple[int, ...]:
     return found
 
 
-# Argument names of other libraries: {name: (fp4kit's parameter, what the error message advises)}.
+# {argument name that other libraries use: (fp4kit's parameter, the advice in the error message)}
 _OTHER_NAMES = {
     "block_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
     "group_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),

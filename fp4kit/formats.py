@@ -292,8 +292,8 @@ class ElementFormat:
 
         Raises:
             TypeError: x is not an array of such numbers, or saturate is not a bool.
-            ValueError: rounding is unknown; random bits are missing, not needed or of another shape; or an integer is
-                beyond 2^53.
+            ValueError: rounding is unknown; random bits are missing, not needed, or not in the shape of x; or an
+                integer is beyond 2^53.
 
         Numerics:
             float64 is rounded directly, not through float32. Overflow is judged after rounding, as in IEEE 754, so a

@@ -25,18 +25,18 @@ _LAYOUTS: dict[np.dtype, tuple[Any, int, int]] = {  # integer type of the bits, 
 
 
 def _round_ties_to_zero(a: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties toward zero."""
+    """Return a >= 0 rounded to the nearest integers, ties toward zero."""
     return np.ceil(a - a.dtype.type(0.5))  # exact, because a < 2^(M + 1) and M is small
 
 
 def _round_ties_away(a: np.ndarray) -> np.ndarray:
-    """Round to nearest, ties away from zero."""
+    """Return a >= 0 rounded to the nearest integers, ties away from zero."""
     floor = np.floor(a)
     return floor + (a - floor >= a.dtype.type(0.5))
 
 
 def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
-    """Round to nearest even through a + 0.5, as auto-round does.
+    """Return a >= 0 rounded to the nearest integers, ties to even, through the sum a + 0.5, as auto-round does.
 
     The sum is rounded to the precision of a. So the number just below 0.5, whose sum rounds to 1, gives 1 instead of 0.
     """
@@ -74,7 +74,7 @@ def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -
     """Return the codes of magnitudes a in a format, as integers, by the formula at the head of this file.
 
     The format is treated as if it had no largest value, so the caller must clip a or the codes. emin and mantissa_bits
-    are those of the format.
+    are those of the format. rounding is a function that rounds magnitudes to integers, such as one of ROUNDINGS.
 
     a is float32 or float64 without NaN. It must be below 2^(127 + mantissa_bits), in float64 below 2^(1023 +
     mantissa_bits). A nonzero a must not be so small that a / step underflows.

@@ -28,10 +28,11 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Panel:
-    """Hold what is displayed about an object, and render it as text or HTML.
+    """Hold what is displayed about an object, and render it as text or HTML. Empty parts are left out.
 
     Attributes:
-        facts: (name, text) pairs.
+        title: the first line.
+        facts: (name, text) pairs, one line each.
         columns, rows: a table; every column but the first is right-aligned.
         heading, bars: a bar chart of (label, count) pairs under its heading.
     """
@@ -69,7 +70,7 @@ class Panel:
         return "".join(parts) + "</div>"
 
     def _totals(self) -> tuple[int, int]:
-        """Return (largest count of a bar, sum of all counts), by which the bars of the chart are scaled."""
+        """Return (largest count of a bar, sum of all counts): the arguments `largest` and `total` of _bar."""
         counts = [count for _, count in self.bars]
         return max(counts), sum(counts)
 
@@ -86,7 +87,10 @@ def share(count: int, total: int) -> str:
 
 
 def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = None) -> list[str]:
-    """Return the rows as lines of aligned columns. By default every column but the first is right-aligned."""
+    """Return the rows of a table as lines of text, with columns padded to equal width.
+
+    right: the indices of right-aligned columns; None right-aligns every column but the first.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     right = tuple(range(1, len(widths))) if right is None else right
     cells = ([f"{cell:{'>' if i in right else '<'}{widths[i]}}" for i, cell in enumerate(row)] for row in rows)
@@ -94,16 +98,17 @@ def _aligned(rows: list[Row] | tuple[Row, ...], right: tuple[int, ...] | None = 
 
 
 def _bar(label: str, count: int, largest: int, total: int) -> Row:
-    """Return a bar as cells of a text table: label, count, percentage, and a bar of block characters.
+    """Return a bar as cells of a text table: label, count, percentage of `total`, and a bar of block characters.
 
-    The length of the bar is rounded to 1/8 character.
+    The bar of the count `largest` has the full length. Lengths are rounded to 1/8 character; a positive count has a bar
+    of at least 1/8.
     """
     eighths = max(round(8 * _BAR * count / largest), 1) if count else 0
     return label, f"{count:,}", share(count, total), "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
 
 
 def _html_bar(label: str, count: int, largest: int, total: int) -> str:
-    """Return a bar of the chart as a row of an HTML table."""
+    """Return a bar of the chart as a row of an HTML table. The arguments are those of _bar."""
     bar = f'<div class="bar" style="width:{16 * count / largest:.2f}em"></div>' if count else ""
     cells = (label, f"{count:,}", share(count, total))
     return "<tr>" + "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells) + f"<td>{bar}</td></tr>"
@@ -120,6 +125,6 @@ def _right(column: int) -> str:
 
 
 def _table(rows: Iterable[str], kind: str = "facts") -> str:
-    """Return an HTML table of the rows, or an empty string if there are none."""
+    """Return an HTML table of the given HTML rows, or an empty string if there are none. kind: its CSS class."""
     body = "".join(rows)
     return f'<table class="{kind}">{body}</table>' if body else ""

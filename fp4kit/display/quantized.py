@@ -12,10 +12,10 @@ from fp4kit.quantized.container import PARTS, Quantized
 
 
 def panel(q: Quantized) -> Panel:
-    """Return the panel of a Quantized. Reads all of its codes and scales.
+    """Return the panel of a Quantized, for which all of its codes and scales are read.
 
-    It shows shapes, bits per value, the range of the scales, saturated values, zero blocks and a histogram of the
-    scales.
+    The panel shows shapes, bits per value, the range of the scales, saturated values, zero blocks and a histogram of
+    the scales.
     """
     found = statistics(q)
     facts = [
@@ -76,7 +76,10 @@ def _held(array: Any) -> str:
 
 
 def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
-    """Return facts about block scales: their format and layout, and the range of the finite scales."""
+    """Return (name, text) facts: the format and layout of the block scales, and the range of the finite scales.
+
+    Without block scales, the range is that of the tensor scales. A fact that the Quantized lacks is left out.
+    """
     facts = (
         [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one per {_block(q)}, {q.scale_layout}")]
     )
@@ -87,7 +90,7 @@ def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
 
 
 def _block(q: Quantized) -> str:
-    """Return the size of a block in words."""
+    """Return the size of a block as text, such as "1 x 32 elements"."""
     rows, columns = q.recipe.block or (1, 1)
     return f"{rows} x {columns} elements"
 

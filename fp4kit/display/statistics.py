@@ -42,7 +42,7 @@ class Statistics:
 
 
 def statistics(q: Quantized) -> Statistics:
-    """Return the statistics of a Quantized. Reads all of its codes and scales.
+    """Return the statistics of a Quantized, counted over all of its codes and scales.
 
     On a host with two cores, 4096 x 4096 values take 16 ms in NVFP4 and 45 ms in MXFP8.
     """
@@ -59,7 +59,10 @@ def statistics(q: Quantized) -> Statistics:
 
 
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
-    """Yield chunks of whole block rows of the codes, on the host, each (rows, bytes) of about CHUNK_BYTES."""
+    """Yield the stored codes in chunks (rows, bytes) of about CHUNK_BYTES, as NumPy arrays of whole rows of blocks.
+
+    block_rows: the rows per block.
+    """
     *_, rows, width = packed.shape if packed.ndim > 1 else (1, *packed.shape)
     if not packed.size:
         return
@@ -73,7 +76,7 @@ def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
 
 
 def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Return how often each code occurs, given how often each byte value occurs."""
+    """Return how often each code of fmt occurs, given how often each of the 256 byte values occurs."""
     if fmt.packing.codes == 1:
         return by_byte[: 2**fmt.bits]
     pairs = by_byte.reshape(16, 16)  # high nibble, low nibble
@@ -81,7 +84,10 @@ def _by_code(by_byte: np.ndarray, fmt: ElementFormat) -> np.ndarray:
 
 
 def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return bool (block rows, blocks per row): True where every code of the block is a zero of either sign."""
+    """Return which blocks consist of zeros of either sign: bool (rows of blocks, blocks per row).
+
+    codes: a chunk of stored codes, uint8 (rows, bytes).
+    """
     fmt = recipe.element
     zero = 0xFF if fmt.is_integer else ~fmt.sign_bit & 0xFF
     mask = zero & 0x0F | (zero & 0x0F) << 4 if fmt.packing.codes > 1 else zero
@@ -95,7 +101,10 @@ def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 
 def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Return (distinct scales as float32, how often each occurs)."""
+    """Return the distinct block scales of q as float32, and how often each occurs.
+
+    If q has no block scales, return those of its tensor scales.
+    """
     part = q.block_scale if q.block_scale is not None else q.tensor_scale
     (part,) = import_arrays("statistics", scales=part)
     part = to_host(part)
@@ -108,10 +117,10 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
 
 
 def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> tuple[tuple[str, int], ...]:
-    """Return a histogram of the scales, grouped by floor(log2(scale)), as (label, count) bars in increasing order.
+    """Return a histogram of the scales, grouped by floor(log2(|scale|)), as (label, count) bars in increasing order.
 
-    Zeros come first; inf and NaN come last. If there would be more than ``max_bars`` bars, neighbouring exponents share
-    a bar.
+    Zeros come first; inf and NaN come last. If there would be more than ``max_bars`` bars besides those, neighbouring
+    exponents share a bar. counts: how often each scale occurs.
     """
     sizes = np.abs(scales)
     nonzero = (sizes > 0) & np.isfinite(sizes)

@@ -66,7 +66,7 @@ __all__ = [
 
 @np.errstate(all="ignore")
 def amax(call: Call) -> np.ndarray:
-    """Return the amax of each block of call.moved, float32 (..., M / block rows, K / block).
+    """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
 
     For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does.
     """
@@ -91,7 +91,10 @@ def amax(call: Call) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest |x|, float32, over all of x (axis None) or along axes. NaN in x gives NaN."""
+    """Return the largest |x| as float32: over all of x if axis is None, otherwise along an axis or a tuple of axes.
+
+    NaN propagates. An empty reduction gives 0.
+    """
     if axis is not None:
         return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
     chunks = np.nditer(x, flags=["external_loop", "buffered", "zerosize_ok"], buffersize=TILE_ELEMENTS)
@@ -117,7 +120,7 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
 
 
 class MatrixFunctions(NamedTuple):
-    """The functions that a host engine supplies to the functions of this module; by default the specification's.
+    """The functions of a host engine that compute one matrix or one array; by default those of the specification.
 
     Attributes:
         tensor_amax: computes the tensor amax of a whole array.
@@ -137,7 +140,7 @@ class MatrixFunctions(NamedTuple):
 
 
 def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
-    """Return the tensor amax of a call: the caller's, or else computed; None if the recipe has no tensor scale."""
+    """Return the tensor amax that the caller passed, or else a computed one; None if there is no tensor scale."""
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
     return functions.tensor_amax(call.moved, call.recipe, call.mask)
@@ -180,7 +183,7 @@ def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quan
 
 
 def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
-    """Return the results of quantize for the rowwise and for the columnwise call."""
+    """Return (quantize(row), quantize(column)), for the rowwise and the columnwise call of an array."""
     return quantize(row), quantize(column)
 
 
@@ -218,7 +221,7 @@ def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions)
 
 
 def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the arrays to write codes and linear block scales into; None for the scales if the recipe has none.
+    """Return the pair of arrays to write codes and linear block scales to; None for scales if the recipe has none.
 
     They are the arrays of call.out if these are contiguous and linear, so that no copy is needed; otherwise new arrays.
     """
@@ -234,7 +237,10 @@ def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
 def _quantize_matrices(
     call: Call, amax: np.ndarray | None, packed: np.ndarray, scales: np.ndarray | None, functions: MatrixFunctions
 ) -> None:
-    """Write the codes and linear block scales of all matrices of a call into packed and scales. amax: tensor amax."""
+    """Write the codes and linear block scales of all matrices of a call to packed and scales.
+
+    amax: the tensor amax; None if the recipe has no tensor scale. scales: None if the recipe has no block scales.
+    """
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -269,7 +275,10 @@ def dequantize(
     out: np.ndarray | None = None,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> np.ndarray:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array."""
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array.
+
+    functions: the functions of the engine that computes the values.
+    """
     use_out = out is not None and q.axis == len(q.shape) - 1 and out.flags.c_contiguous
     moved = out if out is not None and use_out else np.empty(q.moved_shape, dtype)
     if moved.size:
@@ -282,7 +291,7 @@ def dequantize(
 
 
 def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunctions) -> None:
-    """Write the values of all matrices of q into moved, whose last axis is the quantized one."""
+    """Write the values of all matrices of q to `moved`, an array whose last axis is the quantized one."""
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)
@@ -302,10 +311,10 @@ def requantize(
     target: Recipe,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> tuple[Quantized, int, np.ndarray]:
-    """Return q converted to another recipe, how many of its values changed, and the largest change.
+    """Convert q to the recipe `target`. Return the new Quantized, how many values changed, and the largest change.
 
-    The codes of all blocks in range are kept if the two recipes allow it; otherwise the values of q are quantized
-    again. NaN equals NaN.
+    The change is float32 (). If reference/requantize.py can keep the codes of q, only the blocks that are out of range
+    get new codes. Otherwise all values of q are quantized again. NaN equals NaN.
     """
     float32 = np.dtype(np.float32)
     values, kept = dequantize(q, float32, functions=functions), keep_codes(q, target)
@@ -323,7 +332,10 @@ def requantize(
 
 
 def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call: by the recipe's fake_rule if it has one, else by quantizing x."""
+    """Return the fake-quantized values of a call, in the shape and dtype of call.x.
+
+    They are made by the recipe's fake_rule if it has one, otherwise by quantizing and dequantizing x.
+    """
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
     amax, r = _tensor_amax(call, MatrixFunctions()), call.recipe
@@ -341,7 +353,7 @@ def fake_quantize(call: Call) -> np.ndarray:
 def _fake_matrix(
     x: np.ndarray, r: Recipe, amax: np.ndarray | None, block_amax: np.ndarray | None, values: np.ndarray
 ) -> None:
-    """Fake-quantize a matrix by r.fake_rule, and write the result into values.
+    """Fake-quantize a matrix by r.fake_rule, and write the result to `values`.
 
     amax: the tensor amax. block_amax: the block amaxes that the caller passed; None computes them.
     """
@@ -366,8 +378,8 @@ def clip_amax(call: Call) -> np.ndarray:
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
     """Return call.grad where |call.x| <= amax, and 0 elsewhere.
 
-    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks). Rows count over all axes but the last of
-        call.moved.
+    amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks), where rows are all axes of call.moved but the
+    last, joined.
     """
     grad, (M, K) = np.moveaxis(call.grad, call.axis, -1), (1, *call.moved.shape)[-2:]
     x, g = stack(call.moved, call.recipe, True), stack(grad, call.recipe, True)
@@ -437,9 +449,10 @@ def partial_cast(
     amax: Any,
     cast: Callable[..., None] = partial.partial_cast,
 ) -> None:
-    """Write the codes of a shard into out, the packed codes of a matrix (see ops/partial.py).
+    """Write the codes of a shard to `out`, the packed codes of the whole matrix: the driver of fp4kit.partial_cast.
 
-    amax: the tensor amax; None uses the largest of block_amax. cast: the engine's function that computes the codes.
+    block_amax, shape, start: as in fp4kit.partial_cast. amax: the tensor amax; None uses the largest of block_amax.
+    cast: the engine's function that computes the codes.
     """
     if r.tensor_scaling != "none" and amax is None:
         amax = np.max(block_amax, initial=np.float32(0))

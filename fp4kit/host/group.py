@@ -51,9 +51,9 @@ class Group:
         return self.vector is not None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: the caller's, or else computed into `vector`.
+        """Return the tensor amax of each array: the one that the caller passed, or else a view of `vector`.
 
-        The entries are None if the recipe has no tensor scale.
+        In the latter case, compute all amaxes first. The entries are None if the recipe has no tensor scale.
         """
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
@@ -86,12 +86,12 @@ class Group:
         return self._values
 
     def _with_amaxes(self, compute: bool) -> list[Call]:
-        """Return the calls with their tensor amaxes: the caller's, or else the group's.
+        """Return the calls with their tensor amaxes: those that the caller passed, or else those in `vector`.
+
+        compute: True computes the amaxes first; False uses the current content of `vector`.
 
         A computed amax that holds NaN is left out, because a call rejects a NaN amax. The engine then computes it again
         from the array.
-
-        compute: True computes the group's amaxes first; False uses the current content of `vector`.
         """
         amaxes = [call.tensor_amax for call in self._calls]
         if self.vector is not None:

@@ -135,7 +135,7 @@ class HostStages:
             copy.packed[...], copy.block_scale[...] = moved.packed, moved.block_scale
 
     def _transposed(self, q: Quantized) -> Quantized:
-        """Return the columnwise copy of a matrix."""
+        """Return the columnwise copy of q, one of the matrices in `quantized`."""
         codes, scales = self._run("transpose", q.packed, q.block_scale, q)
         return replace(q, packed=codes, block_scale=scales, axis=0)
 

@@ -12,7 +12,8 @@ from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("ggml 0.25.3", "ggml 0.25.3")
-# Recipe fields for rounding to the first of the nearest values in code order. MLX's recipes use them too.
+# Recipe fields for rounding to the nearest value. Among equally near values, the first in code order is taken. MLX's
+# recipes use these fields too.
 FIRST = {
     "rounding": "first",
     "sign": "unsigned_zero",

@@ -232,7 +232,8 @@ def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
 def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
     """Yield four 4over6 variants of a recipe: error measures mae and mse, each with scale_max 448 and 256.
 
-    4over6 lets each block choose between two scales, by the error that they give. prefix begins the id of each variant.
+    4over6 lets each block choose between two scales, by the error that they give. prefix: the text with which the id of
+    each variant begins.
     """
     for error in ("mae", "mse"):
         for scale_max in (448, 256):

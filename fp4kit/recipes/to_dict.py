@@ -42,7 +42,7 @@ def from_data(data: Any) -> Recipe:
 
 
 def _field_data(value: Any) -> Any:
-    """Return the value of a Recipe field as JSON data."""
+    """Return the value of a Recipe field as JSON data, as as_data describes. Most values are returned unchanged."""
     if isinstance(value, ElementFormat):
         return value.name if _FORMATS.get(value.name) == value else asdict(value)
     return list(value) if isinstance(value, tuple) else value

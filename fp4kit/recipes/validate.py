@@ -107,7 +107,7 @@ def _refuse(r: Any, field: str, needed: str) -> NoReturn:
 
 
 def _check_types(r: Any) -> None:
-    """Raise an error if a field has the wrong type regardless of other fields, or if the name of a rule is unknown."""
+    """Raise an error if a field has the wrong type, or if a rule is unknown. Combinations of fields are not checked."""
     if not isinstance(r.id, str):
         raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
     if not r.id:

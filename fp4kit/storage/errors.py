@@ -28,9 +28,9 @@ _OTHER_FILES = {
 
 
 def other_file(path: Path) -> str | None:
-    """Return what a file is and what to do, if it begins like a file that users often have in place of a model.
+    """Return the text that says what a file is and what to do, if it is no model but, for example, a web page.
 
-    Otherwise, or if the file cannot be read, return None.
+    Return None if the file does not begin like one of _OTHER_FILES, or if it cannot be read.
     """
     try:
         with path.open("rb") as stream:
@@ -41,6 +41,6 @@ def other_file(path: Path) -> str | None:
 
 
 def listed(names: list[str], limit: int = 3) -> str:
-    """Return the first ``limit`` names as text for a message, followed by the number of names left out."""
+    """Return up to ``limit`` names as text for a message, such as "a, b, c and 2 more"."""
     shown_names = ", ".join(shown(name) for name in names[:limit])
     return shown_names if len(names) <= limit else f"{shown_names} and {len(names) - limit} more"

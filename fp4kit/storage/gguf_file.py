@@ -50,7 +50,7 @@ _CHUNK = 1 << 20
 
 
 class Field(NamedTuple):
-    """Locate one key of the header: its bytes in the file are [start, end)."""
+    """Locate one key and its value in the header: they are the bytes [start, end) of the file."""
 
     key: str
     start: int
@@ -65,7 +65,7 @@ class GgufFile(SafetensorsFile):
         entries: the tensors. Their dtypes are names in GGML_TYPES; their shapes are in NumPy's order of axes.
         metadata: the value of each key as text. An array is represented by its type, length and digest.
         data_start: position in the file at which the bytes of the tensors begin.
-        fields: where each key is in the file.
+        fields: the position of each key and its value in the file.
     """
 
     version: int = 3
@@ -90,7 +90,7 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
-    """Return the checked header of a GGUF or safetensors file."""
+    """Return the checked header of a GGUF or safetensors file. name: as in read_gguf."""
     return read_gguf(path, name) if is_gguf(path) else read_header(path, name)
 
 
@@ -98,6 +98,8 @@ def read_gguf(path: Path, name: str | None = None) -> GgufFile:
     """Return the checked header of the GGUF file at ``path``.
 
     Raises CheckpointError if the file is missing or not regular, or if its header is one that llama.cpp rejects.
+
+    name: the file's name in error messages; None for the last part of ``path``.
     """
     name = name or path.name
     if not path.exists():
@@ -161,9 +163,9 @@ class _Reader:
         )
 
     def _check_count(self, count: int, min_bytes: int, what: str) -> None:
-        """Raise CheckpointError if ``count`` items cannot fit in the rest of the file.
+        """Raise CheckpointError if ``count`` items of at least ``min_bytes`` each cannot fit in the rest of the file.
 
-        ``min_bytes`` is the smallest size of an item.
+        ``what`` names the items in the message, such as "tensors".
         """
         if count * min_bytes > self._size - self._at:
             raise self._unusable(f"its header announces {count} {what}, more than fit in the file")
@@ -181,7 +183,7 @@ class _Reader:
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self, what: str) -> str:
-        """Read a string that is a name, and return it. In error messages, ``what`` says whose name it is."""
+        """Read the name of a key or tensor, and return it. ``what`` is "a key" or "a tensor", for error messages."""
         length = self._number("<Q")
         if length > 65535:
             raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 are allowed")
@@ -194,6 +196,8 @@ class _Reader:
         """Read the value of a key.
 
         Return (value, its text for GgufFile.metadata). For an array or a string, the value is None.
+
+        ``kind`` is the number of the value's type in GGUF. ``key`` is for error messages.
         """
         if kind in _SCALARS:
             value = self._number(_SCALARS[kind])
@@ -208,14 +212,17 @@ class _Reader:
         return None, f"{_NAMES[item]}[{count}] sha256 {self._array(item, count, key)}"
 
     def _string(self) -> str:
-        """Read a string value. Return it, or a text with its length and digest if it has more than 4096 bytes."""
+        """Read a string value and return it. If it has more than 4096 bytes, return its length and digest as text."""
         length = self._number("<Q")
         if length <= _MAX_SHOWN:
             return self._take(length).decode("utf-8", "backslashreplace")
         return f"string of {length} bytes sha256 {self._digest(length)}"
 
     def _array(self, item: int, count: int, key: str) -> str:
-        """Read an array of ``count`` values of type ``item``. Return its digest. ``key`` names it in errors."""
+        """Read an array of ``count`` values, and return the first 16 hexadecimal digits of their SHA-256.
+
+        ``item`` is the number of the values' type in GGUF. ``key`` is the array's key, for error messages.
+        """
         size = 8 if item == STRING else struct.calcsize(_SCALARS[item])
         self._check_count(count, size, f"entries of {shown(key)}")
         if item != STRING:
@@ -238,7 +245,10 @@ class _Reader:
         return found.hexdigest()[:16]
 
     def _alignment(self, kind: int, value: Any) -> int:
-        """Return the value of the key general.alignment. Raise CheckpointError if it is not a power of two."""
+        """Return ``value``, the value of the key general.alignment, as an int.
+
+        Raise CheckpointError if its type ``kind`` is not uint32, or if it is not a power of two.
+        """
         if kind != 4 or value < 1 or value & (value - 1):
             raise self._unusable(f"{_ALIGNMENT_KEY} is {value}; a power of two, of type uint32, is needed")
         return int(value)
@@ -258,7 +268,8 @@ class _Reader:
         """Return a TensorEntry per tensor, in the order of their bytes in the file.
 
         ``infos`` are the results of _info; ``start`` is where the data section begins. Raise CheckpointError if a type
-        is unknown, or if there is more between two tensors than the padding for ``alignment``.
+        is unknown, a row is not a whole number of blocks, or a name occurs twice. Raise it also if a tensor does not
+        begin at the first multiple of ``alignment`` after the one before it, or if the file ends inside a tensor.
         """
         found: dict[str, TensorEntry] = {}
         end = 0

@@ -29,7 +29,10 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def parse_object(text: bytes, label: str) -> dict[str, Any]:
-    """Return the JSON object in ``text``. ``label`` names the file in errors."""
+    """Return the JSON object in ``text``. ``label`` names the file in errors.
+
+    Raise CheckpointError if the text is not UTF-8 or not a JSON object, or if a key occurs twice in an object.
+    """
     try:
         value = json.loads(text.decode("utf-8"), object_pairs_hook=_without_duplicates)
     except _DuplicateKey as error:
@@ -42,7 +45,10 @@ def parse_object(text: bytes, label: str) -> dict[str, Any]:
 
 
 def load_object(path: Path, label: str) -> dict[str, Any]:
-    """Return the JSON object in the file ``path``. ``label`` names the file in errors."""
+    """Return the JSON object in the file ``path``. ``label`` names the file in errors.
+
+    Raise CheckpointError as parse_object does, and if the file is larger than MAX_BYTES.
+    """
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise CheckpointError(f"{label}: {size} bytes; at most {MAX_BYTES} are read from a JSON file")

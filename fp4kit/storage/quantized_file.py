@@ -58,7 +58,7 @@ _FIELDS = ("recipe", "shape", "dtype", "axis", "scale_layout", "parts")
 
 
 class _Spec(NamedTuple):
-    """Describe one tensor to the safetensors writer."""
+    """Describe one tensor of the file, a part of a Quantized, for SafetensorsWriter."""
 
     name: str
     dtype: str
@@ -234,7 +234,10 @@ def _check_sum(what: str, found: str, written: Any) -> None:
 
 
 def _described(file: SafetensorsFile) -> dict[str, dict[str, Any]]:
-    """Return {array name: metadata} of the file, after checking everything that does not depend on its tensors."""
+    """Return {array name: metadata} of the file, whose fields are those of _facts.
+
+    Raise CheckpointError if the file was not written by save, or if a field is missing or has the wrong type.
+    """
     if ENTRY not in file.metadata:
         raise CheckpointError(
             f"{file.label}: has no metadata {ENTRY}; it was not written by fp4kit.save; "
@@ -303,6 +306,9 @@ class _Contents(NamedTuple):
     """Give access to the tensors of an open file.
 
     Attributes:
+        file: the checked header.
+        entries: {tensor name: TensorEntry}.
+        reader: reads bytes of the file.
         second: the thread that computes CRC-32 values.
         sums: {tensor name: stored CRC-32}, or None if the file has no checksums.
     """
@@ -314,7 +320,7 @@ class _Contents(NamedTuple):
     sums: Mapping[str, str] | None
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor after checking its CRC-32."""
+        """Return a tensor as an array. Raise CheckpointError if its CRC-32 differs from the stored one."""
         if self.sums is None:
             return self.reader.read(entry)
         raw = np.empty(entry.nbytes, np.uint8)
@@ -337,7 +343,11 @@ class _Contents(NamedTuple):
 
 
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
-    """Return one array as a Quantized. If Recipe or Quantized rejects its contents, raise CheckpointError instead."""
+    """Return one array of the file as a Quantized.
+
+    name: the array's name. facts: its metadata, as _facts makes it. If Recipe or Quantized rejects the contents, raise
+    CheckpointError.
+    """
     label = contents.file.label
     parts = {part: _part(f"{name}.{part}", _STORED[part], contents) for part in facts["parts"]}
     fields: dict[str, Any] = {part: parts.get(part) for part in PARTS}
@@ -351,7 +361,7 @@ def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:
 
 
 def _part(name: str, dtype: str, contents: _Contents) -> np.ndarray:
-    """Return one part of an array. Raise CheckpointError if it is missing or has the wrong dtype."""
+    """Return one part of an array: the tensor `name`. Raise CheckpointError if it is missing or not of this dtype."""
     entry, label = contents.entries.get(name), contents.file.label
     if entry is None:
         raise CheckpointError(f"{label}: the tensor {shown(name)} is missing; write the file again with fp4kit.save")

@@ -62,7 +62,7 @@ NUMPY_DTYPES: dict[str, np.dtype] = {
     "F8_E4M3": np.dtype(np.uint8),
     "F8_E8M0": np.dtype(np.uint8),
 }
-# Dtypes of tensors that can be quantized, and of amaxes.
+# Names of the dtypes of tensors that can be quantized, and of amaxes.
 FLOAT_DTYPES = tuple(name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS)
 
 # {part of an error message of the safetensors library: explanation for the owner of the file}
@@ -103,7 +103,10 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class SafetensorsFile:
-    """Describe a safetensors file whose header has been checked. ``entries`` are in the order of their bytes."""
+    """Describe a safetensors file whose header has been checked.
+
+    ``size`` is the size of the file in bytes. ``entries`` are its tensors, in the order of their bytes.
+    """
 
     path: Path
     name: str  # its name in the directory; ``path`` may be the target of a link
@@ -147,7 +150,10 @@ def _check_with_library(path: Path, label: str) -> None:
 
 
 def _entry(name: str, info: Mapping[str, Any], data_start: int) -> TensorEntry:
-    """Return the TensorEntry of one header item that the library has accepted."""
+    """Return the TensorEntry of a tensor, from its description in the header, which the library has accepted.
+
+    data_start: the position in the file from which the header counts offsets.
+    """
     begin, end = info["data_offsets"]
     return TensorEntry(name, info["dtype"], tuple(info["shape"]), data_start + begin, end - begin)
 
@@ -156,6 +162,8 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
     """Return the checked header of the safetensors file at ``path``.
 
     Raises CheckpointError if the file is not regular, if the library rejects it, or if a tensor name occurs twice.
+
+    name: the file's name in error messages; None for the last part of ``path``.
     """
     name = name or path.name
     label = shown(name)
@@ -177,7 +185,7 @@ class TensorReader:
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
-        # O_NONBLOCK: opening a pipe does not wait
+        # O_NONBLOCK, because opening a pipe would otherwise wait for a process that writes to it.
         descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         self._stream = open(descriptor, "rb", buffering=0)
         status = os.fstat(self._stream.fileno())

@@ -44,7 +44,10 @@ def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
 
 
 def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    """Return the length field and the padded header for tensors stored in the order of ``specs``."""
+    """Return the beginning of a file up to its first tensor: the length field and the padded header.
+
+    The tensors are stored in the order of ``specs``.
+    """
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     begin = 0
     for spec in specs:
@@ -57,10 +60,10 @@ def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> by
 
 
 class SafetensorsWriter:
-    """Write a new safetensors file with the tensors of ``specs``.
+    """Write a new safetensors file with the tensors of ``specs``. Use it in a ``with`` statement.
 
-    ``write`` fills the tensors; ``finish`` checks that every tensor is complete. A file or link that exists at ``path``
-    is an error.
+    ``write`` fills the tensors; ``finish`` checks that every tensor is complete. If a file or link exists at ``path``,
+    FileExistsError is raised.
     """
 
     def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> None:
@@ -94,9 +97,9 @@ class SafetensorsWriter:
             data = data[self._stream.write(data) :]
 
     def replace_metadata(self, metadata: Mapping[str, str]) -> None:
-        """Overwrite the metadata with new metadata of the same length.
+        """Overwrite the metadata with new metadata of equal length, otherwise raise ValueError.
 
-        Used for values that are known only after the tensors are written, such as checksums.
+        This is for values that are known only after the tensors are written, such as checksums.
         """
         header = header_bytes(self._ordered, metadata)
         if len(header) != self._header_size:
@@ -107,7 +110,10 @@ class SafetensorsWriter:
         self._put(0, memoryview(header))
 
     def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
-        """Append the bytes of ``data`` to the tensor ``name``. Chunks of one tensor must arrive in order."""
+        """Append the bytes of ``data`` to the tensor ``name``. Chunks of one tensor must arrive in order.
+
+        Raise CheckpointError if they exceed the size of the tensor.
+        """
         raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
         position = self._next[name]
         if position + raw.size > self._end[name]:
@@ -119,7 +125,7 @@ class SafetensorsWriter:
         self._next[name] = position + raw.size
 
     def finish(self) -> None:
-        """Check that every tensor is complete, and flush the file to disk."""
+        """Raise CheckpointError unless every tensor is complete, and flush the file to disk."""
         short = [name for name, position in self._next.items() if position != self._end[name]]
         if short:
             missing = self._end[short[0]] - self._next[short[0]]
