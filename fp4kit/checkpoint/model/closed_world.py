@@ -408,7 +408,8 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
 # Metadata ------------------------------------------------------------------------------------------------------------
 
 
-# Words in the key of a metadata entry that may concern how weights are stored.
+# Parts of the keys of metadata entries that may concern how weights are stored. Unknown entries with such keys are
+# refused.
 _CONCERNS_WEIGHTS = re.compile(
     r"quant|scale|[fm]p4|fp8|rotat|hadamard|transform(?!er)|permut|swizzl|nibble|interleav|pack(ed|ing)|smooth|svd|awq"
 )
@@ -467,14 +468,16 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
     yield Item(UNDERSTOOD, "metadata", COMFY_METADATA, "agrees with the tensors")
 
 
-# Dtype of elements in the metadata of torchao -> the kind of layers that it declares.
+# Name of an element dtype in the metadata of torchao -> the kind of container that stores such layers.
 _TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 
 
 def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
-    """Return the item for the metadata entry that torchao writes per tensor: its class, as JSON.
+    """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
 
-    weight: the quantized layer that the entry describes; None for other tensors.
+    key: the name of the tensor.
+    text: the entry.
+    weight: the quantized layer that the entry describes; None if the tensor is not one.
     """
     try:
         content = json.loads(text)
@@ -494,7 +497,12 @@ def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
 
 
 def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str:
-    """Return how torchao's class of a layer contradicts the layer's tensors; "" if it agrees."""
+    """Return the reason to refuse a metadata entry of torchao that contradicts the layer's tensors; "" if it agrees.
+
+    kind: the class that the entry names, such as "NVFP4Tensor".
+    data: the fields of the entry, such as block_size.
+    form: the container of the layer.
+    """
     size = data.get("block_size", form.group_size)
     dtype = data.get("elem_dtype")
     element = str(dtype.get("_data") if isinstance(dtype, Mapping) else dtype).removeprefix("torch.")
@@ -506,7 +514,12 @@ def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str
 
 
 def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each layer of torchao whose class is in no metadata entry, so that its layout is unknown."""
+    """Yield a refused item for each layer of torchao without a metadata entry.
+
+    Without the entry, it is unknown whether the block scales are swizzled.
+
+    files: the files of the checkpoint. quantized: module name -> quantized weight.
+    """
     keys = {key for file in files if not is_gguf(file.path) for key in file.metadata}
     for name, weight in quantized.items():
         form = weight.container

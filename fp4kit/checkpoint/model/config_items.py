@@ -165,7 +165,10 @@ def _scheme(value: Any, layers: _Layers) -> str:
 
 
 def _describes(scheme: Mapping[str, Any], form: Container) -> bool:
-    """Return whether the scheme of weights of a config group fits the layers of a container."""
+    """Return whether a scheme of weights in a config group fits layers of a container.
+
+    ``num_bits`` and, for containers with small blocks, ``group_size`` are compared. A missing key fits.
+    """
     if scheme.get("num_bits", form.element.bits) != form.element.bits:
         return False
     return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
@@ -215,7 +218,10 @@ def _groups(value: Any, layers: _Layers) -> str:
 
 
 def _known_groups(value: Any, layers: _Layers) -> str:
-    """Return what is unknown in config groups, without comparing targets with the layers; "" if all is known."""
+    """Return the reason to refuse ``config_groups`` because a group is unknown or malformed, or "" (see Check).
+
+    The groups are not compared with the layers.
+    """
     if not isinstance(value, Mapping):
         return f"is {brief(value)}, where an object is needed"
     for name, group in value.items():
@@ -226,7 +232,10 @@ def _known_groups(value: Any, layers: _Layers) -> str:
 
 
 def _group(group: Any, layers: _Layers) -> str:
-    """Return what is unknown or wrong in one config group, as a clause; "" if nothing is."""
+    """Return the reason to refuse one config group because it is unknown or malformed; "" to accept it.
+
+    The reason is the rest of a sentence after the group's name, such as "with the key x, which is not known".
+    """
     if not isinstance(group, Mapping):
         return f"which is {brief(group)}, where an object is needed"
     unknown = [key for key in group if key not in _GROUP_KEYS]
@@ -243,14 +252,14 @@ def _group(group: Any, layers: _Layers) -> str:
 
 
 def _is_list_of_names(value: Any) -> bool:
-    """Return whether a value is a list of names and of valid patterns ("re:...")."""
+    """Return whether a value is a list of strings, each a name or a valid regular expression ("re:...")."""
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
         return False
     return all(_compiled(one[3:]) is not None for one in value if one.startswith("re:"))
 
 
 def _compiled(pattern: str) -> re.Pattern[str] | None:
-    """Return a compiled regular expression; None if it is not valid."""
+    """Return a compiled regular expression, or None if ``pattern`` is not valid."""
     try:
         return re.compile(pattern)
     except re.error:
@@ -258,9 +267,12 @@ def _compiled(pattern: str) -> re.Pattern[str] | None:
 
 
 def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
-    """Return the reason to refuse config groups: a layer has another format than its group, or no group; else "".
+    """Return the reason to refuse config groups because they contradict the tensors of a layer; "" if all layers agree.
 
-    A layer that several groups match must fit one of them.
+    Every quantized layer must be a target of a group whose format and scheme fit it. If no group has targets, nothing
+    is compared.
+
+    groups: the config groups, known and well-formed.
     """
     if not any("targets" in group for group in groups):
         return ""
@@ -274,14 +286,17 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
 
 
 def _fits(group: Mapping[str, Any], form: Container) -> bool:
-    """Return whether a config group describes layers of a container, by its format and its scheme of weights."""
+    """Return whether the format and the scheme of weights of a config group fit layers of a container.
+
+    What the group does not declare fits every layer.
+    """
     declared, scheme = group.get("format"), group.get("weights")
     of_format = declared is None or form.kind in _FORMATS[declared]
     return of_format and (scheme is None or _describes(scheme, form))
 
 
 def _declared_by(group: Mapping[str, Any]) -> str:
-    """Return what a config group declares, as words for the user."""
+    """Return the format and scheme that a config group declares, in words for the user, or "nothing"."""
     scheme = group.get("weights") or {}
     words = [", ".join(_FORMATS[group["format"]])] if group.get("format") else []
     words += [f"num_bits {scheme['num_bits']}"] if "num_bits" in scheme else []
@@ -292,8 +307,11 @@ def _declared_by(group: Mapping[str, Any]) -> str:
 def _matches(group: Mapping[str, Any], name: str) -> bool:
     """Return whether a config group applies to a layer.
 
-    A target of a group is a regular expression ("re:..."), the name of a class, such as Linear or FusedMoE, which
-    matches every layer, or the name of the layer or one of its parents. A layer's name may be cut at its beginning.
+    A target of a group is one of these:
+
+    - a regular expression ("re:...");
+    - the name of a class, such as Linear or FusedMoE, which matches every layer;
+    - the name of the layer, which may lack its first components, or the name of a module that contains the layer.
 
     group: an entry of ``config_groups``. name: the name of the layer.
     """
@@ -307,7 +325,7 @@ def _matches(group: Mapping[str, Any], name: str) -> bool:
 
 
 def _is_class(target: str) -> bool:
-    """Return whether a target of a config group is the name of a class, such as Linear."""
+    """Return whether a target of a config group is the name of a class: capitalized and without dots, as Linear."""
     return target[:1].isupper() and "." not in target
 
 
@@ -344,9 +362,9 @@ def _quark_algorithms(value: Any, layers: _Layers) -> str:
 
 
 def _listed(value: Any, layers: _Layers) -> str:
-    """Return the reason to refuse a list of unquantized layers: it names a quantized one. Return "" if it names none.
+    """Return the reason to refuse a list of unquantized layers, or "" to accept it (see Check).
 
-    Names must be equal. Patterns begin with "re:", or contain "*".
+    It is refused if it names a layer that is quantized, or if it is not a list of names and patterns. None is accepted.
     """
     if value is None:
         return ""
@@ -360,13 +378,18 @@ def _listed(value: Any, layers: _Layers) -> str:
 
 
 def _excludes(pattern: str, name: str) -> bool:
-    """Return whether an entry of a list of unquantized layers names a layer."""
+    """Return whether an entry of a list of unquantized layers names a layer.
+
+    pattern: a regular expression ("re:..."), a glob with "*", or a whole name.
+    name: the name of the layer.
+    """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
     return fnmatchcase(name, pattern) if "*" in pattern else name == pattern
 
 
-# dtype of weights in quark's configs -> the kinds of layers that it declares. All other dtypes are refused.
+# Name of a dtype in quark's configs -> the kinds of containers that store weights of this dtype. All other dtypes are
+# refused.
 _QUARK_DTYPES = {
     "fp4": ("mxfp4", "nvfp4"),
     "mxfp4": ("mxfp4",),
@@ -375,9 +398,10 @@ _QUARK_DTYPES = {
 
 
 def _quark_layers(value: Any, layers: _Layers) -> str:
-    """Return which layer is stored in another format than quark's configs declare for it; "" if none is.
+    """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" (see Check).
 
-    value: {"global_quant_config": ..., "layer_quant_config": ..., "layer_type_quant_config": ...}.
+    value: the whole config. An entry of layer_quant_config, by name or glob, decides for its layers. For all other
+        layers, one entry of layer_type_quant_config or global_quant_config must fit.
     """
     of_names, of_types = (value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config"))
     for name, form in layers.forms.items():
@@ -391,9 +415,9 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
 
 
 def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the scheme of weights in an entry of quark's configs; None if there is none.
+    """Return the scheme of weights in an entry of quark's config, or None if it has none.
 
-    A list holds the stages of one quantization; the last one is stored.
+    A list of schemes holds the stages of one quantization. The last one, which describes the codes, is returned.
     """
     found = spec.get("weight")
     found = found[-1] if isinstance(found, list) and found else found
@@ -401,14 +425,14 @@ def _quark_weight(spec: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def _quark_fits(scheme: Mapping[str, Any], form: Container) -> bool:
-    """Return whether a scheme of weights of quark describes the layers of a container."""
+    """Return whether dtype and group_size in a scheme of quark fit layers of a container. A missing key fits."""
     dtype = scheme.get("mx_element_dtype") or scheme.get("dtype")
     if dtype is not None and form.kind not in _QUARK_DTYPES.get(str(dtype), ()):
         return False
     return form.kind not in _MX_KINDS or scheme.get("group_size") in (None, -1, 0, form.group_size)
 
 
-# data_type of auto-round, without a suffix such as _rceil -> (bits, kinds of layers).
+# (data_type of auto-round without suffixes such as _rceil, bits) -> the kinds of containers that store such layers.
 _AUTO_ROUND_KINDS = {
     ("mx_fp", 4): ("mxfp4",),
     ("mx_fp", 8): ("mxfp8",),
@@ -419,10 +443,10 @@ _AUTO_ROUND_KINDS = {
 
 
 def _auto_round_layers(value: Any, layers: _Layers) -> str:
-    """Return which layer is stored in another format than auto-round's config declares for it; "" if none is.
+    """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer, or "" (see Check).
 
-    value: the whole config. ``extra_config`` holds entries of single layers, under names or regular expressions. A
-    layer that only an expression matches may also be as the others.
+    value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. A layer
+        that only a regular expression matches may also fit the entries for all layers.
     """
     extra = value.get("extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -437,13 +461,19 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
 
 
 def _names_layer(key: str, name: str) -> bool:
-    """Return whether a key of auto-round's ``extra_config``, a name or a regular expression, matches a layer."""
+    """Return whether a key of auto-round's ``extra_config`` matches a layer.
+
+    key: the name of the layer, or a regular expression that is found in it. name: the name of the layer.
+    """
     pattern = _compiled(key)
     return key == name or (pattern is not None and pattern.search(name) is not None)
 
 
 def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
-    """Return whether bits, data_type and group_size of auto-round describe the layers of a container."""
+    """Return whether bits, data_type and group_size of auto-round fit layers of a container. A missing key fits.
+
+    entry: the config, or the entry of a layer merged into it.
+    """
     bits, data_type = entry.get("bits"), str(entry.get("data_type", ""))
     known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
     if known is None:
@@ -501,7 +531,8 @@ METHODS: dict[str, dict[str, _Entry]] = {
         "transform_config": (UNDERSTOOD, "no transforms", _transform),
         "run_compressed": (CARRIED, "what a loader does", _any),
     },
-    # In DeepSeek-V4, these entries concern only the experts in NVFP4, not the layers in FP8 and MXFP4 beside them.
+    # In DeepSeek-V4, these entries concern only the experts in NVFP4, not its layers in FP8 and MXFP4. Layers are
+    # therefore not compared with them.
     "fp8": {
         **_MODELOPT,
         **{key: (CARRIED, _LISTED, _any) for key in ("ignore", "exclude_modules")},
@@ -563,11 +594,11 @@ METHODS: dict[str, dict[str, _Entry]] = {
 }
 
 
-# {quant_method: check of the whole config, in which several entries belong together}
+# quant_method -> a check of the whole config, for methods in which several entries together describe a layer.
 _WHOLE: dict[str, Check] = {"quark": _quark_layers, "auto-round": _auto_round_layers}
 
 
-# Names of entries that may concern how weights are stored. None of them is known.
+# Keys of config.json that may concern how weights are stored. They are refused, because none of them is known.
 _DECLARES = re.compile(
     r"quant|rotation|hadamard|(\w+_)?(quant|rotation|hadamard|smoothquant|sparsity)"
     r"_(config|cfg|args|params|method|algo|algorithm|scheme|matrix|matrices)"
@@ -673,7 +704,11 @@ def lost_column_scales(
 ) -> str:
     """Return a warning if Model-Optimizer's AWQ is declared, but no layer has factors per column; "" otherwise.
 
-    The tool folds most factors into the layers before. A checkpoint that lost them looks like one that folded all.
+    Model-Optimizer multiplies most factors into preceding layers and does not store them. A checkpoint that has lost
+    its factors therefore looks like a checkpoint without stored factors.
+
+    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
+    weights: the weights that ``weights_of`` finds.
     """
     entry = declared(with_declaration(config, hf_quant_config))
     groups = entry.get("config_groups")
@@ -691,7 +726,11 @@ def lost_column_scales(
 def hf_quant_items(
     content: Mapping[str, Any], config: Mapping[str, Any], weights: Mapping[str, Weight]
 ) -> Iterator[Item]:
-    """Yield an item for each entry of hf_quant_config.json. config: the content of config.json."""
+    """Yield an item for each entry of hf_quant_config.json; none if no layer is quantized.
+
+    content: the content of the file. config: the content of config.json, whose ``quant_method`` decides which entries
+        are compared with the tensors.
+    """
     known = {**_COMMON, **(METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT)}
     layers = _layers(weights)
     for key, value in content.items() if layers.forms else ():

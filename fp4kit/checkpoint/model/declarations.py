@@ -1,8 +1,8 @@
-"""Find what the configs of a checkpoint declare about quantization, in whichever config they declare it.
+"""Find what the config files of a checkpoint declare about quantization, wherever they declare it.
 
-Most tools write ``quantization_config`` at the top of config.json. Multimodal models may have it in a nested config,
-such as ``text_config``. Older versions of compressed-tensors wrote ``compression_config``, and older versions of
-Model-Optimizer only hf_quant_config.json.
+Most tools write ``quantization_config`` at the top level of config.json. Multimodal models may have it in a nested
+config, such as ``text_config``. Older versions of compressed-tensors wrote ``compression_config``. Older versions of
+Model-Optimizer wrote only hf_quant_config.json.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ KEYS = ("quantization_config", "compression_config")
 
 
 def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield (path, content) for a config and each config nested in it, such as ("text_config.", {...}).
+    """Yield (path, content) for a config and for each config nested in it, such as ("text_config.", {...}).
 
-    The path ends with a dot; that of the config itself is "".
+    The path of a nested config ends with a dot. The path of the config itself is "".
     """
     yield "", config
     for key, value in config.items():
@@ -25,15 +25,18 @@ def sections(config: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]
 
 
 def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the quantization that config.json declares: its first quantization_config; {} if there is none."""
+    """Return the first nonempty object under one of KEYS in config.json and its nested configs; {} if there is none."""
     values = (section.get(key) for _, section in sections(config) for key in KEYS)
     return next((value for value in values if isinstance(value, Mapping) and value), {})
 
 
 def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
-    """Return config.json with its declaration at the top, where engines find it too if it is elsewhere.
+    """Return a config that has the declaration of a checkpoint as its ``quantization_config``, wherever it comes from.
 
-    A declaration that is only in hf_quant_config.json is translated to the words of config.json.
+    A declaration in hf_quant_config.json is used only if config.json has none, and gets the keys of config.json. If
+    there is no declaration at all, return ``config`` unchanged.
+
+    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
     """
     if config.get("quantization_config"):
         return config
@@ -45,15 +48,18 @@ def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, An
 
 
 def without_declarations(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a copy of config.json without the entries that declare a quantization, also in nested configs.
+    """Return a copy of config.json, and of the configs nested in it, without the entries that declare quantization.
 
-    The key ``quantization`` is that of mlx-lm.
+    These are the entries under KEYS, and mlx-lm's entry ``quantization``.
     """
     return _without(config, (*KEYS, "quantization"))
 
 
 def _without(config: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    """Return a copy of a config without some keys. In nested configs other than text_config, only KEYS are left out."""
+    """Return a copy of a config without the given keys.
+
+    The keys are left out of a nested text_config too. In all other nested configs, only KEYS are left out.
+    """
     return {
         key: _without(value, keys if key == "text_config" else KEYS)
         if key.endswith("_config") and isinstance(value, Mapping)

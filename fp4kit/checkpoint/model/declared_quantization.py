@@ -1,4 +1,4 @@
-"""Check that no config of a model declares quantization if none of its tensors is quantized."""
+"""Check that the config files of a model do not declare quantization if none of its tensors is quantized."""
 
 from __future__ import annotations
 
@@ -24,12 +24,17 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
 
 
 def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> str:
-    """Return what the configs of a model without quantized tensors declare, as an error message; "" if nothing."""
+    """Return an error message if the config files of a model without quantized tensors declare quantization.
+
+    Return "" if they do not.
+
+    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
+    """
     return next(_declarations(config, hf_quant_config), "")
 
 
 def _declarations(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Iterator[str]:
-    """Yield an error message per config entry or file that declares the model to be quantized."""
+    """Yield an error message per config entry or file that declares quantization (see unfulfilled)."""
     what = "but no tensor is quantized; remove this entry or file from the source"
     for prefix, section in sections(config):
         for key in KEYS:

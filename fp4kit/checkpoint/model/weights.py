@@ -148,7 +148,7 @@ class Weight:
 
     @property
     def nbytes(self) -> int:
-        """The stored size of the weight in bytes: of all its tensors or, if it has members, of all their rows."""
+        """The stored size of the weight in bytes: that of its tensors or, if it has members, of its members' rows."""
         if self.members:
             return sum(w.nbytes * (end - begin) // (w.experts * w.shape[-2]) for w, _, (begin, end) in self.members)
         return sum(part.entry.nbytes for part in self.parts.values())
