@@ -30,8 +30,8 @@ def register(subparsers: Any) -> None:
         " file. Also print, per quantized layer, how many codes and block scales changed.",
         writes=lambda args: args.output,
     )
-    add_path(parser, "a", metavar="A", help="directory of the old version")
-    add_path(parser, "b", metavar="B", help="directory of the new version")
+    add_path(parser, "a", metavar="A", help="old version: a model directory, safetensors file or GGUF file")
+    add_path(parser, "b", metavar="B", help="new version, of the same kind")
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="PATCH", help="the patch file to write")
     parser = add_command(
         subparsers,
@@ -43,9 +43,9 @@ def register(subparsers: Any) -> None:
         " and the new files are compared with the patch's SHA-256.",
         writes=lambda args: Path(args.destination),
     )
-    add_path(parser, "a", metavar="A", help="directory of the old version")
+    add_path(parser, "a", metavar="A", help="old version: a model directory, safetensors file or GGUF file")
     add_path(parser, "patch", metavar="PATCH", help="the patch file")
-    add_path(parser, "destination", metavar="DST", help="new directory")
+    add_path(parser, "destination", metavar="DST", help="new directory or file")
     parser.add_argument("--resume", action="store_true", help="continue the interrupted run that was writing DST")
 
 

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.delta.patch_file import (
     Patch,
     open_patch,
 )
-from fp4kit.checkpoint.model.model_files import existing_file
+from fp4kit.checkpoint.delta.version_files import path_of, paths_to_write
 from fp4kit.checkpoint.run import staging
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import TensorReader
@@ -38,9 +38,10 @@ def apply(
     with the model.
 
     Args:
-        base: the old version, a model directory.
+        base: the old version: a model directory, a safetensors file, or a GGUF file.
         patch: the patch file.
-        destination: the directory to create; it appears when all files are complete.
+        destination: the new directory or file; it appears when all files are complete. If the new version is a split
+            GGUF model, DST.gguf stands for DST-00001-of-00003.gguf and so on.
         resume: True to continue an interrupted run with this patch; files that are complete are kept.
         progress: called with the number of bytes written since the last call.
 
@@ -54,16 +55,17 @@ def apply(
     root, target, tick = Path(base), Path(destination), progress or (lambda count: None)
     opened = open_patch(Path(patch))
     _check_base(root, opened)
-    staging.check_destination(root, target)
+    paths = {} if opened.is_directory else paths_to_write(opened.result, target)
+    staging.check_destination(root, target, paths.values(), resume)
     if not resume:
         staging.check_space(target, sum(facts.nbytes for facts in opened.result.values()))
     key = hashlib.sha256(str(sorted(opened.result.items())).encode()).hexdigest()
-    with staging.staged_directory(target, resume) as stage, TensorReader(opened.file) as reader:
+    with staging.staged_directory(target, resume, paths) as stage, TensorReader(opened.file) as reader:
         journal = stage.folder / staging.JOURNAL
-        if resume and (not journal.is_file() or journal.read_text() != key):
+        if resume and (not journal.is_file() or journal.read_text().split("\n", 1)[0] != key):
             raise CheckpointError(f"{target}: the interrupted run applied another patch; run again without --resume")
         stage.is_ours = True
-        journal.write_text(key)
+        journal.write_text(f"{key}\n")
         for name, facts in opened.result.items():
             _write_file(name, facts, root, opened, reader, stage.folder, tick)
     return target
@@ -71,12 +73,14 @@ def apply(
 
 def _check_base(root: Path, patch: Patch) -> None:
     """Raise CheckpointError if a file of the old version that the patch needs is missing or has the wrong size."""
-    if not root.is_dir():
-        raise CheckpointError(f"{root}: is no directory; the model directory that the patch was made from is needed")
+    if root.is_dir() != patch.is_directory:
+        kind = "the model directory" if patch.is_directory else "the safetensors or GGUF file"
+        state = "is a directory" if root.is_dir() else "is no directory"
+        raise CheckpointError(f"{root}: {state}; {kind} that the patch was made from is needed")
     for name in patch.result:
         needed = patch.base.get(name)
         if patch.entry(name, WHOLE) is None and needed is not None:
-            size = existing_file(root, name).stat().st_size
+            size = path_of(root, name).stat().st_size
             if size != needed.nbytes:
                 raise CheckpointError(
                     f"{shown(name)}: has {size} bytes in {root}; the patch was made from a file of {needed.nbytes}"
@@ -136,7 +140,7 @@ def _patched(
     if counts is not None:
         _check_counts(name, counts, *(entry.shape[0] for entry in (parts[STARTS], parts[BYTES]) if entry is not None))
     runs = at = 0
-    with existing_file(root, name).open("rb") as stream:
+    with path_of(root, name).open("rb") as stream:
         for index in range(-(-patch.result[name].nbytes // CHUNK)):
             data = stream.read(CHUNK)
             read.update(data)  # type: ignore[attr-defined]

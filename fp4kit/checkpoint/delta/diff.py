@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +25,13 @@ from fp4kit.checkpoint.delta.patch_file import (
     FileFacts,
     metadata_of,
 )
+from fp4kit.checkpoint.delta.version_files import files_of
 from fp4kit.checkpoint.model.inspect import open_checkpoint
-from fp4kit.checkpoint.model.manifest import MANIFEST, names_in
 from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.layouts import GGUF_BLOCKS
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.gguf_file import is_gguf
+from fp4kit.storage.safetensors_file import SafetensorsFile
 from fp4kit.storage.whole_file import whole_file
 from fp4kit.storage.writer import SafetensorsWriter
 
@@ -89,11 +92,12 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
     """Write a patch that turns the checkpoint ``base`` into ``new``.
 
     The patch holds only the bytes that changed. Files that are new or have changed their size are stored as a whole.
-    Both versions are read once, chunk by chunk, so that memory does not grow with the model.
+    Both versions must be directories, or both safetensors files, or both GGUF models of one or several files. They are
+    read once, chunk by chunk, so that memory does not grow with the model.
 
     Args:
-        base: the old version, a model directory.
-        new: the new version, a model directory. Hidden files are left out.
+        base: the old version: a model directory, a safetensors file, or a GGUF file.
+        new: the new version. Hidden files of a directory are left out.
         patch: the file to write; it appears when it is complete.
         progress: called with the number of bytes of ``new`` processed since the last call.
 
@@ -102,29 +106,29 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
         training steps.
 
     Raises:
-        CheckpointError: a directory is not a checkpoint, or the file ``patch`` exists already.
+        CheckpointError: a version is not a checkpoint, the versions are of different kinds, or the file ``patch``
+            exists already.
     """
     old, young, target = Path(base), Path(new), Path(patch)
-    for root in (old, young):
-        if not root.is_dir():
-            raise CheckpointError(f"{root}: is no directory; a model directory is needed")
+    _check_kinds(old, young)
     if target.exists():
         raise CheckpointError(f"{target}: exists; name a new file, or remove it first")
-    flips = _Flips(young)
+    before, after = files_of(old), files_of(young)
+    flips = _Flips(young, after)
     tick = progress or (lambda count: None)
     sides: tuple[dict[str, FileFacts], dict[str, FileFacts]] = ({}, {})
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(dir=target.parent, prefix=".fp4kit-diff-"))
         stored: list[_Stored] = []
-        for name in [*names_in(young), *_manifest(young)]:
-            found = _compare(name, old, young, Path(folder) / str(len(stored)), flips, tick)
+        for name, path in after.items():
+            found = _compare(name, before.get(name), path, Path(folder) / str(len(stored)), flips, tick)
             sides[1][name] = found.result
             stored.append(found)
-        for name in [*names_in(old), *_manifest(old)]:
+        for name, path in before.items():
             seen = next((one.base for one in stored if one.name == name and one.base is not None), None)
-            sides[0][name] = seen or _facts_of(old / name)
+            sides[0][name] = seen or _facts_of(path)
         with whole_file(target) as temporary:
-            _write(temporary, stored, young, metadata_of(*sides))
+            _write(temporary, stored, after, metadata_of(*sides, young.is_dir()))
     kinds = [one.kind for one in stored]
     return PatchReport(
         target,
@@ -137,12 +141,19 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
     )
 
 
-def _manifest(root: Path) -> list[str]:
-    """Return a list with the name of the manifest, or [] if the directory has no manifest.
-
-    The manifest must be added to the names from names_in, which leaves it out.
-    """
-    return [MANIFEST] if (root / MANIFEST).is_file() else []
+def _check_kinds(old: Path, new: Path) -> None:
+    """Raise CheckpointError unless both versions are directories, safetensors files or GGUF models."""
+    for root in (old, new):
+        if not root.exists():
+            open_checkpoint(root)  # raises, with advice
+    kinds = ["a directory" if root.is_dir() else "a GGUF model" if is_gguf(root) else "a file" for root in (old, new)]
+    if kinds[0] != kinds[1]:
+        raise CheckpointError(
+            f"{new}: is {kinds[1]}, but {old} is {kinds[0]}; two directories, two safetensors files or two GGUF models"
+            " are needed"
+        )
+    if old.is_file():
+        open_checkpoint(old)
 
 
 def _facts_of(path: Path) -> FileFacts:
@@ -174,18 +185,17 @@ class _Stored(NamedTuple):
     changed: int = 0
 
 
-def _compare(name: str, old: Path, new: Path, spool: Path, flips: _Flips, tick: Tick) -> _Stored:
+def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _Flips, tick: Tick) -> _Stored:
     """Compare one file of the new version with the old version, and write its runs to temporary files.
 
     A file that is missing in the old version or has a different size there is not compared; it is stored as a whole.
 
-    name: the name of the file.
-    old, new: the directories of both versions.
+    name: the name of the file in the patch.
+    before, after: the paths of the file in the old and in the new version; None if the old version has no such file.
     spool: the path of the temporary files, without their endings (see _part).
     flips: where the changes are counted per layer.
     """
-    before, after = old / name, new / name
-    if not before.is_file() or before.stat().st_size != after.stat().st_size:
+    if before is None or before.stat().st_size != after.stat().st_size:
         tick(after.stat().st_size)
         return _Stored(name, "whole", None, _facts_of(after), spool)
     digests = hashlib.sha256(), hashlib.sha256()
@@ -246,17 +256,17 @@ def positions_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) 
     return found
 
 
-def _write(path: Path, stored: list[_Stored], new: Path, metadata: dict[str, str]) -> None:
+def _write(path: Path, stored: list[_Stored], new: Mapping[str, Path], metadata: dict[str, str]) -> None:
     """Write the patch file from the temporary files with runs and from the files that are stored as a whole.
 
-    new: the directory of the new version.
+    new: name in the patch -> path, for the files of the new version.
     metadata: the metadata of the patch file, from metadata_of.
     """
     specs, sources = [], {}
     for one in stored:
         if one.kind == "whole":
             specs.append(_Spec(f"{one.name}/{WHOLE}", "U8", (one.result.nbytes,)))
-            sources[specs[-1].name] = new / one.name
+            sources[specs[-1].name] = new[one.name]
         for part in PARTS if one.kind == "changed" else ():
             count = _part(one.spool, part).stat().st_size // _ITEM_BYTES[part]
             shape = (count // 2, 2) if part == COUNTS else (count,)
@@ -271,9 +281,12 @@ def _write(path: Path, stored: list[_Stored], new: Path, metadata: dict[str, str
 
 
 class _Flips:
-    """Count the codes and bytes of block scales that differ, per quantized layer of the new version."""
+    """Count the codes and bytes of block scales that differ, per quantized layer of the new version.
 
-    def __init__(self, root: Path) -> None:
+    root: the new version. paths: name in the patch -> path, for its files.
+    """
+
+    def __init__(self, root: Path, paths: Mapping[str, Path]) -> None:
         self._model = open_checkpoint(root)
         self._counts: dict[tuple[str, str], int] = {}
         self._parts = {
@@ -282,9 +295,10 @@ class _Flips:
             for part, place in weight.parts.items()
             if part in (CODES, SCALES)
         }
+        files = dict(zip(paths, self._model.files, strict=True)) if root.is_file() else _by_name(self._model.files)
         self._starts = {
-            file.name: (np.array([entry.start for entry in sorted(file.entries, key=lambda e: e.start)]), file)
-            for file in self._model.files
+            name: (np.array([entry.start for entry in sorted(file.entries, key=lambda e: e.start)]), file)
+            for name, file in files.items()
         }
 
     def has_layout(self, name: str, before: Path) -> bool:
@@ -315,8 +329,9 @@ class _Flips:
         for index in np.unique(owner[owner >= 0]):
             weight, part = self._parts.get(entries[index].name, (None, ""))
             if weight is not None:
-                count = _changed_items(weight, part, changes[owner == index])
-                self._counts[weight.name, part] = self._counts.get((weight.name, part), 0) + count
+                mine = owner == index
+                for which, count in _changed_items(weight, part, at[mine] - starts[index], changes[mine]).items():
+                    self._counts[weight.name, which] = self._counts.get((weight.name, which), 0) + count
 
     def layers(self) -> tuple[LayerFlips, ...]:
         """Return the counts of all layers with a changed code or block scale, in the order of the files."""
@@ -329,16 +344,35 @@ class _Flips:
             if codes or scales:
                 elements = int(np.prod(weight.shape))
                 held = weight.parts[SCALES].entry.nbytes if SCALES in weight.parts else 0
+                if weight.container is not None and weight.container.in_blocks:
+                    held = elements // weight.container.group_size
                 yield LayerFlips(weight.name, codes, elements, scales, held)
 
 
-def _changed_items(weight: Weight, part: str, changes: npt.NDArray[np.uint8]) -> int:
-    """Return the number of codes, or of bytes of block scales, that differ in some changed bytes of a tensor.
+def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
+    """Return name -> file, for the files of a model directory."""
+    return {file.name: file for file in files}
 
-    part: CODES or SCALES. A byte of two 4-bit codes counts once per code that differs.
+
+def _changed_items(
+    weight: Weight, part: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]
+) -> dict[str, int]:
+    """Return the number of codes and of bytes of block scales that differ in some changed bytes of a tensor, by part.
+
+    part: the part in the tensor, CODES or SCALES. A byte of two 4-bit codes counts once per code that differs.
+    at: the positions of the changed bytes in the tensor.
     changes: for each changed byte, the XOR of its old and new value.
     """
     assert weight.container is not None
+    if weight.container.in_blocks:
+        block = GGUF_BLOCKS[weight.container.kind]
+        of_codes = at % block.bytes >= block.scales
+        return {CODES: _changed_nibbles(changes[of_codes]), SCALES: int(np.count_nonzero(~of_codes))}
     if part == CODES and weight.container.element.bits == 4:
-        return int(np.count_nonzero(changes & 0x0F) + np.count_nonzero(changes & 0xF0))
-    return int(changes.size)
+        return {part: _changed_nibbles(changes)}
+    return {part: int(changes.size)}
+
+
+def _changed_nibbles(changes: npt.NDArray[np.uint8]) -> int:
+    """Return how many 4-bit codes differ. changes: the XOR of the old and new bytes."""
+    return int(np.count_nonzero(changes & 0x0F) + np.count_nonzero(changes & 0xF0))

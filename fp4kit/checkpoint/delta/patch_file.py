@@ -13,8 +13,9 @@ A patch stores each file of the new version in one of three ways:
 
 - A new file, or a file of a different size: the whole file, as the tensor FILE/whole U8.
 
-The metadata entry "fp4kit.patch" is JSON. It holds the version of this format, and the size in bytes and the SHA-256 of
-every file of both versions.
+The metadata entry "fp4kit.patch" is JSON. It holds the version of this format, what the model is ("directory" or
+"file"), and the size in bytes and the SHA-256 of every file of both versions; version_files.py says how files are
+named.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from fp4kit.checkpoint.delta.version_files import are_of_files
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
@@ -32,6 +34,7 @@ from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_h
 KEY, VERSION = "fp4kit.patch", 1
 CHUNK = 8 << 20
 COUNTS, STARTS, LENGTHS, BYTES, WHOLE = "counts", "starts", "lengths", "bytes", "whole"
+_MODELS = {True: "directory", False: "file"}
 PARTS = (COUNTS, STARTS, LENGTHS, BYTES)
 
 
@@ -48,10 +51,12 @@ class Patch:
     """Describe an opened patch file.
 
     file: the header of the patch file.
+    is_directory: True if both versions are directories; False if they are safetensors files or GGUF models.
     base, result: file name -> size and SHA-256, for the files of the old and of the new version.
     """
 
     file: SafetensorsFile
+    is_directory: bool
     base: Mapping[str, FileFacts]
     result: Mapping[str, FileFacts]
 
@@ -64,16 +69,19 @@ class Patch:
         return next((entry for entry in self.file.entries if entry.name == wanted), None)
 
 
-def metadata_of(base: Mapping[str, FileFacts], result: Mapping[str, FileFacts]) -> dict[str, str]:
+def metadata_of(
+    base: Mapping[str, FileFacts], result: Mapping[str, FileFacts], is_directory: bool = True
+) -> dict[str, str]:
     """Return the metadata of a patch file: one entry, which records the version of the format and all files.
 
     base, result: file name -> size and SHA-256, for the files of the old and of the new version.
+    is_directory: True if both versions are directories.
     """
     files = {
         side: {name: {"bytes": one.nbytes, "sha256": one.sha256} for name, one in sorted(facts.items())}
         for side, facts in (("base", base), ("result", result))
     }
-    return {KEY: json.dumps({"version": VERSION, **files})}
+    return {KEY: json.dumps({"version": VERSION, "model": _MODELS[is_directory], **files})}
 
 
 def open_patch(path: Path) -> Patch:
@@ -86,7 +94,10 @@ def open_patch(path: Path) -> Patch:
     content = parse_object(file.metadata[KEY].encode(), f"{path.name}: {KEY}")
     if content.get("version") != VERSION:
         raise CheckpointError(f"{path}: is a patch of version {content.get('version')}; {VERSION} is needed")
-    patch = Patch(file, _facts(path, content.get("base")), _facts(path, content.get("result")))
+    model = content.get("model", _MODELS[True])
+    patch = Patch(file, model == _MODELS[True], _facts(path, content.get("base")), _facts(path, content.get("result")))
+    if model not in _MODELS.values() or not (patch.is_directory or are_of_files(patch.result)):
+        raise CheckpointError(f"{path}: its {KEY} entry is malformed; make the patch again")
     for name, facts in patch.result.items():
         _check_parts(path, patch, name, facts)
     return patch

@@ -6,6 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
+import gguf_files
 import numpy as np
 import oracle
 import pytest
@@ -18,6 +19,7 @@ from fp4kit.checkpoint.delta.apply import apply
 from fp4kit.checkpoint.delta.diff import diff, positions_of
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.storage.gguf_file import read_gguf
 from fp4kit.storage.safetensors_file import read_header
 
 
@@ -148,9 +150,11 @@ def test_files_that_are_no_patch(tmp_path: Path) -> None:
         patch_file.open_patch(tmp_path / "x")
     with refused("is no file; a patch that fp4kit diff wrote is needed"):
         patch_file.open_patch(tmp_path / "y")
-    with refused("is no directory"):
-        diff(tmp_path / "x", tmp_path / "x", tmp_path / "z")
+    with refused("y: does not exist; a model directory, a .safetensors or a GGUF file is needed"):
+        diff(tmp_path / "y", tmp_path / "x", tmp_path / "z")
     synthetic.dense(tmp_path / "m")
+    with refused(f"x: is a file, but {tmp_path / 'm'} is a directory; two directories, two safetensors files or two"):
+        diff(tmp_path / "m", tmp_path / "x", tmp_path / "z")
     with refused("exists; name a new file, or remove it first"):
         diff(tmp_path / "m", tmp_path / "m", tmp_path / "x")
 
@@ -182,6 +186,96 @@ def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         apply(old, tmp_path / "p", tmp_path / "out")
     apply(old, tmp_path / "p", tmp_path / "out", resume=True)
     assert contents(tmp_path / "out") == contents(new)
+
+
+def test_single_safetensors_files(tmp_path: Path) -> None:
+    """A patch between two files turns the old one into the new one, and counts the flips as for directories."""
+    old, new = two_steps(tmp_path, 1e-2)
+    paths = [tmp_path / name for name in ("old.safetensors", "new.safetensors")]
+    for root, path in zip((old, new), paths, strict=True):
+        shutil.copy(sorted(root.glob("*.safetensors"))[0], path)
+    report = diff(*paths, tmp_path / "p")
+    assert (report.changed, report.whole, report.unchanged) == (1, 0, 0) and report.layers
+    assert {*report.layers} <= {*diff(old, new, tmp_path / "q").layers}
+    out = apply(paths[0], tmp_path / "p", tmp_path / "out.safetensors")
+    assert out.read_bytes() == paths[1].read_bytes() and not staging.partial_of(out).exists()
+    with refused("is not the file that the patch was made from"):
+        apply(paths[1], tmp_path / "p", tmp_path / "other.safetensors")
+    with refused("the patch leads to a .safetensors file; name a file that ends in .safetensors"):
+        apply(paths[0], tmp_path / "p", tmp_path / "out")
+    with refused("is a directory; the safetensors or GGUF file that the patch was made from is needed"):
+        apply(old, tmp_path / "p", tmp_path / "other.safetensors")
+    with refused("is no directory; the model directory that the patch was made from is needed"):
+        apply(paths[0], tmp_path / "q", tmp_path / "other")
+    with refused("has 9 bytes"):
+        os.truncate(paths[0], 9)
+        apply(paths[0], tmp_path / "p", tmp_path / "other.safetensors")
+
+
+def gguf_steps(root: Path, recipe: str, limit: int | None) -> list[Path]:
+    """Write two GGUF models that differ in some signs, and quantize both. Return their first files."""
+    found = []
+    for name, share in (("a", 0.0), ("b", 0.01)):
+        rng = np.random.default_rng(3)
+        tensors = gguf_files.model()
+        for x in tensors.values():
+            if x.dtype == synthetic.BF16:
+                x.view(np.uint16)[rng.random(x.shape) < share] ^= 0x8000
+        gguf_files.write(root / f"{name}0.gguf", {key: gguf_files.plain(x) for key, x in tensors.items()})
+        report = convert(root / f"{name}0.gguf", root / f"{name}.gguf", recipe, split_max_size=limit)
+        found.append(report.files[0])
+    return found
+
+
+@pytest.mark.parametrize("recipe", ["mxfp4-gguf", "nvfp4-te"])
+def test_gguf_files(recipe: str, tmp_path: Path) -> None:
+    """The flips of a GGUF layer count codes and scales apart, although they lie in the same blocks."""
+    old, new = gguf_steps(tmp_path, recipe, None)
+    report = diff(old, new, tmp_path / "p")
+    assert (report.changed, report.whole) == (1, 0) and report.nbytes < new.stat().st_size / 4
+    apply(old, tmp_path / "p", tmp_path / "out.gguf")
+    assert (tmp_path / "out.gguf").read_bytes() == new.read_bytes()
+    kind = recipe.partition("-")[0]
+    for layer in report.layers:
+        scales, codes = zip(*(parts_of_layer(path, layer.name, kind) for path in (old, new)), strict=True)
+        assert (layer.codes, layer.elements) == (int((codes[0] != codes[1]).sum()), codes[0].size)
+        assert (layer.scales, layer.scale_bytes) == (int((scales[0] != scales[1]).sum()), scales[0].size)
+    assert len(report.layers) > 5 and all(layer.codes for layer in report.layers)
+
+
+def parts_of_layer(path: Path, name: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scale bytes and the codes of a layer of a GGUF file."""
+    entry = next(entry for entry in read_gguf(path).entries if entry.name == f"{name}.weight")
+    raw = np.frombuffer(path.read_bytes(), np.uint8)[entry.start : entry.start + entry.nbytes]
+    size, scales = (17, 1) if kind == "mxfp4" else (36, 4)
+    blocks = raw.reshape(-1, size)
+    return blocks[:, :scales], np.stack([blocks[:, scales:] & 15, blocks[:, scales:] >> 4])
+
+
+def test_split_gguf_models(tmp_path: Path) -> None:
+    """Any file of a split model names it. Files are paired by their number, and the result is split too."""
+    old, new = gguf_steps(tmp_path, "mxfp4-gguf", 60_000)
+    report = diff(old, new, tmp_path / "p")
+    assert report.changed > 1 and report.layers
+    again = diff(sorted(tmp_path.glob("a-*.gguf"))[-1], sorted(tmp_path.glob("b-*.gguf"))[-1], tmp_path / "q")
+    assert again.layers == report.layers and (tmp_path / "q").read_bytes() == (tmp_path / "p").read_bytes()
+    apply(old, tmp_path / "p", tmp_path / "out.gguf")
+    found = {path.name[3:]: path.read_bytes() for path in tmp_path.glob("out-*.gguf")}
+    assert found == {path.name[1:]: path.read_bytes() for path in tmp_path.glob("b-*.gguf")}
+    with refused("out-00001-of-"):
+        apply(old, tmp_path / "p", tmp_path / "out.gguf")
+    convert(tmp_path / "b0.gguf", tmp_path / "whole.gguf", "mxfp4-gguf")
+    diff(old, tmp_path / "whole.gguf", tmp_path / "r")
+    apply(old, tmp_path / "r", tmp_path / "one.gguf")
+    assert (tmp_path / "one.gguf").read_bytes() == (tmp_path / "whole.gguf").read_bytes()
+
+
+def test_a_patch_of_files_has_names_of_files(tmp_path: Path) -> None:
+    facts = {"config.json": patch_file.FileFacts(1, "0" * 64)}
+    metadata = patch_file.metadata_of({}, facts, is_directory=False)
+    synthetic.write_file(tmp_path / "p", {"config.json/whole": np.zeros(1, np.uint8)}, metadata)
+    with refused("is malformed; make the patch again"):
+        patch_file.open_patch(tmp_path / "p")
 
 
 def test_positions_of() -> None:

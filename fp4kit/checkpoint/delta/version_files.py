@@ -1,0 +1,75 @@
+"""Find the files of one version of a model: those of a directory, a safetensors file, or those of a GGUF model.
+
+A patch names files so that both versions have equal names, whatever the user named them:
+
+- in a directory, by their path in it;
+- a single file, model.safetensors or model.gguf;
+- the files of a split GGUF model, by the end of their name, 00001-of-00003.gguf.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+from pathlib import Path
+
+from fp4kit.checkpoint.model.manifest import MANIFEST, names_in
+from fp4kit.checkpoint.model.model_files import existing_file
+from fp4kit.checkpoint.plan.output_files import check_target, final_path
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.gguf_file import is_gguf
+from fp4kit.storage.split_gguf import name_of_part, read_gguf_model
+
+_SINGLE = {".safetensors": "model.safetensors", ".gguf": "model.gguf"}
+_NAME_OF_FILE = re.compile(r"model\.(safetensors|gguf)|\d{5}-of-\d{5}\.gguf")
+
+
+def files_of(root: Path) -> dict[str, Path]:
+    """Return name in a patch -> path, for all files of a version. Hidden files of a directory are left out.
+
+    Raises CheckpointError if ``root`` does not exist, or is an incomplete GGUF model.
+    """
+    if root.is_dir():
+        manifest = [MANIFEST] if (root / MANIFEST).is_file() else []
+        return {name: root / name for name in [*names_in(root), *manifest]}
+    if is_gguf(root):
+        parts = read_gguf_model(root)
+        if len(parts) > 1:
+            return {name_of_part(i, len(parts)): part.path for i, part in enumerate(parts)}
+        return {_SINGLE[".gguf"]: root}
+    if not root.is_file():
+        raise CheckpointError(f"{root}: does not exist; a model directory, a .safetensors or a GGUF file is needed")
+    return {_SINGLE[".safetensors"]: root}
+
+
+def path_of(root: Path, name: str) -> Path:
+    """Return the path of the file that a patch names ``name``, in a version of the model.
+
+    Raises CheckpointError if this version has no such file.
+    """
+    if root.is_dir():
+        return existing_file(root, name)
+    found = files_of(root)
+    if name not in found:
+        raise CheckpointError(f"{root}: has no file {shown(name)}, but {', '.join(found)}; it is another model's file")
+    return found[name]
+
+
+def are_of_files(names: Collection[str]) -> bool:
+    """Return whether names in a patch can be those of a model that is not a directory."""
+    return bool(names) and all(_NAME_OF_FILE.fullmatch(name) for name in names)
+
+
+def paths_to_write(names: Collection[str], target: Path) -> dict[str, Path]:
+    """Return name in a patch -> final path, to write a model that is not a directory as ``target``.
+
+    names: the names in the patch of all files of the new version.
+    Raises CheckpointError if ``target`` is not named like the files that the patch leads to.
+    """
+    suffix = Path(next(iter(names))).suffix
+    if target.suffix.lower() != suffix:
+        raise CheckpointError(f"{target}: the patch leads to a {suffix} file; name a file that ends in {suffix}")
+    if set(names) <= set(_SINGLE.values()):
+        return dict.fromkeys(names, target)
+    check_target(target)
+    return {name: final_path(target, name) for name in sorted(names)}
