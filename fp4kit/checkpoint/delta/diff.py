@@ -304,7 +304,7 @@ class _Flips:
     def has_layout(self, name: str, before: Path) -> bool:
         """Return whether a file has equal headers in both versions, so that its tensors are at equal positions.
 
-        Return False if the file holds no tensors. Only then can changes be counted per layer.
+        Only if True, changes can be counted per layer. Return False for a file without tensors.
 
         name: the name of the file.
         before: the file of the old version.
