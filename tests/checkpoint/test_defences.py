@@ -243,7 +243,10 @@ def test_names_are_data(tmp_path: Path, name: str) -> None:
 
 
 def test_patterns_take_no_time(tmp_path: Path) -> None:
-    """Globs of users and configs are matched without backtracking, for which a regular expression may take years."""
+    """Globs of users and configs are matched quickly, without the backtracking of regular expressions.
+
+    With backtracking, matching a hostile glob could take years.
+    """
     synthetic.write_model(tmp_path / "m", {}, {f"{'a' * 3000}.weight": synthetic.random("a", (32, 64))})
 
     def refuse() -> None:

@@ -386,7 +386,7 @@ def test_demo(tmp_path: Path, run: Run) -> None:
 
 
 def test_identify_differs_if_all_layers_have_one_fault(tmp_path: Path, run: Run) -> None:
-    """identify reports a difference, also if every layer has the same fault and none is an exception."""
+    """identify exits with the code for a difference even if all layers have the same fault."""
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
     assert run("identify", tmp_path / "q", "--source", tmp_path / "m").code == 0

@@ -80,7 +80,7 @@ def test_one_buffer_is_kept_and_no_large_one():
 
 
 def test_calls_of_many_threads(monkeypatch):
-    """Each thread gets memory of its own, even if another thread frees a result meanwhile."""
+    """Results that many threads compute at once are right: no thread gets a buffer that another thread still uses."""
     monkeypatch.setattr(native, "ELEMENTS_PER_THREAD", 1 << 10)
     wrong = []
 

@@ -96,9 +96,7 @@ def test_elements_beside_midpoints(dtype):
 
 
 def test_the_narrow_divisor_is_narrow():
-    """NARROW is as stated above: for three float16 numbers, the reciprocal of its divisor gives another code than
-    division.
-    """
+    """For three float16 numbers, multiplying by the reciprocal of NARROW's divisor gives another code than dividing."""
     divisor = np.float32(NARROW) / np.float32(FULL)
     assert divisor == np.float32(float.fromhex("0x1.996664p-12"))
     x = np.arange(0x4900, dtype=np.uint16).view(np.float16).astype(np.float32) / 2**12

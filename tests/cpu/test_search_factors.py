@@ -50,8 +50,9 @@ def test_the_order_of_a_sum_decides() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_shapes(name) -> None:
-    """Results agree for arrays wider than a tile, rows of one block, views, stacks with an amax per matrix, and empty
-    arrays.
+    """Engine and specification agree for arrays of many shapes.
+
+    These are arrays wider than a tile, rows of one block, views, stacks with an amax per matrix, and empty arrays.
     """
     for shape in ((3, 4160), (70, 32), (1, 64), (2, 3, 8, 64), (0, 64)):
         agree(ordinary(2, shape), name)
@@ -62,8 +63,9 @@ def test_shapes(name) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_variants(name) -> None:
-    """Results agree for tensor scales per row, other elements and scale rules, and blocks that the library does not
-    search.
+    """Engine and specification agree for variants of recipes.
+
+    These have tensor scales per row, different elements and scale rules, or blocks that the library does not search.
     """
     r = RECIPES[name]
     variants = [{"block": (1, 64)}, {"sign": "signbit"}, {"amax_nan": "ignore"}, {"rounding": "rnz"}]

@@ -84,7 +84,7 @@ def test_candidates(recipe, candidates):
 
 @pytest.mark.parametrize("weight", every(3, [1e-45, 1e-40, 1e-38, 2.0**-60, 1e38, 2.0**60]))
 def test_weights_far_from_1(weight):
-    """Results agree for weights with which squares of the losses underflow or overflow."""
+    """Engine and specification agree for weights with which the losses underflow or overflow."""
     x = finite(np.float32, 4)
     for amax in (1e-6, 4.0, 1e9):
         scaled = (x * np.float32(amax)).astype(np.float32)
@@ -154,7 +154,10 @@ def test_views(view):
 
 @pytest.mark.parametrize("rows", every(2, [1, 2, 3, 15, 16, 17, 33]))
 def test_every_number_of_rows_and_columns(rows):
-    """Results agree for every shape: a group of sixteen blocks may end in the middle of a row, or be empty."""
+    """Engine and specification agree for every shape.
+
+    The engine searches groups of sixteen blocks. A group may end in the middle of a row, or be empty.
+    """
     for columns in (16, 48, 272):
         agree(fp4kit.search_scales, ordinary(rows, (rows, columns)), STATIC, candidates="near")
 

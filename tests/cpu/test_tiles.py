@@ -178,7 +178,10 @@ SPECIAL = {
 
 @pytest.mark.parametrize("name", EIGHTH)
 def test_a_special_element_in_one_tile(name, small_tiles, monkeypatch):
-    """Only the tile with a special element falls back to the specification, if at all; every byte is right."""
+    """A NaN or infinite element makes only the tile around it fall back to the specification.
+
+    With this and other special elements, all results equal the specification's.
+    """
     r = RECIPES[name]
     for special, value in SPECIAL.items():
         x = ordinary(2, (64, 256))

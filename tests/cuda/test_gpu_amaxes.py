@@ -98,7 +98,7 @@ def test_minus_zero_amaxes_of_groups(name):
 
 @pytest.mark.parametrize("name", ["nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp"])
 def test_minus_zero_amax_of_shards(name):
-    """Shards whose block amaxes are given as -0 are right, whatever the size of their elements."""
+    """Shards whose block amaxes are given as -0 get the codes that +0 gives, even if their elements are large."""
     x = np.abs(X) + 1
     amax = np.zeros(fp4kit.partial_amax(x.ravel(), x.shape, 0, name).shape, np.float32)
     out, gpu = np.zeros((32, 256), np.uint8), cupy.asarray(np.zeros((32, 256), np.uint8))

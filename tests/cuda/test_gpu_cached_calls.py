@@ -49,7 +49,7 @@ def misaligned(shape, dtype):
     ],
 )
 def test_cached_calls_give_the_same_bits(monkeypatch, recipe, layout, dtype):
-    """A cached call gives the right bits for other arrays than those of the first call."""
+    """A cached call gives the bits of a call without the cache for arrays other than those of the first call."""
     first, second = blocks(dtype), np.ascontiguousarray(blocks(dtype)[::-1, ::-1])
     expected = fp4kit.quantize(second, recipe, scale_layout=layout)
     out, y = check(first, recipe, scale_layout=layout), cupy.empty(SHAPE, dtype)

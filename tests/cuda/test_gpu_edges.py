@@ -58,8 +58,9 @@ AMAXES = (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf)
 )
 @pytest.mark.parametrize("dtype", [BF16, *exhaustive([F32, F16])], ids=str)
 def test_both_sides_of_every_guard(recipe, options, dtype) -> None:
-    """4over6 and stochastic rounding are right on both sides of the conditions for their fast paths, under
-    many amaxes.
+    """4over6 and stochastic rounding equal the CPU's on both sides of the conditions for the kernels' fast paths.
+
+    Many tensor amaxes are tried.
     """
     for x in guarded(dtype):
         for amax in (None, *(AMAXES if recipe.tensor_scaling == "tensor" else ())):
@@ -69,9 +70,9 @@ def test_both_sides_of_every_guard(recipe, options, dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_random_bytes_about_which_codes_change(dtype) -> None:
-    """Stochastic rounding is right for random bytes at and next to the byte from which an element rounds up.
+    """Stochastic rounding equals the CPU's for random bytes at and next to the byte from which an element rounds up.
 
-    The elements are all those below 8, in blocks with the scale 1.
+    All elements below 8 are tried, in blocks with the scale 1.
     """
     bits = np.arange(np.array(8, dtype).view(np.uint16), dtype=np.uint16)
     signs = np.random.default_rng(0).integers(0, 2, bits.size * 4, np.uint16) << 15

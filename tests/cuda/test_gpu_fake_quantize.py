@@ -118,7 +118,7 @@ def test_missing_kernels_are_reported() -> None:
 
 @pytest.mark.parametrize("name", all_or_few(MICROXCALING))
 def test_every_value_of_sixteen_bits_beside_every_power_of_two(name) -> None:
-    """The kernels' log2 is right for all finite 16-bit values, in blocks whose scale another element fixes."""
+    """Results equal the CPU's for all finite 16-bit values, in blocks whose scale a larger element determines."""
     for dtype in DTYPES[1:]:
         bits = np.arange(1 << 16, dtype=np.uint16).view(dtype)
         finite = np.resize(bits[np.isfinite(bits.astype(np.float32))], (4096, 16))

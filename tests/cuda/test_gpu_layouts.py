@@ -102,7 +102,7 @@ def test_transpose_of_empty_arrays() -> None:
 
 @gpu_only
 def test_transpose_of_a_large_array() -> None:
-    """An array of more than 2^31 codes is right, which needs 64-bit offsets."""
+    """The transpose of an array with more than 2^31 codes equals the CPU's. It needs 64-bit offsets."""
     M, K = shape = (2**16, 2**15 + 32)
     q = fp4kit.quantize(cupy.zeros((32, 32), np.float32), "nvfp4-te-2d")
     rows, columns = cupy.arange(M, dtype=np.uint32), cupy.arange(K // 2, dtype=np.uint32)

@@ -339,8 +339,9 @@ def test_blocks_that_are_no_whole_runs() -> None:
 @gpu_only
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt"])
 def test_more_than_2_31_elements(name) -> None:
-    """An array of more than 2^31 elements is right. Its rows repeat, so the last rows must have the bytes of
-    the first.
+    """An array of more than 2^31 elements is quantized correctly up to its end.
+
+    Its rows repeat, so the last rows must have the bytes of the first.
     """
     rows, columns, period = 131200, 16384, 64
     if cupy.cuda.runtime.memGetInfo()[0] < 16 << 30:

@@ -171,7 +171,7 @@ def test_plan_columnwise_refresh_and_graph() -> None:
 
 @gpu_only
 def test_nothing_waits() -> None:
-    """A step returns while earlier work in the queue is still running."""
+    """MasterWeightsPlan.cast returns while earlier work in the device's queue is still running."""
     x = cupy.zeros(1 << 28, np.uint8)
     values = cupy.ones(256 * 256, np.float32)
     plan = MasterWeightsPlan([Shard(values, (256, 256))], SingleProcess(), columnwise=True)

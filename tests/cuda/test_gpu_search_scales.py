@@ -230,7 +230,7 @@ SIDES = {"plain": {}, "weights": {"weights": WEIGHTS}, "hessian": {"hessian": he
 @pytest.mark.parametrize("kind", every(3, [("weights", BF16), ("plain", np.float32), ("hessian", np.float16)]), ids=str)
 @pytest.mark.parametrize("rows", by_default([16], TALL))
 def test_blocks_of_several_rows(rows, kind) -> None:
-    """Results are right for blocks of several rows, which may be incomplete at the end of a matrix.
+    """The GPU's search equals the specification's for blocks of several rows, incomplete last blocks included.
 
     Stacks, experts and both axes are tried.
     """
@@ -274,7 +274,7 @@ def test_objective_of_two_names() -> None:
 
 @pytest.mark.parametrize("objective", ["p1.0001", *exhaustive(["p16"])])
 def test_powers_that_leave_the_range(objective) -> None:
-    """The choice is right if some losses underflow to zero and others are infinite."""
+    """The GPU chooses the specification's scales if some losses underflow to zero and others are infinite."""
     for size in (1e-12, 1e-3, 1, 1e6, 1e30):
         check((finite(np.float32) * np.float32(size)).astype(np.float32), objective=objective, candidates="near")
 
@@ -373,9 +373,9 @@ def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread:
 @pytest.mark.parametrize("columns", [48, *exhaustive([16, 32])])
 @pytest.mark.parametrize(("objective", "ratio"), [("mse", 1 / 16), ("mae", 1 / 4)])
 def test_order_of_sums(objective, ratio, columns) -> None:
-    """Sums are made in the specification's order, which decides between two scales.
+    """The GPU adds losses in the specification's order. In these blocks the order decides between two scales.
 
-    With a scale of 2, the element 0.5 has an error of 0.5; with a scale of 1, the element 8 has an error of 2.
+    With a scale of 2, the element 0.5 has an error of 0.5. With a scale of 1, the element 8 has an error of 2.
     """
     r = replace(RECIPES["mxfp4-ocp"], id="other", block=(1, columns))
     x, weights = balanced(200, columns, [0.5, 8], ratio, 3)
@@ -440,9 +440,9 @@ BY_DTYPE = [(name, dtype) for name in FACTORED for dtype in (np.float32, np.floa
 
 @pytest.mark.parametrize("case", all_or_few(BY_DTYPE, list(zip(FACTORED, (BF16, np.float32), strict=True))), ids=str)
 def test_multiples_of_the_amax(case) -> None:
-    """Recipes that search multiples of the amax are right for blocks of every kind and memory layout.
+    """Recipes that search multiples of the amax give the CPU's results for blocks of every kind and memory layout.
 
-    Blocks are of every magnitude, not finite, misaligned, along columns, or in stacks with an amax per matrix.
+    Blocks have every magnitude. Some are not finite, misaligned, along columns, or in stacks with an amax per matrix.
     """
     recipe, dtype = case
     with np.errstate(all="ignore"):
@@ -475,7 +475,10 @@ DRAWN = [
 
 @pytest.mark.parametrize("case", all_or_few(DRAWN, [(FACTORED[0], "64"), (FACTORED[1], "E2M3")]), ids="-".join)
 def test_multiples_of_the_amax_of_variants(case) -> None:
-    """Variants of these recipes are right: other blocks, signs, amaxes, tensor scales and elements."""
+    """Variants of recipes that search multiples of the amax give the CPU's results.
+
+    The variants differ in blocks, signs, amaxes, tensor scales and elements.
+    """
     recipe, variant = case
     same_results(ordinary(2, (12, 256)), replace(fp4kit.recipe(recipe), id="variant", **VARIANTS[variant]))
 
@@ -508,7 +511,7 @@ def test_multiples_of_the_amax_with_options(recipe) -> None:
 
 @pytest.mark.parametrize("recipe", FACTORED)
 def test_recorded_arrays_of_what_searches(recipe, golden) -> None:
-    """Results equal the arrays that auto-round recorded."""
+    """Recipes with a search give the arrays that were recorded from auto-round."""
     found = recorded(ComparedEngine(cupy), golden, recipe)
     assert found.values > 100_000 and not found.differing, found.first
 
@@ -529,9 +532,9 @@ USUAL_GRIDS = ("fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-na
 
 @pytest.mark.parametrize("recipe", by_default(USUAL_GRIDS, GRIDS))
 def test_amaxes(recipe) -> None:
-    """The search for tensor amaxes is right for tensors, experts and rows, grids of every size, and empty arrays.
+    """The GPU's search for tensor amaxes equals the specification's for tensors, experts and rows.
 
-    Some elements are not finite.
+    Grids of every size, empty arrays, and elements that are not finite are tried.
     """
     x = finite(BF16)[:40]
     check(x, recipe)
@@ -553,9 +556,9 @@ def test_objectives_of_amaxes(objective, dtype) -> None:
 
 
 def test_order_of_sums_of_amaxes() -> None:
-    """Sums are made in the specification's order, which decides between two steps.
+    """The GPU adds losses in the specification's order. In these arrays the order decides between two steps.
 
-    With a step of 2, the element 1 is lost; with a step of 1, the element 128 is beyond the limit of 127.
+    With a step of 2, the element 1 is lost. With a step of 1, the element 128 is beyond the limit of 127.
     """
     found = []
     for columns in range(100, 140, 2):

@@ -62,7 +62,10 @@ def assert_equal(found, expected):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_of_tensors_are_tensors(name, dtype):
-    """Results are right in three calls: the first is made without a cached call, the others by the cached call."""
+    """Calls on CUDA tensors return CUDA tensors with the bits of calls on NumPy arrays.
+
+    Each call is made three times: first without a cached call, then by the cached call.
+    """
     expected = plain(CALLS[name](X[dtype]))
     for _ in range(3):
         assert_equal(host(CALLS[name](tensor(X[dtype]).cuda())), expected)
@@ -71,7 +74,7 @@ def test_results_of_tensors_are_tensors(name, dtype):
 @gpu_only
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_random_calls_on_side_streams(recipe):
-    """On a side stream, results are right without explicit synchronization."""
+    """Calls on PyTorch's side streams use the current stream, so results are right without explicit synchronization."""
     rng = np.random.default_rng(5)
     streams = [torch.cuda.Stream() for _ in range(3)]
     for i in range(40):

@@ -50,7 +50,7 @@ def everything(x: np.ndarray, r: Recipe, **options) -> None:
     "options", [{}, *exhaustive([{"rounding": "stochastic", "seed": 3}, {"hadamard": True}])], ids=str
 )
 def test_blocks_of_zeros_under_flashinfers_scale(dtype, options) -> None:
-    """Blocks of zeros are right in every kernel under a rule that gives them a factor of zero."""
+    """Blocks of zeros get the CPU's codes in every kernel under a rule that gives them a factor of zero."""
     x = np.random.default_rng(0).standard_normal((48, 64)).astype(dtype)
     x[16:32, 16:32] = 0
     x[32:48, :16] = -0.0

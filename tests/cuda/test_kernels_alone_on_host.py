@@ -53,7 +53,7 @@ ELEMENTS = st.lists(st.integers(0, 0xFFFF), min_size=16, max_size=16)
 
 @given(ELEMENTS, st.integers(0, 16))
 def test_hadamard_transform_of_any_bits(bits, shift):
-    """The transform is right for elements of any bits, and for elements with similar exponents."""
+    """hadamard.cuh transforms runs of any bits, and runs with similar exponents, as the specification does."""
     for dtype in (BF16, F16):
         x = np.array(bits, np.uint16)
         x = np.stack([x, x & 0x83FF | 0x3C00, (x & 0x8FFF) + (shift << 7), x[::-1]]).astype(np.uint16).view(dtype)
@@ -69,8 +69,9 @@ STRIPS = [(BF16, "no_nan"), (F16, "no_nan"), (F32, "no_nan"), (BF16, "all"), (F1
 @pytest.mark.parametrize("strip", every(3, STRIPS), ids=str)
 @pytest.mark.parametrize("shape", [(16, 1), (32, 530), (112, 37), (48, 1026)])
 def test_amax_of_transformed_columns(strip, shape):
-    """The amax of columns is right if they are read by words or by elements, also at addresses that are not multiples
-    of 16.
+    """The kernel computes the amax of transformed columns correctly whether it reads them by words or by elements.
+
+    It reads by elements at addresses that are not multiples of 16.
     """
     dtype, counted = strip
     x = np.resize(spread(Runs(dtype), np.random.default_rng(3))[::-1], shape).astype(dtype)

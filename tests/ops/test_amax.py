@@ -22,9 +22,7 @@ def test_along_axes(x, axis):
 
 
 def test_amax_of_a_large_array():
-    """A large array is divided into tiles along the first axis, whatever its length; the amax must be that of all
-    tiles.
-    """
+    """The amax of a large array, which is computed tile by tile along the first axis, equals NumPy's maximum."""
     for shape in [(600, 700), (1, 600_000), (600_000,), (3, 2, 100_000)]:
         x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
         assert_same_bits(fp4kit.amax(x), np.asarray(np.abs(x).max()))

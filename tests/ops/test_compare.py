@@ -118,7 +118,7 @@ def test_float64_is_compared_in_its_own_precision() -> None:
 
 @pytest.mark.parametrize("size", [1e-320, 1e-200, 1e-40, 1.0, 1e160, 1e300])
 def test_sqnr_of_float64_of_any_size(size) -> None:
-    """The SQNR is right even if squares of the values, such as 1e-200 and 1e200, are beyond float64."""
+    """compare gives the right SQNR even if squares of the values, such as 1e-200 and 1e200, are beyond float64."""
     a = np.array([3.0, -4.0, 12.0]) * size
     b = a * (1 - 2.0**-10)
     signal, noise = (sum(Fraction(v) ** 2 for v in part.tolist()) for part in (a, a - b))

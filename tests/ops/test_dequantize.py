@@ -32,11 +32,12 @@ def same_values(a, b):
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in HALF])
 @pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
 def test_values_are_code_times_scales(name, x):
-    """value = decode(code) * block_scale * tensor_scale, up to the few roundings of the decode rule.
+    """dequantize returns decode(code) * block_scale * tensor_scale, up to the roundings of the decode rule.
 
-    x is divided by 4096 to avoid overflow. fouroversix multiplies code * block_scale by tensor_amax first, which
-    overflows for an amax above FLT_MAX / 2688. TE multiplies tensor_amax by block_scale first, which overflows above
-    FLT_MAX / 448.
+    x is divided by 4096, because some intermediate products overflow for large amaxes:
+
+    - fouroversix computes code * block_scale * tensor_amax, which overflows for an amax above FLT_MAX / 2688.
+    - TE computes tensor_amax * block_scale, which overflows for an amax above FLT_MAX / 448.
     """
     r = RECIPES[name]
     q = fp4kit.quantize(x.astype(np.float32) / 4096, name)
@@ -56,7 +57,7 @@ def test_values_are_code_times_scales(name, x):
 
 
 def test_the_order_of_decoding():
-    """Values equal float32 products in each producer's order, which decides the last bit."""
+    """dequantize multiplies in float32 in the order of each producer, which decides the last bit of a value."""
 
     def parts(name):
         q = fp4kit.quantize(ORDINARY, name)

@@ -55,7 +55,7 @@ def test_integers_have_the_values_of_their_codes(name, x):
 
 
 def test_int4_qat_by_its_formula():
-    """Values equal clamp(round(w / s), -7, 7) * s, s = max(amax / 7, 1e-5), in groups of 128.
+    """int4-qat gives clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5) in groups of 128.
 
     No recording tests this recipe.
     """
@@ -72,7 +72,7 @@ def test_int4_qat_by_its_formula():
 
 @pytest.mark.parametrize("name, low, high", [("int8-modelopt", -128, 127), ("int8-modelopt-narrow", -127, 127)])
 def test_int8_by_its_formula(name, low, high):
-    """Values equal round(x * s) / s, clamped, with s = 127 / amax.
+    """The INT8 recipes give clamp(round(x * s), low, high) / s with s = 127 / amax.
 
     The given amax is below the largest value, so some elements saturate.
     """

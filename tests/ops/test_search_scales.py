@@ -282,7 +282,10 @@ def test_the_best_of_three_powers_of_two(recipe, weighted) -> None:
 )
 @pytest.mark.parametrize("objective", ["mse", "max"])
 def test_powers_of_blocks_of_any_length(block, objective) -> None:
-    """Sums are right for any block length. Elements are added in pairs, whose number need not be a power of two."""
+    """Power-of-two searches choose the smallest error for blocks of any length.
+
+    Losses are added in pairs, whose number need not be a power of two.
+    """
     recipe, columns = block
     r = replace(fp4kit.recipe(recipe), block=(1, columns))
     x, weights = some(200, 2 * columns), np.random.default_rng(1).random(2 * columns, np.float32) ** 4 + 0.1

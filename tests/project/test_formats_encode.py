@@ -133,8 +133,9 @@ def test_float32_as_the_specification_has_it(fmt, rounding):
 
 
 def test_float64_is_rounded_once():
-    """These float64 numbers are rounded directly. Rounding to float32 first would make them ties, which go down to
-    even.
+    """encode rounds float64 numbers directly to the format.
+
+    These numbers are just above ties. Rounding to float32 first would make them ties, which round down to even.
     """
     x = np.array([0.25, 1.25, 5.0]) * (1 + 2.0**-40)
     assert E2M1.encode(x).tolist() == [1, 3, 7] and E2M1.encode(x.astype(np.float32)).tolist() == [0, 2, 6]

@@ -62,8 +62,9 @@ def test_every_slice_between_blocks_has_the_values_of_its_rows(name, axis):
 
 @given(st.data())
 def test_slices_of_stacks(data):
-    """Slices of stacks with three and four dimensions are right, for any axis and for scales per expert, row
-    and block.
+    """Slices of stacks with three and four dimensions decode to the values of their part of the stack.
+
+    Any axis, and tensor scales per expert, row and block are tried.
     """
     name = data.draw(st.sampled_from([name for name in REPRESENTATIVE if name in NAMES]))
     x = STACK if data.draw(st.booleans()) else STACK.reshape(3, 2, 64, 128)

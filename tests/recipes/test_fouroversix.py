@@ -67,8 +67,9 @@ def test_values_go_on_in_steps_of_two():
 
 
 def test_scales_that_are_nan():
-    """NaN occurs for zeros under an infinite encode scale and for blocks with infinities, and not for other zeros or
-    finite blocks.
+    """In fouroversix's recipes, a block scale is NaN in two cases only.
+
+    They are a block of zeros under an infinite encode scale, and a block with infinities.
     """
     for name in NAMES:
         assert not fp4kit.quantize(np.zeros((1, 32), np.float32), name).block_scale.any()

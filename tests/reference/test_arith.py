@@ -104,9 +104,9 @@ def test_ftz_operations_on_any_floats(pair):
 
 
 def test_reciprocal_of_every_significand():
-    """Each approximate reciprocal is within 1 ulp of the correctly rounded one.
+    """For every significand, the approximate reciprocal is within 1 ulp of the correctly rounded one.
 
-    The numbers of exact, lower and higher results are those counted on an H200.
+    The numbers of results that are exact, too low and too high equal those counted on an H200.
     """
     counts = np.zeros(3, np.int64)  # below, exact, above
     for start in range(0, 2**23, 2**20):

@@ -21,7 +21,8 @@ from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import TENSOR_RULES, tensor_scale
 
-# Rules whose factor depends on the amax, too, if the byte of a scale has wrapped or the amax is not finite.
+# Rules whose factor also depends on the amax in two cases: the exponent exceeded a byte, so that the scale byte wrapped
+# around, or the amax is not finite.
 WRAPPING = (
     "e8m0_mlx",
     "e8m0_mlx_0321",

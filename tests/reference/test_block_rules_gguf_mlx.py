@@ -54,9 +54,9 @@ def same_values(a, b):
 
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-fouroversix-6"])
 def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
-    """For float16, scales are rounded to float16 first: to inf from 2^16 on, to 0 below 2^-24.
+    """In these recipes, decoding to float16 rounds the scale to float16 first: to inf from 2^16 on, to 0 below 2^-24.
 
-    Rounding only the decoded value would give another result.
+    For such scales, rounding only the decoded value would give another result.
     """
     r, count = RECIPES[name], 2 ** RECIPES[name].element.bits
     q = all_bytes(r, np.dtype(np.float16))

@@ -53,9 +53,9 @@ def butterflies(block):
 
 
 def test_the_order_of_hadamard_sums():
-    """Sums are made in the documented order, which decides the bits if float64 sums round and then cancel.
+    """The transform adds in the documented order, so that every device gives equal bits.
 
-    Every device must give equal bits.
+    The order decides the bits if float64 sums round and then cancel.
     """
     rng = np.random.default_rng(2)
     x = (1000 * rng.standard_normal((64, 16))).astype(np.float32)

@@ -77,7 +77,10 @@ def nearest(y):
 
 
 def test_the_candidates():
-    """The list of candidates is right. The last one, 1.51, wins so rarely that tests of values would not miss it."""
+    """The list of candidates is that of auto-round.
+
+    The last candidate, 1.51, wins so rarely that tests of values would pass without it.
+    """
     assert list(AUTO_ROUND_PERCENTS) == FACTORS[NVFP4] and FACTORS[NVFP4][-1] == 1.51 and len(FACTORS[NVFP4]) == 102
     assert list(AUTO_ROUND_POWERS) == FACTORS[MXFP4]
 

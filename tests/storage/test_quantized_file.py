@@ -56,8 +56,9 @@ def round_trip(path, arrays):
 
 
 def test_every_recipe(tmp_path):
-    """Arrays of every recipe come back from one file: ordinary and unusual numbers, both axes, with and
-    without amax.
+    """load returns what save wrote to one file, for arrays of every recipe.
+
+    The arrays have ordinary and unusual numbers, blocks along both axes, and an amax or none.
     """
     arrays = {}
     for name in NAMES:

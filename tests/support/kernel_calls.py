@@ -203,7 +203,7 @@ def amax_grouped(place: Place, call: KernelCall) -> list[Any]:
 
 
 def partial(place: Place, call: KernelCall) -> list[Any]:
-    """Return amaxes and codes of shards that start at every distance from a multiple of 16 bytes."""
+    """Return the results of partial_amax and partial_cast for shards with every misalignment to 16 bytes."""
     x, r = np.resize(adversarial_blocks(call.dtype), call.shape), call.recipe
     amaxes, packed = fp4kit.amax(x, r), place(np.full(fp4kit.quantize(x, r).packed.shape, 0xA5, np.uint8))
     found: list[Any] = []

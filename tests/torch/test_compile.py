@@ -401,9 +401,9 @@ def test_tangents_are_not_dropped_silently(pass_through):
 
 
 def test_gradients_inside_of_compiled_code_are_right_or_an_error():
-    """Under torch.func.grad inside compiled code, the gradient is right or an error is raised.
+    """torch.func.grad inside compiled code gives the right gradient or raises an error.
 
-    torch.compile would take the gradient of an autograd.Function as 0 there.
+    torch.compile itself would use 0 as the gradient of an autograd.Function there.
     """
     gradient = torch.func.grad(lambda x: (ft.fake_quantize(x, "nvfp4-te", pass_through=False) * 3).sum())
     try:

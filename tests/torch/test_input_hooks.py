@@ -53,7 +53,7 @@ class Observed:
 
 
 def observed(model, *seeds):
-    """Return layer -> amax of the inputs of every torch.nn.Linear, by hooks of this test alone."""
+    """Return {layer: amax of its inputs} of every torch.nn.Linear, measured by this test's own hooks."""
     found, hooks = {}, []
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear):
@@ -171,7 +171,10 @@ OTHERS = [
 
 @pytest.mark.parametrize("other", every(3, OTHERS), ids=lambda other: other[0])
 def test_other_architectures(other, tmp_path):
-    """The names that are collected are those of the saved model, whatever the model's own names and fusions are."""
+    """For further architectures, collect gives every layer the name that it has in the saved model.
+
+    convert and verify then find an amax for every layer, even if the model's own names and fused layers differ.
+    """
     kind, sizes = other
     model = model_of(kind, **sizes)
     model.save_pretrained(tmp_path / "m")

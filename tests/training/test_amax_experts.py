@@ -35,8 +35,9 @@ def edges(draw, n, ranks):
 
 @sampled(100, 400, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
-    """Amaxes of experts keep their bits when gathered from any ranks, split among another number of ranks, and gathered
-    again.
+    """Amaxes of experts keep their bits if they are gathered, split among other ranks, and gathered again.
+
+    ranks, others: the numbers of ranks before and after.
     """
     values = experts_of(n, shape, seed=n)
     if explicit:
@@ -185,9 +186,7 @@ def test_part_errors():
 
 
 def test_from_weights_to_another_number_of_ranks(tmp_path):
-    """The whole path works: amaxes of weights on 2 ranks are gathered, saved, loaded on 4 ranks and used there per
-    expert.
-    """
+    """Amaxes of weights on 2 ranks can be gathered, saved, loaded on 4 ranks, and used there per expert."""
     weights = (
         np.random.default_rng(5).standard_normal((8, 32, 64)).astype(np.float32)
         * np.arange(1, 9, dtype=np.float32)[:, None, None]

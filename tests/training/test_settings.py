@@ -169,7 +169,7 @@ def test_tensor_amax_and_clipping():
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_int4_by_its_formula_in_torch(size, kind):
-    """Values equal clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5), computed by PyTorch.
+    """The INT4 setting gives clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5), computed by PyTorch.
 
     The arithmetic is float32; the result is rounded to the dtype of w.
     """

@@ -176,7 +176,7 @@ def test_mlx_decodes_it_to_the_values_of_fp4kit(recipe: str, tmp_path: Path) -> 
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("model", [qwen3, mixtral])
 def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
-    """mlx-lm loads the directory with every layer quantized as it is stored, and stacks experts with their scales."""
+    """mlx-lm loads a converted directory with the quantization of every layer, and stacks experts with their scales."""
     mx, utils = pytest.importorskip("mlx.core"), pytest.importorskip("mlx_lm.utils")
     model(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", recipe, format="mlx")

@@ -156,7 +156,7 @@ def test_a_gate_without_tokens_takes_the_amax_of_its_up_projection(tmp_path: Pat
 
 
 def test_stacks_of_experts(tmp_path: Path) -> None:
-    """A stack gate_up_proj that is measured per expert gives gate and up of each expert the same input scale."""
+    """If a stack gate_up_proj is measured per expert, gate and up of each expert get the input scale of the expert."""
     synthetic.fused(tmp_path / "m")
     layers = layers_of(tmp_path / "m")
     stack, collector = "model.layers.0.mlp.experts", Collector()

@@ -276,7 +276,7 @@ def test_workers_do_not_show(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(4096, 4096), (2, 4096, 2048)])
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]) -> None:
-    """Converting a tensor of 32 MiB takes the memory of a few slabs, not of the tensor."""
+    """Converting a tensor of 32 MiB allocates the memory of a few slabs (groups of rows), not of the tensor."""
     name = "model.layers.0.mlp.down_proj.weight" if len(shape) == 2 else "model.layers.0.mlp.experts.gate_up_proj"
     x = np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(ml_dtypes.bfloat16)
     synthetic.write_model(tmp_path / "source", {"num_hidden_layers": 1, "num_experts": 2}, {name: x})

@@ -320,9 +320,9 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
 
 
 def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path, monkeypatch) -> None:
-    """identify does not try other row orders of searched layers.
+    """identify does not try row orders other than the stored one if a layer's scales were searched.
 
-    That takes as long per layer as all other faults together: 50 s for 48 layers of 32 rows.
+    Trying them takes as long per layer as all other faults together: 50 s for 48 layers of 32 rows.
     """
     source, tensors = model
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))

@@ -82,10 +82,10 @@ def test_layers_that_are_not_stored_alike(tmp_path: Path, name: str) -> None:
 
 @pytest.mark.parametrize(("low", "high", "exact"), [(110, 119, True), (105, 122, False), (120, 124, True)])
 def test_layers_that_share_a_tensor_scale_are_cast_together(tmp_path: Path, low: int, high: int, exact: bool) -> None:
-    """gate and up are cast from MXFP4 to NVFP4 under one tensor scale. Blocks that it puts out of range get new codes,
-    although each layer alone is exact.
+    """gate and up are cast from MXFP4 to NVFP4 under one tensor scale, which follows from the highest exponent of both.
 
-    A block is in range if its exponent is at most 17 below the highest.
+    Blocks whose exponent is more than 17 below the highest get new codes. That happens to gate here, although a cast of
+    gate alone would be exact.
     """
     tensors = {**mxfp4("mlp.gate_proj", low, low + 3), **mxfp4("mlp.up_proj", high, high + 3)}
     loaded, report = written(tmp_path, tensors)

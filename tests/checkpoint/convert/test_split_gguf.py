@@ -219,7 +219,10 @@ def test_other_sizes_are_refused(text: str) -> None:
 
 
 def test_limits() -> None:
-    """A file takes a tensor while its padded tensors fit exactly. More files than a uint16 counts are refused."""
+    """divide puts tensors into one file while their padded sizes fit in its limit.
+
+    It rejects a limit that is below the largest tensor, or that gives more than 65535 files.
+    """
     assert divide([32, 31, 1, 64, 1], 64) == [slice(0, 2), slice(2, 3), slice(3, 4), slice(4, 5)]
     assert divide([33, 1], 96) == [slice(0, 2)] and divide([33, 1], 95) == [slice(0, 1), slice(1, 2)]
     assert len(divide([32] * 65535, 32)) == 65535
@@ -286,7 +289,10 @@ def killed(folder: Path, renames: int) -> None:
 
 @pytest.mark.parametrize("renames", [0, COUNT - 1])
 def test_a_run_killed_between_two_files_is_resumed(renames: int, tmp_path: Path) -> None:
-    """Files that have their final names already are moved back. The first file never exists without the others."""
+    """A run that is killed while it renames its files can be resumed.
+
+    The files are renamed from the last to the first, so the first file never exists without the others.
+    """
     gguf_files.write_model(tmp_path / "m.gguf")
     split(tmp_path)
     wanted = files_in(tmp_path)
@@ -301,7 +307,7 @@ def test_a_run_killed_between_two_files_is_resumed(renames: int, tmp_path: Path)
 
 
 def test_remove_stale_also_removes_renamed_files(tmp_path: Path) -> None:
-    """--remove-stale removes the files of the interrupted run, and none that another program put in their place."""
+    """--remove-stale removes the renamed files of an interrupted run, but no file that another program put there."""
     gguf_files.write_model(tmp_path / "m.gguf")
     killed(tmp_path, 3)
     assert list(files_in(tmp_path)) == NAMES[7:]

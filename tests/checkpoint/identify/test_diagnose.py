@@ -567,7 +567,7 @@ def test_invalid_sources_are_rejected() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    """Diagnosing a layer takes the memory of a few chunks beyond the given arrays."""
+    """diagnose allocates the memory of a few chunks (parts of a layer), whatever the size of the layer."""
     x = weights(21, (4096, 4096))
     layer = nibbles(stored(x, "mxfp4-ocp"))
     tracemalloc.start()

@@ -129,9 +129,9 @@ def other_model(layers):
 
 
 def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For another model's source, the verdict says that nothing matches.
+    """If the source is that of another model, the verdict says that nothing matches.
 
-    Costly attempts stop after the first layers if these are not explained.
+    Costly attempts stop if no recipe explains the first layers.
     """
     tried: list[str] = []
     monkeypatch.setattr("fp4kit.checkpoint.identify.diagnose._permuted", lambda case, *rest: tried.append("rows"))
@@ -177,7 +177,7 @@ def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_signs_of_the_source_without_its_numbers() -> None:
-    """If the signs agree with the source, the verdict must not suggest another model."""
+    """If nothing matches but the signs of codes agree with the source, the verdict does not suggest another model."""
     pair = model(layers=1)[0]
     found = identify_layers([replace(pair, source=np.copysign(weights(50), pair.source))])
     assert found.recipes == () and found.hint is None and "nothing explains" in str(found)
@@ -196,7 +196,10 @@ def test_block_scales_of_a_size_that_fits_no_layout(recipe: str, shape: tuple[in
 @pytest.mark.parametrize("form", ["nvfp4-te", "mxfp4-ocp"])
 @pytest.mark.parametrize("scales", ["of a matrix", "of a stack", "flat", "of another size", "none"])
 def test_a_stored_shape_of_one_expert(tmp_path: Path, form: str, scales: str) -> None:
-    """Codes may be stored as [1, 32, 32]; block scales of any shape are accepted if their number fits."""
+    """identify accepts codes of a single expert, stored as [1, 32, 32].
+
+    Block scales may have any shape if their number is right.
+    """
     x = weights(1, (32, 64))
     q = fp4kit.quantize(x, form)
     shape = {"of a matrix": q.block_scale.shape, "of a stack": (1, *q.block_scale.shape), "flat": (q.block_scale.size,)}

@@ -46,8 +46,9 @@ TOKENS = torch.arange(48).reshape(2, 24) * 5 % 128
 
 @pytest.fixture(autouse=True, scope="module")
 def consumers() -> None:
-    """Skip the module's tests if a library is missing. Importing the libraries takes seconds, so it is not done at
-    collection.
+    """Skip the module's tests if a library is missing.
+
+    The libraries are not imported when tests are collected, because importing them takes seconds.
     """
     pytest.importorskip("compressed_tensors")
     pytest.importorskip("accelerate")  # transformers needs it to load FP8
@@ -253,11 +254,10 @@ def _of_weights_alone(root: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(("name", "target"), LOADED)
 def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Path, name: str, target: Target) -> None:
-    """transformers loads weights, and computes logits, that are bit-identical to those with fp4kit's dequantized
-    weights.
+    """transformers loads converted weights with the bits that fp4kit decodes, and computes the logits of these weights.
 
     The logits differ from those of the original model, so quantized weights were used. The config of MXFP8 asks for
-    dynamically quantized activations, which vLLM needs; here it is removed.
+    dynamically quantized activations, which vLLM needs. This part of the config is removed here.
     """
     root = converted(name, target)
     options = {"quantization_config": transformers.Mxfp4Config(dequantize=True)} if name == "gpt_oss" else {}

@@ -32,8 +32,9 @@ EXPERTS = {"num_experts": 2, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 @pytest.fixture(autouse=True, scope="module")
 def compressed_tensors() -> None:
-    """Skip the module's tests if the library is missing. Importing it takes seconds, so it is not done at
-    collection.
+    """Skip the module's tests if compressed-tensors is missing.
+
+    The library is not imported when tests are collected, because importing it takes seconds.
     """
     pytest.importorskip("compressed_tensors")
 

@@ -340,7 +340,10 @@ AUTO_ROUND = {"bits": 4, "data_type": "mx_fp", "group_size": 32, "packing_format
 def test_configs_of_quark_and_auto_round(
     declared: dict[str, Any], text: str, sound: Callable[[str, str], Sound], tmp_path: Path
 ) -> None:
-    """A config that declares other bits, types or blocks than the tensors have is refused; "" marks a sound one."""
+    """A config of Quark or auto-round is rejected if it declares bits, types or blocks that the tensors do not have.
+
+    text: a part of the error, or "" if the config is valid.
+    """
     start = sound("mxfp4-compressed-tensors", "compressed-tensors")
     of_quark = declared["quant_method"] == "quark"
     tensors = {n.replace("weight_packed", "weight") if of_quark else n: one for n, one in start.tensors.items()}
@@ -364,7 +367,10 @@ def test_configs_of_quark_and_auto_round(
 def test_entries_elsewhere_in_the_config(
     key: str, value: object, text: str, sound: Callable[[str, str], Sound], tmp_path: Path
 ) -> None:
-    """Entries about quantization are compared with the tensors in nested configs and under other names, too."""
+    """An entry about quantization that contradicts the tensors is rejected wherever it is in config.json.
+
+    key: the name of the entry. text: a part of the error.
+    """
     start = sound("nvfp4-modelopt", "modelopt")
     with refused(text) as caught:
         make_plan(write(tmp_path / "m", start.tensors, {**start.config, key: value}, start.metadata), format="bf16")
@@ -372,7 +378,10 @@ def test_entries_elsewhere_in_the_config(
 
 
 def test_a_declaration_in_a_nested_config(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    """A declaration in llm_config or hf_quant_config.json is what verify compares with; convert does not copy it."""
+    """The quantization may be declared in llm_config or hf_quant_config.json instead of quantization_config.
+
+    verify then finds no error, and convert removes the declaration when it decodes the model.
+    """
     start = sound("nvfp4-modelopt", "modelopt")
     config = json.loads(json.dumps(start.config))
     declared = config.pop("quantization_config")
@@ -447,7 +456,10 @@ def test_a_missing_scale_is_named(sound: Callable[[str, str], Sound], tmp_path: 
 
 @pytest.mark.parametrize("dtype", ["F8_E8M0", "U8", "F4", "I8"])
 def test_dtypes_of_the_same_bytes_are_read(dtype: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    """Scales as F8_E8M0 or U8, codes as I8 or F4 (which counts elements) decode to the same values."""
+    """Tensors may be stored with dtypes of equal bytes: scales as F8_E8M0 or U8, codes as I8 or F4.
+
+    They decode to the same values. The shape of F4 counts elements, not bytes.
+    """
     start = sound(
         "mxfp4-compressed-tensors" if dtype == "F8_E8M0" else "nvfp4-modelopt",
         "modelopt" if dtype != "F8_E8M0" else "compressed-tensors",

@@ -25,7 +25,7 @@ DECODED = json.loads((ROOT / "decoded.json").read_text())
 LAYERS = {
     "modelopt--FP8_DEFAULT_CFG": {"modelopt FP8": 7},
     "modelopt--FP8_PER_CHANNEL_PER_TOKEN_CFG": {"modelopt FP8 per row": 7},
-    # a layer that fits in one block has one scale
+    # A layer that fits in one block of 128x128 has a single scale, so it is read as FP8 with one scale per tensor.
     "modelopt--FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": {"modelopt FP8 128x128": 3, "modelopt FP8": 4},
     "modelopt--NVFP4_AWQ_LITE_CFG": {"modelopt NVFP4": 6, "modelopt NVFP4_AWQ": 1},
     "modelopt--NVFP4_DEFAULT_CFG+FP8DOWN": {"modelopt NVFP4": 6, "modelopt FP8": 1},

@@ -132,8 +132,9 @@ def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
     ("recipe", "format"), [("nvfp4-te", "modelopt"), ("mxfp4-ocp", "compressed-tensors"), ("mxfp4-ocp", "mlx")]
 )
 def test_a_directory_takes_the_codes_of_a_file(recipe: str, format: str, tmp_path: Path) -> None:
-    """A directory that takes the codes of a file holds them unchanged: a file made from it has the bytes of the first
-    file.
+    """A directory that takes the codes of a GGUF file keeps them unchanged.
+
+    A GGUF file that takes the codes of this directory has the bytes of the first file.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "unused", tensors)

@@ -60,7 +60,7 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
 def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
-    """In the default format, the number of quantized layers is right, and every engine understands the
+    """In the default format, the plan quantizes the layers counted in COUNTS, and every engine understands its
     exclusion list.
     """
     plan = plan_of(tmp_path, name, recipe)
@@ -93,7 +93,9 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
 def test_counts_of_others(
     tmp_path: Path, name: str, recipe: str, options: dict[str, Any], format: str, counts: dict[str, int]
 ) -> None:
-    """The number of layers is right for models that fit few formats or are already quantized."""
+    """For models that fit few formats or are already quantized, the plan gives each action to the expected number of
+    layers.
+    """
     plan = plan_of(tmp_path, name, recipe, **options)
     assert plan.format_name == format and not plan.warnings
     assert Counter(tensor.action for tensor in plan.converted) == counts
@@ -195,7 +197,7 @@ def test_groups_only_where_a_tensor_scale_is_shared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fused", "gpt_oss_mxfp4", "deepseek_v4"])
 def test_sizes(tmp_path: Path, name: str) -> None:
-    """The plan states the right number of bytes to read and to write, per tensor and per file."""
+    """The plan states how many bytes are read and written, per tensor and per file, as the conversion confirms."""
     tensors = ALL[name](tmp_path / "again")
     recipe = "mxfp4-ocp" if name in synthetic.QUANTIZED else "nvfp4-te"
     plan = plan_of(tmp_path, name, recipe)

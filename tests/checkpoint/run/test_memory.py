@@ -78,7 +78,7 @@ print(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])  # ru
 
 @pytest.mark.parametrize("case", exhaustive(CASES))
 def test_memory_does_not_grow_with_a_tensor(tmp_path: Path, case: str) -> None:
-    """A converting process stays below 200 MiB, of which Python and NumPy take 70, whatever the size of its tensors.
+    """A process that converts matrices of 256 MiB has a peak memory below 200 MiB, 70 of which are Python and NumPy.
 
     A stack of 100 GB would only have more matrices of the tested size.
     """

@@ -167,9 +167,9 @@ def fused(root):
 
 @pytest.mark.parametrize("factor", [0.73, 0.9, 1.37])
 def test_parts_store_the_same_bits(tmp_path, factor):
-    """reconcile stores the existing divisor, not the reciprocal of its reciprocal.
+    """reconcile stores the existing divisor of one part in all parts, not the reciprocal of its reciprocal.
 
-    The latter is another number in one of six cases; verify would then find a difference.
+    In one of six cases these differ, and verify would find the difference.
     """
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")

@@ -220,7 +220,7 @@ def draw(
 
 
 def test_tally_exhausts_bytes_and_scales() -> None:
-    """Every byte of codes is counted correctly under every scale, for each container of 1-D blocks."""
+    """For each container of 1-D blocks, `tally` counts every byte of codes under every scale as `naive` does."""
     for form in DRAWN:
         if form.block[0] > 1:
             continue
@@ -492,7 +492,7 @@ def without_sums(layer: LayerReport) -> LayerReport:
 
 
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verifying a tensor of 32 MiB takes the memory of a few slabs, not of the tensor."""
+    """Verifying a tensor of 32 MiB allocates the memory of a few slabs (groups of rows), not of the tensor."""
     x = np.random.default_rng(0).standard_normal((4096, 4096), dtype=np.float32).astype(ml_dtypes.bfloat16)
     synthetic.write_model(tmp_path / "m", {"num_hidden_layers": 1}, {"model.layers.0.mlp.down_proj.weight": x})
     del x

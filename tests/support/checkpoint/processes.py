@@ -75,7 +75,10 @@ def command(*arguments: object, **options: object) -> subprocess.Popen[str]:
 
 
 def in_this_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
-    """Return a function that runs fp4kit in this process, which takes a tenth of the time."""
+    """Return a function that runs the fp4kit command in this process and returns a Run.
+
+    This takes a tenth of the time of a separate process.
+    """
     return lambda *arguments: Run(main([str(argument) for argument in arguments]), *capsys.readouterr())
 
 

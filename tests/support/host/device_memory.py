@@ -90,7 +90,7 @@ def check_around_all() -> None:
 
 
 class MemoryPool:
-    """Replace cupy.cuda.MemoryPool, which counts its allocations."""
+    """Replace cupy.cuda.MemoryPool. The pool counts the bytes that it has allocated and that are still in use."""
 
     def __init__(self) -> None:
         self._given: WeakSet[Memory] = WeakSet()
@@ -156,7 +156,7 @@ class Graph:
         self.memory: list[Memory] = []
 
     def launch(self, stream: Any = None) -> None:
-        """Do the captured work."""
+        """Do the captured work now, whatever the stream."""
         for action in self.work:
             action()
 
@@ -182,7 +182,7 @@ def wait() -> None:
 
 
 def is_capturing() -> bool:
-    """Return True while work is captured."""
+    """Return True if work is being captured in a graph."""
     return _graph is not None
 
 

@@ -82,7 +82,7 @@ def test_a_graph_does_its_work_when_it_is_launched():
 
 
 def amax_of(ptr: int, count: int, whole: bool = True) -> float:
-    """Return the amax of float32 values at an address, computed by the launcher."""
+    """Return the amax of `count` float32 values at the address `ptr`, computed by a kernel on the simulated GPU."""
     out = cupy.zeros((), np.float32)
     matrix.amax_launch(np.dtype(np.float32), "all", False, whole, 1, count, 0)(ptr, out.data.ptr)
     return float(out)
@@ -174,8 +174,9 @@ def test_a_matrix_that_is_too_large_for_a_kernel():
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "mxfp8-te", "fp8-modelopt"])
 def test_a_row_that_is_too_long_for_a_kernel(monkeypatch, recipe):
-    """Check recipes with blocks only: without blocks, all elements are one row, and kernels number elements with 64
-    bits.
+    """A row of 2^32 elements is rejected if the recipe has blocks.
+
+    Without blocks, all elements are one row, and kernels number elements with 64 bits.
     """
     monkeypatch.setattr(matrix, "_function", lambda *arguments: None)
     for columns in (1 << 32, (1 << 32) - 32, 1 << 12):
