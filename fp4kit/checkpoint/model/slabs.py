@@ -56,7 +56,7 @@ class Readers:
         return self._open[file.path]
 
     def bytes(self, place: Located, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Read and return ``count`` bytes of a tensor from byte ``start`` on, or all remaining bytes if it is None."""
+        """Read and return ``count`` bytes of a tensor from byte ``start`` on; all remaining bytes if count is None."""
         data = self.of(place.file).read_bytes(place.entry, start, count)
         if self._tick is not None:
             self._tick(data.size)
@@ -111,8 +111,8 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.float32 | None:
     """Return the tensor scale of one matrix of a weight, as the factor to multiply by on decode.
 
-    A tensor scale that is stored as a divisor is inverted. Return None if the weight is unquantized or its container
-    has no tensor scale.
+    It is converted if the container stores a divisor or uses a unit (see Container.multiplier). Return None if the
+    weight is unquantized or its container has no tensor scale.
 
     expert: the index of the matrix; 0 for a single layer.
     """

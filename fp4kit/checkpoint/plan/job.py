@@ -141,19 +141,19 @@ class Job:
 
     @property
     def weight(self) -> Weight:
-        """The weight that is read. Not for jobs whose action is "copy", which read a tensor."""
+        """The weight that is read. The action of the job must not be "copy", which reads a tensor."""
         assert isinstance(self.source, Weight)
         return self.source
 
     @property
     def new_recipe(self) -> Recipe:
-        """The job's ``recipe``. Only for jobs that have one, so that callers need not check for None."""
+        """The job's ``recipe``, never None. The job must have a recipe."""
         assert self.recipe is not None
         return self.recipe
 
     @property
     def container(self) -> Container:
-        """The container to write. Only for jobs with quantized output, so that callers need not check for None."""
+        """The job's ``form``, the container to write, never None. The output of the job must be quantized."""
         assert self.form is not None
         return self.form
 

@@ -45,7 +45,7 @@ def leftovers_of(destination: Path) -> tuple[Path, ...]:
 
 
 def remove_leftovers(destination: Path) -> tuple[Path, ...]:
-    """Remove the leftovers of a finished run (see the head of this file). Return the removed paths, perhaps ().
+    """Remove the leftovers of a finished run (see leftovers_of). Return the removed paths; () if there are none.
 
     destination: the destination of the run. For a split GGUF model, this is NAME.gguf.
     """
