@@ -226,7 +226,10 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 
 
 def with_options(call: Call, options: QuantizeOptions) -> Call:
-    """Return the call with the layout, random source and Hadamard transform that the options name."""
+    """Return the call with its fields layout, random and mask set from the options, which are checked.
+
+    The layout is not checked here; check_codes does so.
+    """
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"
     random = None if is_default else _random_source(call, rounding, options.seed)

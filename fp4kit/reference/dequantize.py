@@ -1,8 +1,7 @@
 """Dequantize one matrix: convert codes and scales to values.
 
-The recipe's decode rule says how the value of an element code is multiplied by its scales. In the docstrings, value is
-the value of an element code, block_scale the value of an E4M3 scale code, and scale an E8M0 scale code, which stands
-for 2^(scale - 127).
+The recipe's decode rule says how the value of an element code is multiplied by its scales. In the docstrings,
+e4m3(scales) are the values of E4M3 scale codes. An E8M0 scale code c stands for 2^(c - 127).
 """
 
 from __future__ import annotations
@@ -31,9 +30,10 @@ ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a nu
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * tensor_scale), or value * tensor_scale if the recipe has no block scales.
+    """Return values * (e4m3(scales) * tensor.decode), or values * tensor.decode if the recipe has no block scales.
 
-    This is the decode rule of every recipe that names no other.
+    e4m3() decodes scale codes, and tensor.decode is the stored tensor_scale. This is the decode rule of every recipe
+    that names no other.
     """
     if scales is None:
         return values * tensor.decode
@@ -41,10 +41,10 @@ def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: Tensor
 
 
 def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * ((block_scale * tensor_amax) * fp32(1 / (6 * scale_max))), as Transformer Engine does.
+    """Return values * ((e4m3(scales) * tensor.amax) * fp32(1 / (6 * scale_max))), as Transformer Engine does.
 
-    6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor scale is 1. Source: TE
-    cast/nvfp4/dequantize_nvfp4.cuh.
+    e4m3() decodes scale codes. 6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor
+    scale is 1. Source: TE cast/nvfp4/dequantize_nvfp4.cuh.
     """
     return values * (decode(scales, E4M3)[..., None] * tensor.amax * (np.float32(1) / full_range(recipe)))
 
@@ -52,55 +52,55 @@ def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recip
 def decode_compressed_tensors(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return value * (block_scale / tensor.encode), as compressed-tensors and vLLM do.
+    """Return values * (e4m3(scales) / tensor.encode), as compressed-tensors and vLLM do.
 
-    compressed-tensors stores tensor.encode as its global scale.
+    e4m3() decodes scale codes. compressed-tensors stores tensor.encode as its global scale.
     """
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
 
 
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * rcp(tensor.encode)), as vLLM's Triton kernel does.
+    """Return values * (e4m3(scales) * rcp(tensor.encode)), as vLLM's Triton kernel does.
 
-    rcp is PTX rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
+    e4m3() decodes scale codes, and rcp is PTX rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
     """
     return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
 
 
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * R(R(block_scale * tensor_scale)), as auto-round does, where R(t) is 1 / t, or 0 if t is 0.
+    """Return values * R(R(e4m3(scales) * tensor.decode)), as auto-round does, where R(t) is 1 / t, or 0 if t is 0.
 
-    Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
+    e4m3() decodes scale codes. Source: auto-round data_type/nvfp.py ref_nvfp4_quant.
     """
     return values * reciprocal_or_zero(reciprocal_or_zero(decode(scales, E4M3)[..., None] * tensor.decode))
 
 
 def decode_modelopt(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * tensor_scale), but +0 for the E2M1 code 8 (-0), as Model-Optimizer does.
+    """Return values * (e4m3(scales) * tensor.decode), but +0 for the E2M1 code 8 (-0), as Model-Optimizer does.
 
-    Source: Model-Optimizer NVFP4QTensor.dequantize, e2m1_values.
+    e4m3() decodes scale codes. Source: Model-Optimizer NVFP4QTensor.dequantize, e2m1_values.
     """
     return decode_product(_unsigned_zero(values, recipe), scales, tensor, recipe)
 
 
 def decode_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * tensor_scale), with the scale codes 0x7F and 0xFF read as 480 and -480.
+    """Return values * (e4m3(scales) * tensor.decode), with the scale codes 0x7F and 0xFF read as 480 and -480.
 
-    In E4M3 these codes are NaN. Source: MLX mx.dequantize on a CPU, up to 0.32.2.
+    e4m3() decodes scale codes, of which these two are usually NaN. Source: MLX mx.dequantize on a CPU, up to 0.32.2.
     """
     numbers = np.where(scales & 0x7F == 0x7F, np.where(scales == 0x7F, ALL_ONES, -ALL_ONES), decode(scales, E4M3))
     return values * (numbers[..., None] * tensor.decode)
 
 
 def decode_e8m0(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * 2^(scale - 127), as OCP MX v1.0 defines it. Scale code 255 gives NaN."""
+    """Return values * 2^(scales - 127), as OCP MX v1.0 defines it. Scale code 255 gives NaN."""
     return values * decode(scales, E8M0)[..., None]
 
 
 def decode_e8m0_flashinfer_host(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return value * 2^(scale - 127), but +0 for the E2M1 code 8 (-0). Scale code 255 gives NaN.
+    """Return values * 2^(scales - 127), but +0 for the E2M1 code 8 (-0). Scale code 255 gives NaN.
 
     Source: FlashInfer mxfp4_dequantize_host.
     """
@@ -115,16 +115,16 @@ def _unsigned_zero(values: np.ndarray, recipe: Recipe) -> np.ndarray:
 def decode_e8m0_flashinfer_api(
     values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
 ) -> np.ndarray:
-    """Return value * f, where f is the float32 whose bits are scale << 23.
+    """Return values * f, where f is the float32 whose bits are scales << 23.
 
-    f is 2^(scale - 127), except that scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. Source: FlashInfer
+    f is 2^(scales - 127), except that scale code 0 gives f = 0 instead of 2^-127, and 255 gives inf. Source: FlashInfer
     e2m1_and_ufp8sf_scale_to_float, type 0.
     """
     return values * (scales.astype(np.int32) << 23).view(np.float32)[..., None]
 
 
 def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return ldexp(value, scale - 127): value * 2^(scale - 127) with an unbounded scale.
+    """Return ldexp(values, scales - 127): values * 2^(scales - 127) with an unbounded scale.
 
     Scale code 255 stands for 2^128. This is no float32, but its product with an element of 0.5 is one. Source:
     transformers convert_moe_packed_tensors.
@@ -133,9 +133,9 @@ def decode_e8m0_unbounded(values: np.ndarray, scales: np.ndarray, tensor: Tensor
 
 
 def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * (block_scale * tensor_scale), as llama.cpp decodes NVFP4, with +0 for the E2M1 code 8 (-0).
+    """Return values * (e4m3(scales) * tensor.decode), as llama.cpp decodes NVFP4, with +0 for the E2M1 code 8 (-0).
 
-    Bit 7 of a scale code is ignored. Scale code 0x7F, NaN in E4M3, is 0, but 0xFF is 480.
+    e4m3() decodes scale codes, but ignores bit 7. Scale code 0x7F, NaN in E4M3, gives 0, and 0xFF gives 480.
     """
     usual = decode(scales & np.uint8(0x7F), E4M3)
     scale = np.where(scales == 0xFF, ALL_ONES, np.where(scales == 0x7F, np.float32(0), usual))
@@ -143,7 +143,7 @@ def decode_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, rec
 
 
 def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return ldexp(value, scale - 127), as llama.cpp decodes MXFP4, but +0 for the E2M1 code 8 (-0).
+    """Return ldexp(values, scales - 127), as llama.cpp decodes MXFP4, but +0 for the E2M1 code 8 (-0).
 
     Source: llama.cpp dequantize_row_mxfp4.
     """
@@ -151,7 +151,7 @@ def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
 
 
 def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * 2^(scale - 127), where scale code 255 is infinity instead of NaN.
+    """Return values * 2^(scales - 127), where scale code 255 is infinity instead of NaN.
 
     Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor.
     """
@@ -159,7 +159,7 @@ def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 
 
 def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * 2^(scale - 127), where scale code 255 is infinity, as MLX does for float32 and bfloat16.
+    """Return values * 2^(scales - 127), where scale code 255 is infinity, as MLX does for float32 and bfloat16.
 
     For float16 results the rule e8m0_float16 is used instead. Source: MLX mx.dequantize on a CPU.
     """
@@ -167,7 +167,7 @@ def decode_e8m0_mlx(values: np.ndarray, scales: np.ndarray, tensor: TensorScale,
 
 
 def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * 2^(scale - 127), where scale code 255 is infinity, as MLX up to 0.32.2 does.
+    """Return values * 2^(scales - 127), where scale code 255 is infinity, as MLX up to 0.32.2 does.
 
     In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). For float16 results
     the rule e8m0_float16_0322 is used instead. Source: MLX mx.dequantize on a CPU.
@@ -176,16 +176,16 @@ def decode_e8m0_mlx_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorS
 
 
 def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return (H(value * block_scale) * tensor_amax) / (6 * scale_max), as fouroversix does. H rounds to float16.
+    """Return (H(values * e4m3(scales)) * tensor.amax) / (6 * scale_max), as fouroversix does. H rounds to float16.
 
-    6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor scale is 1. For scale rule
-    static_4, 4 takes the place of 6. Source: fouroversix dequantize.
+    e4m3() decodes scale codes. 6 * scale_max, with scale_max from the recipe, is the tensor amax for which the tensor
+    scale is 1. For scale rule static_4, 4 takes the place of 6. Source: fouroversix dequantize.
     """
     return round_to(values * decode(scales, E4M3)[..., None], HALF) * tensor.amax / full_range(recipe)
 
 
 def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value * 2^(scale - 127), where scale code 255 is infinity, as Quark does for float32 and bfloat16.
+    """Return values * 2^(scales - 127), where scale code 255 is infinity, as Quark does for float32 and bfloat16.
 
     For float16 results the rule e8m0_float16 is used instead, because Quark first converts scales to the dtype of the
     weight. Source: Quark export/nn/modules/realquantizer.py unpack_params.
@@ -194,7 +194,7 @@ def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScal
 
 
 def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return H(value * H(s)), where s = 2^(scale - 127) and H rounds to float16.
+    """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16.
 
     So a scale s of 2^16 or more is infinite, and one below 2^-24 is 0. Scale code 255 is infinite too. Source: MLX
     mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype.
@@ -204,7 +204,7 @@ def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorSc
 
 
 def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return H(value * H(s)), where s = 2^(scale - 127) and H rounds to float16, as MLX up to 0.32.2 does.
+    """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16, as MLX up to 0.32.2 does.
 
     In `values`, the E4M3 element codes 0x7F and 0xFF (NaN) are already 480 and -480 (see _read_as). Source: MLX
     mx.dequantize of float16 on a CPU.
@@ -213,9 +213,9 @@ def decode_e8m0_float16_0322(values: np.ndarray, scales: np.ndarray, tensor: Ten
 
 
 def decode_int_modelopt(values: np.ndarray, scales: None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return value / tensor.encode, or +0 if the tensor amax is at most 2^-24, as Model-Optimizer decodes integers.
+    """Return values / tensor.encode, or +0 if the tensor amax is at most 2^-24, as Model-Optimizer decodes integers.
 
-    There are no block scales.
+    Integer recipes have no block scales, so scales is None.
     """
     zero = tensor.amax <= TINY_AMAX
     return np.where(zero, np.float32(0), values / np.where(zero, np.float32(1), tensor.encode))

@@ -73,12 +73,12 @@ def full_range(recipe: Recipe) -> np.float32:
 
 
 def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of TE's Python reference quantizer.
+    """Return the tensor scales (encode, decode) of TE's Python reference quantizer.
 
         encode = min(2688 / amax, FLT_MAX), or 1 if that is 0
         decode = 1 / encode
 
-    The quotient is 0 only if amax is infinite. NaN stays NaN.
+    2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN stays NaN.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     encode_scale = np.where(encode_scale == 0, ONE, encode_scale)
@@ -86,24 +86,24 @@ def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 
 
 def tensor_te(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of Transformer Engine's kernels.
+    """Return the tensor scales (encode, decode) of Transformer Engine's kernels.
 
         encode = min(2688 / amax, FLT_MAX), or 1 if that is 0 or if amax is 0
         decode = 1 / encode
 
-    The quotient is 0 only if amax is infinite. NaN stays NaN.
+    2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN stays NaN.
     """
     encode_scale = np.where(amax == 0, ONE, tensor_te_reference(amax, recipe, dtype)[0])
     return encode_scale, ONE / encode_scale
 
 
 def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of Transformer Engine's primary-weight kernels.
+    """Return the tensor scales (encode, decode) of Transformer Engine's primary-weight kernels.
 
         encode = min(2688 / max(amax, FLT_MIN), FLT_MAX), or 1 if amax is 0 or NaN
         decode = 1 / encode, or 1 if encode is 0
 
-    encode is 0 only if amax is infinite.
+    2688 stands for full_range(recipe). encode is 0 only if amax is infinite.
     """
     encode_scale = np.minimum(full_range(recipe) / np.maximum(amax, FLT_MIN), FLT_MAX)
     encode_scale = np.where(amax > 0, encode_scale, ONE)
@@ -111,30 +111,38 @@ def tensor_te_primary_weight(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) 
 
 
 def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of FlashInfer: encode = min(2688 / amax, FLT_MAX), and decode = 1 / encode.
+    """Return the tensor scales (encode, decode) of FlashInfer.
 
-    If amax is 0, encode is FLT_MAX. Source: FlashInfer make_nvfp4_global_scale.
+        encode = min(2688 / amax, FLT_MAX)
+        decode = 1 / encode
+
+    2688 stands for full_range(recipe). If amax is 0, encode is FLT_MAX. Source: FlashInfer make_nvfp4_global_scale.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     return encode_scale, ONE / encode_scale
 
 
 def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of Model-Optimizer and torchao: decode = amax / 2688, and encode = 1 / decode.
+    """Return the tensor scales (encode, decode) of Model-Optimizer and torchao.
 
-    An amax of 0 or NaN is not treated specially: 0 gives encode = inf, and NaN gives NaN.
+        decode = amax / 2688
+        encode = 1 / decode
+
+    2688 stands for full_range(recipe). An amax of 0 or NaN is not treated specially: 0 gives encode = inf, and NaN
+    gives NaN.
     """
     decode_scale = amax / full_range(recipe)
     return ONE / decode_scale, decode_scale
 
 
 def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of compressed-tensors.
+    """Return the tensor scales (encode, decode) of compressed-tensors.
 
         encode = T(T(1 / max(amax, tiny)) * 2688), or 1 if that is infinite or NaN
         decode = 1 / encode
 
-    T rounds to the input dtype, and tiny is the smallest normal value of that dtype.
+    T rounds to dtype, the dtype of the elements, and tiny is the smallest normal value of that dtype. 2688 stands for
+    full_range(recipe).
     """
     tiny = np.float32(ml_dtypes.finfo(dtype).tiny)
     reciprocal = round_to(ONE / np.maximum(amax, tiny), dtype)
@@ -144,15 +152,22 @@ def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype)
 
 
 def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of MLX: encode = 2688 / amax, and decode = amax / 2688.
+    """Return the tensor scales (encode, decode) of MLX.
 
-    An amax of 0, inf or NaN is not treated specially. MLX calls the amax global_scale.
+        encode = 2688 / amax
+        decode = amax / 2688
+
+    2688 stands for full_range(recipe). An amax of 0, inf or NaN is not treated specially. MLX calls the amax
+    global_scale.
     """
     return full_range(recipe) / amax, amax / full_range(recipe)
 
 
 def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of Model-Optimizer for FP8: encode = 448 / amax, and decode = 1 / encode.
+    """Return the tensor scales (encode, decode) of Model-Optimizer for FP8.
+
+        encode = 448 / amax
+        decode = 1 / encode
 
     An amax of at most 2^-24 counts as 1.
     """
@@ -161,7 +176,10 @@ def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 
 
 def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of Model-Optimizer for integers: encode = M / amax, and decode = amax / M.
+    """Return the tensor scales (encode, decode) of Model-Optimizer for integers.
+
+        encode = M / amax
+        decode = amax / M
 
     M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0.
     """
@@ -172,7 +190,10 @@ def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
 
 
 def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of INT4 QAT: decode = max(amax / 7, 1e-5), and encode = 1 / decode.
+    """Return the tensor scales (encode, decode) of INT4 QAT.
+
+        decode = max(amax / 7, 1e-5)
+        encode = 1 / decode
 
     Elements are divided by decode, instead of being multiplied by encode.
     """
@@ -181,40 +202,50 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
 
 
 def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of vLLM's emulation.
+    """Return the tensor scales (encode, decode) of vLLM's emulation.
 
         encode = (1 / max(amax, 1e-8)) * 2688
         decode = 1 / encode, or 1e-8 if encode is 0
 
-    The quotient and the product are rounded one after the other.
+    2688 stands for full_range(recipe). The quotient and the product are rounded one after the other.
     """
     encode_scale = ONE / np.maximum(amax, np.float32(1e-8)) * full_range(recipe)
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
 
 
 def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of auto-round.
+    """Return the tensor scales (encode, decode) of auto-round.
 
         encode = (1 / amax) * 2688, or 0 if amax is 0
         decode = 1 / encode, or 0 if encode is 0
 
-    The quotient and the product are rounded one after the other.
+    2688 stands for full_range(recipe). The quotient and the product are rounded one after the other.
     """
     encode_scale = reciprocal_or_zero(amax) * full_range(recipe)
     return encode_scale, reciprocal_or_zero(encode_scale)
 
 
 def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of Quark: decode = amax / 2688, or 2^-23 if that is 0, and encode = 1 / decode."""
+    """Return the tensor scales (encode, decode) of Quark.
+
+        decode = amax / 2688, or 2^-23 if that is 0
+        encode = 1 / decode
+
+    2688 stands for full_range(recipe).
+    """
     decode_scale = amax / full_range(recipe)
     decode_scale = np.where(decode_scale == 0, np.float32(2.0**-23), decode_scale)
     return ONE / decode_scale, decode_scale
 
 
 def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
-    """Return the tensor scales of fouroversix: encode = 2688 / amax, and decode = 1 / encode.
+    """Return the tensor scales (encode, decode) of fouroversix.
 
-    An amax of 0, inf or NaN is not treated specially. For scale rule static_4, 4 * 448 takes the place of 2688.
+        encode = 2688 / amax
+        decode = 1 / encode
+
+    2688 stands for full_range(recipe), which is 4 * 448 for scale rule static_4. An amax of 0, inf or NaN is not
+    treated specially.
     """
     encode_scale = full_range(recipe) / amax
     return encode_scale, ONE / encode_scale

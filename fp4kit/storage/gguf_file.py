@@ -143,7 +143,7 @@ class _Reader:
         )
 
     def _preamble(self) -> tuple[int, int, int]:
-        """Read the magic number, the version and both counts. Return (version, tensors, keys)."""
+        """Read the beginning of the file. Return its version, its number of tensors and its number of keys."""
         if self._take(len(MAGIC)) != MAGIC:
             raise self._unusable(_NO_MAGIC)
         version = self._number("<I")
