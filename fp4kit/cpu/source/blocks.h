@@ -1,30 +1,34 @@
-// Amaxes, scale codes and factors of blocks of finite elements, in loops that the compiler vectorizes.
+// Functions that compute the amaxes, scale codes and factors of blocks of finite elements, in loops that the compiler
+// vectorizes.
 //
-// Amax bits: the largest magnitude of some elements, as the integer that its bits are in the input's type. Segment: 16
-// or 32 neighbouring elements whose amax bits one loop finds; a block has one segment or several.
+// Amax bits: the largest magnitude of some elements, as an integer: its bit pattern in the type of the elements.
+// Segment: 16 or 32 neighboring elements whose amax bits are found by one loop. A block has one or more segments.
 #pragma once
 
 #include "input_types.h"
 
-constexpr i64 kPanelColumns = 2048;  // columns of a panel, at most (README.md): WIDTH of cpu/coverage.py
-constexpr i64 kMaxPanelBlocks = kPanelColumns / 16;  // blocks of a panel, at most
-constexpr int kRun = 16;                             // elements of a run, which share one factor
+constexpr i64 kPanelColumns =
+    2048;  // largest number of columns of a panel (README.md); equals WIDTH of cpu/coverage.py
+constexpr i64 kMaxPanelBlocks = kPanelColumns / 16;  // largest number of blocks of a panel
+constexpr int kRun = 16;                             // number of elements of a run, which share one factor
 
-// Return the length of the segments of a block with `block` columns: 16 if it has 16, otherwise 32. The columns of a
-// block are 16 or a multiple of 32.
+// Return the number of elements per segment of a block with `block` columns: 16 if `block` is 16, otherwise 32. `block`
+// is 16 or a multiple of 32.
 static i64 segment_of(i64 block) {
   return block == 16 ? 16 : 32;
 }
 
-// Store the amax bits of each of `count` contiguous segments of kSegment elements.
+// Store the amax bits of each of `count` contiguous segments of kSegment elements in out[0] ... out[count - 1]. The
+// elements have type In.
 template <class In, int kSegment>
 static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   using Bits = typename Input<In>::Bits;
   const Bits* x = static_cast<const Bits*>(elements);
   i64 s = 0;
 #if FP4KIT_HAS_LOOK_UP
-  // A vector of 16 bytes has kSide elements. Take kSide segments at a time and reduce each to one vector. Then
-  // interleave vectors in pairs and keep the larger elements, until one vector has the amax bits of all kSide segments.
+  // A vector of 16 bytes has kSide elements. Take kSide segments at a time and reduce each of them to one vector. Then
+  // interleave vectors in pairs and keep the larger elements, until one vector holds the amax bits of all kSide
+  // segments.
   constexpr int kRow = kSide<Bits>;
   for (; s + kRow <= count; s += kRow) {
     Bytes rows[kRow];
@@ -52,14 +56,15 @@ static void segment_amax_bits(const void* elements, i64 count, u32* out) {
   }
 }
 
-// Store the scale codes of `count` blocks by the block rule of R.
+// Store the scale codes of `count` blocks in `codes`, by the block rule of R, from the blocks' amaxes and the tensor
+// scale t.
 template <class R, class In>
 static void scale_codes(const float* __restrict amax, i64 count, TensorScale t, u8* __restrict codes) {
   for (i64 b = 0; b < count; ++b) codes[b] = static_cast<u8>(R::BlockRule::template code<R, In>(amax[b], t));
 }
 
-// Store the factors of `count` blocks by the block rule of R, from their scale codes and amaxes. Elements are
-// multiplied with the factor or divided by it.
+// Store the factors of `count` blocks, by the block rule of R, from their scale codes, their amaxes and the tensor
+// scale t. Elements are multiplied or divided by the factor of their block, as the recipe says.
 template <class R, class In>
 static void scale_factors(const u8* __restrict codes, const float* __restrict amax, i64 count, TensorScale t,
                           float* __restrict factors) {

@@ -1,8 +1,8 @@
-// The C functions that Python calls (cpu/library.py declares them). Each one takes a matrix, or as much of one as a
-// call may, and shares its tiles among threads.
+// The C functions that Python calls (cpu/library.py declares them). Each of them takes a matrix, or one slab of a
+// matrix that is too large for one call, and divides its tiles among threads.
 //
-// Prototype: a call with the shape, steps and recipe of a matrix but without addresses. Python keeps it and repeats the
-// call with new addresses (cpu/cached_calls.py).
+// Prototype: the arguments of a call except addresses, such as the shape, steps and recipe of a matrix. Python stores
+// it and repeats the call with new addresses (cpu/cached_calls.py).
 #include "decode_matrix.h"
 #include "search_factors.h"
 #include "search_scales.h"
@@ -10,13 +10,13 @@
 
 extern "C" {
 
-// Return the digest of the sources that this library was compiled from. Python compares it with that of
-// cpu/source_digest.py.
+// Return the digest of the sources from which this library was compiled. Python compares it with the digest of the
+// present sources (cpu/source_digest.py) and rejects a stale library.
 FP4KIT_EXPORT const char* fp4kit_digest() {
   return FP4KIT_DIGEST;
 }
 
-// Return the highest level that this processor can run, by its name in setup.py.
+// Return the highest level that this processor can run: "base", "avx2" or "avx512", as setup.py names them.
 FP4KIT_EXPORT const char* fp4kit_level() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -30,22 +30,23 @@ FP4KIT_EXPORT const char* fp4kit_level() {
 #endif
 }
 
-// These three functions return the index of a block rule, tensor rule or element by its key (cpu/coverage.py), or -1
-// for an unknown key.
+// Return the index of a block rule in kBlockRules by its key (cpu/coverage.py), or -1 if no entry has this key.
 FP4KIT_EXPORT int fp4kit_block_rule(const char* key) {
   return kBlockRules.index_of(key);
 }
 
+// Return the index of a tensor rule in kTensorRules by its key, or -1 if no entry has this key.
 FP4KIT_EXPORT int fp4kit_tensor_rule(const char* key) {
   return kTensorRules.index_of(key);
 }
 
+// Return the index of an arithmetic of elements in kElements by its key, or -1 if no entry has this key.
 FP4KIT_EXPORT int fp4kit_element(const char* key) {
   return kElements.index_of(key);
 }
 
-// Set the table from which rcp_approx_ftz computes (cuda_compat.h). Python calls this once, before any call that
-// computes.
+// Set the table of 2^23 corrections by which rcp_approx_ftz computes reciprocals (cuda_compat.h). Python calls this
+// function once, before any call that computes. The library keeps the pointer and does not copy the table.
 FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
   reciprocal_table = table;
 }
@@ -54,7 +55,8 @@ FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
 
 namespace {
 
-// Encode all tiles of a call.
+// Encode all tiles of a call: store codes and scales, and mark in call.needs_fallback the tiles that need the fallback.
+// `known`: block amaxes that an earlier pass has found, or {} if there was none.
 void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
   Multipliers memory;
@@ -66,7 +68,7 @@ void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
   });
 }
 
-// Return a copy of a prototype with its elements at x and its number of threads set.
+// Return a copy of a prototype whose elements are at address x and which runs on at most `threads` threads.
 EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
   EncodeCall call = prototype;
   call.x.data = x;
@@ -78,16 +80,16 @@ EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
 
 extern "C" {
 
-// Encode a matrix under the tensor scales in `call`: store codes and block scales, and mark the tiles that need the
-// fallback.
+// Encode a matrix under the tensor scales that `call` gives. Store codes and block scales, and mark in needs_fallback
+// the tiles that the specification has to compute.
 FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
 
-// Quantize a matrix: find its tensor scales, and encode it into packed and scales. Return 1 if any of it needs the
-// fallback; the outputs are then not valid.
-//   given         tensor amaxes, or nullptr to find them
-//   decode, amax  out: the tensor's decode scales and amaxes; nullptr if not wanted
+// Quantize a matrix: find its tensor scales, and store its codes in `packed` and its block scales in `scales`. Return 0
+// on success. Return 1 if any tile needs the fallback; the outputs are then not valid.
+//   given         tensor amaxes, or nullptr to compute them from the elements
+//   decode, amax  outputs: the decode scales and amaxes of the tensor; nullptr if they are not wanted
 //   tensor_rule   index in kTensorRules; -1 for a recipe without tensor scales
 FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, const float* given, u8* packed,
                                   u8* scales, float* decode, float* amax, i32 tensor_rule, i32 threads) {
@@ -106,8 +108,9 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
   return any_marked(needs_fallback);
 }
 
-// Fake-quantize a matrix into `out`: encode each tile and decode it at once, so that its codes and scales are never
-// stored. values: the prototype of the decoding. The other arguments and the result are those of fp4kit_quantize.
+// Fake-quantize a matrix and store the values in `out`. Each tile is decoded right after it is encoded, so that the
+// codes and scales of the matrix are never stored. `values` is the prototype of the decoding. The other arguments and
+// the result are those of fp4kit_quantize.
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
                                        const float* given, void* out, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
@@ -134,12 +137,12 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const Decode
   return !is_done;
 }
 
-// Return the index of a decoder by its key; -1 for an unknown key.
+// Return the index of a decoder in kDecoders by its key, or -1 if no entry has this key.
 FP4KIT_EXPORT int fp4kit_decoder(const char* key) {
   return kDecoders.index_of(key);
 }
 
-// Decode a matrix: store its values, and mark the tiles that need the fallback.
+// Decode a matrix: store its values, and mark in needs_fallback the tiles that the specification has to compute.
 FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   DecodeTables memory;
   const DecodeTables* tables = tables_of_call(*call, false, memory);
@@ -148,8 +151,9 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   run_tiles(tiles.count(), call->threads, work);
 }
 
-// Dequantize a matrix by a prototype and addresses. Return 1 if any of it needs the fallback; `out` is then not valid.
-// tensor: the encode scales of all tensor scales, then the decode scales, then the amaxes.
+// Dequantize a matrix by a prototype and the addresses of its arrays. Return 0 on success. Return 1 if any tile needs
+// the fallback; `out` is then not valid. `tensor` holds the encode scales of all tensor scales, then the decode scales,
+// then the amaxes.
 FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packed, const u8* scales,
                                     const float* tensor, void* out, i32 threads) {
   DecodeCall call = *prototype;
@@ -166,7 +170,8 @@ FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packe
   return any_marked(needs_fallback);
 }
 
-// Scale search: for every block of the matrix, store the amax whose scale leaves the smallest loss.
+// Scale search: for every block of the matrix, store the block amax whose scale gives the smallest loss. Add the number
+// of blocks that had a full search to *call->unproven.
 FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u64> unproven{0};
@@ -178,7 +183,8 @@ FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
   *call->unproven += unproven;
 }
 
-// Factor search: for every block of the matrix, try the given multiples of its amax and store the best one.
+// Factor search: for every block of the matrix, try the given multiples of its amax and store the multiple with the
+// smallest error. Mark in needs_fallback the tiles that the specification has to compute.
 FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   const FillTablesFunction fill = kDecoders[call->decoder].fill_tables[kFloat32];
@@ -192,8 +198,8 @@ FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   });
 }
 
-// Transpose the packed codes of a (rows, columns) matrix. is_nibble: codes are two per byte, and rows and columns are
-// even.
+// Transpose the packed codes of a (rows, columns) matrix and store them in `out`. If is_nibble is 1, codes are two per
+// byte, and rows and columns are even. If it is 0, codes are one per byte.
 FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 columns, i32 is_nibble, i32 threads) {
   constexpr i64 kTileSide = 64;
   const Tiles tiles{rows, columns, kTileSide, kTileSide};

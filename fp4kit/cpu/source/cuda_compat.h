@@ -1,5 +1,6 @@
-// The rules of cuda/kernels/rules, compiled for a processor: definitions of the few names of CUDA that they use, in a
-// form that lets the compiler vectorize loops, and the rules that the CPU engine needs.
+// This file lets a C++ compiler compile the rules of cuda/kernels/rules for a processor. It defines the few CUDA names
+// that the rules use, in a form that lets the compiler vectorize loops. Then it includes the rules that the CPU engine
+// needs.
 #pragma once
 
 #include <cmath>
@@ -13,10 +14,12 @@
 struct NoIndex {
   unsigned x;
 };
-// Functions of the rules that the CPU engine never calls mention these names of CUDA, so the compiler must find them.
+// Substitute for the type of threadIdx and similar variables of CUDA. Some functions of the rules mention these
+// variables, so the compiler must find them, although the CPU engine never calls such functions.
 static const NoIndex threadIdx{}, blockIdx{}, blockDim{}, gridDim{};
 
-// Bit casts between numbers and integers, as CUDA names them.
+// Return the bits of a number as an integer, or the number with these bits, under the names that CUDA gives to these
+// casts.
 static __forceinline__ unsigned __float_as_uint(float x) {
   return __builtin_bit_cast(unsigned, x);
 }
@@ -30,13 +33,13 @@ static __forceinline__ double __longlong_as_double(long long bits) {
   return __builtin_bit_cast(double, bits);
 }
 
-// Return the number of leading zero bits; 32 for 0.
+// Return the number of leading zero bits of x, or 32 if x is 0.
 static __forceinline__ int __clz(unsigned x) {
   return x ? __builtin_clz(x) : 32;
 }
 
-// Replace fminf and fmaxf by one instruction each. If the first operand is NaN they return the second, as fminf and
-// fmaxf do. The second operand must not be NaN; the rules pass a possible NaN as the first one.
+// Return the smaller or the larger of two floats with one instruction each. These functions replace fminf and fmaxf in
+// the rules. If a is NaN, b is returned, as fminf and fmaxf do. b must not be NaN; the rules pass a possible NaN as a.
 static __forceinline__ float smaller_float(float a, float b) {
   return a < b ? a : b;
 }
@@ -56,13 +59,13 @@ static __forceinline__ float larger_float(float a, float b) {
 #include "../../cuda/kernels/rules/implied_amax.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 
-// For each of the 2^23 significands: rcp.approx.ftz.f32 of sm_90 minus the correctly rounded reciprocal, in ulp. It is
-// the table of reference/arith.py. Python passes it (fp4kit_set_reciprocals) before any other call and never changes
-// it.
+// For each of the 2^23 significands: rcp.approx.ftz.f32 of sm_90 minus the correctly rounded reciprocal, in ulp. The
+// values are those of reference/arith.py. Python passes the table by fp4kit_set_reciprocals before any other call, and
+// the table never changes.
 inline const signed char* reciprocal_table = nullptr;
 
-// Return what rcp.approx.ftz.f32 of sm_90 returns for x, in every bit. Subnormal operands and results are flushed to
-// zero. Attribute const holds because the table does not change.
+// Return the bits that rcp.approx.ftz.f32 of sm_90 returns for x: an approximate 1 / x. Subnormal operands and results
+// are flushed to zero. The attribute `const` is valid because reciprocal_table does not change after it was set.
 __attribute__((const, noinline)) inline float rcp_approx_ftz(float x) {
   const u32 bits = bits_of(x);
   const float exact = 1.0f / flush(x);

@@ -1,14 +1,15 @@
-// Values of the codes of one block, by the decode rules: 4-bit codes by a look-up in the sixteen values that a block
-// scale gives them, 8-bit codes by arithmetic.
+// Computation of the values of a block's codes by the decode rules. 4-bit codes are looked up in the sixteen values
+// that they have under a block scale. 8-bit codes are decoded by arithmetic.
 //
 // Value table: the sixteen values of a 4-bit format under one block scale and one tensor scale. It is stored as byte
-// planes: first byte 0 (the lowest) of all sixteen values, then byte 1 of all, ..., so that one byte shuffle per plane
-// looks up sixteen codes. Nibble: a 4-bit code; two are stored per byte, the first one in the low half.
+// planes: first byte 0 (the lowest) of all sixteen values, then byte 1 of all sixteen, and so on. So one byte shuffle
+// per plane looks up sixteen codes. Nibble: a 4-bit code; two are stored per byte, the first one in the low half.
 #pragma once
 
 #include "input_types.h"
 
-// Return the value of a nibble in [0, 16) from a value table.
+// Return the value of the nibble `code`, in [0, 16), from the value table at `planes`. The value is returned as its
+// bits, of the unsigned type Value.
 template <class Value>
 static __forceinline__ Value value_of(const u8* planes, u32 code) {
   Value value = 0;
@@ -17,7 +18,7 @@ static __forceinline__ Value value_of(const u8* planes, u32 code) {
   return value;
 }
 
-// Store the values of `count` nibbles, which share one value table.
+// Store the values of `count` nibbles in `out`, as bits. All nibbles use the value table at `planes`.
 template <class Value>
 static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8* planes, Value* out) {
   i64 i = 0;
@@ -41,28 +42,29 @@ static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8*
   for (; i < count; ++i) out[i] = value_of<Value>(planes, codes[i / 2] >> (i % 2 * 4) & 15u);
 }
 
-// The tensor scales of a matrix. row_step and block_step are the distances between the scales of neighbouring rows and
-// blocks; 0 where rows or blocks share one scale.
+// The tensor scales of a matrix. row_step and block_step are the distances, in the three arrays, between the scales of
+// neighboring rows and of neighboring blocks. A step is 0 if all rows, or all blocks of a row, share one scale.
 struct TensorScales {
   const float *encode, *decode, *amax;
   i64 row_step, block_step;
 
-  // Return the tensor scale of a block of a row.
+  // Return the tensor scale of block `block` in row `row`.
   TensorScale at(i64 row, i64 block) const {
     const i64 i = row * row_step + block * block_step;
     return {encode[i], decode[i], amax[i]};
   }
 };
 
-// A type that stands for a function, so that two functions can be compared at compile time. Under a sanitizer, g++ 12
-// cannot compare their addresses.
+// A type that stands for a function, so that two functions can be compared at compile time. (g++ 12 with a sanitizer
+// cannot compare the addresses of functions at compile time.)
 template <auto kFunction>
 struct Function {};
 
-// Decode elements under one block scale and one tensor scale, by the decode rule of R, into the type Out.
+// Decoder of elements under one block scale and one tensor scale, by the decode rule of R. Values have type Out
+// (Float32, Float16 or Bfloat16).
 //
-// Values that may be NaN are left to the specification, because compilers do not keep the sign of a NaN. is_supported
-// and are_all_finite tell the caller.
+// Values that may be NaN are left to the specification, because compilers do not keep the sign of a NaN. Callers call
+// is_supported and are_all_finite to find such values.
 template <class R, class Out>
 struct Decoder {
   using Element = typename R::Element;
@@ -71,26 +73,29 @@ struct Decoder {
     static constexpr bool kHasNan = false;
   };
   static constexpr bool kIsNibble = Element::kStoredBits == 4;
-  static constexpr int kTableBytes = 16 * sizeof(Value);  // bytes of a value table
-  // True if a recipe without block scales has a tensor scale that comes from no amax (t.amax < 0): a value is then the
+  static constexpr int kTableBytes = 16 * sizeof(Value);  // number of bytes of a value table
+  // True if the recipe has no block scales and its tensor scale comes from no amax (t.amax < 0). Then a value is the
   // element times t.decode.
   const bool uses_decode_scale;
   const typename R::DecodeRule::Scale scale;
 
-  // code: the block scale's code; ignored if the recipe has no block scales.
+  // `code` is the scale code of the block. It is ignored if the recipe has no block scales.
   Decoder(u32 code, TensorScale t) : uses_decode_scale(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
-  // Return the Scale of the decode rule, which its `apply` takes, for a block scale's code and a tensor scale.
+  // Return the Scale for a scale code and a tensor scale: the number or struct that the function `apply` of the decode
+  // rule takes.
   static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
     if constexpr (!R::kHasScales)
       if (t.amax < 0.0f) return t.decode;
     return stored_scale<R>(code, t);
   }
 
-  // Return the value of a code before scales are applied. `decode` of the rules multiplies subnormal float32 numbers,
-  // which takes some processors 150 cycles. Formats with a small bias have many subnormal codes, so for them all codes
-  // are placed one exponent higher. Half of that number is the value of a normal code, and that number without its
-  // leading 1 is the value of a subnormal code. The smaller of the two is the code's value.
+  // Return the value of a code before scales are applied.
+  //
+  // `decode` of the rules multiplies subnormal float32 numbers, which takes some processors 150 cycles. Formats with a
+  // small bias have many subnormal codes. For such formats this function builds a float32 that is one exponent higher.
+  // Half of that number is the value of a normal code. That number without its leading 1 is the value of a subnormal
+  // code. The smaller of the two is the value of the code.
   static __forceinline__ float unscaled_value(u32 code) {
     if constexpr (Element::kIsInteger || Element::kBias > 3) {
       return decode<Finite>(code);
@@ -102,27 +107,28 @@ struct Decoder {
     }
   }
 
-  // Return true if the scale gives finite elements values that are not NaN. Rules without block scales may divide by
-  // the scale, so 0 is excluded for them.
+  // Return true if no finite element gets a NaN value under this scale. Rules without block scales may divide by the
+  // scale, so a scale of 0 is excluded for them.
   bool is_supported() const {
     if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;
     return is_finite(scale);
   }
 
-  // Return the bits of an element: its unscaled value, scaled by the decode rule and rounded to Out.
+  // Return the bits of an element, from the unscaled value of its code: `value`, scaled by the decode rule and rounded
+  // to Out.
   __forceinline__ Value operator()(float value) const {
     if constexpr (!R::kHasScales)
       if (uses_decode_scale) return Input<Out>::narrow(value * scale);
     return Input<Out>::narrow(R::DecodeRule::apply(value, scale));
   }
 
-  // kIsProduct: values are products with the scale. kIsUnsigned: the decode rule gives +0 for the code of -0
-  // (Model-Optimizer).
+  // kIsProduct is true if the decode rule multiplies values with the scale. kIsUnsigned is true for the rule of
+  // Model-Optimizer, which decodes the code of -0 to +0.
   static constexpr bool kIsProduct = std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_product::apply>>;
   static constexpr bool kIsUnsigned =
       std::is_same_v<Function<&R::DecodeRule::apply>, Function<&decode_modelopt::apply>>;
 
-  // Store the value table of this scale at `planes`, as byte planes.
+  // Store the value table of this scale at `planes`, which has room for kTableBytes.
   void fill_table(u8* planes) const {
     if constexpr (!kIsProduct && !kIsUnsigned) return fill_table_unvectorized(planes);
     Value values[16];
@@ -131,7 +137,8 @@ struct Decoder {
       for (u32 code = 0; code < 16; ++code) planes[16 * byte + code] = static_cast<u8>(values[code] >> (8 * byte));
   }
 
-  // Store the value table without vectorization: g++ 12 takes over a minute to vectorize this loop for some rules.
+  // Store the value table without vectorization, for rules other than products. g++ 12 takes over a minute to vectorize
+  // this loop for some of these rules.
   __attribute__((optimize("no-tree-loop-vectorize"))) void fill_table_unvectorized(u8* planes) const {
     for (u32 code = 0; code < 16; ++code) {
       const Value value = (*this)(unscaled_value(code));
@@ -140,18 +147,18 @@ struct Decoder {
     }
   }
 
-  // True if bfloat16 products of 8-bit codes with a power of two are computed from the codes' bits, in 16-bit integers:
-  // a vector holds twice as many of these as of float32.
+  // True if products of 8-bit codes with a power of two are computed from the bits of the codes, in 16-bit integers,
+  // for bfloat16 values. A vector holds twice as many 16-bit integers as float32 numbers.
   static constexpr bool kHasBitwiseProducts =
       Out::kIsBfloat16 && R::kHasScales && !kIsNibble && !Element::kIsInteger && kIsProduct;
-  // The exponent fields that the smallest and the largest unscaled value have in bfloat16.
+  // The bfloat16 exponent fields of the smallest positive and of the largest unscaled value.
   static constexpr int kMinField = 128 - Element::kBias - Element::kMantissaBits, kMaxField = 127 + Element::kEmax;
 
-  // Return the bfloat16 bits of the product of a code's value with a power of two. min_bits: the bits of the product
-  // of the smallest positive value. kAllNormal: the code is normal.
+  // Return the bfloat16 bits of the product of a code's value with a power of two. `min_bits` are the bits of the
+  // product for the smallest positive code. If kAllNormal, the code must be zero or normal.
   //
-  // From code 2^k on, k up to kMantissaBits, the bits grow by 2^(7 - k) per code. So the bits are the minimum of these
-  // lines, and normal codes are on the last line.
+  // From code 2^k on (k = 0 ... kMantissaBits), the bits grow by 2^(7 - k) per code. Each k gives a line, and the bits
+  // of a code are the smallest number on these lines. Normal codes are on the last line.
   template <bool kAllNormal>
   static __forceinline__ u16 product_bits(u8 code, u16 min_bits) {
     constexpr int kLast = Element::kMantissaBits;
@@ -166,15 +173,15 @@ struct Decoder {
                             (code & Element::kSignBit) * (0x8000u / Element::kSignBit));
   }
 
-  // Return the argument min_bits of product_bits for this scale. Return 0 if product_bits must not be used: the scale
-  // is no positive power of two, or a product would be subnormal or infinite.
+  // Return the argument `min_bits` of product_bits for this scale. Return 0 if product_bits must not be used: if the
+  // scale is not a positive power of two, or if a product would be subnormal or infinite.
   __forceinline__ u16 min_product_bits() const {
     const int power = static_cast<int>(bits_of(scale) >> 23) - 127;
     const bool is_valid = !(bits_of(scale) & 0x807FFFFFu) & (kMinField + power > 0) & (kMaxField + power < 255);
     return static_cast<u16>(is_valid ? (kMinField + power) << 7 : 0);
   }
 
-  // Store the values of `count` codes that are stored one per byte.
+  // Store the values of `count` codes in `out`, as bits. The codes are stored one per byte.
   __forceinline__ void decode_codes(const u8* __restrict codes, i64 count, Value* __restrict out) const {
     if constexpr (kHasBitwiseProducts)
       if (const u16 min_bits = min_product_bits()) {
@@ -184,7 +191,7 @@ struct Decoder {
     for (i64 i = 0; i < count; ++i) out[i] = (*this)(unscaled_value(codes[i]));
   }
 
-  // Return true if no code is subnormal; zeros are allowed. It compares magnitude - 1, which wraps to 255 for zeros.
+  // Return true if every code is zero or normal. The loop compares magnitude - 1, which wraps to 255 for zeros.
   static bool are_all_normal(const u8* codes, i64 count) {
     u8 smallest = 0xFF;
     for (i64 i = 0; i < count; ++i)
@@ -192,8 +199,8 @@ struct Decoder {
     return smallest >= (1u << Element::kMantissaBits) - 1u;
   }
 
-  // Return true if no code is that of NaN or infinity. The codes need no check for formats without NaN, and for rules
-  // that read codes of NaN as numbers (kReadsNanAsNumber).
+  // Return true if no code decodes to NaN or infinity. The codes are not read, and the result is true, for formats
+  // without NaN and for rules that read NaN codes as numbers (kReadsNanAsNumber).
   static bool are_all_finite(const u8* codes, i64 count) {
     u8 largest = 0;
     if constexpr (!kIsNibble && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)

@@ -1,15 +1,17 @@
-// Decoding a matrix, and fake-quantizing one, tile by tile.
+// Functions that decode or fake-quantize a matrix, tile by tile.
 #pragma once
 
 #include "encode_matrix.h"
 
-// Arguments of a call that decodes a matrix; cpu/library.py mirrors it. Steps are in elements of their array.
-//   packed, scales       codes and block scales; scales is nullptr for a recipe without block scales
-//   needs_fallback       out, one byte per tile: 1 if the specification has to compute the tile
-//   tile_rows, _columns  rows and columns of a tile
-//   tables_from          number of blocks from which on the matrix gets value tables of all block scales
-//   decoder, output      index in kDecoders; an InputKind, the type of the values
-//   block                columns of a block; all columns for a recipe without blocks
+// The arguments of a call that decodes a matrix. cpu/library.py mirrors this struct. Steps are counted in elements of
+// their array.
+//   packed, scales           codes and block scales; `scales` is nullptr for a recipe without block scales
+//   needs_fallback           output, one byte per tile: 1 if the specification has to compute the tile
+//   tile_rows, tile_columns  rows and columns of a tile
+//   tables_from              smallest number of blocks for which the matrix gets value tables of all scale codes
+//   decoder, output          index in kDecoders; type of the values, as an InputKind
+//   block                    columns of a block; all columns of the matrix for a recipe without blocks
+//   threads                  largest number of threads to use
 struct DecodeCall {
   const u8 *packed, *scales;
   TensorScales tensors;
@@ -22,8 +24,10 @@ struct DecodeCall {
 
 namespace {
 
-// Return the value tables that all tiles of a call share, stored in `memory`. Return nullptr if each block makes its
-// own: for codes that are not looked up, for more than one tensor scale, or for fewer than tables_from blocks.
+// Fill `memory` with the value tables that all tiles of a call share, and return its address. Return nullptr if every
+// block makes its own table or needs none. That is so for one-byte codes, for recipes without block scales, for more
+// than one tensor scale, and for fewer than tables_from blocks. are_unsigned: no scale code has its sign bit set (see
+// fill_tables).
 const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, DecodeTables& memory) {
   const FillTablesFunction fill = kDecoders[call.decoder].fill_tables[call.output];
   if (!fill || call.tensors.row_step || call.tensors.block_step ||
@@ -34,12 +38,13 @@ const DecodeTables* tables_of_call(const DecodeCall& call, bool are_unsigned, De
 }
 
 // Decode a tile and store its values. Return false if the tile needs the fallback; its stored values are then not
-// valid.
+// valid. `tables` is the result of tables_of_call.
 bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTables* tables) {
   const DecoderEntry& entry = kDecoders[call.decoder];
   const i64 block = tile.column / call.block, itemsize = call.output == kFloat32 ? 4 : 2,
             blocks = call.columns / call.block;
-  // True if the rows of the tile follow each other in all arrays, so that they can be decoded as one long row.
+  // True if the rows of the tile follow each other without gaps in all arrays, so that they can be decoded as one long
+  // row.
   const bool is_flat =
       tile.columns == call.columns && call.columns % call.block == 0 && call.out_step == call.columns &&
       call.packed_step == (entry.is_nibble ? call.columns / 2 : call.columns) &&
@@ -55,8 +60,9 @@ bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTabl
   return is_done;
 }
 
-// Fake-quantize a tile: encode it into the thread's scratch memory, and decode that into values.out. Return false if
-// the tile needs the fallback.
+// Fake-quantize a tile: encode it into scratch memory of the thread, and store the decoded values in values.out. Return
+// false if the tile needs the fallback. `values` holds the arguments of the decoding; the last three arguments are the
+// results of the first pass (FoundScales::known), of tables_of_call and of multipliers_of_call.
 template <class In>
 bool fake_quantize_tile(const EncodeCall& call, const DecodeCall& values, const Rectangle& tile,
                         const DecodeTables* tables, KnownAmaxes known, const Multipliers* multipliers) {

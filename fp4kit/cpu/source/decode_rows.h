@@ -1,18 +1,18 @@
-// Values of the codes of a row: from the value tables of all block scales, by integer arithmetic on bits, or block by
-// block.
+// Computation of the values of a row of codes. There are three ways: by look-up in the value tables of all scale codes,
+// by integer arithmetic on bits, or block by block.
 #pragma once
 
 #include "decode_block.h"
 
-// The value tables of all 256 block scale codes under one tensor scale, each of 16 * sizeof(value) bytes.
-// needs_fallback says for each scale code whether its values are left to the specification.
+// The value tables of all 256 scale codes under one tensor scale. The table of code c begins at byte 16 * sizeof(value)
+// * c. needs_fallback[c] is true if values under scale code c are left to the specification.
 struct DecodeTables {
   alignas(16) u8 planes[256 * 64];
   bool needs_fallback[256];
 };
 
-// Store the value tables of all block scale codes. are_unsigned: a block rule has just made the scale codes, so none
-// has a sign bit; codes with a sign bit then get no table and are marked.
+// Store the value tables of all scale codes under the tensor scale t. are_unsigned: no scale code has its sign bit set,
+// because a block rule has just made them. Codes with a sign bit then get no table and are marked in needs_fallback.
 template <class R, class Out>
 static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
   const u32 codes = are_unsigned && R::Scale::kSignBit ? R::Scale::kSignBit : 256u;
@@ -24,8 +24,9 @@ static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) 
   for (u32 code = codes; code < 256; ++code) tables.needs_fallback[code] = true;
 }
 
-// Store the values of whole blocks of kSize nibbles from the tables of their scales. Return false if a block needs
-// the fallback. A block length known at compile time halves the time (one x86-64 core with AVX-512, November 2026).
+// Store the values of `blocks` whole blocks of kSize nibbles, by look-up in the tables of their scale codes. Return
+// false if a block needs the fallback. A block length known at compile time halves the time (one x86-64 core with
+// AVX-512, November 2026).
 template <class Value, int kSize>
 static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const DecodeTables& tables, Value* out) {
   u32 needs_fallback = 0;
@@ -37,8 +38,9 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
   return needs_fallback == 0;
 }
 
-// Store the bfloat16 values of whole blocks of 32 one-byte codes under one tensor scale. Return false if a block needs
-// the fallback. Up to 64 blocks at a time use Decoder::product_bits, if it is valid for all of them.
+// Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes under one tensor scale. Return false if a
+// block needs the fallback. Up to 64 blocks are decoded at a time, by Decoder::product_bits if that function is valid
+// for all of them.
 template <class R, class Out>
 static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorScale t, u16* __restrict out) {
   using BlockDecoder = Decoder<R, Out>;
@@ -72,9 +74,10 @@ static bool decode_bits(const u8* codes, const u8* scales, i64 blocks, TensorSca
   return is_done;
 }
 
-// Store the values of `count` elements of a row, from block `block` of row `row` on. Return false if a value needs
-// the fallback; the stored values are then not valid. scales: one code per `size` elements, or nullptr for a recipe
-// without block scales. tables: of fill_tables, or nullptr.
+// Store the values of `count` elements of row `row`, from block `block` of the row on. Return false if a value needs
+// the fallback; the stored values are then not valid.
+//   scales  one code per `size` elements, or nullptr for a recipe without block scales
+//   tables  the tables that fill_tables stored, or nullptr to compute values without them
 template <class R, class Out>
 static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                        const TensorScales& tensors, i64 row, i64 block, void* values) {

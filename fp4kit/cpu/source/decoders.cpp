@@ -1,11 +1,11 @@
-// The table of decoders: one entry for each decode rule that the recipes of recipes.inc need.
+// This file defines the table of decoders. It has one entry for each decode rule that the recipes of recipes.inc need.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// Return the function that fills value tables; nullptr for one-byte codes and for recipes without block scales.
+// Return the function that fills value tables, or nullptr for one-byte codes and for recipes without block scales.
 template <class R, class Out>
 constexpr FillTablesFunction fill_tables_function() {
   if constexpr (Decoder<R, Out>::kIsNibble && R::kHasScales)
@@ -14,7 +14,7 @@ constexpr FillTablesFunction fill_tables_function() {
     return nullptr;
 }
 
-// Return the entry of a decode rule under its key.
+// Return the entry of the decode rule of R, with the key by which Python looks it up.
 template <class R>
 constexpr DecoderEntry decoder_entry(const char* key) {
   return {key,

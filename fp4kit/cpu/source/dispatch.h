@@ -1,8 +1,8 @@
-// The tables through which calls reach compiled rules: block rules, tensor rules, elements and decoders.
+// The tables through which calls find compiled rules: block rules, tensor rules, arithmetics of elements, and decoders.
 //
-// An entry is the compiled code of one rule, for all input types. Python finds the index of an entry by its key
-// (cpu/coverage.py) and puts it into a call. rules.cpp, elements.cpp and decoders.cpp define the tables from
-// recipes.inc; they are separate files so that they can be compiled in parallel.
+// An entry is the compiled code of one rule, for all input types. Python looks up the index of an entry by its key
+// (cpu/coverage.py) and puts the index into a call. The tables are defined in rules.cpp, elements.cpp and decoders.cpp,
+// which get the rules from recipes.inc. They are separate files so that they can be compiled in parallel.
 #pragma once
 
 #include <type_traits>
@@ -11,10 +11,11 @@
 #include "encode_elements.h"
 #include "four_over_six.h"
 
-// Types of elements and values: INPUTS of cpu/encode.py.
+// The types of elements and values. The numbers equal those of INPUTS in cpu/encode.py.
 enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
 
-// Call f with an object of the type that an InputKind names (Float32, Float16 or Bfloat16), and return its result.
+// Call f with an object of the type that `kind` (an InputKind) names: Float32, Float16 or Bfloat16. Return the result
+// of f.
 template <class F>
 auto with_input_type(int kind, F f) {
   if (kind == kFloat32) return f(Float32{});
@@ -24,12 +25,12 @@ auto with_input_type(int kind, F f) {
 using ScaleCodesFunction = void (*)(const float*, i64, TensorScale, u8*);                  // scale_codes
 using ScaleFactorsFunction = void (*)(const u8*, const float*, i64, TensorScale, float*);  // scale_factors
 
-// The two functions of a block rule.
+// The two functions of a block rule: `codes` computes scale codes, and `factors` computes factors from them.
 struct BlockScales {
   ScaleCodesFunction codes;
   ScaleFactorsFunction factors;
 
-  // Store the scale codes and the factors of `count` blocks.
+  // Store the scale codes and the factors of `count` blocks, from their amaxes and the tensor scale t.
   void operator()(const float* amax, i64 count, TensorScale t, u8* to_codes, float* to_factors) const {
     codes(amax, count, t, to_codes);
     factors(to_codes, amax, count, t, to_factors);
@@ -43,7 +44,8 @@ using FillTablesFunction = void (*)(TensorScale, bool, DecodeTables&);          
 using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeTables*, const TensorScales&, i64, i64,
                                    void*);  // decode_row
 
-// The compiled code of one decode rule. fill_tables is nullptr for codes that are not looked up in tables.
+// The compiled code of one decode rule. Arrays are indexed by InputKind. A pointer of fill_tables is nullptr if the
+// codes are not looked up in tables.
 struct DecoderEntry {
   const char* key;
   bool is_nibble;
@@ -51,10 +53,10 @@ struct DecoderEntry {
   DecodeRowFunction rows[kInputs];
 };
 
-// The compiled code of one block rule. It finds scales from amaxes (`scales`), or by the errors of two candidates
-// (`choose`, for 4over6). The pointer that the rule does not use is nullptr.
-//   clears_zero_blocks  blocks whose amax is below kFltMin get codes 0, without signs
-//   factors_by_code     a factor depends on the scale's code and the tensor scale alone, not on the amax
+// The compiled code of one block rule. Most rules find scales from amaxes (`scales`, indexed by InputKind). The rules
+// of 4over6 choose between two candidates by their errors (`choose`). The pointer that a rule does not use is nullptr.
+//   clears_zero_blocks  true if blocks whose amax is below kFltMin get the code 0, without sign, for all elements
+//   factors_by_code     true if a factor depends only on the scale code and the tensor scale, not on the amax
 struct BlockRuleEntry {
   const char* key;
   const BlockScales* scales;
@@ -62,22 +64,24 @@ struct BlockRuleEntry {
   bool clears_zero_blocks, factors_by_code;
 };
 
-// The compiled code of one tensor rule, from an amax to a tensor scale. There is one function per type of elements.
+// The compiled code of one tensor rule. `scale` has one function per InputKind, which returns the tensor scale of an
+// amax.
 struct TensorRuleEntry {
   const char* key;
   const TensorScaleFunction* scale;
 };
 
-// The compiled code of one arithmetic of elements, from elements to codes.
-//   encodes              [0] by nearest rounding, [1] by stochastic rounding (nullptr for integers); by input type
-//   fast_below           fast_below of encode_elements.h, by input type
-//   unused_bits          kUnusedBits, by input type; 0 if multipliers must not replace divisors
-//   divides              elements are divided by factors, not multiplied with them
-//   allows_zero_factor   a factor of 0 is valid
-//   then_encodes         elements are also multiplied with the tensor's encode scale, after the factor
-//   flushes              subnormal factors and elements are flushed to zero
-//   is_nibble            codes have 4 bits, two per byte
-//   wraps                kWraps of encode_elements.h
+// The compiled code of one arithmetic of elements, which turns elements into codes. Arrays are indexed by InputKind.
+//   encodes             [0]: functions that round to nearest; [1]: functions that round stochastically, or nullptr for
+//                       integer formats
+//   fast_below          results of fast_below (encode_elements.h): factors below this bound may take a fast method
+//   unused_bits         kUnusedBits (exact_division.h), or 0 if multipliers must not replace divisors
+//   divides             true if elements are divided by factors, false if they are multiplied with them
+//   allows_zero_factor  true if a factor of 0 is valid
+//   then_encodes        true if elements are also multiplied with the tensor's encode scale, after the factor
+//   flushes             true if subnormal factors and elements are flushed to zero
+//   is_nibble           true if codes have 4 bits and are stored two per byte
+//   wraps               kWraps of encode_elements.h
 struct ElementEntry {
   const char* key;
   const EncodeFunction (*encodes)[kInputs];
@@ -86,16 +90,16 @@ struct ElementEntry {
   bool divides, allows_zero_factor, then_encodes, flushes, is_nibble, wraps;
 };
 
-// A table of entries that another file defines.
+// A table of entries: a pointer to the first entry, and the number of entries. Another file defines the entries.
 template <class Entry>
 struct Table {
   const Entry* entries;
   int count;
 
-  // Return an entry by its index.
+  // Return the entry with this index.
   const Entry& operator[](int index) const { return entries[index]; }
 
-  // Return the index of the entry with this key; -1 for an unknown key.
+  // Return the index of the entry with this key, or -1 if no entry has it.
   int index_of(const char* key) const {
     for (int i = 0; i < count; ++i)
       if (!std::strcmp(entries[i].key, key)) return i;
@@ -103,7 +107,7 @@ struct Table {
   }
 };
 
-// Return the Table that consists of an array of entries.
+// Return the Table of an array of entries.
 template <class Entry, int kCount>
 constexpr Table<Entry> table_of(const Entry (&entries)[kCount]) {
   return {entries, kCount};

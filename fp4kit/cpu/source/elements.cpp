@@ -1,12 +1,13 @@
-// The table of elements: one entry for each arithmetic of elements that the recipes of recipes.inc need.
+// This file defines the table of the arithmetics of elements. It has one entry for each arithmetic that the recipes of
+// recipes.inc need.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// The facts of an element that stochastic rounding depends on. Elements that differ only in nearest rounding or in the
-// treatment of signs share one compiled function.
+// The properties of an arithmetic of elements that affect stochastic rounding. Arithmetics that differ only in nearest
+// rounding, or in how they treat signs, share one compiled function.
 template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes>
 struct Stochastic {
   using Format = F;
@@ -14,7 +15,8 @@ struct Stochastic {
                         kThenEncode = then_encodes;
 };
 
-// Return the function that encodes with stochastic rounding; nullptr for integers, which have none.
+// Return the function that encodes with stochastic rounding, or nullptr for integer formats, which have no stochastic
+// rounding.
 template <class E, class In>
 constexpr EncodeFunction stochastic_of() {
   if constexpr (E::Format::kIsInteger)
@@ -24,7 +26,7 @@ constexpr EncodeFunction stochastic_of() {
                            true>;
 }
 
-// Fields of an entry, by input type.
+// The fields of an entry that depend on the input type, indexed by InputKind.
 template <class E>
 constexpr EncodeFunction kEncodes[2][kInputs] = {
     {encode_elements<E, Float32, false>, encode_elements<E, Float16, false>, encode_elements<E, Bfloat16, false>},
@@ -33,7 +35,7 @@ constexpr EncodeFunction kEncodes[2][kInputs] = {
 template <class E>
 constexpr float kFastBelow[kInputs] = {fast_below<E, Float32>(), fast_below<E, Float16>(), fast_below<E, Bfloat16>()};
 
-// Return kUnusedBits of an input type if multipliers may replace divisors, else 0.
+// Return kUnusedBits of an input type, or 0 if multipliers must not replace the divisors of E.
 template <class E, class In>
 constexpr u32 unused_bits_of() {
   return may_use_multipliers<E, In>() ? kUnusedBits<In> : 0u;

@@ -1,10 +1,12 @@
-// Codes of elements under the factors of their blocks, in loops that the compiler vectorizes.
+// Functions that encode elements under the factors of their blocks, in loops that the compiler vectorizes.
 //
 // The arithmetic is that of cuda/kernels/rules. Two kinds of blocks are left to the specification (the fallback):
-// blocks that hold NaN or infinity, and blocks whose factor would turn finite elements into NaN. The caller finds them.
+// blocks that contain NaN or infinity, and blocks whose factor would turn finite elements into NaN. The caller finds
+// such blocks.
 //
-// Factor: what the elements of a block are multiplied with, or divided by (E::kDivide). Method: how that is computed
-// (enum Method). tensor_encode: the tensor's encode scale, which some recipes multiply with after the factor.
+// Factor: the number by which the elements of a block are multiplied, or divided if E::kDivide. Method: the way in
+// which that is computed (enum Method). tensor_encode: the tensor's encode scale, with which some recipes multiply
+// after the factor. E: a struct of recipes.inc that describes the arithmetic of elements.
 #pragma once
 
 #include "blocks.h"
@@ -16,59 +18,61 @@ constexpr bool kHasSlowDivision = true;  // three products are faster than a div
 constexpr bool kHasSlowDivision = false;  // with vectors of 32 bytes they are not
 #endif
 
-// Return true if these loops can apply a factor: it is not negative, infinite or NaN, and not 0 unless that is
-// allowed.
+// Return true if these loops can apply a factor. It must not be negative, infinite or NaN. It must not be 0 either,
+// unless allows_zero_factor.
 static __forceinline__ bool is_usable(float factor, bool allows_zero_factor) {
   return bits_of(factor) < kInfinityBits & (allows_zero_factor | (factor != 0.0f));
 }
 
-// True if codes wrap around for scaled elements of 7 and more, and if an element whose product overflows gets the code
-// of NaN.
+// True if codes wrap around for scaled elements of 7 and more. Then an element whose product overflows gets the code of
+// NaN.
 template <class E>
 constexpr bool kWraps = E::kRounding == Rounding::rnw;
 
-// True if each code is that of the nearest E2M1 value and can be found from the element's magnitude. For elements whose
-// codes wrap, this holds only below kFastScaledBelow.
+// True if the code of an element is that of the nearest E2M1 value and can be computed from the element's magnitude. If
+// kWraps<E>, this holds only for scaled magnitudes below kFastScaledBelow.
 template <class E>
 constexpr bool kNearestE2m1 =
     E::Format::kIsE2m1 && (E::kRounding == Rounding::rn || kWraps<E>) && !E::kCompare && E::kSign != Sign::not_positive;
 
-// The ways in which elements are scaled by their factors.
+// The ways to scale elements by their factors:
 //   general     by the operations that the recipe names; valid for every usable factor
-//   fast        for scaled magnitudes below kFastScaledBelow and factors below fast_below: without the operations that
-//               have no effect then, and with quotients from quotient_by or from Divisor
-//   multiplier  as fast, but divisors are replaced by exact multipliers (exact_division.h)
+//   fast        without the operations that have no effect, and with quotients from quotient_by or Divisor; valid for
+//               scaled magnitudes below kFastScaledBelow and factors below the result of fast_below
+//   multiplier  like `fast`, but divisors are replaced by exact multipliers (exact_division.h)
 enum class Method { general, fast, multiplier };
 
-// Return true if exact multipliers may replace the divisors of elements E of input type In.
+// Return true if exact multipliers may replace the divisors of the arithmetic E for elements of type In.
 template <class E, class In>
 constexpr bool may_use_multipliers() {
   if constexpr (!kNearestE2m1<E>) return false;
   return E::kDivide && !E::kRoundScaled && !E::kThenEncode && kUnusedBits<In> != 0u;
 }
 
-// Return the bound below which factors may take a fast method; 0 if E has none. Below the bound, no scaled element
-// underflows to a zero that would lose a sign. Elements that the recipe would flush have the code of zero in any case.
+// Return the bound below which factors may take a fast method, or 0 if E has no fast method. Below the bound, no scaled
+// element underflows to a zero that would lose its sign. Elements that the recipe would flush get the code of zero with
+// every method.
 template <class E, class In>
 constexpr float fast_below() {
   if (!kNearestE2m1<E> || E::kThenEncode) return 0.0f;
   if (!E::kDivide) return E::kFlush ? 0x1p100f : 0x1p127f;
   if (!kHasSlowDivision && !may_use_multipliers<E, In>()) return 0.0f;
-  // Binades from the smallest element down to the smallest quotient.
+  // kRoom is the number of binades from the smallest positive element down to the smallest positive quotient.
   constexpr int kRoom = E::kRoundScaled ? 0 : In::kLeastExponent + 149;
   return E::kSign == Sign::negative ? static_cast<float>(u64{1} << (kRoom < 63 ? kRoom : 63)) : kFastDivisorBelow;
 }
 
 // Blocks whose scaled amax is below this bound may take a fast method, because no scaled element then reaches 7. The
-// scaled amax is computed as a product, which is within a relative 2^-22 of the exact number. Rounding 6.9 to bfloat16
-// stays below 7, too.
+// scaled amax is computed as a product, whose relative error is at most 2^-22. A scaled element of 6.9 stays below 7
+// even after rounding to bfloat16.
 constexpr float kFastScaledBelow = 6.9f;
 
-// 1.5 * 2^23. Floats from here to 2^24 are integers, so adding this rounds to an integer, which is in the last bits.
+// The number 1.5 * 2^23. Floats from here to 2^24 are integers. So adding this number to a small float rounds the float
+// to an integer, which is in the last bits of the sum.
 constexpr float kRoundToInteger = 0x1.8p23f;
 
-// Return the bits of the smaller of two positive floats, or of the positive one if the other is NaN. Integers are
-// compared where the processor can, because products leave the integer units free.
+// Return the bits of the smaller of two positive floats, or the bits of the other one if one is NaN. Compare as
+// integers where the processor can, because products leave the integer units free.
 static __forceinline__ u32 min_bits(float a, float b) {
 #if defined(__x86_64__) && !defined(__SSE4_1__)
   return bits_of(fminf(a, b));
@@ -77,11 +81,11 @@ static __forceinline__ u32 min_bits(float a, float b) {
 #endif
 }
 
-// Return, in the last three bits, the nearest E2M1 code of a >= 0, ties to even; NaN gives 7. Other bits are undefined.
-// kBelow7: the caller knows that a < 7.
+// Return the nearest E2M1 code of a >= 0, ties to even, in the last three bits. The other bits are undefined. NaN gives
+// 7. kBelow7: the caller knows that a < 7.
 //
-// E2M1 values are 1/2 apart below 2, 1 apart below 4 and 2 apart below 8. So the code is the smallest of 2 a, a + 2 and
-// a / 2 + 4, each rounded, and at most 7. If a < 7, the limit of 7 needs no instruction.
+// E2M1 values are 1/2 apart below 2, 1 apart below 4, and 2 apart below 8. So the code is the smallest of 2 a, a + 2
+// and a / 2 + 4, each rounded, and at most 7. If a < 7, the limit of 7 needs no instruction.
 template <bool kBelow7>
 static __forceinline__ u32 nearest_e2m1_of(float a) {
   const auto rounded = [=](float times, float plus) {
@@ -92,8 +96,8 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
   return min_bits(float_of(low), high);
 }
 
-// Return the scaled element: x after the block's factor and, if the recipe has that step, the tensor's encode scale.
-// The code of x is found from it.
+// Return the scaled element, whose rounding gives the code of x. It is x multiplied or divided by the block's factor
+// and, if E::kThenEncode, multiplied with the tensor's encode scale.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
@@ -112,15 +116,16 @@ static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode
   return y;
 }
 
-// Return true if codes get the signs of all elements except -0, whose code is that of +0. A -0 is then replaced by 0
-// when elements are loaded.
+// Return true if elements are loaded without negative zeros, that is, if -0 is replaced by 0. This is used with the
+// fast methods for arithmetics in which a code has the sign of every element except -0, whose code is that of +0.
 template <class E, Method kMethod>
 constexpr bool loads_without_negative_zero() {
   if constexpr (kMethod != Method::general) return E::kSign == Sign::negative && E::kDivide;
   return false;
 }
 
-// Return the code of an element for which kNearestE2m1 holds, in the last four bits.
+// Return, in the last four bits, the code of the element with these bits. kNearestE2m1<E> must hold. The other bits are
+// undefined.
 template <class E, class In, Method kMethod>
 static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tensor_encode) {
   using Bits = typename Input<In>::Bits;
@@ -134,7 +139,8 @@ static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tenso
   return signed_code;
 }
 
-// Return the code of an element; 4-bit codes are in the last four bits. random: a byte, used by stochastic rounding.
+// Return the code of the element with these bits; a 4-bit code is in the last four bits. `random` is the element's
+// random byte, which only stochastic rounding uses.
 template <class E, class In, bool kStochastic, Method kMethod>
 static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode, u32 random) {
   using Format = typename E::Format;
@@ -155,17 +161,18 @@ static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode
     return encode<Format, E::kRounding, E::kSign, 0u>(y);
 }
 
-// The factors of runs, and the method that applies them.
-//   values                   one factor per run
-//   reciprocals, corrections   of each run's divisor (see Divisor), for Method::fast
-//   codes, multipliers       scale code of each run's block, and a multiplier per code, for Method::multiplier
+// The factors of runs, and the method that applies them. Arrays of factors are indexed by run.
+//   values                    one factor per run
+//   reciprocals, corrections  the reciprocal and correction of each run's divisor (see Divisor), for Method::fast
+//   codes, multipliers        the scale code of each run's block, and one multiplier per scale code, for the method
+//                             `multiplier`
 struct Factors {
   const float *values, *reciprocals = nullptr, *corrections = nullptr;
   const u8* codes = nullptr;
   const float* multipliers = nullptr;
   Method method = Method::general;
 
-  // Return the factor of a run; fields that the method does not use are 0.
+  // Return the factor of a run as a Divisor. Fields that kMethod does not use are 0.
   template <Method kMethod, bool kDivide>
   __forceinline__ Divisor of(i64 run) const {
     if constexpr (kMethod == Method::multiplier) return {multipliers[codes[run]], 0.0f, 0.0f};
@@ -174,9 +181,11 @@ struct Factors {
   }
 };
 
-// Encode `count` elements and store their codes, packed. Two neighbouring elements are computed in one 32-bit lane, and
-// their codes are put together there. To bring codes of separate lanes together would take as long as to find them.
-// random: one byte per element, used by stochastic rounding.
+// Encode `count` elements by the method kMethod and store their codes, packed, in `out`. `random`: one byte per
+// element, which only stochastic rounding uses.
+//
+// Two neighboring elements are computed in one 32-bit lane, and their codes are combined there. Combining the codes of
+// separate lanes would take as long as computing them.
 template <class E, class In, bool kStochastic, Method kMethod>
 static void encode_runs(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                         u8* out) {
@@ -185,7 +194,7 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
   using Stored = std::conditional_t<kIsNibble, u8, u16>;  // the codes of a pair
   const auto* x = static_cast<const Bits*>(elements);
   const auto divisor = [=](i64 run) { return factors.of<kMethod, E::kDivide>(run); };
-  // Return the codes of elements 2 * pair and 2 * pair + 1.
+  // Return the packed codes of elements 2 * pair and 2 * pair + 1.
   const auto encode_pair = [=](i64 pair, Divisor factor) {
     u32 low, high;
     load_pair(x + 2 * pair, low, high, loads_without_negative_zero<E, kMethod>());
@@ -195,7 +204,8 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
     const u32 second = code_of<E, In, kStochastic, kMethod>(high, factor, tensor_encode, bytes >> 8);
     return kIsNibble ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
   };
-  // Store the codes of whole runs from `run` on; every 16 pairs of `pairs` are two runs.
+  // Encode as many pairs as fit into `pairs`, from run `run` on, and store their codes. Every 16 pairs are two whole
+  // runs.
   const auto encode_whole_runs = [=](i64 run, auto& pairs) {
     for (int k = 0; k < static_cast<int>(sizeof pairs / sizeof(u32) / kRun); ++k) {
       const i64 first_run = run + 2 * k;
@@ -230,8 +240,8 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
       static_cast<u8>(code_of<E, In, kStochastic, kMethod>(x[count - 1], divisor(count / kRun), tensor_encode, byte));
 }
 
-// Encode `count` elements by the method that `factors` names, and store their codes, packed. If that method is not
-// compiled for E, the general one is used.
+// Encode `count` elements by the method that `factors` names, and store their codes, packed, in `out`. Use the general
+// method if the named one is not compiled for E. `random`: one byte per element, which only stochastic rounding uses.
 template <class E, class In, bool kStochastic>
 static void encode_elements(const void* elements, Factors factors, float tensor_encode, i64 count, const u8* random,
                             u8* out) {

@@ -1,23 +1,28 @@
-// Encoding a matrix tile by tile: amaxes, scales and codes of its blocks.
+// Functions that encode a matrix tile by tile: they compute the amaxes, scales and codes of its blocks.
 #pragma once
 
 #include "dispatch.h"
 #include "tiles.h"
 
-// Arguments of a call that encodes a matrix; cpu/library.py mirrors it. Steps are in elements of their array.
-//   encode, decode, amax    the tensor scale: one, or one per row if tensor_step is 1
-//   block_amax, factors     given instead of found, a row of them every block_step; nullptr if not given
-//   min_factor, max_factor  blocks with factors outside of these need the fallback; if min_factor is negative, the
-//                           minimum is -min_factor, and a factor of 0 is allowed too
-//   random                  one byte per element, rows random_step apart; nullptr if not given
-//   seed                    of the stream of random bytes, if `random` is nullptr; nullptr for nearest rounding
-//   stream_first, _stride   place of element (0, 0) in that stream, and distance of two rows
-//   scales                  out; nullptr if not wanted
-//   needs_fallback          out, one byte per tile: 1 if the specification has to compute the tile
-//   tile_rows, _columns     rows and columns of a tile: whole blocks
-//   input                   an InputKind
-//   block_rule, element     indices in kBlockRules (-1: no block scales) and kElements
-//   block, block_rows       columns and rows of a block
+// The arguments of a call that encodes a matrix. cpu/library.py mirrors this struct. Steps are counted in elements of
+// their array.
+//   encode, decode, amax         the tensor scale, or one tensor scale per row if tensor_step is 1
+//   block_amax, factors          block amaxes and factors that come with the call, in rows that are block_step apart;
+//                                nullptr to compute them
+//   min_factor, max_factor       blocks with factors outside of this range need the fallback; if min_factor is
+//                                negative, the minimum is -min_factor, and a factor of 0 is allowed too
+//   random                       one random byte per element, rows random_step apart; nullptr if not given
+//   seed                         seed of the stream of random bytes, used if `random` is nullptr; if `seed` is nullptr
+//                                too, rounding is to nearest
+//   stream_first, stream_stride  index of element (0, 0) in that stream, and distance of two rows in it
+//   packed                       output: the packed codes
+//   scales                       output: the scale codes; nullptr if they are not wanted
+//   needs_fallback               output, one byte per tile: 1 if the specification has to compute the tile
+//   tile_rows, tile_columns      rows and columns of a tile, which consists of whole blocks
+//   input                        type of the elements, as an InputKind
+//   block_rule, element          indices in kBlockRules (-1 for a recipe without block scales) and in kElements
+//   block, block_rows            columns and rows of a block
+//   threads                      largest number of threads to use
 struct EncodeCall {
   Source x;
   const float *encode, *decode, *amax;
@@ -38,8 +43,8 @@ struct EncodeCall {
 
 namespace {
 
-// Return a pointer to the random bytes of `count` elements of a stream, from element `start` on. They lie within `out`,
-// which needs room for count + 31 bytes, because the stream comes in groups of 16.
+// Return a pointer to the random bytes of `count` elements, from element `start` of the stream on. The bytes are stored
+// in `out`, which needs room for count + 31 bytes, because the stream is generated in groups of 16.
 const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   const i64 first = start / 16, last = (start + count + 15) / 16;
   for (i64 counter = first; counter < last; ++counter) {
@@ -49,16 +54,16 @@ const u8* stream_bytes(u64 seed, i64 start, i64 count, u8* out) {
   return out + (start - first * 16);
 }
 
-// The block amaxes of a matrix that an earlier pass has found, all finite. A row of amaxes begins every `step` numbers.
-// data is nullptr if there was no such pass.
+// Block amaxes of a matrix that an earlier pass has found. All of them are finite. A row of amaxes begins every `step`
+// numbers. `data` is nullptr if there was no earlier pass.
 struct KnownAmaxes {
   const float* data = nullptr;
   i64 step = 0;
 };
 
-// Return the multipliers that replace the divisors of a call, stored in `memory`. Return nullptr if the call cannot
-// use them (a divisor depends on more than its scale's code, or has no exact multiplier) or has fewer than 2^14
-// elements.
+// Store in `memory` the multipliers that replace the divisors of a call, and return its address. Return nullptr if a
+// divisor depends on more than its scale code, if a divisor has no exact multiplier, or if the matrix has fewer than
+// 2^14 elements.
 const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memory) {
   constexpr i64 kMinElements = 1 << 14;
   const u32 unused_bits = kElements[call.element].unused_bits[call.input];
@@ -75,8 +80,8 @@ const Multipliers* multipliers_of_call(const EncodeCall& call, Multipliers& memo
   return memory.all_exact ? &memory : nullptr;
 }
 
-// Encode the tiles of a call whose elements have type In. Functions that return bool return false if the elements need
-// the fallback; what they have stored is then not valid.
+// Encoder of the tiles of a call whose elements have type In. Member functions that return bool return false if the
+// elements need the fallback; what they have stored is then not valid.
 template <class In>
 struct Encoder {
   using Bits = typename Input<In>::Bits;
@@ -86,7 +91,8 @@ struct Encoder {
   const ElementEntry& element = kElements[call.element];
   const EncodeFunction encode = element.encodes[call.random || call.seed][call.input];
 
-  // True if rows follow each other in all arrays, so that the rows of a tile can be encoded as one long row.
+  // True if rows follow each other without gaps in all arrays, so that the rows of a tile can be encoded as one long
+  // row.
   const bool is_flat = [](const EncodeCall& c, bool is_nibble) {
     const i64 columns = c.x.columns, blocks = columns / c.block;
     return (is_gathered(c.x) || c.x.row_step == columns) && c.block_rows == 1 && columns % c.block == 0 &&
@@ -95,13 +101,14 @@ struct Encoder {
            (!c.random || c.random_step == columns) && (!c.seed || c.stream_stride == columns);
   }(call, element.is_nibble);
 
-  // Return the tensor scale of a row.
+  // Return the tensor scale of a row of the matrix.
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
   }
 
-  // Store the amaxes of one row of blocks. Return false if an element is NaN or infinite.
+  // Store the amaxes of one row of `blocks` blocks, which have `rows` rows. Return false if an element is NaN or
+  // infinite.
   bool find_block_amaxes(View<Bits> x, i64 rows, i64 blocks, float* amax) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     block_amax_bits<In>(x, rows, blocks, call.block, bits);
@@ -110,7 +117,7 @@ struct Encoder {
     return largest < Input<In>::kInfinity;
   }
 
-  // Return the fastest method that is valid for all of `count` blocks, from their amaxes and factors.
+  // Return the fastest method that is valid for all of `count` blocks, given their amaxes and factors.
   Method method_of(const float* amax, const float* factors, i64 count) const {
     const float below = call.random || call.seed ? 0.0f : element.fast_below[call.input];
     if (below == 0.0f) return Method::general;
@@ -126,9 +133,9 @@ struct Encoder {
     return element.divides && !kHasSlowDivision ? Method::general : Method::fast;
   }
 
-  // Return one factor per run: block_factors itself if a block is one run, otherwise `run_factors`, filled. Return
-  // nullptr if a factor is not usable or is outside of min_factor ... max_factor. If the recipe flushes, subnormal
-  // block_factors are set to zero first.
+  // Return an array with one factor per run: block_factors itself if a block is one run, otherwise run_factors, which
+  // this function fills. Return nullptr if a factor is not usable or is outside of min_factor ... max_factor. If the
+  // recipe flushes, subnormal numbers in block_factors are set to zero first.
   const float* spread_factors(float* block_factors, i64 count, float* run_factors) const {
     u32 is_bad = 0;
     for (i64 b = 0; b < count; ++b)
@@ -149,8 +156,8 @@ struct Encoder {
     return run_factors;
   }
 
-  // Return true if the scaled elements of all blocks are finite. Check only elements whose codes wrap, for which an
-  // infinite scaled element has the code of NaN. The amax of block b is amax[b * step].
+  // Return false if codes wrap (element.wraps) and a scaled element of a block is infinite, because such an element
+  // would have the code of NaN. Otherwise return true. The amax of block b is amax[b * step].
   bool keeps_finite(const float* amax, i64 step, const float* factors, i64 count) const {
     u32 is_bad = 0;
     for (i64 b = 0; element.wraps && b < count; ++b) {
@@ -160,7 +167,7 @@ struct Encoder {
     return !is_bad;
   }
 
-  // Store the packed codes of one row of a panel.
+  // Store the packed codes of row `row` of the matrix, for the columns of a panel. `x` is the first element.
   void encode_row(const Bits* x, const Rectangle& panel, i64 row, Factors factors) const {
     u8 stream[kPanelColumns + 32];
     const u8* random = call.random ? call.random + row * call.random_step + panel.column : nullptr;
@@ -171,15 +178,16 @@ struct Encoder {
     encode(x, factors, tensor(row).encode, panel.columns, random, out);
   }
 
-  // Store the factors of `count` blocks whose scales need not be found: the given factors from index `first` on, or the
-  // tensor's.
+  // Store the factors of `count` blocks for which no block rule is used. They are the given factors from index `first`
+  // on, or the tensor scale if no factors are given.
   void fill_factors(const Rectangle& panel, i64 first, i64 count, float* factors) const {
     const TensorScale t = tensor(panel.row);
     const float tensor_factor = element.divides ? t.decode : t.encode;
     for (i64 b = 0; b < count; ++b) factors[b] = call.factors ? call.factors[first + b] : tensor_factor;
   }
 
-  // Store the scale codes and the factors of a row of blocks, by the block rule.
+  // Store the scale codes and the factors of a row of blocks, by the block rule of the call. `amax` are the block
+  // amaxes, and t is the tensor scale. Return false if a block needs the fallback.
   bool find_scales(View<Bits> x, i64 rows, i64 blocks, const float* amax, TensorScale t, u8* codes,
                    float* factors) const {
     const BlockRuleEntry& rule = kBlockRules[call.block_rule];
@@ -190,8 +198,8 @@ struct Encoder {
     return true;
   }
 
-  // Store codes 0 for the blocks whose amax is below kFltMin. The recipe's producer returns early for such blocks, so
-  // their codes have no signs.
+  // Store the code 0 for all elements of the blocks whose amax is below kFltMin. The producer of the recipe returns
+  // early for such blocks, so that their codes have no signs.
   void clear_zero_blocks(const Rectangle& panel, const float* amax, i64 blocks) const {
     const i64 bytes = call.block / 2;
     for (i64 b = 0; b < blocks; ++b)
@@ -199,14 +207,16 @@ struct Encoder {
         std::memset(call.packed + (panel.row + i) * call.packed_step + panel.column / 2 + b * bytes, 0, bytes);
   }
 
-  // Encode a panel: store its scales and codes.
+  // Encode a panel whose first element is x.data[0]: store its scales and codes. Return false if the panel needs the
+  // fallback.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
     float found[kMaxPanelBlocks], block_factors[kMaxPanelBlocks], run_factors[kMaxPanelBlocks],
         reciprocals[kMaxPanelBlocks], corrections[kMaxPanelBlocks];
     u8 codes[kMaxPanelBlocks];
     const i64 count = (panel.columns + call.block - 1) / call.block, first = panel.column / call.block;
     const i64 block_row = panel.row / call.block_rows, given = block_row * call.block_step + first;
-    // amax: of the elements; scale_amax: what scales are found from.
+    // `amax`: the amaxes of the elements. `scale_amax`: the amaxes from which scales are computed; these are the given
+    // block amaxes, if there are any.
     const float *amax = known.data ? known.data + block_row * known.step + first : found, *scale_amax = amax;
     Factors factors{block_factors};
     if (call.block_rule < 0) {
@@ -246,7 +256,7 @@ struct Encoder {
     return true;
   }
 
-  // Encode a tile, panel by panel: store its scales and codes.
+  // Encode a tile, panel by panel: store its scales and codes. Return false if the tile needs the fallback.
   bool encode_tile(Rectangle tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     if (is_flat && tile.columns == call.x.columns) tile = {0, 1, tile.row * tile.columns, tile.rows * tile.columns};

@@ -1,6 +1,6 @@
-// Codes of quotients x / d without a division per element. The quotient is replaced by a number with the same E2M1
-// code: from the divisor's reciprocal and the error of that reciprocal, or by one multiplier, if a multiplier with the
-// same codes exists.
+// Codes of quotients x / d without a division per element. The quotient is replaced by a number that has the same E2M1
+// code. That number comes from the reciprocal of the divisor and the error of the reciprocal. It can also be the
+// product with one multiplier, if there is a multiplier that gives the same codes for every x.
 #pragma once
 
 #include "input_types.h"
@@ -8,39 +8,41 @@
 #if defined(__FMA__) || defined(__aarch64__)
 constexpr bool kHasFma = true;
 #else
-constexpr bool kHasFma = false;  // a fused multiply-add would be a function call
+constexpr bool kHasFma = false;  // because a fused multiply-add would be a function call
 #endif
 
-// The fast methods take divisors d with kFastDivisorAbove < d < kFastDivisorBelow.
+// The fast methods accept divisors d with kFastDivisorAbove < d < kFastDivisorBelow.
 constexpr float kFastDivisorAbove = 0x1p-90f, kFastDivisorBelow = 0x1p90f;
 
-// A divisor, its rounded reciprocal, and correction = 1 / value - reciprocal, rounded.
+// A divisor `value`, its rounded reciprocal, and the rounded difference correction = 1 / value - reciprocal.
 //
-// q = fma(x, reciprocal, x * correction) takes two operations where quotient_by takes three. For every x of 24 bits, q
-// is on the same side of every midpoint of E2M1 as the rounded quotient x / value, or on the midpoint if the quotient
-// is. So q has the quotient's code, though q may differ from the quotient. The one exception is the largest significand
-// (is_last_significand). Checked for all divisors by tests/test_cpu_arithmetic.py.
+// q = fma(x, reciprocal, x * correction) takes two operations, where quotient_by takes three. For every x of at most 24
+// bits, q is on the same side of every midpoint of E2M1 as the rounded quotient x / value. If the quotient is a
+// midpoint, q is that midpoint. So q and the quotient have the same code, though they may differ. The one exception is
+// a divisor with the largest significand (is_last_significand). tests/cpu/test_exact_division.py checks this for all
+// divisors.
 struct Divisor {
   float value, reciprocal, correction;
 };
 
-// Return a divisor with its reciprocal and correction; the correction is 0 without fused multiply-add.
+// Return the Divisor of a value. The correction is 0 if the processor has no fused multiply-add (kHasFma).
 static __forceinline__ Divisor divisor_of(float value) {
   const float reciprocal = 1.0f / value;
   return {value, reciprocal, kHasFma ? fma_rn(-value, reciprocal, 1.0f) * reciprocal : 0.0f};
 }
 
-// Return true if all 23 bits of the significand are 1.
+// Return true if all 23 stored bits of the significand are 1.
 static __forceinline__ bool is_last_significand(float value) {
   return (~bits_of(value) & 0x7FFFFFu) == 0u;
 }
 
-// The low bits of a float32 that are 0 in every element of a 16-bit type; 0 for float32.
+// A mask of the low bits of a float32 that are 0 in every element of a 16-bit type. It is 0 for float32 elements.
 template <class In>
 constexpr u32 kUnusedBits = sizeof(typename Input<In>::Bits) == 2 ? (1u << (23 - In::kMantissaBits)) - 1u : 0u;
 
-// Return true if a value near a midpoint of E2M1 is rounded up. The midpoint is `odd` times a power of two, and
-// `value` is scaled by that power. At a midpoint, ties to even round 1/4, 5/4, 5/2 and 5 down, and 3/4, 7/4 and 7/2 up.
+// Return true if E2M1 rounds up a number at or near one of its midpoints, ties to even. `odd` is the midpoint divided
+// by a power of two (1, 3, 5 or 7), and `value` is the number divided by the same power. Ties to even round the
+// midpoints 1/4, 5/4, 5/2 and 5 down, and 3/4, 7/4 and 7/2 up.
 static __forceinline__ bool rounds_up(float value, u32 odd) {
   const float midpoint = static_cast<float>(odd);
   return (value > midpoint) | ((value == midpoint) & (odd % 4u == 3u));
@@ -48,10 +50,11 @@ static __forceinline__ bool rounds_up(float value, u32 odd) {
 
 // Return true if x * multiplier has the E2M1 code of x / d for every x whose unused_bits are 0.
 //
-// Midpoints are 1, 3, 5 and 7 times powers of two. For each of these, the x nearest to that multiple of d is tried, if
-// it is within 8 ulp of it. Any other x needs no trial: its quotient is more than 7 * 2^-24 of itself from the
-// midpoint. Rounding moves the quotient by at most 2^-24 of itself. The product is within 4 * 2^-24 of the quotient,
-// because the multiplier is within 1.5 ulp of 1 / d.
+// Midpoints of E2M1 are 1, 3, 5 and 7 times powers of two. For each of these four numbers, only one x is tried: the x
+// nearest to that multiple of d, if it is within 8 ulp of the multiple. No other x can fail, because its quotient
+// differs from the midpoint by more than a relative 7 * 2^-24. Rounding changes the quotient by at most a relative
+// 2^-24. The product differs from the quotient by at most a relative 4 * 2^-24, because the multiplier is within 1.5
+// ulp of 1 / d.
 static __forceinline__ bool is_exact_multiplier(float multiplier, float d, u32 unused_bits) {
   bool is_exact = true;
   FP4KIT_UNROLL
@@ -64,15 +67,16 @@ static __forceinline__ bool is_exact_multiplier(float multiplier, float d, u32 u
   return is_exact;
 }
 
-// Multipliers, by the code of a block's scale, for recipes whose divisor depends on that code alone. all_exact: every
-// divisor that the fast methods take has an exact multiplier.
+// Multipliers, indexed by the code of a block's scale, for recipes whose divisor depends on the scale code alone.
+// all_exact is true if every divisor that the fast methods accept has an exact multiplier (is_exact_multiplier).
 struct Multipliers {
   float of_code[256];
   bool all_exact;
 };
 
-// Store a multiplier for each of 256 divisors. Candidates are the rounded reciprocal and its two neighbours, in the
-// order nearest, below, above; the last one is stored if none is exact.
+// Store a multiplier for each of 256 divisors, in the order of the scale codes. The candidates are the rounded
+// reciprocal and the floats just below and just above it, tried in this order. Store the first exact candidate, or the
+// last one if none is exact.
 static void find_multipliers(const float* __restrict divisors, u32 unused_bits, Multipliers& out) {
   u32 missing = 0;
   for (int code = 0; code < 256; ++code) {

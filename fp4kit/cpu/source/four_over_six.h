@@ -1,11 +1,11 @@
-// 4over6: a block gets the one of two scales that leaves the smaller error.
+// 4over6: each block gets that one of two scales which gives the smaller error.
 //
-// Candidates: the scale that maps the block's amax to 6, and the one that maps it to 4. kLanes blocks are compared side
-// by side, one per lane: arrays of magnitudes and of error terms are stored by column, [column][lane].
+// Candidates: the scale that maps the amax of the block to 6, and the scale that maps it to 4. kLanes blocks are
+// handled together, one per lane. Arrays of magnitudes and of error terms are therefore stored by column, as
+// [column][lane].
 //
-// Magnitudes suffice, because an element of the other sign has the code of the other sign and the same error. NaN
-// occurs only if the tensor's amax is NaN or infinite. Blocks with a factor that is NaN, infinite or negative need the
-// fallback.
+// Only magnitudes are compared, because negating an element negates its code and keeps its error. NaN occurs only if
+// the tensor's amax is NaN or infinite. Blocks with a factor that is NaN, infinite or negative need the fallback.
 #pragma once
 
 #include "../../cuda/kernels/rules/fake_arith.cuh"
@@ -13,11 +13,11 @@
 #include "../../cuda/kernels/rules/summation_order.cuh"
 #include "encode_elements.h"
 
-constexpr int kBlockColumns = 16;  // columns of a block
-constexpr int kMaxBlockRows = 16;  // rows of a block, at most: MOST_ROWS of cpu/coverage.py
+constexpr int kBlockColumns = 16;  // number of columns of a block
+constexpr int kMaxBlockRows = 16;  // largest number of rows of a block; equals MOST_ROWS of cpu/coverage.py
 typedef float LaneVector __attribute__((vector_size(kLanes * sizeof(float))));
 
-// Return kLanes floats from memory of any alignment.
+// Load kLanes floats from an address of any alignment.
 static __forceinline__ LaneVector load_lanes(const float* from) {
   LaneVector lanes;
   std::memcpy(&lanes, from, sizeof lanes);
@@ -25,7 +25,7 @@ static __forceinline__ LaneVector load_lanes(const float* from) {
 }
 
 // Store the magnitudes of one row of `count` blocks as [column][lane], one block per lane. The row begins at element
-// `first`. Lanes from `count` on become 0.
+// `first` of `elements`. Lanes from `count` on are set to 0.
 template <class In>
 static void load_magnitudes(const void* elements, i64 first, i64 count, float* __restrict out) {
   using Bits = typename Input<In>::Bits;
@@ -43,11 +43,12 @@ static void load_magnitudes(const void* elements, i64 first, i64 count, float* _
     out[i] = Input<In>::value(static_cast<Bits>(by_column[i] & Input<In>::kMagnitude));
 }
 
-// The bound of rounded_magnitude for codes that wrap: from 1.5 * 2^24 on, the float that it adds has steps of 2.
+// Upper bound of the arguments of rounded_magnitude if codes wrap. The function adds at most 1.5 * 2^24 to its
+// argument. Below the bound, the sum is below 2^25, up to where floats are at most 2 apart.
 constexpr float kUnboundedBelow = 0x1p22f;
 
-// Return the value that a scaled magnitude a >= 0 is rounded to, as errors are measured. For codes that wrap, values
-// go on beyond the format's largest, and a must be below kUnboundedBelow.
+// Return the value to which a scaled magnitude a >= 0 is rounded when errors are measured. If codes wrap, values
+// continue beyond the largest value of the format, and a must be below kUnboundedBelow.
 template <class R>
 static __forceinline__ float rounded_magnitude(float a) {
   using Element = typename R::Element;
@@ -56,8 +57,8 @@ static __forceinline__ float rounded_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// Store the errors of the elements in one row of kLanes blocks as [column][lane]. Each block has its own scale and
-// factor.
+// Store in `terms` the errors of the elements in one row of kLanes blocks, as [column][lane]. `x` holds their
+// magnitudes in the same order. `scale` and `factor` hold one number per block.
 template <class R>
 __attribute__((noinline)) static void find_error_terms(const float* x, const float* scale, const float* factor,
                                                        TensorScale t, float* __restrict terms) {
@@ -69,10 +70,11 @@ __attribute__((noinline)) static void find_error_terms(const float* x, const flo
     }
 }
 
-// The next three structs combine the errors of elements into errors of kLanes blocks, each in the way of one kind of
-// recipe: add(row, terms) takes the terms of a row, result(block_rows) returns the blocks' errors.
+// The next three structs combine the errors of elements into the errors of kLanes blocks, each for one kind of recipe.
+// add(row, terms) adds the error terms of a row. result(block_rows) returns the errors of the blocks.
 
-// Sum each row in order; then add rows as a tree: row i and row i + 8, then + 4, + 2, + 1.
+// Add the terms of each row in order. Then add rows as a tree: row i and row i + 8, then rows i and i + 4, i + 2 and i
+// + 1.
 template <int kRows>
 struct RowSums {
   LaneVector rows[kRows] = {};
@@ -88,7 +90,7 @@ struct RowSums {
   }
 };
 
-// Sum in the order of PyTorch's vectors of eight on a CPU (summation_order.cuh).
+// Add all terms in the order of PyTorch's vectors of eight elements on a CPU (summation_order.cuh).
 template <int kRows>
 struct VectorSums {
   LaneSums<kRows * kBlockColumns, LaneVector> sums;
@@ -102,7 +104,7 @@ struct VectorSums {
   __forceinline__ LaneVector result(i64) const { return sums.result(); }
 };
 
-// Take the largest term; NaN if one is NaN.
+// Keep the largest term. The result is NaN if a term is NaN.
 struct LargestError {
   float largest[kLanes] = {};
   __forceinline__ void add(i64, const float* terms) {
@@ -116,13 +118,14 @@ template <class R, int kRows>
 using Errors = std::conditional_t<R::kLargestError, LargestError,
                                   std::conditional_t<R::kLaneSums, VectorSums<kRows>, RowSums<kRows>>>;
 
-// The two candidates of each block of a panel: [0] maps the amax to 6, [1] to 4.
+// The two candidates of each block of a panel. Index 0 is the scale that maps the amax to 6, index 1 the scale that
+// maps it to 4.
 struct SixAndFour {
   u8 codes[2][kMaxPanelBlocks];
   float scales[2][kMaxPanelBlocks] = {}, factors[2][kMaxPanelBlocks] = {};
 
-  // Store the candidates of `count` blocks. Return false if a factor is NaN, infinite or negative, or, for codes that
-  // wrap, if a scaled amax is not below kUnboundedBelow.
+  // Store the candidates of `count` blocks, from their amaxes and the tensor scale t. Return false if a factor is NaN,
+  // infinite or negative. If codes wrap, also return false if a scaled amax is not below kUnboundedBelow.
   template <class R>
   bool find(const float* amax, i64 count, TensorScale t) {
     u32 is_bad = 0;
@@ -144,16 +147,16 @@ struct SixAndFour {
   }
 };
 
-// The elements of one row of blocks: `rows` rows, `step` elements apart. The last row of blocks of a matrix may have
-// fewer rows than block_rows. load: load_magnitudes of the input type.
+// The elements of one row of `blocks` blocks: `rows` rows that are `step` elements apart. The last row of blocks of a
+// matrix may have fewer rows than block_rows. `load` is load_magnitudes of the input type.
 struct BlockRows {
   const void* data;
   i64 step, rows, blocks, block_rows;
   void (*load)(const void*, i64, i64, float*);
 };
 
-// Store the scale codes and factors of up to kLanes blocks, from block `first` on: the candidate of 4 if its error is
-// smaller, else that of 6.
+// Store the scale codes and factors of up to kLanes blocks, from block `first` on. A block gets the candidate of 4 if
+// its error is smaller, otherwise the candidate of 6.
 template <class R, int kRows>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
                          float* factors) {
@@ -177,7 +180,8 @@ static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candid
   }
 }
 
-// Store the scale codes and factors of a row of blocks. Return false if a block needs the fallback.
+// Store the scale codes and factors of all blocks of x, from their amaxes and the tensor scale t. Return false if a
+// block needs the fallback.
 template <class R>
 static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, u8* codes, float* factors) {
   SixAndFour candidates;

@@ -1,12 +1,12 @@
-// The randomized Hadamard transform of runs of 16 elements: reference/hadamard.py.
+// The randomized Hadamard transform of runs of 16 elements. It gives the bits of reference/hadamard.py.
 //
-// kLanes runs are transformed side by side, stored by element (element i of all runs, then element i + 1), so that
-// loops over runs vectorize.
+// kLanes runs are transformed together. They are stored by element: element i of all runs, then element i + 1 of all
+// runs. So loops over runs vectorize.
 #pragma once
 
 #include "input_types.h"
 
-// Return the bits of a double, not NaN, rounded once to the input's type.
+// Return the bits of x, rounded once to the type In. x must not be NaN.
 template <class In>
 static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
   if constexpr (sizeof(typename Input<In>::Bits) == 4)
@@ -15,7 +15,7 @@ static __forceinline__ typename Input<In>::Bits narrow_double(double x) {
     return Input<In>::narrow(round_to_odd(x));
 }
 
-// Replace a and b by a + b and a - b in every lane.
+// Replace a and b by a + b and a - b, for each of kLanes runs.
 static __forceinline__ void sum_and_difference(double* __restrict a, double* __restrict b) {
   for (int run = 0; run < kLanes; ++run) {
     const double low = a[run], high = b[run];
@@ -24,8 +24,8 @@ static __forceinline__ void sum_and_difference(double* __restrict a, double* __r
   }
 }
 
-// Transform kLanes runs in place; x[i][run] is element i of a run. A run with an element that is not finite becomes
-// all NaN. Bit i of mask set: element i is negated first.
+// Transform kLanes runs in place; x[i][run] is element i of a run. If bit i of `mask` is set, element i of every run is
+// negated first. All elements of a run become NaN if one of them is not finite.
 template <class In, class Bits>
 static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
   alignas(64) double y[16][kLanes];
@@ -48,14 +48,14 @@ static void hadamard_lanes(Bits (&x)[16][kLanes], u32 mask) {
     }
 }
 
-// Transpose a 16 x kLanes array.
+// Transpose a 16 x kLanes array: store `from` with rows and columns exchanged in `to`.
 template <class Bits>
 static __forceinline__ void transpose_lanes(const Bits (&from)[16][kLanes], Bits (&to)[16][kLanes]) {
   for (int i = 0; i < 16; i += kSide<Bits>)
     for (int j = 0; j < kLanes; j += kSide<Bits>) transpose_square(&from[i][j], kLanes, &to[j][i], kLanes);
 }
 
-// Transform `runs` contiguous runs of 16 elements in place.
+// Transform `runs` contiguous runs of 16 elements in place. `mask` is the sign mask of hadamard_lanes.
 template <class In, class Bits>
 static void hadamard_runs(Bits* x, i64 runs, u32 mask) {
   for (i64 first = 0; first < runs; first += kLanes) {

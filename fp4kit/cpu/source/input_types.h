@@ -1,15 +1,15 @@
-// Element types as they lie in memory, and matrices of them.
+// The element types as they are stored in memory, and matrices of elements.
 #pragma once
 
 #include "simd_bytes.h"
 
-// What loops need to know of an element type:
-//   Bits            the unsigned integer that an element's bits are loaded as
-//   kMagnitude      mask of all bits but the sign; magnitudes compare as their integers do
+// The properties of an element type that loops use:
+//   Bits            the unsigned integer type as which elements are loaded
+//   kMagnitude      mask of all bits except the sign; magnitudes have the order of these bits as integers
 //   kInfinity       bits of infinity; NaN has a larger magnitude
-//   value(bits)     the element as float32
-//   rounded(x)      a float32, not NaN, rounded to the type (nearest even), as float32
-//   narrow(x)       the same rounding, returned as bits
+//   value(bits)     return the element with these bits as float32
+//   rounded(x)      return a float32, not NaN, rounded to the type (to nearest even), as float32
+//   narrow(x)       return the bits of rounded(x) in the type
 template <class In>
 struct Input;
 
@@ -36,7 +36,8 @@ template <>
 struct Input<Float16> {
   using Bits = u16;
   static constexpr u16 kMagnitude = 0x7FFF, kInfinity = 0x7C00;
-  // Finite elements only. Exponent and significand, shifted to their places in a float32, are the value times 2^-112.
+  // Return the element with these bits, which must be finite. If its exponent and significand are shifted to their
+  // places in a float32, the float32 is the element times 2^-112.
   static __forceinline__ float value(u16 bits) {
     const u32 magnitude = static_cast<u32>(bits & 0x7FFFu) << 13, sign = static_cast<u32>(bits & 0x8000u) << 16;
     return float_of(bits_of(float_of(magnitude) * 0x1p112f) | sign);
@@ -45,18 +46,18 @@ struct Input<Float16> {
   static __forceinline__ u16 narrow(float x) { return Float16::narrow(x); }
 };
 
-// A matrix in memory, with steps in elements. hadamard: the sign mask of the transform of each 16 elements of a row
-// (hadamard.h); -1 for no transform. cpu/library.py mirrors it as SourceMatrix.
+// A matrix in memory. Steps are in elements. `hadamard` is the sign mask of the transform of each 16 elements of a row
+// (hadamard.h), or -1 for no transform. cpu/library.py mirrors this struct as SourceMatrix.
 struct Source {
   const void* data;
   i64 rows, columns, row_step, column_step, hadamard;
 };
 
-// Copy rows [row, row + rows) and columns [column, column + columns) of a matrix into contiguous rows that are
-// `width` elements apart.
+// Copy rows [row, row + rows) and columns [column, column + columns) of a matrix to `out`, as contiguous rows that
+// begin `width` elements apart.
 //
-// If the columns of x are contiguous instead of its rows, a strip of 64 bytes of each column, a cache line, is copied
-// at a time, by transposing squares with rows of 16 bytes.
+// If the columns of x are contiguous instead of its rows, one cache line (64 bytes) of each column is copied at a time.
+// Its elements are transposed in squares whose rows have 16 bytes.
 template <class Bits>
 static void gather(const Source& x, i64 row, i64 rows, i64 column, i64 columns, i64 width, Bits* out) {
   constexpr i64 kLine = 64 / sizeof(Bits), kStep = kSide<Bits>;

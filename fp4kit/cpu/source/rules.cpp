@@ -1,11 +1,13 @@
-// The tables of block rules and of tensor rules: one entry for each rule that the recipes of recipes.inc need.
+// This file defines the tables of block rules and of tensor rules. They have one entry for each rule that the recipes
+// of recipes.inc need.
 #include "dispatch.h"
 
 #include "recipes.inc"  // needs the types of dispatch.h
 
 namespace {
 
-// Return the functions of a block rule. Rules that do not read the input's type share one function for all types.
+// Return the two functions of the block rule of R for elements of type In. Rules that do not depend on the input type
+// share one function for all types.
 template <class R, class In>
 constexpr BlockScales block_scales() {
   using Kind = std::conditional_t<R::BlockRule::kReadsInput, In, Float32>;
@@ -15,7 +17,7 @@ template <class R>
 constexpr BlockScales kBlockScales[kInputs] = {block_scales<R, Float32>(), block_scales<R, Float16>(),
                                                block_scales<R, Bfloat16>()};
 
-// Return the tensor scale of an amax by the tensor rule of R.
+// Return the tensor scale that the tensor rule of R computes from a tensor amax.
 template <class R, class In>
 TensorScale tensor_scale(float amax) {
   return R::TensorRule::template scale<R, In>(amax);

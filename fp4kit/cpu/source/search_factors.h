@@ -1,20 +1,27 @@
-// The search for block amaxes among multiples of each block's own amax, by the squared error of quantizing under them,
-// row by row: reference/search_factors.py (auto-round).
+// Factor search: for each block, find the multiple of its amax that gives the smallest squared error, row by row. It
+// gives the results of reference/search_factors.py (for auto-round).
 //
-// Factor: here, what an amax is multiplied with. Trial: the blocks of a row that are measured under one factor. Only
-// blocks with a new scale code take part: they are gathered, encoded, decoded and measured together. Factors after the
-// first one rise, so a code that is not new is that of the trial before or of the first trial.
+// Factor: in this file, the number by which an amax is multiplied. Trial: the blocks of a row whose error is measured
+// under one factor. A block takes part in a trial only if its scale code is new: such blocks are gathered, encoded,
+// decoded and measured together. Factors rise from the second one on. So a code that is not new is the code of the
+// previous trial or of the first trial.
 #pragma once
 
 #include "../../cuda/kernels/rules/summation_order.cuh"
 #include "decode_matrix.h"
 
-// Arguments of a search; cpu/library.py mirrors it.
-//   encode, decode, amax  the tensor scale: one, or one per row if tensor_step is 1
-//   factors, count        of the amaxes
-//   out                   one amax per block, rows out_step apart
-//   needs_fallback        out, one byte per tile: 1 if the specification has to compute the tile
-//   factors_by_code       1: blocks of one scale code have one error, so a code that is not new is not measured
+// The arguments of a factor search. cpu/library.py mirrors this struct.
+//   encode, decode, amax          the tensor scale, or one tensor scale per row if tensor_step is 1
+//   factors, count                the factors with which amaxes are multiplied, and their number
+//   out                           output: one amax per block, rows out_step apart
+//   needs_fallback                output, one byte per tile: 1 if the specification has to compute the tile
+//   tile_rows, tile_columns       rows and columns of a tile
+//   input                         type of the elements, as an InputKind
+//   block_rule, element, decoder  indices in kBlockRules, kElements and kDecoders
+//   block                         columns of a block: 16 or 32
+//   factors_by_code               1 if the error of a block depends on a factor only through the scale code, so that
+//                                 a scale code is measured only once
+//   threads                       largest number of threads to use
 struct SearchFactorsCall {
   Source x;
   const float *encode, *decode, *amax, *factors;
@@ -29,7 +36,7 @@ struct SearchFactorsCall {
 namespace {
 
 // Store the squared errors of `count` blocks of kBlock elements: the sums of (values - x)^2, in the order of
-// summation_order.cuh.
+// summation_order.cuh. `values` are the decoded values of the elements x.
 template <class In, int kBlock>
 void find_errors(const typename Input<In>::Bits* x, const float* values, i64 count, float* errors) {
   for (i64 b = 0; b < count; ++b) {
@@ -48,8 +55,8 @@ void find_errors(const typename Input<In>::Bits* x, const float* values, i64 cou
   }
 }
 
-// Search the tiles of a call whose elements have type In. Functions that return bool return false if the elements
-// need the fallback.
+// Search of the tiles of a call whose elements have type In. Member functions that return bool return false if the
+// elements need the fallback.
 template <class In>
 struct FactorSearch {
   using Bits = typename Input<In>::Bits;
@@ -58,13 +65,14 @@ struct FactorSearch {
   const ElementEntry& element = kElements[call.element];
   const DecoderEntry& decoder = kDecoders[call.decoder];
 
-  // Return the tensor scale of a row.
+  // Return the tensor scale of a row of the matrix.
   TensorScale tensor(i64 row) const {
     const i64 at = row * call.tensor_step;
     return {call.encode[at], call.decode[at], call.amax[at]};
   }
 
-  // The blocks of a trial: their indices in the row, elements, scale codes, element factors and errors.
+  // The blocks of one trial: their indices in the row, elements, scale codes, element factors (by which elements are
+  // multiplied or divided) and errors.
   struct Trial {
     i64 blocks[kMaxPanelBlocks], count;
     Bits x[kPanelColumns];
@@ -72,8 +80,8 @@ struct FactorSearch {
     float element_factors[kMaxPanelBlocks], errors[kMaxPanelBlocks];
   };
 
-  // Store the errors of a trial's blocks. Return false if they need the fallback, which elements whose codes wrap
-  // always do.
+  // Store the errors of a trial's blocks. Return false if the trial needs the fallback: if a factor is not usable, if a
+  // value cannot be decoded, or if codes wrap.
   bool measure(Trial& trial, i64 row) const {
     float run_factors[kMaxPanelBlocks], values[kPanelColumns];
     u8 codes[kPanelColumns];
@@ -91,8 +99,8 @@ struct FactorSearch {
     return true;
   }
 
-  // Find the best multiple of each block amax in a row of at most kPanelColumns elements, and store it. Among factors
-  // of equal error the first one wins.
+  // Find the best multiple of each block amax in a row of `blocks` blocks, at most kPanelColumns elements, and store it
+  // in `out`. If several factors give the smallest error, the first one wins.
   bool search_row(const Bits* x, i64 row, i64 blocks, float* out) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     u8 first_codes[kMaxPanelBlocks], last_codes[kMaxPanelBlocks], codes[kMaxPanelBlocks];
@@ -126,7 +134,7 @@ struct FactorSearch {
     return true;
   }
 
-  // Find and store the chosen block amaxes of a tile.
+  // Search the block amaxes of a tile and store them in call.out.
   bool search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, 1, [&](Rectangle panel) {

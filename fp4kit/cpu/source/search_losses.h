@@ -1,5 +1,6 @@
-// Losses of one row of a block under all candidates: sixteen candidates side by side, one per lane. They are the losses
-// of reference/search_scales.py, operation by operation. A block of several rows adds the losses of its rows.
+// Losses of one row of a block under all candidates. Sixteen candidates are handled together, one per lane. The losses
+// are those of reference/search_scales.py, operation by operation. The loss of a block with several rows is the sum of
+// the losses of its rows, or the largest of them for Objective::largest.
 #pragma once
 
 #include "search_pruned.h"
@@ -7,7 +8,7 @@
 
 namespace {
 
-// Store the elements of one row of a block as float32, infinities and NaN included.
+// Store the elements of one row of a block as float32. Infinities and NaN are kept.
 template <class In, class Bits = typename Input<In>::Bits>
 void load_row(const Bits* x, float* __restrict out) {
   for (int j = 0; j < kSearchBlockSize; ++j) {
@@ -21,8 +22,8 @@ void load_row(const Bits* x, float* __restrict out) {
   }
 }
 
-// Store the sum of (w) d^2 under every candidate, for one row of a block. d is the error of an element and w the weight
-// of its column, if there are weights.
+// Store the sum of d^2, or of w d^2 if kWeighted, under every candidate, for one row of a block. d is the error of an
+// element, and w is the weight of its column.
 template <bool kWeighted>
 __attribute__((noinline)) void find_squared_losses(const float* row, const float* weights, const Candidates& candidates,
                                                    float* __restrict losses) {
@@ -36,8 +37,9 @@ __attribute__((noinline)) void find_squared_losses(const float* row, const float
     find_losses<true>(copies, candidates.scales + code, candidates.reciprocals + code, losses + code);
 }
 
-// Store the sum of (w) |d|^power under kLanes candidates, for one row of a block. For Objective::largest, store the
-// largest (w) |d| instead.
+// Store the sum of |d|^power, or of w |d|^power if kWeighted, under kLanes candidates, for one row of a block. d is the
+// error of an element, and w is the weight of its column. For Objective::largest, store the largest |d| or w |d|
+// instead. For Objective::magnitudes, power is 1.
 template <Objective kObjective, bool kWeighted>
 __attribute__((noinline)) void find_power_losses(const float* row, const float* weights, const float* scales,
                                                  const float* reciprocals, double power, float* __restrict losses) {
@@ -64,9 +66,11 @@ __attribute__((noinline)) void find_power_losses(const float* row, const float* 
                                              combined_loss<kObjective>(sums[1][lane], sums[3][lane]));
 }
 
-// Store d^T H d under kLanes candidates, for one row of a block. d are the errors of its 16 elements, and hessian is H,
-// 16 x 16. Order of operations: d^T H by fused multiply-adds, then the terms of two columns (the second one first),
-// then these sums as a tree.
+// Store d^T H d under kLanes candidates, for one row of a block. d is the vector of the errors of its 16 elements, and
+// H is `hessian`, 16 x 16.
+//
+// The order of operations is: first d^T H by fused multiply-adds, then the terms of two columns (the second column
+// first), then these sums as a tree.
 __attribute__((noinline)) void find_hessian_losses(const float* row, const float* hessian, const float* scales,
                                                    const float* reciprocals, float* __restrict losses) {
   float d[kSearchBlockSize][kLanes], pairs[kSearchBlockSize / 2][kLanes];

@@ -1,10 +1,13 @@
-// The pruned search for the scale code of smallest loss, for kLanes blocks side by side. It is the search of
+// The pruned search for the scale code of smallest loss, for kLanes blocks together. It is the search of
 // cuda/kernels/shared/search.cuh, where the proof is.
 //
-// Candidate: a scale code, 1 ... 126 (E4M3), with the block amax and the scale that it stands for. Loss: the weighted
-// sum of squared errors of a block under a candidate. Lane: one block; loops over lanes vectorize. Upward codes: up to
-// 8 codes from the first one whose scale is above amax / 7; their losses are all computed. Downward codes: those below,
-// computed until what they clip alone costs more than the smallest loss so far.
+// Candidate: one of the E4M3 codes 1 ... 126, with the block amax and the scale that belong to it. Loss: the sum of the
+// squared errors of a block under a candidate, weighted if there are weights. Lane: one block; loops over lanes
+// vectorize.
+//
+// Upward codes: up to 8 codes from the first one whose scale is above amax / 7. The search computes the losses of all
+// upward codes. Downward codes: the codes below the upward codes. The search computes their losses downward, until the
+// clipped elements alone cost more than the smallest loss so far.
 #pragma once
 
 #include "../../cuda/kernels/rules/search_losses.cuh"
@@ -12,31 +15,32 @@
 
 namespace {
 
-constexpr int kCandidates = 128;  // E4M3 codes; codes 0 and 127 are no candidates
+constexpr int kCandidates = 128;  // number of E4M3 codes without sign; codes 0 and 127 are not candidates
 
-// The candidates of all blocks of a matrix, by code: block amaxes, scales, and approximate reciprocals of the scales.
+// The candidates of all blocks of a matrix, in arrays indexed by code: block amaxes, scales, and approximate
+// reciprocals of the scales.
 struct Candidates {
   const float *amaxes, *scales, *reciprocals;
 
-  // Return true if the scales are in the range for which the bounds of the pruned search are proven.
+  // Return true if all scales are in the range for which the bounds of the pruned search are proven.
   bool are_bounds_valid() const { return amaxes[1] > 0x1p-57f && amaxes[kLastCandidate] < 0x1p50f; }
 
-  // Return a factor f for finding the first upward code of a block: every code whose value is above amax * f has a
+  // Return the factor f that gives the first upward code of a block: every code whose value is above amax * f has a
   // scale above amax / 7. The last candidate is the code of 448.
   float per_amax() const { return 448.0f * (6.0f / 7.0f) * (1.0f + 0x1p-12f) / amaxes[kLastCandidate]; }
 };
 
-// kLanes blocks, stored by element.
-//   a, w                magnitudes, and weights of their columns if kWeighted
-//   amax                largest magnitude
-//   min_code, max_code  the candidates of each block
-//   is_open             1 if the block is searched; 0 for blocks of zeros, blocks that are not finite and unused lanes
+// The data of kLanes blocks, stored by element.
+//   a, w                magnitudes of elements, and weights of their columns if kWeighted
+//   amax                largest magnitude of each block
+//   min_code, max_code  first and last candidate of each block
+//   is_open             1 if the block is searched; 0 for blocks of zeros, blocks that are not finite, and unused lanes
 template <bool kWeighted>
 struct LaneBlocks {
   float a[kSearchBlockSize][kLanes], w[kWeighted ? kSearchBlockSize : 1][kLanes], amax[kLanes];
   u32 min_code[kLanes], max_code[kLanes], is_open[kLanes];
 
-  // Return the block of a lane.
+  // Return the block of a lane, with its elements next to each other.
   __forceinline__ SearchBlock<kWeighted> block(int lane) const {
     SearchBlock<kWeighted> of_lane;
     FP4KIT_UNROLL
@@ -49,8 +53,9 @@ struct LaneBlocks {
   }
 };
 
-// Store the loss of each block under its own candidate. kAny: any magnitudes and scales; else magnitudes are below
-// 7 scales. noinline: compiled once instead of into each call, which took a minute.
+// Store the loss of each block under its own candidate, whose scale and reciprocal are given per lane. If kAny,
+// magnitudes and scales may have any size; otherwise magnitudes must be below 7 scales. noinline: this function is
+// compiled once instead of once per call, which took a minute.
 template <bool kAny, bool kWeighted>
 __attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
                                            const float* reciprocals, float* __restrict losses) {
@@ -60,7 +65,8 @@ __attribute__((noinline)) void find_losses(const LaneBlocks<kWeighted>& blocks, 
   }
 }
 
-// Store, for each block, a lower bound of its loss: the loss of only those elements that its candidate clips.
+// Store a lower bound of each block's loss: the loss of only those elements that its candidate clips. `scales` holds
+// one scale per lane.
 template <bool kWeighted>
 __attribute__((noinline)) void find_clipped_losses(const LaneBlocks<kWeighted>& blocks, const float* scales,
                                                    float* __restrict losses) {
@@ -68,21 +74,23 @@ __attribute__((noinline)) void find_clipped_losses(const LaneBlocks<kWeighted>& 
     losses[lane] = clipped_loss_of(blocks.block(lane), blocks.amax[lane], scales[lane]);
 }
 
-// The state of a search; every array has one entry per lane.
+// The state of a pruned search. Every array has one entry per lane.
 template <bool kWeighted>
 struct PrunedSearch {
   const LaneBlocks<kWeighted>& blocks;
   const Candidates& candidates;
-  // The smallest loss so far, the second smallest loss of an upward code, and the smallest loss of an upward code.
+  // `loss` is the smallest loss so far. `upward_loss` and `second_loss` are the smallest and the second smallest loss
+  // of an upward code.
   float loss[kLanes], second_loss[kLanes], upward_loss[kLanes];
-  // The first code with `loss`, and the code of `upward_loss`. Upward codes are first ... end - 1. is_proven: 1 if
-  // `code` is proven to be the result.
+  // `code` is the first code with the loss `loss`, and `upward_code` is the code of upward_loss. The upward codes are
+  // first ... end - 1. `is_proven` is 1 if `code` is proven to be the result.
   u32 code[kLanes], upward_code[kLanes], first[kLanes], end[kLanes], is_proven[kLanes];
   // The codes that are tried now, their scales and reciprocals, and the losses found for them.
   u32 tried[kLanes];
   float scale[kLanes], reciprocal[kLanes], tried_loss[kLanes];
 
-  // Look up scale and reciprocal of the tried codes; codes beyond the last candidate get those of the last.
+  // Look up the scale and reciprocal of the tried code in each lane. Codes beyond the last candidate get those of the
+  // last candidate.
   void look_up() {
     for (int lane = 0; lane < kLanes; ++lane) {
       const i32 index = static_cast<i32>(minimum(tried[lane], kLastCandidate));
@@ -91,7 +99,7 @@ struct PrunedSearch {
     }
   }
 
-  // Set the upward codes and the initial state.
+  // Set the range of upward codes and the initial state of each lane.
   void begin() {
     const float per_amax = candidates.per_amax();
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -109,7 +117,7 @@ struct PrunedSearch {
     }
   }
 
-  // Try all upward codes.
+  // Compute the losses of all upward codes, and keep the smallest two losses.
   void search_upward() {
     u32 steps = 0;
     for (int lane = 0; lane < kLanes; ++lane)
@@ -127,7 +135,8 @@ struct PrunedSearch {
     }
   }
 
-  // Try downward codes until none is left whose clipped loss is at most the smallest loss.
+  // Compute the losses of downward codes, until in every lane the clipped loss of the next code exceeds the smallest
+  // loss or no candidate is left.
   void search_downward() {
     u32 is_open[kLanes];
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -155,9 +164,10 @@ struct PrunedSearch {
     }
   }
 
-  // Clear is_proven in lanes whose code may not be the first one of smallest loss among all candidates. The winner's
-  // lead over the other upward codes must be certain. If twice the winner's scale is no upward code, either the lead
-  // over it is certain too, or no element of the winner is near a tie.
+  // Clear is_proven in lanes where `code` may not be the first code of smallest loss among all candidates. The loss of
+  // `code` must be smaller than that of the other upward codes by a safe margin. Twice the scale of `code` is a special
+  // case if it is not an upward code. Then either its loss must be larger by a safe margin too, or no element may be
+  // near a tie under `code`.
   void prove() {
     u32 is_doubtful[kLanes], any_doubtful = 0;
     for (int lane = 0; lane < kLanes; ++lane) {
@@ -186,7 +196,7 @@ struct PrunedSearch {
           is_doubtful[lane] && is_near_tie(blocks.block(lane), {scale[lane], reciprocal[lane]}) ? 0u : is_proven[lane];
   }
 
-  // Search all lanes. Afterwards `code` is the first code of smallest loss in every lane where is_proven is 1.
+  // Search all lanes. Afterwards, `code` is the first code of smallest loss in every lane where is_proven is 1.
   __attribute__((noinline)) void run() {
     begin();
     search_upward();

@@ -1,23 +1,30 @@
-// The search for the block amaxes whose E4M3 scales leave the smallest loss, tile by tile: reference/search_scales.py.
+// Scale search: find the block amaxes whose E4M3 scales give the smallest loss, tile by tile. It gives the results of
+// reference/search_scales.py.
 //
-// Pruned search (search_pruned.h): bounds exclude most candidates; sixteen blocks side by side. Full search: all
-// candidates of one block are tried, sixteen side by side; used if the bounds do not apply, or did not prove a block.
-// Among candidates of equal loss the first one wins. If no loss is below infinity, the first candidate of all wins.
+// The pruned search (search_pruned.h) excludes most candidates by bounds on their loss, for sixteen blocks together.
+// The full search tries all candidates of one block, sixteen together. It is used if the bounds do not apply, or if the
+// pruned search did not prove its result for a block. If several candidates have the smallest loss, the first one wins.
+// If no loss is below infinity, the first candidate of all wins.
 #pragma once
 
 #include "search_losses.h"
 #include "dispatch.h"
 #include "tiles.h"
 
-// Arguments of a search; cpu/library.py mirrors it.
-//   candidates               three arrays of 128, by code
-//   weights, hessian         of columns: one weight per column, or a 16 x 16 Hessian per 16 columns; or nullptr
-//   out                      one amax per block, in each row of the block; rows are out_step apart
-//   unproven                 out: incremented by the number of blocks that had a full search
-//   lower, upper             candidates are the codes from lower to upper beside the code of the block's own amax
-//   power                    of errors in a loss: 2, 1, infinity (the largest error) or another number
-//   tensor_amax, block_rule  give the code of a block's own amax; block_rule -1: all codes are candidates
-//   is_pruned                0: every block has a full search
+// The arguments of a scale search. cpu/library.py mirrors this struct.
+//   candidates               three arrays of 128 numbers, indexed by code
+//   weights, hessian         one weight per column, and a 16 x 16 Hessian per 16 columns; nullptr if not given
+//   out                      output: one amax per block, stored once per row of the block; rows are out_step apart
+//   unproven                 output: incremented by the number of blocks that had a full search
+//   tile_rows, tile_columns  rows and columns of a tile
+//   lower, upper             candidates are the codes c + lower ... c + upper, where c is the code of the block's own
+//                            amax
+//   power                    exponent of errors in a loss: 2, 1, infinity (the largest error counts) or another number
+//   tensor_amax, block_rule  determine c; block_rule is -1 if all codes 1 ... kLastCandidate are candidates
+//   input                    type of the elements, as an InputKind
+//   block_rows               rows of a block
+//   is_pruned                0 if every block shall have a full search
+//   threads                  largest number of threads to use
 struct SearchScalesCall {
   Source x;
   Candidates candidates;
@@ -33,11 +40,12 @@ struct SearchScalesCall {
 
 namespace {
 
-// The place of a block in a tile: the first row of its row of blocks, and its index there, below `across`.
+// The place of a block in a tile: the first row of its row of blocks, its index in that row of blocks, and the number
+// `across` of blocks per row of blocks.
 struct BlockPlace {
   i64 row, block, across;
 
-  // Move on to the next block, for blocks of one row.
+  // Move on to the next block in row-major order, for blocks of one row.
   void next() {
     if (++block < across) return;
     block = 0;
@@ -45,7 +53,7 @@ struct BlockPlace {
   }
 };
 
-// Search the tiles of a call whose elements have type In.
+// Search of the tiles of a call whose elements have type In.
 template <class In>
 struct ScaleSearch {
   using Bits = typename Input<In>::Bits;
@@ -54,7 +62,7 @@ struct ScaleSearch {
   const bool is_pruned = call.is_pruned && objective == Objective::squares && !call.hessian && call.block_rows == 1 &&
                          call.candidates.are_bounds_valid();
 
-  // Store the first and last candidate of kLanes blocks.
+  // Store the first and the last candidate of kLanes blocks, given their amaxes.
   void find_candidate_ranges(const float* amax, u32* min_code, u32* max_code) const {
     u8 codes[kLanes] = {};
     float factors[kLanes];
@@ -69,12 +77,13 @@ struct ScaleSearch {
     }
   }
 
-  // Return the weights of a block's columns.
+  // Return a pointer to the weights of a block's columns.
   const float* weights_at(const Rectangle& tile, const BlockPlace& at) const {
     return call.weights + tile.column + at.block * kSearchBlockSize;
   }
 
-  // Store the losses of one row of a block under all candidates, for an objective other than squares.
+  // Store the losses of one row of a block under all candidates, for kObjective, which is not `squares`. `row` holds
+  // the 16 elements.
   template <Objective kObjective>
   void find_row_power_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const Candidates& all = call.candidates;
@@ -84,7 +93,8 @@ struct ScaleSearch {
       find(row, weights, all.scales + code, all.reciprocals + code, call.power, losses + code);
   }
 
-  // Store the losses of one row of a block under all candidates.
+  // Store the losses of one row of a block under all candidates, for the objective of the call. `row` holds the 16
+  // elements.
   void find_row_losses(const float* row, const Rectangle& tile, const BlockPlace& at, float* losses) const {
     const Candidates& all = call.candidates;
     if (objective == Objective::magnitudes) return find_row_power_losses<Objective::magnitudes>(row, tile, at, losses);
@@ -97,8 +107,8 @@ struct ScaleSearch {
       find_hessian_losses(row, hessian, all.scales + code, all.reciprocals + code, losses + code);
   }
 
-  // Return the code in min_code ... max_code with the smallest loss, the first one if several have it, by trying all.
-  // The block has `rows` rows.
+  // Full search: return the code in min_code ... max_code with the smallest loss, the first one if several have it. The
+  // block has `rows` rows.
   u32 search_fully(View<Bits> x, i64 rows, const Rectangle& tile, const BlockPlace& at, u32 min_code,
                    u32 max_code) const {
     float total[kCandidates], losses[kCandidates], row[kSearchBlockSize], smallest = float_of(kInfinityBits);
@@ -118,14 +128,15 @@ struct ScaleSearch {
     return found;
   }
 
-  // Store the block amax that leads to a scale code, once per row of the block.
+  // Store the block amax of a candidate in call.out, once for each of the `rows` rows of the block.
   void store_amax(const Rectangle& tile, const BlockPlace& at, i64 rows, u32 code) const {
     float* out = call.out + (tile.row + at.row) * call.out_step + tile.column / kSearchBlockSize + at.block;
     for (i64 i = 0; i < rows; ++i) out[i * call.out_step] = call.candidates.amaxes[code];
   }
 
-  // Search up to kLanes blocks of one row each, by the pruned search: `count` blocks from `at` on, or kLanes if there
-  // are more. Move `at` to the last of them, or behind the last of kLanes. Return how many had a full search.
+  // Search up to kLanes blocks of one row each, by the pruned search. They are the next min(count, kLanes) blocks from
+  // `at` on. Afterwards `at` is the place behind the last of them, or the last place itself if no blocks are left.
+  // Return the number of blocks that had a full search.
   template <bool kWeighted>
   u64 search_lanes(View<Bits> x, const Rectangle& tile, BlockPlace& at, i64 count) const {
     LaneBlocks<kWeighted> blocks;
@@ -144,7 +155,8 @@ struct ScaleSearch {
       FP4KIT_UNROLL
       for (int j = 0; j < kSearchBlockSize; ++j) bits = maximum(bits, bits_of(blocks.a[j][lane]));
       blocks.amax[lane] = float_of(bits);
-      // Zeros have no error under any candidate, and the errors of NaN and infinity are never finite.
+      // Blocks of zeros have no error under any candidate, and the errors of NaN and infinity are never finite. So both
+      // keep their first candidate.
       blocks.is_open[lane] = lane < count && bits > 0u && bits < kInfinityBits;
     }
     find_candidate_ranges(blocks.amax, blocks.min_code, blocks.max_code);
@@ -160,7 +172,7 @@ struct ScaleSearch {
     return unproven;
   }
 
-  // Find the amax of one block by a full search, and store it.
+  // Find the amax of one block of `rows` rows by a full search, and store it.
   void search_block(View<Bits> x, const Rectangle& tile, const BlockPlace& at, i64 rows) const {
     float amax[kLanes] = {}, row[kSearchBlockSize];
     u32 min_code[kLanes], max_code[kLanes], bits = 0;
@@ -173,7 +185,7 @@ struct ScaleSearch {
     store_amax(tile, at, rows, search_fully(x, rows, tile, at, min_code[0], max_code[0]));
   }
 
-  // Search the blocks of a tile. Return how many of them had a full search.
+  // Search all blocks of a tile and store their amaxes. Return the number of blocks that had a full search.
   u64 search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     const i64 across = tile.columns / kSearchBlockSize,

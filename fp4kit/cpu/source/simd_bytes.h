@@ -1,8 +1,8 @@
 // Vectors of sixteen bytes: table look-up, interleaving, the larger elements of two vectors, and square transposes
-// built from these. Also loads and stores of pairs of elements and codes that share a 32-bit lane.
+// built from these operations. Also functions that load and store pairs of elements and codes that share a 32-bit lane.
 //
-// Zip: interleave two vectors. zip_low takes their first halves, zip_high their second halves; zip_pairs_* and
-// zip_fours_* interleave units of two and four bytes.
+// Zip: interleave two vectors. zip_low interleaves their first halves byte by byte, and zip_high their second halves.
+// zip_pairs_* interleave units of two bytes, and zip_fours_* units of four bytes.
 #pragma once
 
 #include <type_traits>
@@ -17,10 +17,10 @@
 #include <arm_neon.h>
 #endif
 
-constexpr int kLanes = 16;  // blocks, runs or candidates that a loop handles side by side, one per lane
+constexpr int kLanes = 16;  // number of blocks, runs or candidates that a loop handles together, one per lane
 
-// FP4KIT_HAS_LOOK_UP is defined if the processor has a byte shuffle. Bytes is then a vector of sixteen bytes, and
-// look_up(table, index) returns table[index] for sixteen indices in [0, 16).
+// FP4KIT_HAS_LOOK_UP is 1 if the processor has a byte shuffle, otherwise 0. If it is 1, Bytes is a vector of sixteen
+// bytes, and look_up(table, index) returns table[index] for sixteen indices in [0, 16).
 #if defined(__SSSE3__)
 #define FP4KIT_HAS_LOOK_UP 1
 using Bytes = __m128i;
@@ -51,7 +51,7 @@ static __forceinline__ Bytes zip_fours_low(Bytes a, Bytes b) {
 static __forceinline__ Bytes zip_fours_high(Bytes a, Bytes b) {
   return _mm_unpackhi_epi32(a, b);
 }
-// Return the sixteen nibbles of eight bytes, the low one of each byte first.
+// Return the sixteen nibbles of eight bytes, one per byte. The low nibble of each byte comes first.
 static __forceinline__ Bytes nibbles(const u8* from) {
   const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from)), mask = _mm_set1_epi8(15);
   return _mm_unpacklo_epi8(_mm_and_si128(bytes, mask), _mm_and_si128(_mm_srli_epi16(bytes, 4), mask));
@@ -99,7 +99,8 @@ static __forceinline__ Bytes nibbles(const u8* from) {
 #endif
 
 #if FP4KIT_HAS_LOOK_UP
-// Interleave two vectors of elements of 2 or 4 bytes.
+// Return the first halves (zip_elements_low) or the second halves (zip_elements_high) of two vectors, interleaved.
+// Elements have 2 or 4 bytes.
 template <class Bits>
 static __forceinline__ Bytes zip_elements_low(Bytes a, Bytes b) {
   return sizeof(Bits) == 2 ? zip_pairs_low(a, b) : zip_fours_low(a, b);
@@ -109,7 +110,7 @@ static __forceinline__ Bytes zip_elements_high(Bytes a, Bytes b) {
   return sizeof(Bits) == 2 ? zip_pairs_high(a, b) : zip_fours_high(a, b);
 }
 
-// Return sixteen bytes of elements from memory of any alignment, without their signs.
+// Load sixteen bytes of elements from an address of any alignment, and return them without their signs.
 template <class Bits>
 static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   typedef Bits Lanes __attribute__((vector_size(16)));
@@ -118,7 +119,7 @@ static __forceinline__ Bytes magnitudes_at(const Bits* from) {
   return __builtin_bit_cast(Bytes, x & static_cast<Bits>(static_cast<Bits>(-1) >> 1));
 }
 
-// Return, for each position, the larger of two elements without signs.
+// Return the larger of two elements for each position. The elements must have no sign.
 template <class Bits>
 static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
   typedef std::make_signed_t<Bits> Lanes __attribute__((vector_size(16)));  // signed: all processors can compare these
@@ -127,11 +128,11 @@ static __forceinline__ Bytes larger_of(Bytes a, Bytes b) {
 }
 #endif
 
-// Rows and columns of a square whose rows have sixteen bytes.
+// Number of rows and columns of a square whose rows have sixteen bytes.
 template <class Bits>
 constexpr int kSide = 16 / sizeof(Bits);
 
-// Transpose a square of elements of 2 or 4 bytes: copy from[i * from_step + j] to to[j * to_step + i].
+// Transpose a square of kSide x kSide elements of 2 or 4 bytes: copy from[i * from_step + j] to to[j * to_step + i].
 template <class Bits>
 static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bits* to, i64 to_step) {
   constexpr int kRows = kSide<Bits>;
@@ -154,8 +155,8 @@ static __forceinline__ void transpose_square(const Bits* from, i64 from_step, Bi
 #endif
 }
 
-// Load two neighbouring elements, each into the low bits of a 32-bit integer; bits beyond an element's are not
-// defined. without_negative_zero: a -0 becomes 0.
+// Load two neighboring elements into the low bits of `low` and `high`. The bits above those of an element are
+// undefined. If without_negative_zero, -0 is replaced by 0.
 static __forceinline__ void load_pair(const u32* from, u32& low, u32& high, bool without_negative_zero) {
   low = from[0], high = from[1];
   if (without_negative_zero) low = low << 1 ? low : 0u, high = high << 1 ? high : 0u;
@@ -168,8 +169,8 @@ static __forceinline__ void load_pair(const u16* from, u32& low, u32& high, bool
   high = low >> 16;
 }
 
-// Return the bits kLow of a and the bits kHigh of b. With AVX-512, where one instruction selects bits, the remaining
-// bits are those of b; elsewhere they are 0.
+// Return the bits of a selected by the mask kLow and the bits of b selected by the mask kHigh. The remaining bits are
+// undefined: with AVX-512, where one instruction selects bits, they are the bits of b; elsewhere they are 0.
 template <u32 kLow, u32 kHigh>
 static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #if defined(__AVX512F__)
@@ -179,8 +180,8 @@ static __forceinline__ u32 bits_from(u32 a, u32 b) {
 #endif
 }
 
-// Store kCount 32-bit integers, which fit into Narrow (u8 or u16), as Narrow. Without intrinsics compilers narrow them
-// one by one. kCount: 16, or 64 for bytes with AVX-512.
+// Store kCount 32-bit integers, which fit into Narrow (u8 or u16), as Narrow at address `to`. Intrinsics are used
+// because compilers would narrow the integers one by one. kCount is 16, or 64 for bytes with AVX-512.
 template <class Narrow, int kCount>
 static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #if defined(__AVX512BW__)
@@ -221,7 +222,7 @@ static __forceinline__ void store_narrow(const u32 (&from)[kCount], u8* to) {
 #endif
 }
 
-// The number of integers per call with which store_narrow is fastest.
+// The value of kCount with which store_narrow is fastest.
 #if defined(__AVX512BW__)
 template <class Narrow>
 constexpr int kNarrowCount = sizeof(Narrow) == 1 ? 64 : 16;
@@ -230,7 +231,7 @@ template <class Narrow>
 constexpr int kNarrowCount = 16;
 #endif
 
-// Pack `count` codes, an even number, two per byte, the first one in the low nibble.
+// Pack `count` codes, an even number, two per byte. The first code of a pair is in the low nibble.
 static void pack_codes(const u8* codes, i64 count, u8* out) {
   for (i64 i = 0; i < count / 2; ++i) {
     u16 pair;

@@ -1,4 +1,4 @@
-// Amaxes of matrices and of their blocks, and the tensor scales that a call finds from them.
+// Functions that compute the amaxes of matrices and of their blocks, and the tensor scales of a call.
 #pragma once
 
 #include <atomic>
@@ -10,8 +10,8 @@
 
 extern "C" {
 
-// Arguments of a call that finds amaxes; cpu/library.py mirrors it. out: the amaxes of blocks too, float32
-// (rows / block_rows, columns / block), rows out_step apart; nullptr if they are not wanted.
+// The arguments of a call that computes amaxes. cpu/library.py mirrors this struct. `out` receives the block amaxes,
+// float32 (rows / block_rows, columns / block), rows out_step apart. `out` is nullptr if block amaxes are not wanted.
 struct AmaxCall {
   Source x;
   float* out;
@@ -19,8 +19,8 @@ struct AmaxCall {
   i32 input, block, block_rows, threads;
 };
 
-// Return the amax bits of a matrix, in the width of the input's type. The stored block amaxes are valid only if the
-// matrix is finite.
+// Return the amax bits of a matrix, in the width of the input type, and store its block amaxes in call->out. The stored
+// block amaxes are valid only if all elements are finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u32> largest{0};
@@ -58,25 +58,25 @@ FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
 
 namespace {
 
-// The tensor scales that a call finds: one, or one per row if tensor_step is 1. Also the amaxes of its blocks, or
-// nullptr if they were not kept.
+// The tensor scales that a call computes: one, or one per row if tensor_step is 1. block_amax holds the block amaxes of
+// the matrix, or nullptr if they were not kept.
 struct FoundScales {
   std::vector<float> encode, decode, amax;
   std::unique_ptr<float[]> block_amax;
   explicit FoundScales(const EncodeCall& call)
       : encode(call.tensor_step ? call.x.rows : 1, 1.0f), decode(encode), amax(encode) {}
 
-  // Make a call use these tensor scales.
+  // Set the pointers of a call so that the call uses these tensor scales.
   void point(EncodeCall& call) const {
     call.encode = encode.data();
     call.decode = decode.data();
     call.amax = amax.data();
   }
 
-  // Return the kept block amaxes in the form that the encoder takes.
+  // Return the kept block amaxes in the form that the Encoder takes.
   KnownAmaxes known(const EncodeCall& call) const { return {block_amax.get(), call.x.columns / call.block}; }
 
-  // Store tensor scale i.
+  // Store the tensor scale t at index i.
   void put(i64 i, TensorScale t) {
     encode[i] = t.encode;
     decode[i] = t.decode;
@@ -84,8 +84,8 @@ struct FoundScales {
   }
 };
 
-// Find the amax of every row, and store its tensor scale by a tensor rule. Return false if an element is NaN or
-// infinite.
+// Compute the amax of every row, and store the tensor scale of the row by a tensor rule. Return false if an element is
+// NaN or infinite.
 template <class In>
 bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found) {
   using Bits = typename Input<In>::Bits;
@@ -104,7 +104,7 @@ bool find_row_scales(const EncodeCall& call, i32 tensor_rule, FoundScales& found
   return is_finite;
 }
 
-// Store the tensor scales for given tensor amaxes. Return false if an amax is NaN, infinite or negative.
+// Store the tensor scales of the given tensor amaxes. Return false if an amax is NaN, infinite or negative.
 bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   for (size_t i = 0; i < found.amax.size(); ++i) {
     if (bits_of(given[i]) >= kInfinityBits) return false;
@@ -113,12 +113,13 @@ bool scales_of_given(const EncodeCall& call, i32 tensor_rule, const float* given
   return true;
 }
 
-// Store the tensor scales of a call by a tensor rule, from given tensor amaxes or, if `given` is nullptr, from the
-// elements. Return false if an element, or a given amax, is not finite. Store nothing without a rule (-1).
+// Store the tensor scales of a call by a tensor rule. They are computed from the given tensor amaxes or, if `given` is
+// nullptr, from the elements. Return false if an element or a given amax is not finite, or if a given amax is negative.
+// Store nothing, and return true, if tensor_rule is -1.
 //
-// The amaxes of blocks are kept for the encoder if the matrix has at most 2^22 elements and either one thread does all
-// or blocks have several rows. Otherwise the encoder finds them again: to fetch many of them from another core's cache
-// takes longer.
+// The block amaxes are kept for the encoder in two cases, if the matrix has at most 2^22 elements: if one thread does
+// all work, or if blocks have several rows. Otherwise the encoder computes them again, because loading many of them
+// from the cache of another core takes longer.
 bool find_tensor_scales(const EncodeCall& call, i32 tensor_rule, const float* given, FoundScales& found) {
   constexpr i64 kMaxElements = 1 << 22;
   if (tensor_rule < 0) return true;
@@ -134,7 +135,8 @@ bool find_tensor_scales(const EncodeCall& call, i32 tensor_rule, const float* gi
         call.x.rows * call.x.columns <= kMaxElements) {
       found.block_amax.reset(new float[block_rows * blocks]);
     } else {
-      // The order of elements does not matter: read columns as rows if those are contiguous, in long tiles.
+      // The order of elements does not matter here. So, if columns are contiguous instead of rows, read columns as
+      // rows, and use long tiles.
       if (x.column_step != 1 && x.row_step == 1) x = {x.data, x.columns, x.rows, x.column_step, 1, x.hadamard};
       if (x.column_step == 1)
         tile_columns = minimum(x.columns, call.tile_rows * call.tile_columns),

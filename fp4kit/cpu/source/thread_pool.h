@@ -1,8 +1,8 @@
-// Threads that share the tiles of a call. One call at a time owns them. A call that comes meanwhile does its work
-// alone, so that a program with threads of its own does not end up with the product of both numbers.
+// The threads that share the tiles of a call. One call at a time owns them. A call that comes while they are owned does
+// its work alone. Otherwise a program with several threads of its own would run the product of both numbers of threads.
 //
-// Round: one use of the threads, from for_each_index to its return. Owner: the thread that called it. Helpers: the
-// other threads that take part.
+// Round: one use of the threads, from the start of for_each_index to its return. Owner: the thread that called
+// for_each_index. Helpers: the other threads that take part.
 #pragma once
 
 #include <cstdint>
@@ -36,9 +36,9 @@ struct Pool {
 
 Pool* pool = new Pool;  // never destroyed, because threads may wait on it when the program ends
 
-// Claim indices and work on them until none is left. The owner takes them from the first on, helpers from the last
-// on. So a tile tends to be done by the same thread in two rounds or calls, and its elements are in that processor's
-// cache.
+// Claim indices and work on them until none is left. The owner claims indices from the first on, helpers from the last
+// on. So a tile tends to be handled by the same thread in successive rounds, and its elements are in the cache of that
+// processor.
 void work_off(Pool& p, bool is_owner) {
   for (;;) {
     const uint64_t claimed = p.claimed.fetch_add(is_owner ? 1 : uint64_t{1} << 32, std::memory_order_relaxed);
@@ -48,8 +48,8 @@ void work_off(Pool& p, bool is_owner) {
   }
 }
 
-// Wait actively until a condition is met, for at most 50 microseconds. So a second round, or the next call of a loop,
-// need not wake threads, which takes about as long.
+// Wait actively until a condition is met, for at most 50 microseconds. Waking a thread takes about as long, and this
+// wait avoids it for a second round or the next call of a loop.
 template <class Condition>
 void spin_briefly(Condition is_met) {
   const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(50);
@@ -63,7 +63,7 @@ void spin_briefly(Condition is_met) {
   } while (std::chrono::steady_clock::now() < end);
 }
 
-// Return the number of the processor that runs this thread; -1 if the system does not tell.
+// Return the number of the processor that runs this thread, or -1 if the system does not tell.
 int processor() {
 #if defined(__linux__)
   return sched_getcpu();
@@ -72,7 +72,7 @@ int processor() {
 #endif
 }
 
-// Run a helper thread: join rounds for ever.
+// Run a helper thread: join every round that wants helpers. This function never returns.
 void helper_loop(Pool* p) {
   fesetenv(FE_DFL_ENV);  // a thread inherits the floating-point environment of its creator
   std::unique_lock<std::mutex> lock(p->mutex);
@@ -85,14 +85,15 @@ void helper_loop(Pool* p) {
     lock.lock();
     if (--p->running == 0) p->done.notify_one();
     lock.unlock();
-    // Spin only on another processor than the owner's, which would have to wait for its turn.
+    // Spin only on another processor than the owner's. On the same processor, the owner would have to wait for its
+    // turn.
     const int place = processor();
     if (place < 0 || place != p->owner_processor) spin_briefly([&] { return p->round != seen; });
     lock.lock();
   }
 }
 
-// Start threads until `size` helpers exist, or as many as the system gives.
+// Start threads until `size` helpers exist, or as many as the system can start.
 void ensure_helpers(Pool& p, int size) {
   try {
     for (; p.size < size; ++p.size) std::thread(helper_loop, &p).detach();
@@ -100,14 +101,14 @@ void ensure_helpers(Pool& p, int size) {
   }
 }
 
-// Give a forked child a new pool, because it has none of the threads.
+// Give a forked child process a new pool, because the child has none of the threads.
 void reset_after_fork() {
   pool = new Pool;
 }
 const int registered = pthread_atfork(nullptr, nullptr, reset_after_fork);
 
-// Call work(context, index) for every index in [0, count), in any order, on at most `threads` threads, the calling one
-// included. Return when all calls have returned.
+// Call work(context, index) once for every index in [0, count), in any order, on at most `threads` threads including
+// the calling one. Return when all calls have returned.
 void for_each_index(int64_t count, int threads, void (*work)(void*, int64_t), void* context) {
   Pool& p = *pool;
   const int helpers = static_cast<int>(count < threads ? count : threads) - 1;

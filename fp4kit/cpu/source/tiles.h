@@ -1,5 +1,5 @@
-// Matrices cut into tiles, which threads take one by one; tiles cut into panels; and the elements of a tile in
-// contiguous rows. README.md has a picture.
+// The division of matrices into tiles, which threads take one by one, and of tiles into panels. Also functions that
+// return the elements of a tile as contiguous rows. README.md has a picture.
 #pragma once
 
 #include <vector>
@@ -10,7 +10,8 @@
 
 namespace {
 
-// Return memory for `count` values that belongs to this thread. The next call with the same T may reuse it.
+// Return memory for `count` values of type T that belongs to this thread. The next call with this T may reuse the
+// memory.
 template <class T>
 T* scratch(size_t count) {
   thread_local std::vector<T> memory;
@@ -18,51 +19,53 @@ T* scratch(size_t count) {
   return memory.data();
 }
 
-// A rectangle of a matrix (a tile) or of a tile (a panel): first row, number of rows, first column, number of columns.
+// A rectangle of a matrix (a tile) or of a tile (a panel): its first row, number of rows, first column and number of
+// columns.
 struct Rectangle {
   i64 row, rows, column, columns;
 };
 
-// The tiles of a rows x columns matrix. Those at the right and lower edges may be smaller.
+// The tiles of a rows x columns matrix. Tiles at the right and lower edges may be smaller than the others.
 struct Tiles {
   i64 rows, columns, tile_rows, tile_columns;
 
-  // Return the number of tiles side by side, and of all tiles.
+  // across() returns the number of tiles per row of tiles. count() returns the number of all tiles.
   i64 across() const { return (columns + tile_columns - 1) / tile_columns; }
   i64 count() const { return across() * ((rows + tile_rows - 1) / tile_rows); }
 
-  // Return a tile by its index in row-major order.
+  // Return the tile with this index; indices count in row-major order.
   Rectangle tile(i64 index) const {
     const i64 row = index / across() * tile_rows, column = index % across() * tile_columns;
     return {row, minimum(tile_rows, rows - row), column, minimum(tile_columns, columns - column)};
   }
 };
 
-// Call work(index) for every tile index in [0, count), on at most `threads` threads.
+// Call work(index) once for every tile index in [0, count), on at most `threads` threads.
 template <class Work>
 void run_tiles(i64 count, int threads, Work& work) {
   for_each_index(count, threads, [](void* context, int64_t index) { (*static_cast<Work*>(context))(index); }, &work);
 }
 
-// Return true if any tile is marked as in need of the fallback.
+// Return true if at least one tile is marked (1) as needing the fallback.
 bool any_marked(const std::vector<u8>& marks) {
   return std::memchr(marks.data(), 1, marks.size()) != nullptr;
 }
 
-// Return true if the elements of a tile must be copied before they are read: to make rows contiguous, or to transform
-// them.
+// Return true if the elements of a tile must be copied before they are read, because rows are not contiguous or because
+// the elements must be transformed.
 bool is_gathered(const Source& x) {
   return x.column_step != 1 || x.hadamard >= 0;
 }
 
-// The elements of a tile or panel: contiguous rows, `step` elements apart.
+// The elements of a tile or panel: contiguous rows that begin `step` elements apart.
 template <class Bits>
 struct View {
   const Bits* data;
   i64 step;
 };
 
-// Return the elements of a tile as contiguous rows: in place, or a copy in scratch memory if is_gathered.
+// Return the elements of a tile as contiguous rows: in place, or, if is_gathered, as a (transformed) copy in scratch
+// memory of the thread.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};
@@ -72,8 +75,8 @@ View<Bits> view(const Source& x, const Rectangle& tile) {
   return {copy, tile.columns};
 }
 
-// Load one element per cache line, row by row. Reading in the order of memory is faster than the order of panels, in
-// which the elements are then read from the cache.
+// Load one element per cache line, row by row, so that the elements are in the cache. Reading in the order of memory is
+// faster than reading in the order of panels.
 template <class Bits>
 void touch(View<Bits> x, i64 rows, i64 columns) {
   u32 seen = 0;
@@ -82,14 +85,15 @@ void touch(View<Bits> x, i64 rows, i64 columns) {
   asm volatile("" : : "r"(seen));
 }
 
-// Prefetch elements that are read next. The address need not be valid.
+// Prefetch `count` elements that will be read next. The address may be invalid.
 template <class Bits>
 void prefetch(const Bits* data, i64 count) {
   for (i64 i = 0; i < count; i += 64 / sizeof(Bits)) __builtin_prefetch(data + i, 0, 2);
 }
 
-// Call work(panel) for the panels of a tile, in row-major order: block_rows rows and at most kPanelColumns columns,
-// whole blocks. Stop at the first call that returns false. Return true if all calls returned true.
+// Call work(panel) for the panels of a tile, in row-major order. A panel has block_rows rows and at most kPanelColumns
+// columns, and consists of whole blocks. Stop at the first call that returns false, and return false. Return true if
+// all calls returned true.
 template <class Work>
 bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work) {
   const i64 columns = kPanelColumns / block * block;
@@ -99,7 +103,7 @@ bool for_each_panel(const Rectangle& tile, i64 block, i64 block_rows, Work work)
   return true;
 }
 
-// Store the amax bits of a row of blocks: `blocks` blocks of `rows` x `block` elements.
+// Store the amax bits of each block in a row of `blocks` blocks, which have `rows` x `block` elements.
 template <class In, class Bits>
 void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   const i64 segment = segment_of(block), per_block = block / segment, segments = blocks * per_block;
@@ -119,7 +123,7 @@ void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   }
 }
 
-// Return the amax bits over all elements of a view.
+// Return the amax bits of all elements of a view with `rows` rows and `columns` columns.
 template <class In, class Bits>
 Bits amax_bits(View<Bits> x, i64 rows, i64 columns) {
   Bits largest = 0;
