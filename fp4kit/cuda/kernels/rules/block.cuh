@@ -1,5 +1,5 @@
-// One block in registers: its amax, its scaled elements and their codes. The constants R::kX are fields of Recipe
-// (recipes/schema.py), see cuda/compile/traits.py.
+// Functions for one block in registers: its amax, its scaled elements and their codes. The constants R::kX are fields
+// of Recipe (recipes/schema.py); cuda/compile/traits.py writes them.
 #pragma once
 
 #include "block_rules_e4m3.cuh"
@@ -11,14 +11,14 @@
 #include "decode_rules.cuh"
 #include "random.cuh"
 
-// The effect of NaN on an amax: it is ignored; it propagates; or it is ignored unless all even or all odd elements are
-// NaN (lanes).
+// The effect of a NaN element on the amax of a block: NaN is ignored; NaN propagates; or NaN is ignored unless all even
+// or all odd elements are NaN (lanes).
 enum class AmaxNan { ignore, propagate, lanes };
-// The elements that count in the amax of a tensor: all, all except NaN, or only finite ones.
+// The elements that count in the amax of a tensor: all elements, all except NaN, or only finite ones.
 enum class AmaxInput { all, no_nan, finite };
 
-// Return the larger of two magnitudes. If one is NaN, return NaN for AmaxNan::propagate and the other magnitude
-// otherwise.
+// Return the larger of two magnitudes. If one of them is NaN, return NaN for AmaxNan::propagate, and otherwise the one
+// that is not NaN.
 template <AmaxNan kNan>
 FP4KIT_DEVICE float larger(float a, float b) {
   if constexpr (kNan == AmaxNan::propagate)
@@ -26,14 +26,14 @@ FP4KIT_DEVICE float larger(float a, float b) {
   return fmaxf(a, b);
 }
 
-// The amax of a block whose elements are added run by run; 0 if no element counts. For AmaxNan::lanes, even and odd
-// elements have an amax each.
+// The amax of a block whose elements are added run by run. It is 0 if no element counts. For AmaxNan::lanes, even and
+// odd elements have separate amaxes, and the result is the larger one.
 template <AmaxNan kNan>
 struct BlockAmax {
   float even = 0.0f, odd = 0.0f;
   bool is_empty = true;
 
-  // Add the elements of a run.
+  // Add the elements of a run to the amax.
   template <int kCount>
   FP4KIT_DEVICE_MEMBER void add(const float (&x)[kCount]) {
     if constexpr (kNan == AmaxNan::lanes) {
@@ -55,7 +55,7 @@ struct BlockAmax {
   FP4KIT_DEVICE_MEMBER float result() const { return even > odd || kNan != AmaxNan::lanes ? even : odd; }
 };
 
-// Return the amax of one run.
+// Return the amax of the elements of one run.
 template <AmaxNan kNan, int kCount>
 FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   BlockAmax<kNan> amax;
@@ -63,27 +63,31 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   return amax.result();
 }
 
-// Return a / divisor from the rounded reciprocal of the divisor, if no step leaves the normal range. The result lies on
-// the same side of every midpoint of E2M1 and of small integers as the quotient rounded once, or on the midpoint if
-// that does. For divisors that are the largest value of a format, the result is that quotient itself.
+// Return a / divisor, computed from the rounded reciprocal of the divisor. No step may leave the range of normal
+// numbers.
 //
-// Checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a with 8
-// bits at most. For divisors 2 - 2^-M times powers of two, M = 0 ... 7, as the largest values of formats are, checked
+// The result lies on the same side of every midpoint of E2M1 and of small integers as the correctly rounded quotient.
+// If that quotient is a midpoint, the result is that midpoint. If the divisor is the largest value of a format, the
+// result equals the rounded quotient.
+//
+// This was checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a
+// with 8 bits at most. For divisors 2 - 2^-M times powers of two (M = 0 ... 7), to which the largest values of formats
+// belong, it was checked for every a.
 // for every a.
 FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   const float quotient = a * reciprocal;
   return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
 }
 
-// The factor of a block: elements are multiplied with `value`, or divided by it if R::kDivide. If R::kDivide,
-// `reciprocal` is 1 / value, rounded; otherwise it equals `value`. If R::kThenEncode, elements are also multiplied with
-// the tensor's encode scale afterwards, and `reciprocal` is that encode scale instead; such recipes have no path that
+// The factor of a block. Elements are multiplied with `value`, or divided by it if R::kDivide. `reciprocal` is the
+// rounded 1 / value if R::kDivide, and otherwise equals `value`. If R::kThenEncode, elements are also multiplied with
+// the tensor's encode scale afterwards. Then `reciprocal` is that encode scale, because such recipes have no path that
 // needs the reciprocal.
 struct Factor {
   float value, reciprocal;
 };
 
-// Return the number that is encoded for element x of a block with factor f.
+// Return the scaled element: the number whose rounding gives the code of element x, in a block with factor f.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
@@ -101,13 +105,13 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   return y;
 }
 
-// Return the code of x by comparing x with each code's value times `step`.
+// Return the code of x, found by comparing x with the value of each code times `step`.
 template <class R>
 FP4KIT_DEVICE u32 encode_compared(float x, float step) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(x, step);
 }
 
-// Return the code of a scaled element.
+// Return the code of a scaled element y.
 template <class R>
 FP4KIT_DEVICE u32 encode_element(float y) {
   return encode<typename R::Element, R::kRounding, R::kSign, R::kNanCode, R::kNarrow>(y);

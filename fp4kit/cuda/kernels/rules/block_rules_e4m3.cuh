@@ -1,9 +1,10 @@
-// Block rules that write E4M3 scales. Twins of the first half of reference/block_rules.py.
+// Block rules that write E4M3 scales. They give the results of the functions of the same names in
+// reference/block_rules.py.
 #pragma once
 
 #include "block_rules.cuh"
 
-// Return the smaller of a and b. A NaN in a is returned if NaN propagates in R, and dropped otherwise.
+// Return the smaller of a and b. If a is NaN, return NaN if NaN propagates in R, and otherwise b.
 template <class R>
 FP4KIT_DEVICE float lesser(float a, float b) {
   if constexpr (R::kPropagateNan) return is_nan(a) ? a : fminf(a, b);
@@ -21,7 +22,7 @@ FP4KIT_DEVICE float min_subnormal_of() {
   return float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23);
 }
 
-// Return x clamped to [low, high]; NaN stays NaN, as in np.clip.
+// Return x clamped to [low, high]. NaN is returned unchanged, as by np.clip.
 FP4KIT_DEVICE float clip(float x, float low, float high) {
   return is_nan(x) ? x : fminf(fmaxf(x, low), high);
 }

@@ -1,9 +1,10 @@
-// Block rules of serving engines and quantizers that write E4M3 scales. Twins of reference/block_rules_e4m3_serving.py.
+// Block rules of serving engines and quantizers that write E4M3 scales. They give the results of the functions of the
+// same names in reference/block_rules_e4m3_serving.py.
 #pragma once
 
 #include "block_rules.cuh"
 
-// The scale that Quark uses in place of 0.
+// The block scale that Quark uses in place of 0.
 constexpr float kQuarkZero = 0x1p-23f;
 
 struct block_vllm : by_code {
@@ -68,20 +69,20 @@ struct block_quark_file : by_code {
   }
 };
 
-// Return `ratio`, which the caller then rounds to a block scale. Return 0 if the tensor's amax is 0.
+// Return `ratio`, or 0 if the tensor's amax is 0. The caller rounds the result to a block scale.
 FP4KIT_DEVICE float zero_of_zeros(float ratio, TensorScale t) {
   return t.amax == 0.0f ? 0.0f : ratio;
 }
 
-// Return fouroversix's factor for a block scale: 1 / (tensor scale * scale), or 0 for scale 0. If the quotient is
-// infinite, return NaN unless R::kKeepInfinity.
+// Return fouroversix's factor for a block scale: 1 / (tensor scale * scale), or 0 if the scale is 0. If the quotient is
+// infinite, return infinity if R::kKeepInfinity, and otherwise NaN.
 template <class R>
 FP4KIT_DEVICE float fouroversix_factor(float scale, TensorScale t) {
   const float inverse = 1.0f / (t.decode * scale);
   return scale == 0.0f ? 0.0f : R::kKeepInfinity || is_finite(inverse) ? inverse : nan_value();
 }
 
-// The rule that maps the amax of a block to kTop, or to the largest element value if kTop is 0.
+// Base of fouroversix's rules that map the amax of a block to kTop, or to the largest element value if kTop is 0.
 template <int kTop>
 struct fouroversix_static : by_code {
   template <class R, class In>

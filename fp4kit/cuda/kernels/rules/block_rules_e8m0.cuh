@@ -1,9 +1,10 @@
-// Block rules that write E8M0 scales. Twins of the second half of reference/block_rules.py.
+// Block rules that write E8M0 scales. They give the results of the functions of the same names in
+// reference/block_rules.py.
 #pragma once
 
 #include "block_rules.cuh"
 
-// Base of rules whose factor is the reciprocal of the scale.
+// Base of the rules whose factor is the reciprocal of the scale.
 struct inverse_factor : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -11,16 +12,16 @@ struct inverse_factor : by_code {
   }
 };
 
-// Return the E8M0 code: the exponent field of `bits`, plus `up`, minus the exponent of the largest element, clamped to
-// the range of E8M0. Return 255 if the exponent field is full (infinity and NaN).
+// Return, as an E8M0 code, the exponent field of `bits` plus `up` minus the exponent of the largest element value. The
+// code is clamped to 0 ... 255. Return 255 if the exponent field is full, as it is for infinity and NaN.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent(u32 bits, i32 up = 0) {
   const i32 field = static_cast<i32>((bits >> 23) & 0xFFu);
   return field == 255 ? 255u : static_cast<u32>(minimum(maximum(field + up - R::Element::kEmax, 0), 255));
 }
 
-// Round amax to `mantissa_bits` mantissa bits, half away from zero, and return shifted_exponent of the result. Return
-// 255 for NaN.
+// Round amax to `mantissa_bits` mantissa bits, with ties away from zero, and return shifted_exponent of the rounded
+// amax. Return 255 for NaN.
 template <class R>
 FP4KIT_DEVICE u32 rounded_exponent(float amax, int mantissa_bits) {
   const u32 bits = bits_of(amax);
@@ -48,7 +49,7 @@ struct block_e8m0_even : inverse_factor {
   }
 };
 
-// Return the E8M0 code of amax * (1 / max), rounded up. `max` is the value of the largest element.
+// Return the E8M0 code of amax * (1 / max), rounded up. max is the largest value of the element format.
 template <class R>
 FP4KIT_DEVICE u32 rceil(float amax) {
   return encode_e8m0_rp(amax * (1.0f / max_of<typename R::Element>()));
@@ -68,14 +69,15 @@ struct block_e8m0_te : inverse_factor {
   }
 };
 
-// Return the E8M0 code of amax * rcp.approx(max), with subnormals flushed to zero. `max` is the value of the largest
-// element.
+// Return the E8M0 code of amax * rcp.approx(max), rounded up, with subnormals flushed to zero. max is the largest value
+// of the element format.
 template <class R>
 FP4KIT_DEVICE u32 code_flashinfer(float amax) {
   return encode_e8m0_rp(mul_ftz(amax, rcp_approx_ftz(max_of<typename R::Element>())));
 }
 
-// FlashInfer's rule for FP4. Code 254 has the subnormal inverse 2^-127, which ftz arithmetic flushes to 0.
+// FlashInfer's rule for FP4. The inverse of code 254 is the subnormal 2^-127, which its arithmetic flushes to 0, so the
+// factor is 0.
 struct block_e8m0_flashinfer_fp4 : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -89,16 +91,17 @@ struct block_e8m0_flashinfer_fp4 : by_code {
 
 struct block_e8m0_flashinfer_fp8 : block_e8m0_flashinfer_fp4 {};
 
-// Return log2(x), rounded to float32 from float64.
+// Return log2(x), computed in float64 and rounded to float32.
 FP4KIT_DEVICE float float32_log2(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }
 
-// Return ceilf(float32_log2(x)) without a logarithm. x > 0.
+// Return ceilf(float32_log2(x)) without a logarithm, for x > 0. The result equals that of the float64 logarithm for all
+// positive float32 values.
 //
-// For x = 2^e * (1 + m / 2^23), the rounded logarithm is e, rather than above it, if log2(1 + m / 2^23) is at most half
-// an ulp beside e. With 2^k the power of two at or below |e|, that is 2^(k - 24), so m <= 22 / 2^(6 - k); k is one less
-// for e = -2^k, where the ulp is half as large. Equal to the float64 logarithm for all positive float32 values.
+// Let x = 2^e * (1 + m / 2^23). The rounded logarithm is e, rather than above e, if log2(1 + m / 2^23) is at most half
+// an ulp at e. Let 2^k be the largest power of two that is at most |e|; k is one less if e = -2^k, where the ulp is
+// half as large. Then half an ulp is 2^(k - 24), so the condition is m <= 22 / 2^(6 - k).
 FP4KIT_DEVICE float ceil_float32_log2(float x) {
   if (x < 0x1p-126f) return ceilf(float32_log2(x));
   const u32 bits = bits_of(x), m = bits & 0x7FFFFFu;
@@ -127,8 +130,8 @@ struct block_e8m0_te_reference : inverse_factor {
 
 struct block_e8m0_compressed_tensors : inverse_factor {
   static constexpr bool kReadsInput = true;
-  // Return a float16 amax after the producer adds to its bits and masks them. Below 2^-14, the smallest normal number,
-  // the result is 2^-14 or 0. Other amaxes are returned unchanged.
+  // Return a float16 amax as the producer rounds it, by an addition to its bits and a mask. Amaxes below 2^-14, the
+  // smallest normal number, become 2^-14 or 0. Larger amaxes, and amaxes of other types, are returned unchanged.
   template <class In>
   FP4KIT_DEVICE float rounded_subnormal(float amax, int mantissa_bits) {
     if (In::kMantissaBits != 10 || !(amax < 0x1p-14f)) return amax;

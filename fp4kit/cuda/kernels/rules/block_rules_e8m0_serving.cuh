@@ -1,24 +1,25 @@
-// Block rules of serving engines and quantizers that write E8M0 scales. Twins of reference/block_rules_e8m0_serving.py.
+// Block rules of serving engines and quantizers that write E8M0 scales. They give the results of the functions of the
+// same names in reference/block_rules_e8m0_serving.py.
 #pragma once
 
 #include "block_rules_e8m0.cuh"
 
-// Base of rules whose factor does not follow from the code alone.
+// Base of the rules whose factor depends on the amax in addition to the code.
 struct by_amax {
   static constexpr bool kReadsAmax = true, kReadsInput = false;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
 };
 
-// Return the E8M0 code of 2^exponent, with the exponent clamped to [-127, 127]. Return 0 for NaN.
+// Return the E8M0 code of 2^exponent, after clamping the exponent to [-127, 127]. Return 0 if the exponent is NaN.
 FP4KIT_DEVICE u32 clipped_exponent(float exponent) {
   return is_nan(exponent) ? 0u : static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent, -127.0f), 127.0f)) + 127);
 }
 
-// ---- from the bits of the amax
+// ---- rules that compute the scale from the bits of the amax
 
-// Round amax to the element's mantissa bits, and return its exponent field minus the exponent of the largest element.
-// Return 255 for infinity, for NaN, and if rounding reaches infinity. NaN is tested first, because a payload of ones,
-// which GPU instructions make, would carry into the sign.
+// Round amax to the element format's number of mantissa bits. Return the exponent field of the result minus the
+// exponent of the largest element value. Return 255 for infinity, for NaN, and if rounding gives infinity. NaN is
+// tested first, because a payload of ones, which GPU instructions produce, would carry into the sign bit.
 template <class R>
 FP4KIT_DEVICE i32 even_exponent(float amax) {
   if (is_nan(amax)) return 255;
@@ -45,7 +46,7 @@ struct block_e8m0_quark_even : by_amax {
   }
 };
 
-// Return the exponent field of x >= 0, plus 1 if a mantissa bit is set. NaN gives 256.
+// Return the exponent field of x >= 0, plus 1 if any mantissa bit is set. NaN gives 256.
 FP4KIT_DEVICE u32 exponent_up(float x) {
   return (bits_of(x) >> 23 & 0xFFu) + ((bits_of(x) & 0x7FFFFFu) != 0u);
 }
@@ -97,9 +98,9 @@ struct block_e8m0_deepgemm : inverse_factor {
   }
 };
 
-// ---- from a logarithm, in float32 or in the dtype of the elements
+// ---- rules that compute the scale from a logarithm, in float32 or in the type of the elements
 
-// Base of rules whose factor is the reciprocal of the scale, and NaN if the amax is not finite.
+// Base of the rules whose factor is the reciprocal of the scale, or NaN if the amax is not finite.
 struct finite_inverse : by_amax {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -116,15 +117,15 @@ struct block_e8m0_auto_round : finite_inverse {
   }
 };
 
-// Return the code of ceil(log2(ratio)). `ratio` is the amax over the element value that the amax maps to. Return 128
-// for a block of zeros, and 0 if amax is not finite.
+// Return the E8M0 code of 2^ceil(log2(ratio)). `ratio` is the amax divided by the element value to which the rule maps
+// the amax. Return 128 for a block of zeros, and 0 if the amax is not finite.
 FP4KIT_DEVICE u32 auto_round_up(float amax, float ratio) {
   if (!is_finite(amax)) return 0u;
   return clipped_exponent(amax == 0.0f ? 1.0f : ceilf(float32_log2(ratio)));
 }
 
-// Return the factor for a code of auto_round_up. Return NaN if amax is not finite, or if the ratio of a positive amax
-// underflows, because its log2 is -inf.
+// Return the factor for a code of auto_round_up. Return NaN if the amax is not finite, or if `ratio` underflows to 0
+// for a positive amax, because log2 of the ratio is then -inf.
 FP4KIT_DEVICE float auto_round_up_factor(u32 code, float amax, float ratio) {
   return is_finite(amax) && (ratio != 0.0f || amax == 0.0f) ? inverse_e8m0(code) : nan_value();
 }
@@ -151,8 +152,9 @@ struct block_e8m0_auto_round_rceil_v2 : by_amax {
   }
 };
 
-// Return Quark's scale T(2^(round(T(log2(amax))) - emax)) for the input type T, rounding up if kUp and down otherwise.
-// If T makes the scale 0, return 2^-23. If amax is not finite, return amax.
+// Return Quark's scale T(2^(round(T(log2(amax))) - emax)), where T rounds to the input type and emax is the exponent of
+// the largest element value. `round` is ceil if kUp, and otherwise floor. If the scale is 0 in T, return 2^-23. If the
+// amax is not finite, return the amax.
 template <class R, class In, bool kUp>
 FP4KIT_DEVICE float quark_scale(float amax) {
   if (!is_finite(amax)) return amax;
@@ -164,7 +166,7 @@ FP4KIT_DEVICE float quark_scale(float amax) {
   return scale == 0.0f ? 0x1p-23f : scale;
 }
 
-// Quark's rules whose scale is a power of two: log2(amax) rounded up if kUp, and down otherwise.
+// Base of Quark's rules whose scale is a power of two, from log2(amax) rounded up if kUp and down otherwise.
 template <bool kUp>
 struct quark_by_log : by_amax {
   static constexpr bool kReadsInput = true;
@@ -175,8 +177,9 @@ struct quark_by_log : by_amax {
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return code_of(amax, quark_scale<R, In, kUp>(amax));
   }
-  // Return the factor. If `code` is the code of the amax's own scale, that is this scale, even where the code decodes
-  // to another number. If the caller gave another code, it is what that code decodes to.
+  // Return the factor of a block. If `code` is the code of the scale that follows from the amax, the factor is that
+  // scale, even if the code decodes to a different number. If the caller gave a different code, the factor is the value
+  // of that code.
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = quark_scale<R, In, kUp>(amax);

@@ -1,11 +1,12 @@
-// Block rules of llama.cpp and MLX. Twins of reference/block_rules_gguf_mlx.py.
+// Block rules of llama.cpp and MLX. They give the results of the functions of the same names in
+// reference/block_rules_gguf_mlx.py.
 #pragma once
 
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
 
-// llama.cpp's E4M3 scale: significands halfway between two codes are rounded up, where nearest even rounds half of them
-// down. The scale is 448 from 248 on.
+// llama.cpp's rule with E4M3 scales. Significands halfway between two codes are rounded up, whereas rounding to nearest
+// even would round half of them down. Scales from 248 on become 448.
 struct block_gguf : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
@@ -23,9 +24,11 @@ struct block_gguf : by_code {
   }
 };
 
-// Return floor(log2(a)), with log2 rounded to float32, for a finite a > 0. That is the exponent of a, plus 1 for the
-// last n floats below 2^k, for which log2 rounds up to k. Half an ulp of log2 there is 2^b / 2^24, where 2^b is the
-// power of two below |log2|. So n = floor(2^b * ln 2) = 0, 1, 2, 5, 11, 22 or 44.
+// Return floor(log2(a)) for a finite a > 0, with log2 rounded to float32.
+//
+// The result is the exponent of a, plus 1 for the last n floats below a power of two 2^k, for which log2 rounds up to
+// k. There half an ulp of log2 is 2^b / 2^24, where 2^b is the largest power of two that is at most |log2|. So n is
+// floor(2^b * ln 2): 0, 1, 2, 5, 11, 22 or 44 for b = 0 ... 6.
 FP4KIT_DEVICE i32 floor_of_log2(float a) {
   const bool is_subnormal = a < kFltMin;
   const u32 bits = bits_of(is_subnormal ? a * 0x1p24f : a);
@@ -48,7 +51,8 @@ struct block_e8m0_gguf : by_code {
   }
 };
 
-// Return the E4M3 code of `scaled`, saturated. A NaN amax gives 448; a NaN that comes from 0 * inf gives -448.
+// Return the E4M3 code of the scale `scaled`, saturated. Return the code of 448 if the amax is NaN. Return the code of
+// -448 if `scaled` is NaN for another reason, which is 0 * inf.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale_saturated(float scaled, float amax) {
   if (is_nan(amax)) return R::Scale::kMaxCode;
@@ -79,13 +83,14 @@ struct block_mlx_metal : by_code {
   }
 };
 
-// Return 2^exponent for exponents of at most 127, subnormals included. Return 0 below -149.
+// Return 2^exponent, subnormals included, for exponents of at most 127. Return 0 for exponents below -149.
 FP4KIT_DEVICE float power_or_zero(i32 exponent) {
   if (exponent < -149) return 0.0f;
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Base of the two rules of MLX on a CPU. The factor is 2^n, where n is the exponent before its byte wrapped around.
+// Base of the two rules of MLX on a CPU. MLX stores the exponent n of the scale as a byte, which wraps around. The
+// factor is 2^n with the exponent n before wrapping, and 0 if the amax is not finite.
 struct wrapped_power {
   static constexpr bool kReadsAmax = true, kReadsInput = true;
   FP4KIT_DEVICE float block_factor(float amax, float factor) { return is_finite(amax) ? factor : 0.0f; }
@@ -96,12 +101,13 @@ struct wrapped_power {
     const i32 exponent = static_cast<i32>(code) - 127 - (wraps ? 256 : 0);
     return exponent > 127 ? float_of(kInfinityBits) : power_or_zero(exponent);
   }
-  // Return the code of a scale s with exponent n, which wraps around as a byte does. Return 127 if s is 0.
+  // Return the code of a scale s with exponent n: the low byte of n + 127. Return 127 if s is 0.
   template <class In>
   FP4KIT_DEVICE u32 wrapped(i32 n, float s) {
     return s == 0.0f ? 127u : static_cast<u32>(n + 127) & 0xFFu;
   }
-  // Return the code of a scale that is not finite, as x86-64 casts such a float to an integer.
+  // Return the code of a scale that is not finite. It is the byte that x86-64 produces when it casts such a float to an
+  // integer.
   template <class In>
   FP4KIT_DEVICE u32 not_finite() {
     return sizeof(typename In::Bits) == 4 ? 128u : 0u;
@@ -121,7 +127,7 @@ struct block_e8m0_mlx : wrapped_power {
   }
 };
 
-// Return log2(x), rounded to float32 from float64.
+// Return log2(x), computed in float64 and rounded to float32.
 FP4KIT_DEVICE float log2_of(float x) {
   return static_cast<float>(log2(static_cast<double>(x)));
 }

@@ -1,10 +1,11 @@
-// Block rules of torchao 0.18, which write E8M0 scales. Twins of reference/block_rules_torchao.py.
+// Block rules of torchao 0.18, which write E8M0 scales. They give the results of the functions of the same names in
+// reference/block_rules_torchao.py.
 #pragma once
 
 #include "block_rules_e8m0_serving.cuh"
 
-// Base of rules that divide elements by the scale. The divisor is at least 2^-126, although code 0 decodes to 2^-127,
-// and it is infinity for code 255.
+// Base of the rules that divide elements by the scale. The factor is the reciprocal of the divisor. The divisor is
+// 2^-126 for code 0, although code 0 decodes to 2^-127, and infinity for code 255.
 struct divided_by_normal : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -12,8 +13,8 @@ struct divided_by_normal : by_code {
   }
 };
 
-// Add `addend` to the bits of amax. Return the exponent field of the sum, plus `up`, minus the exponent of the largest
-// element, clamped to the range of E8M0. Return 255 for NaN.
+// Add `addend` to the bits of amax. Return, as an E8M0 code, the exponent field of the sum plus `up` minus the exponent
+// of the largest element value. The code is clamped to the range of E8M0. Return 255 if amax is NaN.
 template <class R>
 FP4KIT_DEVICE u32 shifted_exponent_018(float amax, u32 addend, i32 up) {
   if (is_nan(amax)) return 255u;

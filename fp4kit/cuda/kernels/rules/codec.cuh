@@ -1,11 +1,11 @@
-// Encode and decode one value, for any element format. Twin of reference/codec.py.
+// Functions that encode and decode one value, for any element format. They give the results of reference/codec.py.
 //
-// A format F is a struct that cuda/compile/traits.py writes from formats.py. It has kExponentBits, kMantissaBits,
-// kBias, kEmin, kSignBit, kMaxCode, kNanCode, kHasNan, kIsInteger, kBits and kMaxBits (float32 bits of the largest
-// value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is the format that some instructions and tricks are made for.
+// A format F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits,
+// kMantissaBits, kBias, kEmin, kSignBit, kMaxCode, kNanCode, kHasNan, kIsInteger, kBits and kMaxBits (the float32 bits
+// of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats for which there are special
+// instructions or faster functions.
 //
-// Roundings: rn is to nearest even, rz toward zero. rnz and rna are to nearest with ties toward and away from zero. rns
-// is nearest even of floor(v + 0.5), rnw nearest even without a largest value, whose codes wrap. first takes the first
+// The enum Rounding below says how elements are rounded.
 // code of smallest error.
 #pragma once
 
@@ -15,13 +15,17 @@
 
 // How elements are rounded to values:
 //   rn, rz     to nearest with ties to even; toward zero
-//   rnz, rna   to nearest with ties toward zero; with ties away from zero
-//   rns        as rn, except that the float just below half a step gives 1: producers add 0.5 and round the sum
-//   rnw        as rn without a largest value; codes beyond the largest wrap around
-//   first      the first code of smallest error
+//   rnz, rna   to nearest with ties toward zero; to nearest with ties away from zero
+//   rns        to nearest even of floor(v + 0.5): as rn, except that the float just below 0.5 steps becomes one step,
+//              because producers round the sum v + 0.5
+//   rnw        as rn, but without a largest value; codes beyond the largest wrap around
+//   first      to the first code of smallest error
 enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
-// Which codes get a sign bit: those of elements whose sign bit is set (signbit); of elements below 0 (negative); of
-// elements not above 0 (not_positive); of elements whose sign bit is set and whose code is not zero (unsigned_zero).
+// Which codes get a sign bit:
+//   signbit        codes of elements whose sign bit is set
+//   negative       codes of elements below 0
+//   not_positive   codes of elements that are not above 0
+//   unsigned_zero  codes of elements whose sign bit is set, except the code of zero
 enum class Sign { signbit, negative, not_positive, unsigned_zero };
 
 // Return the largest value of a format.
@@ -30,10 +34,11 @@ FP4KIT_DEVICE float max_of() {
   return float_of(F::kMaxBits);
 }
 
-// Return the code of a >= 0, which is not NaN. Saturates at the largest value, unless kRounding is rnw.
+// Return the code of a >= 0, which must not be NaN. Values above the largest value of the format saturate, unless
+// kRounding is rnw.
 //   e = max(exponent of a, emin);   code = ((e - emin) << M) + round(a * 2^(M - e))
-// Adding 2^(e + 23 - M) rounds a to the grid in one addition. The difference of the bit patterns is the rounded
-// significand.
+// M is the number of mantissa bits. Adding 2^(e + 23 - M) rounds a to the grid of the format. The difference of the
+// bits of the sum and of 2^(e + 23 - M) is the rounded significand.
 template <class F, Rounding kRounding>
 FP4KIT_DEVICE u32 encode_magnitude(float a) {
   if constexpr (kRounding == Rounding::rnw) return wrapped_magnitude(a);
@@ -58,8 +63,8 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// Return the code that minimizes |value * step - a|, the first one if several do, for a >= 0 that is not NaN. See
-// first_of_least in reference/codec.py.
+// Return the code that minimizes |value * step - a|, or the first one if several do. a must be at least 0 and not NaN.
+// It gives the results of first_of_least in reference/codec.py.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -75,7 +80,7 @@ FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   return best;
 }
 
-// Return whether the code of x gets a sign bit. x is not NaN; `code` is the code of |x|.
+// Return true if the code of x gets a sign bit. x must not be NaN; `code` is the code of |x|.
 template <Sign kSign>
 FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   if constexpr (kSign == Sign::signbit) return sign_of(x) != 0;
@@ -84,7 +89,8 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
   return !(x > 0.0f);
 }
 
-// Return y with the sign bit that the code of y gets. For unsigned_zero, that is right only if the code is not zero.
+// Return y with the sign bit that the code of y gets. For unsigned_zero, the sign bit is right only if the code of y is
+// not zero.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
@@ -92,9 +98,9 @@ FP4KIT_DEVICE float with_code_sign(float y) {
   return y;
 }
 
-// Return the code of x. Return kNan for NaN, and for infinity if kRounding is rnw. `step` is the scale of the values,
-// which only Rounding::first uses. Integers are rounded to nearest even and clamped to [-max - 1, max], or to [-max,
-// max] if kNarrow.
+// Return the code of x. Return kNan for NaN, and for infinity if kRounding is rnw. For Rounding::first, the value of
+// each code is multiplied with `step` before it is compared with x. Integers are rounded to nearest even and clamped to
+// [-max - 1, max], or to [-max, max] if kNarrow.
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
@@ -112,8 +118,8 @@ FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   }
 }
 
-// Return the code of x with its sign, rounded to nearest even and saturated. x must not be NaN, which holds for blocks
-// of finite elements.
+// Return the code of x with its sign, rounded to nearest even and saturated. x must not be NaN; callers pass elements
+// of finite blocks.
 template <class F>
 FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   const u32 min_exponent = static_cast<u32>(F::kEmin + 127) << 23;
@@ -125,9 +131,9 @@ FP4KIT_DEVICE u32 encode_finite_rn(float x) {
   return rounded | (bits_of(x) >> (32 - F::kBits) & F::kSignBit);
 }
 
-// Return the code of x rounded stochastically with a random byte: rz(|x| + random / 256 * step(|x|)), so that x goes up
-// with a probability of its distance, in steps, to the value below. NaN gives the format's NaN. See
-// reference/stochastic.py.
+// Return the code of x, rounded stochastically with a random byte. It is the code of |x| + random / 256 * step(|x|),
+// rounded toward zero, with the sign of x. So |x| is rounded up with a probability that equals its distance, in steps,
+// from the value below. NaN gives the NaN code of the format. It gives the results of reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   if (is_nan(x)) return F::kNanCode;
@@ -138,8 +144,8 @@ FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   return encode_magnitude<F, Rounding::rz>(t) | (sign_of(x) ? F::kSignBit : 0u);
 }
 
-// Return the value of a code. With its exponent and mantissa bits moved into place, a float32 has this value times
-// 2^(bias - 127).
+// Return the value of a code. The exponent and mantissa bits of the code are moved to their places in a float32, which
+// then is the value times 2^(bias - 127).
 template <class F>
 FP4KIT_DEVICE float decode(u32 code) {
   if constexpr (F::kIsInteger) {
@@ -154,8 +160,9 @@ FP4KIT_DEVICE float decode(u32 code) {
   }
 }
 
-// Return the E8M0 code of x, which is exponent + 127 rounded up: 0 for x <= 2^-127, 254 above 2^127, 255 for NaN and x
-// < 0. Equals PTX cvt.rp.satfinite.ue8m0.
+// Return the E8M0 code of x, rounded up: the exponent of the smallest power of two that is at least x, plus 127. Return
+// 0 for 0 <= x <= 2^-127, 254 for x above 2^126 (infinity included), and 255 for NaN and x < 0. Equals PTX
+// cvt.rp.satfinite.ue8m0.
 FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
   if (is_nan(x) || x < 0.0f) return 255u;
   const u32 bits = bits_of(x), field = bits >> 23, mantissa = bits & 0x7FFFFFu;
@@ -163,18 +170,20 @@ FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
   return minimum(field + up, 254u);
 }
 
-// Return 2^(code - 127). Code 0 is the subnormal 2^-127, code 255 is NaN.
+// Return the value 2^(code - 127) of an E8M0 code. Code 0 gives the subnormal 2^-127, code 255 gives NaN.
 FP4KIT_DEVICE float value_of_e8m0(u32 code) {
   return code == 255u ? nan_value() : float_of(code == 0u ? 0x00400000u : code << 23);
 }
 
-// Return 2^(127 - code). Code 254 gives the subnormal 2^-127, code 255 NaN.
+// Return the reciprocal 2^(127 - code) of the value of an E8M0 code. Code 254 gives the subnormal 2^-127, code 255
+// gives NaN.
 FP4KIT_DEVICE float inverse_e8m0(u32 code) {
   return code == 255u ? nan_value() : float_of(code == 254u ? 0x00400000u : (254u - code) << 23);
 }
 
 // The types of elements and values. `Bits` is the type in memory, and kLeastExponent is the exponent of the smallest
-// subnormal. widen returns the float32 of some bits, which is exact. narrow rounds a float32 to nearest even.
+// subnormal number. widen(bits) returns the element as float32, which is exact. narrow(x) returns the bits of a
+// float32, rounded to nearest even.
 struct Float32 {
   using Bits = float;
   static constexpr bool kIsBfloat16 = false;
@@ -205,19 +214,20 @@ struct Bfloat16 {
   FP4KIT_DEVICE u32 add_zero(u32 pair) { return fma_bf16x2(pair, 0x3F803F80u, 0u); }
 };
 
-// Return x rounded to a type, as float32.
+// Return x rounded to the type T, as float32.
 template <class T>
 FP4KIT_DEVICE float round_to(float x) {
   return T::widen(T::narrow(x));
 }
 
-// Return x rounded to odd in float32. Its 24 bits are enough to round on to 8 or 11 bits as x itself would be.
+// Return x rounded to float32 by rounding to odd. The 24 bits of the result suffice to round on to 8 or 11 bits with
+// the same result as rounding x itself.
 FP4KIT_DEVICE float round_to_odd(double x) {
   const float toward_zero = narrow_rz(x);
   return float_of(bits_of(toward_zero) | (static_cast<double>(toward_zero) != x));
 }
 
-// Return x rounded once to a type, as float32.
+// Return x rounded once to the type T, as float32.
 template <class T>
 FP4KIT_DEVICE float round_double_to(double x) {
   if constexpr (sizeof(typename T::Bits) == 4) return static_cast<float>(x);

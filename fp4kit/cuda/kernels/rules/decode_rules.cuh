@@ -1,22 +1,23 @@
-// Decode rules: from the value of a code to an element, by the scales of its block. Twins of reference/dequantize.py,
-// with its names. A rule is a struct with
+// Decode rules: a struct decode_<rule> turns the value of a code into an element, by the scales of its block. It gives
+// the results of the function of the same name in reference/dequantize.py. A rule has these members:
 //
-//   scale<R>(code, tensor)    the Scale of a block: what apply needs of its code and the tensor scale
-//   product_scale(scale)      the Scale for value * scale, in rules with block scales that need an amax
-//   apply(value, scale)       the element of a code that decodes to `value`
-//   apply_pair(values, scale) apply for two bfloat16 values, if the scale is a power of two
-//   kNeedsAmax                whether the rule reads the tensor's amax or encode scale too
-//   kReadsNanAsNumber         whether codes of NaN decode to the numbers that their bits spell
+//   scale<R>(code, tensor)     return the Scale of a block: what `apply` needs of the scale code and the tensor scale
+//   product_scale(scale)       return the Scale for value * scale; only in rules with block scales that need an amax
+//   apply(value, scale)        return the element whose code has the value `value`
+//   apply_pair(values, scale)  return `apply` of two bfloat16 values, if the scale is a power of two
+//   kNeedsAmax                 true if the rule depends on the tensor's amax or encode scale too
+//   kReadsNanAsNumber          true if NaN codes decode to the numbers that their bits would encode without NaN
 #pragma once
 
 #include "tensor_rules.cuh"
 
-// The format F, but with codes of NaN read as numbers.
+// The format F, but with NaN codes read as numbers.
 template <class F>
 struct WithoutNan : F {
   static constexpr bool kHasNan = false, kIsE4m3 = false, kIsE5m2 = false;
 };
-// The format that codes are decoded with: F, or WithoutNan<F> if kReadsNanAsNumber.
+// DecodedFormat<F, kReadsNanAsNumber>::Format is the format by which codes are decoded: WithoutNan<F> if
+// kReadsNanAsNumber, and otherwise F.
 template <class F, bool kReadsNanAsNumber>
 struct DecodedFormat {
   using Format = F;
@@ -25,7 +26,7 @@ template <class F>
 struct DecodedFormat<F, true> {
   using Format = WithoutNan<F>;
 };
-// The format that a recipe's element codes are decoded with.
+// The format by which a recipe's element codes are decoded.
 template <class R>
 using DecodedElement = typename DecodedFormat<typename R::Element, R::DecodeRule::kReadsNanAsNumber>::Format;
 
@@ -40,7 +41,7 @@ struct decode_product {
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
   FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }
 };
-// decode_product for recipes without block scales.
+// The rule decode_product for recipes without block scales: an element is value * tensor scale.
 struct decode_tensor {
   static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
   using Scale = float;
@@ -72,11 +73,11 @@ struct decode_vllm_cuda : decode_product {
   }
 };
 // A block scale, the tensor's amax, and the range that a tensor scale of 1 covers. An element is value * scale, rounded
-// to float16, times amax / range. If the amax is unknown, `amax` is negative, and an element is value * scale.
+// to float16, times amax / range. If `amax` is negative, the amax is unknown, and an element is value * scale.
 struct ScaleOfAmax {
   float scale, amax, range;
 };
-// Return whether both the scale and the amax are finite.
+// Return true if both the scale and the amax are finite.
 FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) {
   return is_finite(s.scale) && is_finite(s.amax);
 }
@@ -103,7 +104,7 @@ struct decode_auto_round : decode_product {
 struct decode_modelopt : decode_product {
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
 };
-// MLX 0.32.2 decodes scale codes 7F and FF to 480 and -480.
+// MLX 0.32.2 decodes the scale codes 7F and FF to 480 and -480. Other formats read them as NaN.
 struct decode_mlx_0322 : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -128,8 +129,8 @@ struct decode_e8m0_flashinfer_api : decode_product {
     return float_of(code << 23);
   }
 };
-// Elements are ldexp(value, code - 127), so that code 255 stands for 2^128. Because 2^128 is no float, the Scale is
-// half of the block scale, and apply doubles the value.
+// An element is ldexp(value, code - 127), so code 255 means 2^128. Because 2^128 is not a float, the Scale is half of
+// the block scale, and `apply` doubles the value.
 struct decode_e8m0_unbounded : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -140,8 +141,8 @@ struct decode_e8m0_unbounded : decode_product {
     return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
   }
 };
-// Elements are products with a 7-bit scale: 7F is 0, FF is 480, and bit 7 is ignored otherwise. Element code 8 (-0)
-// decodes to +0.
+// llama.cpp's rule: an element is the product of its value and a 7-bit scale. Scale code 7F is 0, scale code FF is 480,
+// and bit 7 of other scale codes is ignored. Element code 8 (-0) decodes to +0.
 struct decode_gguf : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -181,8 +182,8 @@ struct decode_e8m0_float16 : decode_product {
 struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
   static constexpr bool kReadsNanAsNumber = true;
 };
-// The Scale is the tensor's encode scale, or -1 if the amax is at most kTinyAmax, in which case elements are 0. No
-// encode scale is negative.
+// The rule of Model-Optimizer's integers. The Scale is the tensor's encode scale, or -1 if the amax is at most
+// kTinyAmax, for which elements are 0. Encode scales are never negative.
 struct decode_int_modelopt {
   static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
   using Scale = float;

@@ -1,11 +1,11 @@
-// E2M1 without a largest value, as fouroversix's PyTorch back end rounds, and the codes that it packs. Twin of
-// reference/codec.py.
+// E2M1 without a largest value: the values to which fouroversix's PyTorch back end rounds, and the codes that it packs.
+// The functions give the results of reference/codec.py.
 #pragma once
 
 #include "ptx_convert.cuh"
 
-// Return the value nearest to a >= 0, ties to even, of E2M1 continued above 4 in steps of 2 without end. Returns NaN
-// for infinity and NaN.
+// Return the value nearest to a >= 0, ties to even. The values are those of E2M1, continued above 4 in steps of 2
+// without end. Infinity and NaN give NaN.
 FP4KIT_DEVICE float nearest_unbounded(float a) {
   if (a < 4.0f) {  // the ulp of 2^22 is the step of E2M1 below 2, the ulp of 2^23 the step below 4
     const float magic = a < 2.0f ? 0x1p22f : 0x1p23f;
@@ -14,8 +14,8 @@ FP4KIT_DEVICE float nearest_unbounded(float a) {
   return is_finite(a) ? 2.0f * rintf(a * 0.5f) : nan_value();
 }
 
-// Return the code of nearest_unbounded(a) for a finite a >= 0. From 8 on, returns the last four bits of the code that
-// would follow.
+// Return the code of nearest_unbounded(a) for a finite a >= 0. The codes of E2M1 are continued without end; for values
+// of 8 and more, return the last four bits of such a code.
 FP4KIT_DEVICE u32 wrapped_magnitude(float a) {
   const float value = nearest_unbounded(a);
   if (value < 8.0f)

@@ -1,16 +1,16 @@
-// The exact path: the amax, the scale, the factor, the codes and the values of a block of any elements, operation by
-// operation as in the reference.
+// The exact path: it computes the amax, the scale, the factor, the codes and the values of a block, operation by
+// operation as in the reference. It is valid for every block.
 //
-// Kernels have a fast path for most blocks (fast_path.cuh) and take the exact path for the others. They pass a function
-// that loads elements: load(i, j, x) loads elements from j on of row i of a block, element_at(i) returns element i of a
-// run.
+// Kernels encode most blocks by a fast path (fast_path.cuh) and all others by the exact path. They pass a function that
+// loads elements: load(i, j, x) loads elements from column j on of row i of a block into x, and element_at(i) returns
+// element i of a run.
 #pragma once
 
 #include "block.cuh"
 
-constexpr int kTableSize = 128;  // entries of a table of factors: all codes of a scale without sign
+constexpr int kTableSize = 128;  // entries of a table of factors, one per scale code without sign
 
-// Return the Factor of a block with this scale code and amax.
+// Return the Factor of a block with this scale code and amax, under the tensor scale t.
 template <class R, class In>
 FP4KIT_DEVICE Factor factor_of(u32 code, float amax, TensorScale t) {
   const float factor = R::BlockRule::template factor<R, In>(code, amax, t);
@@ -25,7 +25,8 @@ FP4KIT_DEVICE Factor factor_of_code(u32 code, TensorScale t) {
   return factor_of<R, In>(code, 1.0f, t);
 }
 
-// Return the scale code of a block, and put its Factor into f: from the table if R has one, otherwise computed.
+// Return the scale code of a block, and store its Factor in f. The Factor is looked up in `table` if R::kHasTable, and
+// otherwise computed.
 template <class R, class In>
 FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Factor& f) {
   const u32 code = R::BlockRule::template code<R, In>(amax, t);
@@ -38,14 +39,14 @@ FP4KIT_DEVICE u32 scale_block(float amax, TensorScale t, const Factor* table, Fa
   return code;
 }
 
-// Return the larger amax of two rows of a block. A row may be NaN although some of its elements are numbers. NaN
-// propagates between rows only if it propagates in the recipe.
+// Return the larger one of the amaxes of two rows of a block. The amax of a row may be NaN although some of its
+// elements are not. NaN propagates from a row to the block only if it propagates in the recipe.
 template <class R>
 FP4KIT_DEVICE float larger_of_rows(float a, float b) {
   return larger<R::kAmaxNan == AmaxNan::propagate ? AmaxNan::propagate : AmaxNan::ignore>(a, b);
 }
 
-// Return the amax of a block of `rows` rows, kCount elements at a time.
+// Return the amax of a block of `rows` rows, loaded kCount elements at a time by load(i, j, x).
 template <class R, int kCount, class Load>
 FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   float largest = 0.0f;
@@ -66,8 +67,9 @@ FP4KIT_DEVICE float exact_amax(int rows, const Load& load) {
   return largest;
 }
 
-// Return the code of an element after the producer packs it again: `code` is decoded in the dtype of the elements, and
-// the value is encoded once more. See _repacked in reference/quantize.py.
+// Return the code of an element after the producer packs it a second time. `code` is decoded and multiplied with the
+// scale in the type of the elements, and the product is encoded again. It gives the result of _repacked in
+// reference/quantize.py.
 template <class R, class In>
 FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   using E = typename R::Element;
@@ -80,7 +82,8 @@ FP4KIT_DEVICE u32 repacked(u32 code, float scaled, float factor) {
   return encode<E, Rounding::rn, Sign::signbit, kNan>(quotient);
 }
 
-// Return the code of an element. `byte` is its random byte, read only if rounding is stochastic.
+// Return the code of element x in a block with factor f. `byte` is the element's random byte, which is read only if
+// rounding is stochastic.
 template <class R, class In>
 FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   if constexpr (R::kCompare && !R::kStochastic) return encode_compared<R>(x, f.value);
@@ -91,24 +94,25 @@ FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   return code;
 }
 
-// Return the value of a code in a block with the given Scale.
+// Return the value to which a code decodes in a block with the given Scale.
 template <class R>
 FP4KIT_DEVICE float exact_value(u32 code, typename R::DecodeRule::Scale scale) {
   return R::DecodeRule::apply(decode<DecodedElement<R>>(code), scale);
 }
 
-// Number of words for the codes of kRun elements. The last word may have unused bits.
+// The number of words that hold the codes of kRun elements. The last word may have unused bits.
 template <class R, int kRun>
 constexpr int kCodeWords = (kRun * R::Element::kStoredBits + 31) / 32;
 
-// Return the code of element i of a run.
+// Return the code of element i of a run from the words of the run's codes.
 template <class R>
 FP4KIT_DEVICE u32 code_in(const u32* words, int i) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
   return words[i / kPerWord] >> (kBits * (i % kPerWord)) & ((1u << kBits) - 1u);
 }
 
-// Pack the codes of a run into words, the first code in the lowest bits. 4-bit codes take half a byte, others a byte.
+// Encode a run and pack its codes into words, the first code in the lowest bits. A 4-bit code takes half a byte, any
+// other code one byte. `bytes` holds one random byte per element.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun], Factor f,
                                u32 (&words)[kCodeWords<R, kRun>]) {
@@ -122,8 +126,8 @@ FP4KIT_DEVICE void exact_codes(const float (&x)[kRun], const u32 (&bytes)[kRun],
   }
 }
 
-// Pack the codes of elements element_at(0) ... element_at(kRun - 1), which fill whole words. Rounding is not
-// stochastic. The loop is not unrolled, to keep the code of a rare case small.
+// Encode the elements element_at(0) ... element_at(kRun - 1), which fill whole words, and pack their codes into
+// `words`. Rounding is not stochastic. The loop is not unrolled, which keeps the machine code of this rare case small.
 template <class R, class In, int kRun, class ElementAt>
 FP4KIT_DEVICE void exact_codes_of(const ElementAt& element_at, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;

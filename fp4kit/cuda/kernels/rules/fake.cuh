@@ -1,17 +1,19 @@
-// The fake quantizers that producers implement themselves, one struct each. Twins of reference/fake.py, with its names.
-// A rule is a struct with
+// The fake quantizers that producers implement themselves, one struct per quantizer. They give the results of the
+// functions of the same names in reference/fake.py. A rule has these members:
 //
-//   scale<R, In>(amax, tensor_amax)   the FakeScale of a block; or, if that follows from an E4M3 code (kHasCodes):
-//   code<R>(amax, tensor_amax)        the code
-//   scale_of<R>(code, tensor_amax)    the FakeScale of a code, for a table per tensor
-//   value<R, In>(x, scale)            the result for any element
-//   is_fast<R>(largest, scale)        whether fast_value holds for elements up to a magnitude with these bits
-//   fast_value<R, In>(x, scale)       the result in fewer instructions
+//   scale<R, In>(amax, tensor_amax)   return the FakeScale of a block; only if kHasCodes is false
+//   code<R>(amax, tensor_amax)        return the E4M3 code of a block's scale; only if kHasCodes is true
+//   scale_of<R>(code, tensor_amax)    return the FakeScale of a code, for a table per tensor; only if kHasCodes is true
+//   value<R, In>(x, scale)            return the result for any element x
+//   is_fast<R>(largest, scale)        return true if fast_value is valid for the elements of a block; `largest` is the
+//   bits
+//                                     of their largest magnitude
+//   fast_value<R, In>(x, scale)       return the result for element x in fewer instructions
 #pragma once
 
 #include "fake_microxcaling.cuh"
 
-// ---- NVFP4: x >= 0 keeps a plus sign, other elements get a minus sign, and zeros are +0
+// ---- rules of NVFP4: x >= 0 keeps a plus sign, other elements get a minus sign, and zeros become +0
 
 struct fake_nvfp4_modelopt_division {
   static constexpr bool kHasCodes = true;
@@ -72,7 +74,7 @@ struct fake_nvfp4_modelopt_static : fake_nvfp4_modelopt_division {
   }
 };
 
-// ---- multiplication with the reciprocal: a minus sign if x < 0
+// ---- rules that multiply with the reciprocal: elements below 0 get a minus sign
 
 struct fake_product {
   template <class R>
@@ -129,9 +131,10 @@ struct fake_mx_modelopt : fake_product {
   }
 };
 
-// ---- integers: -0 and NaN are kept
+// ---- rules of integers: -0 and NaN are kept
 
-// The value is clip(rint(x * s), lowest, max) / s, with s = max / tensor_amax.
+// The rule of Model-Optimizer's integers. The result is clip(rint(x * s), lowest, max) / s, with s = max / tensor_amax.
+// lowest and max are the smallest and the largest integer of the format.
 struct fake_int_modelopt {
   static constexpr bool kHasCodes = false;
   static constexpr float kUnscaled = -1.0f;  // stands for tensor_amax <= 2^-24; no scale is negative
@@ -160,7 +163,8 @@ struct fake_int_modelopt {
   }
 };
 
-// The value is clip(rint(x / s), -max, max) * s, with s = max(tensor_amax / max, 1e-5).
+// The rule of INT4 quantization-aware training (recipe int4-qat). The result is clip(rint(x / s), -max, max) * s, with
+// s = max(tensor_amax / max, 1e-5) and max = the largest integer of the format.
 struct fake_int4_qat {
   static constexpr bool kHasCodes = false;
   template <class R, class In>

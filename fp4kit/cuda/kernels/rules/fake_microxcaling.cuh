@@ -1,15 +1,18 @@
-// microxcaling's fake quantizer (fake.cuh): a float32 log2, and every operation rounded to In.
+// The fake quantizer of microxcaling (fake.cuh). It computes log2 in float32 and rounds the result of every operation
+// to the type In.
 #pragma once
 
 #include "fake_arith.cuh"
 
-// The number of values of In just below a power of two for which floor(log2(x)) is one too large, because log2 is
-// rounded to In. Let u be the exponent, or its complement if the exponent is negative, and 2^j <= u < 2^(j + 1). Then
-// these are the last floor(ln 2 * 2^j) values; fewer if In has few bits. Byte j of kCounts is this number. kShift turns
-// steps of In into steps of float32.
+// BelowPower<In> describes the values of In just below a power of two for which floor(log2(x)) is one too large,
+// because log2 is rounded to In.
 //
-// Checked against the log2 of the reference for every value of float16 and bfloat16 and, for float32, 300 steps to each
-// side of every power of two.
+// Let u be the exponent of the power of two, or its complement if the exponent is negative, and 2^j <= u < 2^(j + 1).
+// Then these are the last floor(ln 2 * 2^j) values below the power, or fewer if In has few bits. Byte j of kCounts is
+// their number. kShift is the shift that turns steps of In into steps of float32.
+//
+// This was checked against the log2 of the reference, for every value of float16 and bfloat16, and for 300 float32
+// values on each side of every power of two.
 template <class In>
 struct BelowPower {
   static constexpr u64 kCounts = 0x582C160B05020100u;
@@ -21,7 +24,8 @@ struct BelowPower<Bfloat16> {
   static constexpr int kShift = 16;
 };
 
-// Return floor(log2(x)) for x = float_of(bits) * 2^-down, where float_of(bits) is a positive normal number.
+// Return floor(log2(x)), as microxcaling computes it in the type In, for x = float_of(bits) * 2^-down. float_of(bits)
+// must be a positive normal number.
 template <class In>
 FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
   const i32 exponent = static_cast<i32>(bits >> 23) - 127 - down;
@@ -30,10 +34,12 @@ FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
   return static_cast<i32>((bits + (count << BelowPower<In>::kShift)) >> 23) - 127 - down;
 }
 
-// The rounding of halves: away from zero, to even, or none (floor).
+// How numbers halfway between two integers are rounded: away from zero, or to even. With `none`, all numbers are
+// rounded down (floor).
 enum class HalfWay { away, even, none };
 
-// The value is round(x / s) * s, with s = 2^(floor(log2(amax)) - emax).
+// The rule of microxcaling. The result is round(x / s) * s, with s = 2^(floor(log2(amax)) - emax), where emax is the
+// exponent of the largest element value. kFlushBlocks: blocks whose amax is below 2^-126 become zeros.
 template <HalfWay kHalfWay, bool kFlushBlocks = false>
 struct fake_microxcaling {
   static constexpr bool kHasCodes = false;
@@ -48,7 +54,7 @@ struct fake_microxcaling {
     if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};        // x / 0 * 0
     return {kFlushBlocks && shared <= -127 ? 0.0f : inverse_e8m0(static_cast<u32>(exponent + 127)), decode};
   }
-  // Return a >= 0 rounded to an integer as kHalfWay says.
+  // Return a >= 0 rounded to an integer in the way of kHalfWay.
   template <class In>
   FP4KIT_DEVICE float rounded(float a) {
     if constexpr (kHalfWay == HalfWay::none) return floor_of(a);
@@ -57,8 +63,9 @@ struct fake_microxcaling {
     const float half = (a - 0.5f) * 0.5f;  // an integer for a = 0.5, 2.5, 4.5, ...
     return nearest_integer(half) == half ? up - 1.0f : up;
   }
-  // Return the float32 bits of 2^floor(log2(a)), at least 2^emin. If halves are rounded, the few values whose log2 is
-  // one too large round to the power of two above them with either exponent.
+  // Return the float32 bits of 2^floor(log2(a)), but at least those of 2^emin. For a few values, log2 is one too large.
+  // If halves are rounded (kHalfWay is not `none`), this is ignored, because these values round to the power of two
+  // above them with either exponent.
   template <class R, class In>
   FP4KIT_DEVICE u32 power_below(float a) {
     const u32 bits = bits_of(fmaxf(a, float_of(static_cast<u32>(R::Element::kEmin + 127) << 23)));

@@ -1,22 +1,25 @@
-// The fast path: encode a block of finite elements in few instructions. Because no element becomes NaN, all rules for
-// NaN agree. A block takes this path if its largest magnitude and its factor are finite and no step can underflow or
+// The fast path: it encodes a block of finite elements in few instructions. Because no element becomes NaN, the rules
+// of recipes for NaN make no difference.
+//
+// A block takes the fast path if its largest magnitude and its factor are finite, and if no step can underflow or
 // overflow unnoticed (takes_fast_path). All other blocks take the exact path (exact_path.cuh), which is slower and
-// right for every block.
+// valid for every block.
 #pragma once
 
 #include "exact_path.cuh"
 #include "pack.cuh"
 
-// The fast path of a recipe for elements of type In. kExists says whether there is one; the other constants say which
-// instructions it may use.
+// The properties of a recipe's fast path for elements of type In. kExists is true if the recipe has a fast path. The
+// other constants say which instructions it may use.
 template <class R, class In>
 struct FastPath {
   static constexpr bool kIs16Bit = sizeof(typename In::Bits) == 2;
   static constexpr bool kE2m1 = R::Element::kIsE2m1;
   static constexpr bool kPowerOfTwo = R::Scale::kMantissaBits == 0 && R::kHasScales;
-  // Products with a power of two are exact: they have 8 or 11 bits. Shrinking or growing such a product by 2^-20 moves
-  // ties toward or away from zero and changes no other rounding; no product is the float below 0.5, which has 24 bits.
-  // This fails if a product is rounded to 8 or 11 bits again, or flushed.
+  // True if elements times the factor are exact: the factor is a power of two, so the products have 8 or 11 bits. If
+  // such a product is multiplied with 1 - 2^-20 or 1 + 2^-20, ties are rounded toward or away from zero, and no other
+  // rounding changes. No product is the float just below 0.5, which has 24 bits. All this is false if a product is
+  // flushed, or rounded to 8 or 11 bits again.
   static constexpr bool kExactProducts = kIs16Bit && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
   static constexpr bool kShrinksTies = R::kRounding == Rounding::rnz && kExactProducts && !R::kStochastic;
   static constexpr bool kGrowsTies = R::kRounding == Rounding::rna && kExactProducts && !R::kStochastic;
@@ -25,10 +28,12 @@ struct FastPath {
   static constexpr bool kTiesToEven = R::kRounding == Rounding::rn ||
                                       (R::kRounding == Rounding::rns && kExactProducts) ||
                                       (R::kRounding == Rounding::rnw && !kClamp);
-  // encode_magnitude_stochastic cannot represent a power of two for a smallest normal exponent above 0.
+  // A smallest normal exponent above 0 is excluded, because encode_magnitude_stochastic cannot represent its powers of
+  // two.
   static constexpr bool kRoundingFits =
       R::kStochastic ? !R::kFake && R::Element::kEmin <= 0 : kTiesToEven || kShrinksTies || kGrowsTies;
-  // If rounding to float16 made a -0, or a 16-bit subnormal was flushed to one, it cannot be told from an element -0.
+  // True if the sign of a zero product is known. It is not known if rounding to float16 can make -0, or if a 16-bit
+  // subnormal can be flushed to -0: such a -0 looks like an element -0.
   static constexpr bool kZeroSignKnown = (!R::kRoundScaled || In::kIsBfloat16) && !(kIs16Bit && R::kFlush);
   static constexpr bool kKeepsInputSign =
       R::kSign == Sign::signbit ||
@@ -39,13 +44,13 @@ struct FastPath {
       kDivisionFits && !R::kThenEncode && !R::Element::kIsInteger && kRoundingFits && kSignFits;
   static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kTiesToEven &&
                                    !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
-  // Stochastic rounding of products that have no more bits than 16-bit elements have.
+  // True if products have no more bits than 16-bit elements, as stochastic rounding of pairs requires.
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
 
-// Return whether encoding the values of codes once more (R::kRepacked) leaves the codes unchanged: no value overflows
-// the dtype of the elements. For E8M0 scales, the dtype must also hold the scale. For other scales, the dtype's error
-// must be less than half of the smallest step between codes.
+// Return true if packing a second time (R::kRepacked), that is, encoding the values of codes once more, leaves the
+// codes unchanged. No value may overflow the type of the elements. For E8M0 scales, the type must also represent the
+// scale. For other scales, the error of the type must be less than half of the smallest step between codes.
 template <class R, class In>
 FP4KIT_DEVICE bool keeps_codes(float factor) {
   using E = typename R::Element;
@@ -58,14 +63,14 @@ FP4KIT_DEVICE bool keeps_codes(float factor) {
   return keeps || (!kPower && factor == 0.0f);  // with factor 0 all values are zeros
 }
 
-// Return whether a block takes the fast path. `largest` is the float32 bits of its largest magnitude. False for
-// infinity and NaN, in an element or in the factor.
+// Return true if a block with the factor f takes the fast path. `largest` is the float32 bits of its largest magnitude.
+// Return false if an element or the factor is infinite or NaN.
 template <class R, class In>
 FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   using Path = FastPath<R, In>;
-  // If |x| * factor < 7, no clamp is needed; infinity and NaN fail the comparison. If R divides, the product with the
-  // reciprocal is within 2^-22 of the quotient. Below 6.9, a product that is rounded to 8 or 11 bits again stays below
-  // 7.
+  // If |x| * factor < 7, no clamp is needed. The comparison is false for infinity and NaN. If R divides, the product
+  // with the reciprocal is within a relative 2^-22 of the quotient. A product below 6.9 stays below 7 even if it is
+  // rounded to 8 or 11 bits.
   const float product = float_of(largest) * f.reciprocal;
   bool takes = Path::kClamp || !Path::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
   if constexpr (R::kDivide) takes = takes & (f.value > 0x1p-90f) & (f.value < 0x1p90f);
@@ -74,13 +79,13 @@ FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
     constexpr int kMinExponent = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
     takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kMinExponent) << 23));
   }
-  // Pairs do not flush. Below this factor, no subnormal element has a nonzero code.
+  // Instructions on pairs do not flush. Below this factor, every subnormal element has the code 0 anyway.
   if constexpr (R::kFlush && Path::kByPairs) takes = takes & (f.value < 0x1p100f);
   return takes;
 }
 
-// Return the number that is encoded for a finite element x, as scaled_element does but without the recipe's rules for
-// NaN.
+// Return the scaled element of a finite x: the number whose rounding gives its code. It is that of scaled_element,
+// without the recipe's rules for NaN.
 template <class R, class In>
 FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
   float y;
@@ -96,15 +101,15 @@ FP4KIT_DEVICE float scaled_finite(float x, Factor f) {
 }
 
 // Return y = scaled_finite(x) with the sign bit that the code of x gets. If R divides, the sign is taken from x,
-// because the fma of quotient_by makes 0 of -0.
+// because the fused multiply-add of quotient_by turns -0 into 0.
 template <class R>
 FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
   if constexpr (R::kDivide && R::kSign == Sign::signbit) return float_of(bits_of(y) | (bits_of(x) & 0x80000000u));
   return with_code_sign<R::kSign>(y);
 }
 
-// Return a pair of 16-bit elements in which each sign bit is that of the element's code. Factors are positive here, so
-// a code has its element's sign; only zeros are changed, as R::kSign says.
+// Return a pair of 16-bit elements whose sign bits are replaced by those of their codes. Factors are positive here, so
+// a code has the sign of its element. Only the signs of zeros are changed, as R::kSign requires.
 template <class R, class In>
 FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   if constexpr (R::kSign == Sign::negative) return In::add_zero(pair);
@@ -112,9 +117,9 @@ FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
   return pair;
 }
 
-// Put the magnitudes to encode of elements first ... first + 7 of a run into a, and return the signs of their codes. As
-// operand of a product, |x| costs no instruction. In the fma of a quotient it would cost one per element, so the sign
-// bits of whole words are cleared instead.
+// Store in `a` the scaled magnitudes of elements first ... first + 7 of a run, and return the signs of their codes.
+// Taking |x| costs no instruction if x is an operand of a product. In the fused multiply-add of a quotient it would
+// cost one instruction per element. So, if R divides, the sign bits of whole words are cleared instead.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int first, float (&a)[8]) {
   Run<In, kRun> magnitudes = run;
@@ -142,7 +147,7 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   }
 }
 
-// Encode a finite run and pack its codes into words, as exact_codes does.
+// Encode a run of finite elements and pack its codes into words, with the result of exact_codes.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
                                  u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
@@ -173,8 +178,8 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
   }
 }
 
-// Return the value of a format nearest to a >= 0, ties to even, saturated. Adding and subtracting 2^(e + 23 - M), e
-// being the exponent of a, drops the bits below the grid.
+// Return the value of the format F nearest to a >= 0, ties to even, saturated. Let e be the exponent of a, at least
+// emin. Adding and subtracting 2^(e + 23 - M) rounds a to the grid of a format with M mantissa bits.
 template <class F>
 FP4KIT_DEVICE float round_magnitude(float a) {
   a = fminf(a, max_of<F>());
@@ -183,7 +188,7 @@ FP4KIT_DEVICE float round_magnitude(float a) {
   return (a + magic) - magic;
 }
 
-// Compute the values that a finite run's codes decode to in a block with the given Scale.
+// Fake-quantize a run of finite elements: store the values to which its codes decode in a block with the given Scale.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void round_finite(const Run<In, kRun>& run, Factor f, typename R::DecodeRule::Scale scale,
                                 float (&values)[kRun]) {

@@ -3,11 +3,11 @@
 
 #include "fast_path.cuh"
 
-// Return the code that encode_stochastic gives for a magnitude, without its sign. `byte` is 2^23 + the random byte. a
-// must not exceed the largest value; for E2M1, a < 7 suffices, and the code may then be 8.
+// Return the code of encode_stochastic for a magnitude a, without sign. `byte` is 2^23 + the random byte. a must not
+// exceed the largest value of the format. For E2M1, a may be up to 7 (exclusive), and the code may then be 8.
 //
-// Multiplying with 2^(-126 - emin) moves the format's smallest normal exponent, and its subnormals, to those of
-// float32. The bits from 23 - M on are then the code, rounded toward zero.
+// Multiplying with 2^(-126 - emin) moves the smallest normal exponent of the format, and its subnormals, to those of
+// float32. The bits from 23 - M on are then the code, rounded toward zero. M is the number of mantissa bits.
 template <class F>
 FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
@@ -17,8 +17,9 @@ FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
-// Encode a finite run with random bytes and pack its codes into words, as exact_codes does. For every R::kSign, a code
-// has the sign of the element times the factor, as in encode_stochastic.
+// Encode a run of finite elements with random bytes, and pack its codes into words, with the result of exact_codes.
+// `random` holds four bytes per word. For every R::kSign, a code has the sign of the element times the factor, as in
+// encode_stochastic.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {

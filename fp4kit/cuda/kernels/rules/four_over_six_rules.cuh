@@ -1,21 +1,22 @@
-// 4over6: the two scales that a block may have, and the error that an element adds under each. Twin of
-// reference/four_over_six.py. "six" is the scale that maps the amax to value 6, "four" the one that maps it to 4.
+// 4over6: the two scales that a block may have, and the error that an element contributes under each of them. The
+// functions give the results of reference/four_over_six.py. "six" is the scale that maps the amax to the value 6,
+// "four" the scale that maps it to 4.
 #pragma once
 
 #include "block_rules_e4m3_serving.cuh"
 
-// Return a * b, with subnormals flushed to zero if R flushes.
+// Return a * b. Subnormal operands and results are flushed to zero if R::kFlush.
 template <class R>
 FP4KIT_DEVICE float multiply(float a, float b) {
   return R::kFlush ? mul_ftz(a, b) : a * b;
 }
-// Return a / b, with subnormals flushed to zero if R flushes.
+// Return a / b. Subnormal operands and results are flushed to zero if R::kFlush.
 template <class R>
 FP4KIT_DEVICE float divide(float a, float b) {
   return R::kFlush ? div_ftz(a, b) : a / b;
 }
 
-// Put the codes of the block's two scales into `six` and `four`. `sixth` is a sixth of the block's amax.
+// Store the codes of the two scales of a block in `six` and `four`. `sixth` is a sixth of the block's amax.
 template <class R>
 FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   float base = multiply<R>(sixth, t.encode);
@@ -24,7 +25,7 @@ FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
   four = encode_scale<R>(multiply<R>(base, 1.5f));
 }
 
-// Return the number that elements are multiplied with under a scale.
+// Return the factor of a candidate: the number by which elements are multiplied if the block gets this scale.
 template <class R>
 FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   if constexpr (R::kLaneSums) return fouroversix_factor<R>(scale, t);
@@ -32,22 +33,23 @@ FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
 }
 
-// Return `scaled`, the product of a code value and the block scale, in the units of x.
+// Return `scaled`, the product of a code's value and the block scale, converted to the units of the elements.
 template <class R>
 FP4KIT_DEVICE float decoded(float scaled, TensorScale t) {
   if constexpr (R::kFlush || R::kFastError) return multiply<R>(scaled, t.decode);
   return scaled * t.amax / full_range<R>();
 }
 
-// Return the number that an element is compared with: code value * scale in the units of x, or in those of the codes if
-// R::kFastError.
+// Return the number with which an element is compared: the value of its code times the block scale. It is in the units
+// of the elements, or, if R::kFastError, in the units of the codes.
 template <class R>
 FP4KIT_DEVICE float compared(float value, float scale, TensorScale t) {
   const float scaled = value * scale;
   return R::kFastError ? scaled : decoded<R>(scaled, t);  // float16 holds its six bits, from 2^-10 to 2688
 }
 
-// Return the error that element x adds to its block's error, given `compared` of its code.
+// Return the term that element x adds to the error of its block. `compared` is the result of the function `compared`
+// for its code.
 template <class R>
 FP4KIT_DEVICE float error_of(float x, float compared, TensorScale t) {
   float difference = compared - (R::kFastError ? x * t.encode : x);

@@ -1,26 +1,29 @@
-// The Hadamard transform of runs of 16 elements: y_j = 1/4 sum_i s_i H_ij x_i, rounded to the type of the elements.
-// Gives the bits of reference/hadamard.py, which adds in float64 over distances 1, 2, 4 and 8.
+// The Hadamard transform of runs of 16 elements: y_j = 1/4 sum_i s_i H_ij x_i, rounded to the type of the elements. s_i
+// are signs. The result has the bits of reference/hadamard.py, which adds in float64 over distances 1, 2, 4 and 8.
 //
 // For 16-bit types, sums in float32 usually give the same bits, for one of two reasons. Let 2^e be the largest power of
-// two that is at most every nonzero |x|. Then all x are multiples of u = 2^(e - M), M being the mantissa bits of the
-// type.
+// two that is at most every nonzero |x|, and M the number of mantissa bits of the type. Then all x are multiples of u =
+// 2^(e - M).
 //
-// 1. No sum rounds. Sums of 2, 4 and 8 elements are means of two sums of twice as many. So no sum exceeds the largest
-//    sum of 16, which is 4 max |y|. If that is below 2^24 u, all sums are multiples of u with at most 24 bits: exact in
-//    float32 and in float64, with the same signs of zeros. The computed max |y| has 15 roundings and is within 2^-20 of
-//    the true one. It suffices that its exponent, after rounding to the type, is at most e + 21 - M, because rounding
-//    leaves it below the next power of two by at least 2^-12. The factor 1/4 is exact, because u >= 2^-133.
-// 2. No y is close to a rounding boundary. 15 sums round on the way to y, each by at most 2^-24 of the largest sum.
+// 1. No sum rounds. Sums of 2, 4 and 8 elements are means of two sums of twice as many elements. So no sum exceeds the
+//    largest sum of 16 elements, which is 4 max |y|. If that is below 2^24 u, all sums are multiples of u with at most
+//    24 bits. Such sums are exact in float32 and in float64, with the same signs of zeros.
 //
-// Sums that overflow float32 make some y infinite or NaN, because every y depends on every sum. Such runs take the
+//    The computed max |y| has 15 roundings and is within a relative 2^-20 of the true one. So it suffices that its
+//    exponent, after rounding to the type, is at most e + 21 - M: rounding leaves the true max |y| below the next power
+//    of two, by at least a relative 2^-12. The factor 1/4 is exact, because u >= 2^-133.
+//
+// 2. No y is close to a rounding boundary. On the way to y, 15 sums round, each by at most 2^-24 of the largest sum.
+//
+// If sums overflow float32, some y become infinite or NaN, because every y depends on every sum. Such runs take the
 // exact path.
 //
-// "Conclusive" below means that the sums in float32 give the right bits.
+// In the comments below, "conclusive" means that the sums in float32 give the right bits.
 #pragma once
 
 #include "runs.cuh"
 
-// Transform y in place: y_j = 1/4 sum_i s_i H_ij y_i, adding neighbors first.
+// Transform y in place: y_j = 1/4 sum_i s_i H_ij y_i, adding neighbors first. Bit i of kSignMask is set if s_i is -1.
 template <u32 kSignMask, class T>
 FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
 #pragma unroll
@@ -42,7 +45,7 @@ FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
   }
 }
 
-// Return the transform of any elements, added in float64.
+// Return the transform of any 16 elements, with sums in float64.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE Run<In, 16> hadamard_exact(Run<In, 16> x) {
   double sums[16];
@@ -55,13 +58,15 @@ FP4KIT_DEVICE Run<In, 16> hadamard_exact(Run<In, 16> x) {
   return narrow_run<In>(y);
 }
 
-// Return hadamard_exact by a function call, so that a rare case takes no registers of the kernel.
+// Return hadamard_exact(x) by a function call that is not inlined, so that a rare case takes no registers of the
+// kernel.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE_CALL Run<In, 16> hadamard_exact_call(Run<In, 16> x) {
   return hadamard_exact<kSignMask>(x);
 }
 
-// Return the largest magnitude of the low halves and of the high halves.
+// Return a pair of magnitudes: the largest one among the low halves of all pairs, and the largest one among the high
+// halves.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
   u32 largest = In::max_magnitude(pairs[0], pairs[1]);
@@ -70,8 +75,8 @@ FP4KIT_DEVICE u32 largest_pair(const u32 (&pairs)[kCount]) {
   return largest & 0x7FFF7FFFu;
 }
 
-// Return whether no sum rounds (reason 1). `largest` is the float32 bits of the largest |y|, `smallest` those of the
-// smallest nonzero |x|. Not for infinity and NaN.
+// Return true if no sum rounds (reason 1 above). `largest` is the float32 bits of the largest |y|, and `smallest` those
+// of the smallest nonzero |x|. Infinity and NaN are not allowed.
 template <class In>
 FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   constexpr u32 kMaxExponentGap =
@@ -79,7 +84,8 @@ FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   return largest <= minimum((smallest | 0x007FFFFFu) + (kMaxExponentGap << 23), kInfinityBits - 1u);
 }
 
-// Return, for the low and the high halves, the smallest nonzero magnitude minus 1; 0xFFFF if all are zero.
+// Return a pair: the smallest nonzero magnitude minus 1 among the low halves, and among the high halves. A half is
+// 0xFFFF if all its magnitudes are zero.
 template <int kCount>
 FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   u32 smallest = 0xFFFFFFFFu;
@@ -89,7 +95,7 @@ FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
   return smallest;
 }
 
-// Return whether every y rounds to the right bits although its sums may have rounded (reason 2). `largest` is the
+// Return true if every y rounds to the right bits although its sums may have rounded (reason 2 above). `largest` is the
 // largest |y|.
 template <class In>
 FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
@@ -103,7 +109,8 @@ FP4KIT_DEVICE bool is_rounding_certain(const float (&y)[16], float largest) {
   return differ == 0u;
 }
 
-// Return whether the float32 sums are conclusive. `smallest` is the smallest nonzero |x| minus 1, as its bits.
+// Return true if the float32 sums y are conclusive. `largest` is the float32 bits of the largest |y|. `smallest` is the
+// bits of the smallest nonzero |x|, in the type In, minus 1.
 template <class In>
 FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 smallest) {
   if (largest >= kInfinityBits) return false;
@@ -111,8 +118,8 @@ FP4KIT_DEVICE bool are_sums_conclusive(const float (&y)[16], u32 largest, u32 sm
          is_rounding_certain<In>(y, float_of(largest));
 }
 
-// Transform x to y by float32 sums and return whether they are conclusive. Puts the float32 bits of the largest |y|
-// into `largest`.
+// Store in y the transform of x by float32 sums, and return true if the sums are conclusive. Store the float32 bits of
+// the largest |y| in `largest`.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& largest) {
   float sums[16];
@@ -125,7 +132,7 @@ FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& larg
   return are_sums_conclusive<In>(sums, largest, minimum(smallest & 0xFFFFu, smallest >> 16));
 }
 
-// Transform every 16 elements of a run in place. Return the largest_bits_of the result.
+// Transform every 16 elements of a run in place. Return largest_bits_of the transformed run.
 template <u32 kSignMask, class In, int kRun>
 FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   constexpr int kWords = Run<In, 16>::kWords;
@@ -150,9 +157,10 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
   return largest;
 }
 
-// Transform the two columns of 16 rows of 16-bit pairs in place, by float32 sums. Return the largest magnitude of each
-// half. Bit j of `inconclusive` is set if the sums of column j are not conclusive; that column's result is then wrong.
-// The input rows are not kept for that case, because they would take 16 registers.
+// Transform two columns in place, by float32 sums: the low and the high halves of 16 rows of pairs. Return a pair with
+// the largest magnitude of each column. Bit j of `inconclusive` is set if the sums of column j are not conclusive; the
+// result of that column is then wrong, and the caller must transform it by the exact path from memory. The input rows
+// are not kept for that case, because they would take 16 registers.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& inconclusive) {
   const u32 smallest = smallest_nonzero(rows);

@@ -1,38 +1,40 @@
-// The amax that a stored tensor scale implies, and the TensorScale that the stored scale decodes with. Equals
-// reference/implied_amax.py, step by step.
+// The amax that a stored tensor scale implies, and the TensorScale by which the stored scale decodes. The functions
+// give the results of reference/implied_amax.py, step by step.
 #pragma once
 
 #include "decode_rules.cuh"
 
-// The value that stands for an unknown amax: no amax gives the stored scale. Elements are then decode(code) *
-// (block_scale * tensor_scale).
+// The value that stands for an unknown amax, which means that no amax gives the stored scale. Elements are then
+// decode(code) * (block_scale * tensor_scale).
 constexpr float kUnknownAmax = -1.0f;
-// The number of floats to each side of the estimate that the first and the second search cover.
+// kNearSteps and kFarSteps are the numbers of floats on each side of the estimate that the first and the second search
+// cover. kLargestBits is the bits of the largest finite float.
 constexpr u32 kNearSteps = 8u, kFarSteps = 1u << 20, kLargestBits = kInfinityBits - 1u;
-// A rule that replaces a small amax by a larger number multiplies the scale by at least 65504; within kFarSteps, other
-// scales grow by at most 391. This ratio separates the two cases: a scale that jumps counts as smaller.
+// A scale of at least this multiple of the wanted scale counts as smaller than it. Some rules replace a small amax by a
+// larger number, which multiplies the scale by at least 65504. Within kFarSteps, other scales grow by a factor of at
+// most 391. So this ratio separates the two cases.
 constexpr float kJumpRatio = 4096.0f;
 
-// Return whether two scales have the same bits, or both are NaN.
+// Return true if two scales have the same bits, or if both are NaN.
 FP4KIT_DEVICE bool same_scale(float a, float b) {
   return bits_of(a) == bits_of(b) || (is_nan(a) && is_nan(b));
 }
 
-// Return the amax that a tensor scale of 1 covers.
+// Return the amax that a tensor scale of 1 covers. For recipes without block scales, it is the largest element value.
 template <class R>
 FP4KIT_DEVICE float covered_range() {
   return R::kHasScales ? full_range<R>() : max_of<typename R::Element>();
 }
 
-// Return -1, 0 or 1 if the amax with these bits gives a smaller, the same or a larger scale.
+// Return -1, 0 or 1 if the amax with these bits gives a smaller scale than `scale`, the same scale, or a larger scale.
 template <class R, class In>
 FP4KIT_DEVICE int order_of(u32 bits, float scale) {
   const float found = R::TensorRule::template scale<R, In>(float_of(bits)).decode;
   return found < scale || found >= scale * kJumpRatio ? -1 : found == scale ? 0 : 1;
 }
 
-// Return the bits of the first amax in [low, high] whose order_of is at least `min_order`; high + 1 if there is none.
-// Binary search.
+// Return the bits of the first amax in [low, high] whose order_of is at least `min_order`, or high + 1 if there is
+// none. It is found by binary search.
 template <class R, class In>
 FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   ++high;
@@ -48,9 +50,10 @@ FP4KIT_DEVICE u32 first_amax(u32 low, u32 high, int min_order, float scale) {
   return low;
 }
 
-// Return an amax near an estimate whose tensor scale is `scale` > 0, or kUnknownAmax if there is none. Of several,
-// return the one with the fewest significant bits. For rules of a few roundings it is within a few floats of the
-// estimate. If the first search ends at an edge, a second one goes further.
+// Return an amax whose tensor scale is `scale` > 0, or kUnknownAmax if there is none near the estimate scale *
+// covered_range. If several amaxes give the scale, return the one with the fewest significant bits. For rules with a
+// few roundings, the amax is within a few floats of the estimate. If the first search ends at the edge of its range, a
+// second search covers more floats.
 template <class R, class In>
 FP4KIT_DEVICE float amax_near(float scale) {
   const u32 center = bits_of(fminf(scale * covered_range<R>(), kFltMax));
@@ -67,8 +70,8 @@ FP4KIT_DEVICE float amax_near(float scale) {
   }
 }
 
-// Return the amax that a stored tensor scale implies, kUnknownAmax if there is none: implied_amax of
-// reference/implied_amax.py. The amaxes 0, infinity and NaN are tried last.
+// Return the amax that a stored tensor scale implies, or kUnknownAmax if there is none. It gives the results of
+// implied_amax in reference/implied_amax.py. The amaxes 0, infinity and NaN are tried last.
 template <class R, class In>
 FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   float amax = kUnknownAmax;
@@ -80,8 +83,9 @@ FP4KIT_DEVICE_CALL float implied_amax(float scale) {
   return amax;
 }
 
-// Return the TensorScale of a stored scale and the amax stored with it. Sets is_known to false if the rule needs an
-// amax and the stored one is missing or gives another scale; the amax must then be implied.
+// Return the TensorScale of a stored scale and the amax stored with it, both at `index`. Set is_known to false if the
+// rule needs an amax, and the stored one is missing or gives another scale than the stored scale. The amax must then be
+// implied.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const float* tensor_amax, i64 index,
                                              bool& is_known) {
@@ -97,22 +101,22 @@ FP4KIT_DEVICE TensorScale known_tensor_scale(const float* tensor_scale, const fl
   }
 }
 
-// Return the TensorScale to encode with under a given decode scale, from the amax that it implies: encoding_scale of
-// reference/implied_amax.py.
+// Return the TensorScale to encode with if elements shall decode with the scale `decode`. `amax` is the amax that this
+// scale implies, or kUnknownAmax. It gives the results of encoding_scale in reference/implied_amax.py.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale encoding_scale(float decode, float amax) {
   return {amax == kUnknownAmax ? 1.0f / decode : R::TensorRule::template scale<R, In>(amax).encode, decode, amax};
 }
 
-// Return the TensorScale of a stored scale whose amax must be implied.
+// Return the TensorScale of a stored scale whose amax is not known and must be implied.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale implied_tensor_scale(float scale) {
   const float amax = implied_amax<R, In>(scale);
   return {R::TensorRule::template scale<R, In>(amax).encode, scale, amax};
 }
 
-// Return the Scale of a block from its scale code, by R's decode rule, or by decode_product if the amax is unknown. The
-// rule's apply accepts either if R has block scales.
+// Return the Scale of a block from its scale code. The decode rule of R computes it, or decode_product if the rule
+// needs an amax and the amax is unknown. If R has block scales, the `apply` of the rule accepts both results.
 template <class R>
 FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t) {
   if constexpr (R::DecodeRule::kNeedsAmax && R::kHasScales)
@@ -120,7 +124,7 @@ FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t
   return R::DecodeRule::template scale<R>(code, t);
 }
 
-// Return the element of a code that decodes to `value`, in a block with this scale code.
+// Return the element of a code that decodes to `value`, in a block with the scale code `code` under the tensor scale t.
 template <class R>
 FP4KIT_DEVICE float stored_value(float value, u32 code, TensorScale t) {
   if (!R::kHasScales && t.amax < 0.0f) return value * t.decode;

@@ -1,40 +1,43 @@
-// Encode several finite values at once into a word of codes, and decode words: the inner loops of the hot kernels.
+// Functions that encode several finite values into a word of codes, or decode a word of codes. They are the inner loops
+// of the fastest kernels.
 //
 // On sm_80 to sm_90, minima, shifts, logic and prmt issue at half the rate of float additions and products. Codes are
-// therefore computed with the latter.
+// therefore computed by float additions and products as far as possible.
 #pragma once
 
 #include "runs.cuh"
 
-// The signs of eight values, in two words of four bytes: `even` for values 0, 2, 4 and 6, `odd` for values 1, 3, 5 and
-// 7. Bits 3 and 7 of each byte are the sign of its value.
+// The signs of eight values, in two words of four bytes: `even` for values 0, 2, 4 and 6, and `odd` for values 1, 3, 5
+// and 7. Bits 3 and 7 of each byte are the sign of its value.
 struct NibbleSigns {
   u32 even, odd;
 };
 
-// Return a word of eight codes with the sign of value i at bit 4 i + 3, in two three-operand instructions.
+// Return a word of eight 4-bit codes with the sign of value i at bit 4 i + 3. This takes two three-operand
+// instructions.
 FP4KIT_DEVICE u32 operator|(u32 codes, NibbleSigns signs) {
   return or_masked(or_masked(codes, signs.odd, 0x80808080u), signs.even, 0x08080808u);
 }
 
-// Return the signs of eight floats. prmt fills a byte with copies of another byte's top bit where the top bit of the
-// selector nibble is set.
+// Return the signs of the eight floats at x. If the top bit of a selector nibble is set, prmt fills the byte of the
+// result with copies of the top bit of the selected byte.
 FP4KIT_DEVICE NibbleSigns nibble_signs(const float* x) {
   return {prmt(prmt(bits_of(x[0]), bits_of(x[2]), 0x00FBu), prmt(bits_of(x[4]), bits_of(x[6]), 0x00FBu), 0x5410u),
           prmt(prmt(bits_of(x[1]), bits_of(x[3]), 0x00FBu), prmt(bits_of(x[5]), bits_of(x[7]), 0x00FBu), 0x5410u)};
 }
 
-// Return the signs of eight 16-bit elements, two per word.
+// Return the signs of eight 16-bit elements. Each word at `pairs` holds two of them.
 FP4KIT_DEVICE NibbleSigns nibble_signs_of_pairs(const u32* pairs) {
   const u32 low = prmt(pairs[0], pairs[1], 0xFBD9u),
             high = prmt(pairs[2], pairs[3], 0xFBD9u);  // bytes of elements 0 2 1 3 and 4 6 5 7
   return {prmt(low, high, 0x5410u), prmt(low, high, 0x7632u)};
 }
 
-// Return the float bits of 2^23 + the E2M1 code of a, rounded to nearest even, for a in [0, 7); for any a >= 0 if
+// Return the float bits of 2^23 + the E2M1 code of a, rounded to nearest even. a must be in [0, 7), or at least 0 if
 // kClamp.
-//   The code is 2 a below 2, a + 2 below 4 and a / 2 + 4 below 8: the smallest of the three. One fma rounds each to an
-//   integer, ties to even. Even codes stay even, because 2 and 4 are even.
+//
+// The code is 2 a below 2, a + 2 below 4, and a / 2 + 4 below 8: the smallest of these three numbers. One fma rounds
+// each of them to an integer, ties to even. Even codes stay even, because 2 and 4 are even.
 template <bool kClamp>
 FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
   const u32 low = minimum(bits_of(fma_rn(a, 2.0f, 8388608.0f)), bits_of(a + 8388610.0f));
@@ -42,7 +45,7 @@ FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
   return kClamp ? minimum(code, bits_of(8388615.0f)) : code;
 }
 
-// Return the word of E2M1 codes of eight magnitudes, with signs. `signs` is a word or NibbleSigns.
+// Return the word of the E2M1 codes of the eight magnitudes at a, with signs. `signs` is a word or NibbleSigns.
 template <bool kClamp, class Signs>
 FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   u32 c[8];
@@ -53,17 +56,19 @@ FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   return prmt(low, high, 0x5410u) | signs;  // drop the upper halves, which hold the rest of 2^23
 }
 
-// Return the float bits of 2^23 + 256 times the fractional code of a = 8 x in [0, 8], rounded toward zero. The
+// Return the float bits of 2^23 + 256 times the fractional code of a, rounded toward zero, for a = 8 x in [0, 8]. The
 // fractional code interpolates linearly between the codes of neighboring E2M1 values.
 FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
   const u32 low = minimum(bits_of(fma_rz(x, 4096.0f, 8388608.0f)), bits_of(fma_rz(x, 2048.0f, 8388608.0f + 512.0f)));
   return minimum(low, bits_of(fma_rz(x, 1024.0f, 8388608.0f + 1024.0f)));
 }
 
-// Return the word of E2M1 codes of the magnitudes 8 x[i], each rounded up or down by its random byte, with signs. The
-// code is the fractional code plus byte / 256, rounded toward zero. Dropping less than 1/256 before the addition
-// changes nothing. If a = 8 x has at most 11 bits, this equals encode_stochastic: either a + byte / 256 * step is exact
-// there, or it is below 2^-9 + 255 / 512 and the code is 0.
+// Return the word of E2M1 codes of the eight magnitudes 8 x[i], with signs. Each magnitude is rounded up or down by its
+// random byte; `random` holds four bytes per word.
+//
+// The code is the fractional code (see code_256ths_e2m1) plus byte / 256, rounded toward zero. Dropping less than 1/256
+// before the addition changes nothing. If a = 8 x has at most 11 bits, the code equals that of encode_stochastic:
+// either a + byte / 256 * step is exact there, or it is below 2^-9 + 255 / 512 and the code is 0.
 FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, NibbleSigns signs) {
   u32 sums[4];  // elements 0 2, 1 3, 4 6 and 5 7; their codes are at bits 8 to 11 and 24 to 27
 #pragma unroll
@@ -76,16 +81,16 @@ FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, Ni
   return (word - (word >> 3 & 0x11111111u)) | signs;  // code 8 is above the largest code
 }
 
-// Return, for each half of a bfloat16 pair, the bfloat16 bits of 128 + the E2M1 code of |x| * factor. The product must
-// be exact.
+// Return the bfloat16 bits of 128 + the E2M1 code of |x| * factor, for each half x of a bfloat16 pair. The product must
+// be exact. `factor` holds the bfloat16 factor in both halves.
 FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
   const u32 a = fma_bf16x2(abs_bf16x2(pair), factor, 0x80008000u);
   const u32 low = min_bf16x2(fma_bf16x2(a, 0x40004000u, 0x43004300u), fma_bf16x2(a, 0x3F803F80u, 0x43024302u));
   return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
 }
 
-// Multiply four bfloat16 pairs with a power of two, and return the word of their eight E2M1 codes. The codes get the
-// sign bits of `signs`.
+// Multiply four bfloat16 pairs with a power of two, and return the word of the E2M1 codes of the eight products. The
+// codes get the sign bits of the four pairs at `signs`. `factor` holds the power of two as bfloat16 in both halves.
 FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factor) {
   u32 bytes[2];
 #pragma unroll
@@ -97,8 +102,8 @@ FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 fa
   return prmt(bytes[0], bytes[1], 0x6420u);
 }
 
-// Return the word of the codes of four finite values with their signs, for a format with one code per byte. Rounds to
-// nearest even and saturates.
+// Return the word of the codes of the four finite values at v, with their signs, for a format F with one code per byte.
+// Values are rounded to nearest even and saturate.
 template <class F>
 FP4KIT_DEVICE u32 encode_x4(const float* v) {
 #if FP4KIT_HAS_CVT_FP8
@@ -111,7 +116,8 @@ FP4KIT_DEVICE u32 encode_x4(const float* v) {
          encode_finite_rn<F>(v[3]) << 24;
 }
 
-// Return the word of the codes of eight or four finite values with their signs. Rounds to nearest even and saturates.
+// Return the word of the codes of the finite values at v, with their signs: eight 4-bit codes, or four codes of one
+// byte each. Values are rounded to nearest even and saturate.
 template <class F>
 FP4KIT_DEVICE u32 encode_word(const float* v) {
 #if FP4KIT_HAS_CVT_E2M1
@@ -129,8 +135,8 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
-// Return a word of codes with signs as R::kSign requires. If that is unsigned_zero, the signs of zero codes are
-// removed; for the other rules the word is returned unchanged, because their signs were applied before.
+// Return a word of codes whose signs are as R::kSign requires. For unsigned_zero, the signs of zero codes are removed.
+// For other values of kSign, the word is returned unchanged, because its signs are right already.
 template <class R>
 FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   if constexpr (R::kSign == Sign::unsigned_zero) {
@@ -142,8 +148,9 @@ FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
   return word;
 }
 
-// Return the values of kCount E2M1 codes as bfloat16 pairs. prmt looks up the high and the low bytes of four values at
-// a time in tables of eight bytes. A table of 0x80, with selectors that keep their sign bits, gives the signs.
+// Store the values of kCount E2M1 codes, the first code in the lowest bits of `word`, as bfloat16 pairs. prmt looks up
+// the high and the low bytes of four values at a time in tables of eight bytes. Another prmt on a table of bytes 0x80,
+// with selectors that keep the sign bits of the codes, gives the signs.
 template <int kCount>
 FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
 #pragma unroll
@@ -158,7 +165,7 @@ FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
   }
 }
 
-// Return the values of kCount codes, the first in the lowest bits of `codes`.
+// Store the float32 values of kCount codes in `values`. The first code is in the lowest bits of `codes`.
 template <class F, int kCount>
 FP4KIT_DEVICE void decode_values(u64 codes, float (&values)[kCount]) {
   if constexpr (F::kIsE2m1) {

@@ -1,10 +1,10 @@
-// |d|^p of errors in float64, using only +, -, *, / (each rounded once) and bit operations. Equals reference/pow.py,
-// operation by operation.
+// Powers |d|^p of errors in float64. Only +, -, *, / (each rounded once) and operations on bits are used. The functions
+// give the results of reference/pow.py, operation by operation.
 #pragma once
 
 #include "types.cuh"
 
-// Return c[0] + c[1] x + c[2] x^2 + ... by Horner's rule, from the last coefficient on.
+// Return c[0] + c[1] x + c[2] x^2 + ..., computed by Horner's rule.
 template <int kTerms>
 FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   double sum = c[kTerms - 1];
@@ -13,11 +13,11 @@ FP4KIT_DEVICE double polynomial(const double (&c)[kTerms], double x) {
   return sum;
 }
 
-// Return log2(d) for d >= 0: e + 2 / ln 2 * atanh((m - 1) / (m + 1)), where d = m 2^e with m in [sqrt(1/2), sqrt 2).
-// The result is finite for 0, infinity and NaN too.
+// Return log2(d) for d >= 0 as e + 2 / ln 2 * atanh((m - 1) / (m + 1)), where d = m 2^e and m is in [sqrt(1/2), sqrt
+// 2). The result is finite even for 0, infinity and NaN.
 //
-// Bits are handled as unsigned integers, and an integer becomes a double by its bits, so that processors without more
-// instructions can vectorize the loop.
+// Bits are handled as unsigned integers, and integers are converted to double by operations on bits. So loops over this
+// function can be vectorized with the basic instruction sets, too.
 FP4KIT_DEVICE double log2_in_float64(double d) {
   constexpr u64 kSqrtHalf = 0x3FE6A09E667F3BCDu, kBias = 1024u, kWhole = 0x433ull << 52;  // kWhole: bits of 2^52
   constexpr double k = 0x1.71547652b82fep+1;
@@ -28,8 +28,8 @@ FP4KIT_DEVICE double log2_in_float64(double d) {
   return e + f * polynomial(kAtanh, f * f);
 }
 
-// Return 2^t as 2^k e^((t - k) ln 2), k being the integer nearest to t. k may be -1023, for which 2^k counts as 0, to
-// 1024, for which it is infinity.
+// Return 2^t as 2^k e^((t - k) ln 2), where k is the integer nearest to t. k must be in -1023 ... 1024. For k = -1023,
+// the factor 2^k is 0; for k = 1024, it is infinity.
 FP4KIT_DEVICE double exp2_in_float64(double t) {
   constexpr double kLn2 = 0x1.62e42fefa39efp-1,
                    kWhole = 0x1.8p52;  // the last bits of a sum with kWhole are the integer
@@ -52,7 +52,7 @@ FP4KIT_DEVICE double exp2_in_float64(double t) {
   return polynomial(kExp, (t - k) * kLn2) * scale;
 }
 
-// Raise each d to the power p in place: d^n 2^((p - n) log2 d) with n = floor(p), for 1 <= p < 32. Each d must be 0, a
+// Raise each d to the power p in place, for 1 <= p < 32: d^n 2^((p - n) log2 d) with n = floor(p). Each d must be 0, a
 // positive normal number, infinity or NaN.
 template <int kCount>
 FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
@@ -69,7 +69,7 @@ FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
   for (int i = 0; i < kCount; ++i) d[i] = powers[i];
 }
 
-// Return d^p as raise_to_power computes it.
+// Return d^p, computed as by raise_to_power.
 FP4KIT_DEVICE double power_of(double d, double p) {
   double one[1] = {d};
   raise_to_power(one, p);

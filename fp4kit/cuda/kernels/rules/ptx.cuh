@@ -1,18 +1,19 @@
-// One function per PTX instruction. A software twin with the same result stands beside it for the host and for
-// architectures without the instruction; only the twin of sqrt_approx is more exact than the instruction. Compile with
-// -fmad=false -ftz=false -prec-div=true: then plain +, * and / round to nearest even and keep subnormals.
+// One function per PTX instruction. Each function has a software twin with the same result, for the host and for
+// architectures without the instruction. Only the twin of sqrt_approx is more accurate than the instruction.
+//
+// Compile with -fmad=false -ftz=false -prec-div=true. Then plain +, * and / round to nearest even and keep subnormals.
 #pragma once
 
 #include "types.cuh"
 
-// Return x, or a zero with its sign if x is subnormal.
+// Return x, or a zero with the sign of x if x is subnormal.
 FP4KIT_DEVICE float flush(float x) {
   return magnitude_of(x) < kFltMin ? float_of(bits_of(x) & 0x80000000u) : x;
 }
 
-// Return the result of an operation that flushes subnormals to zero (.ftz). `exact` is the unrounded result. If
-// `exact`, rounded to 24 bits with unbounded exponent, is below 2^-126, return a zero with the sign of `result`;
-// otherwise return `result`.
+// Return the result of an operation that flushes subnormals to zero (.ftz). `exact` is the unrounded result and
+// `result` the rounded one. Return a zero with the sign of `result` if the magnitude of `exact`, rounded to 24 bits
+// with unbounded exponent, is below 2^-126. Otherwise return `result`.
 FP4KIT_DEVICE float flush_result(float result, double exact) {
   const double tiny = 0x1p-126 * (1.0 - 0x1p-25);
   return exact < tiny && exact > -tiny ? float_of(bits_of(result) & 0x80000000u) : result;
@@ -25,8 +26,9 @@ FP4KIT_DEVICE float mul_ftz(float a, float b) {
   asm("mul.rn.ftz.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
   return y;
 #else
-  // If the product is subnormal, 2^24 times it is normal and is rounded to 24 bits; otherwise that may overflow, which
-  // does no harm. Use a bit mask, because a select between floats prevents loop vectorization.
+  // If the product is subnormal, 2^24 times the product is normal and is rounded to 24 bits. Otherwise 2^24 times the
+  // product may overflow, which does no harm. Use a bit mask, because a select between floats prevents loop
+  // vectorization.
   const float x = flush(a), y = flush(b), product = x * y;
   return float_of(bits_of(product) & (magnitude_of(x * 0x1p24f * y) < 0x1p-102f ? 0x80000000u : 0xFFFFFFFFu));
 #endif
@@ -43,21 +45,20 @@ FP4KIT_DEVICE float div_ftz(float a, float b) {
 #endif
 }
 
-// Return an approximate 1 / x, with subnormals flushed to zero: rcp.approx.ftz.f32. The host twin follows the table
-// measured on sm_90 (reference/arith.py).
+// Return an approximation of 1 / x, with subnormals flushed to zero: rcp.approx.ftz.f32.
 #ifdef __CUDA_ARCH__
 FP4KIT_DEVICE float rcp_approx_ftz(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-// The host twin follows the table measured on sm_90 (reference/arith.py).
+// The host twin follows a table measured on sm_90 (reference/arith.py). Each engine defines it.
 #else
 float rcp_approx_ftz(float x);
 #endif
 
-// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin needs a + b to be exact in float64, as it is
-// wherever this is used.
+// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin is right only if a + b is exact in float64, as it is
+// for all callers.
 FP4KIT_DEVICE float add_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rz(a, b);
@@ -68,7 +69,7 @@ FP4KIT_DEVICE float add_rz(float a, float b) {
 #endif
 }
 
-// Return a * b rounded toward zero, for a >= 0 and b > 0. Subnormal results are kept.
+// Return a * b rounded toward zero, for a >= 0 and b > 0. A subnormal result is kept.
 FP4KIT_DEVICE float mul_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rz(a, b);
@@ -79,9 +80,9 @@ FP4KIT_DEVICE float mul_rz(float a, float b) {
 #endif
 }
 
-// Return four bytes selected from a and b: prmt.b32. Bytes 0 to 3 are those of a, from its low end, and 4 to 7 those of
-// b. Nibble i of the selector names byte i of the result. A nibble whose top bit is set gives eight copies of that
-// byte's top bit instead.
+// Return four bytes selected from a and b: prmt.b32. Bytes 0 to 3 are those of a, from its low end, and bytes 4 to 7
+// those of b. Nibble i of the selector is the number of the byte that becomes byte i of the result. If the top bit of
+// the nibble is set, byte i is eight copies of the selected byte's top bit instead.
 FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -98,7 +99,8 @@ FP4KIT_DEVICE u32 prmt(u32 a, u32 b, u32 selector) {
 #endif
 }
 
-// Wait until `threads` threads of the thread block, which are whole warps, have reached barrier `number` (1 to 15).
+// Wait until `threads` threads of the thread block have reached barrier `number` (1 to 15). The threads must form whole
+// warps.
 #ifdef __CUDA_ARCH__
 FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
   asm volatile("bar.sync %0, %1;" : : "r"(number), "r"(threads) : "memory");
@@ -107,7 +109,8 @@ FP4KIT_DEVICE void sync_group(u32 number, u32 threads) {
 void sync_group(u32 number, u32 threads);
 #endif
 
-// Return the low half of a times the lowest byte of b, plus the high half of a times the second byte of b.
+// Return the low half of a times the lowest byte of b, plus the high half of a times the second-lowest byte of b. All
+// are unsigned.
 FP4KIT_DEVICE u32 dot_bytes(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -137,7 +140,7 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 }
 
 // Return a * b + c rounded toward zero, for a >= 0, b > 0, a * b <= 2^22 and an integer c in [2^23, 2^24). The twin
-// first rounds a * b, which is exact if b is a power of two.
+// rounds a * b first, so b must be a power of two or a * b exact.
 FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);
@@ -146,7 +149,7 @@ FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #endif
 }
 
-// Return the 64-bit product a * b. One instruction gives both halves.
+// Return the 64-bit product a * b. One instruction computes both halves.
 FP4KIT_DEVICE u64 mul_wide(u32 a, u32 b) {
 #ifdef __CUDA_ARCH__
   u64 y;
@@ -157,7 +160,8 @@ FP4KIT_DEVICE u64 mul_wide(u32 a, u32 b) {
 #endif
 }
 
-// Return a * b + c modulo 2^32. Unlike shifts and logic, this does not use the pipe that limits the hot kernels.
+// Return a * b + c modulo 2^32. Unlike shifts and logic, the instruction does not use the pipeline that limits the
+// fastest kernels.
 FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -168,7 +172,8 @@ FP4KIT_DEVICE u32 mad(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return a | (b & mask) in one instruction. The compiler would combine the masked operands first.
+// Return a | (b & mask), computed by one instruction. Without this function, the compiler would combine the masked
+// operands of several calls first, which takes more instructions.
 FP4KIT_DEVICE u32 or_masked(u32 a, u32 b, u32 mask) {
 #ifdef __CUDA_ARCH__
   u32 y;
@@ -179,7 +184,7 @@ FP4KIT_DEVICE u32 or_masked(u32 a, u32 b, u32 mask) {
 #endif
 }
 
-// Return a * b clamped to [0, 1]; 0 for NaN.
+// Return a * b clamped to [0, 1], or 0 if the product is NaN.
 FP4KIT_DEVICE float mul_sat(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __saturatef(a * b);
@@ -189,7 +194,7 @@ FP4KIT_DEVICE float mul_sat(float a, float b) {
 #endif
 }
 
-// Return x, but hide from the compiler how it was computed. This keeps the compiler from rewriting address arithmetic
+// Return x, but hide from the compiler how x was computed. This keeps the compiler from rewriting address arithmetic
 // that uses x.
 FP4KIT_DEVICE u32 opaque(u32 x) {
 #ifdef __CUDA_ARCH__
@@ -198,14 +203,14 @@ FP4KIT_DEVICE u32 opaque(u32 x) {
   return x;
 }
 
-// Make the compiler read memory again after this point. Otherwise loops would keep more values in registers than there
-// are registers.
+// Make the compiler read memory again after this point. Otherwise it would keep more values of a loop in registers than
+// there are registers.
 FP4KIT_DEVICE void forget_memory() {
   asm volatile("" : : : "memory");
 }
 
-// Return the square root of x >= 0 with a relative error below 2^-22; 0 for a subnormal x. On the host the root is
-// rounded to nearest, so the results may differ.
+// Return the square root of x >= 0 with a relative error below 2^-22, or 0 if x is subnormal. On the host the root is
+// rounded to nearest, so its result may differ from that of the GPU.
 FP4KIT_DEVICE float sqrt_approx(float x) {
 #ifdef __CUDA_ARCH__
   float y;

@@ -1,4 +1,4 @@
-// Conversions between float32 and narrower types: one function per instruction, with its software twin (see ptx.cuh).
+// Conversions between float32 and narrower types: one function per PTX instruction, with a software twin (see ptx.cuh).
 #pragma once
 
 #include "types.cuh"
@@ -14,7 +14,7 @@ FP4KIT_DEVICE float narrow_rz(double x) {
 #endif
 }
 
-// Return the float32 of float16 bits, which is exact.
+// Return the float32 that equals the float16 with the bits `half`.
 FP4KIT_DEVICE float widen_f16(u16 half) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -28,7 +28,7 @@ FP4KIT_DEVICE float widen_f16(u16 half) {
 #endif
 }
 
-// Return the float16 bits of x, rounded to nearest even. Overflow gives infinity; NaN stays a quiet NaN.
+// Return the float16 bits of x, rounded to nearest even. Overflow gives infinity, and NaN gives a quiet NaN.
 FP4KIT_DEVICE u16 narrow_f16(float x) {
 #ifdef __CUDA_ARCH__
   u16 half;
@@ -44,12 +44,12 @@ FP4KIT_DEVICE u16 narrow_f16(float x) {
 #endif
 }
 
-// Return the float32 of bfloat16 bits, which is exact.
+// Return the float32 that equals the bfloat16 with bits x.
 FP4KIT_DEVICE float widen_bf16(u16 x) {
   return float_of(static_cast<u32>(x) << 16);
 }
 
-// Return the bfloat16 bits of x, rounded to nearest even. Overflow gives infinity; NaN stays a quiet NaN.
+// Return the bfloat16 bits of x, rounded to nearest even. Overflow gives infinity, and NaN gives a quiet NaN.
 FP4KIT_DEVICE u16 narrow_bf16(float x) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;  // the instruction for a pair, because the one for a single value runs at a quarter of the rate
@@ -61,7 +61,8 @@ FP4KIT_DEVICE u16 narrow_bf16(float x) {
 #endif
 }
 
-// Return the bits of two floats rounded to bfloat16, `low` in the low half.
+// Return a pair with the bfloat16 bits of two floats, rounded to nearest even: `low` in the low half, `high` in the
+// high half.
 FP4KIT_DEVICE u32 narrow_bf16x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -72,7 +73,8 @@ FP4KIT_DEVICE u32 narrow_bf16x2(float low, float high) {
 #endif
 }
 
-// Return the bits of two floats rounded to float16, `low` in the low half.
+// Return a pair with the float16 bits of two floats, rounded to nearest even: `low` in the low half, `high` in the high
+// half.
 FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -83,8 +85,8 @@ FP4KIT_DEVICE u32 narrow_f16x2(float low, float high) {
 #endif
 }
 
-// Return the FP8 codes of two floats, `low` in the low byte: rounded to nearest even, saturated, 0x7F for NaN.
-// Available from sm_89 on.
+// Return the E4M3 or E5M2 codes of two floats, that of `low` in the low byte. They are rounded to nearest even and
+// saturate. NaN gives 0x7F. The instructions exist from sm_89 on.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define FP4KIT_HAS_CVT_FP8 1
 FP4KIT_DEVICE u32 cvt_rn_satfinite_e4m3x2(float high, float low) {
@@ -97,7 +99,8 @@ FP4KIT_DEVICE u32 cvt_rn_satfinite_e5m2x2(float high, float low) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 }
-// Return the float16 bits of two FP8 codes, E5M2 for two mantissa bits and E4M3 for three. Exact; NaN stays NaN.
+// Return a pair with the float16 bits of two FP8 codes: E5M2 if kMantissaBits is 2, E4M3 if it is 3. The conversion is
+// exact, and NaN gives NaN.
 template <int kMantissaBits>
 FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
   u32 halves;
@@ -113,8 +116,8 @@ FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
 }
 #endif
 
-// Return the E2M1 codes of two floats, `low` in the low nibble: rounded to nearest even, saturated. Only Blackwell has
-// this instruction.
+// Return the E2M1 codes of two floats, that of `low` in the low nibble. They are rounded to nearest even and saturate.
+// Only Blackwell GPUs have this instruction.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define FP4KIT_HAS_CVT_E2M1 1
 FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x2(float high, float low) {

@@ -1,9 +1,9 @@
-// Memory instructions with their software twins (see ptx.cuh).
+// Functions for memory instructions, with their software twins (see ptx.cuh).
 #pragma once
 
 #include "types.cuh"
 
-// Load data that is read once: caches evict its lines first.
+// Load data that is read only once. The caches evict its lines before others.
 template <class T>
 FP4KIT_DEVICE T load_streaming(const T* from) {
 #ifdef __CUDA_ARCH__
@@ -17,7 +17,7 @@ FP4KIT_DEVICE T load_streaming(const T* from) {
 #endif
 }
 
-// Store 16 bytes that are written once: caches evict their lines first.
+// Store the 16 bytes (a, b, c, d) of data that is not read again soon. The caches evict its lines before others.
 FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.cs.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
@@ -30,8 +30,8 @@ FP4KIT_DEVICE void store_streaming(void* to, u32 a, u32 b, u32 c, u32 d) {
 #endif
 }
 
-// Fetch kBytes into the L2 cache; the address and kBytes are multiples of 16. Does nothing before sm_90, where no
-// instruction fetches that much.
+// Prefetch kBytes into the L2 cache. The address and kBytes must be multiples of 16. Before sm_90, no instruction
+// prefetches that much, and the function does nothing.
 template <int kBytes>
 FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #ifndef __CUDA_ARCH__
@@ -45,7 +45,7 @@ FP4KIT_DEVICE void prefetch_l2(const void* from) {
 #endif
 }
 
-// Fetch the 32-byte sector of an address into the L2 cache.
+// Prefetch the 32-byte sector that contains an address into the L2 cache.
 FP4KIT_DEVICE void prefetch_sector(const void* from) {
 #ifdef __CUDA_ARCH__
   asm volatile("prefetch.global.L2 [%0];" ::"l"(from));
@@ -54,7 +54,7 @@ FP4KIT_DEVICE void prefetch_sector(const void* from) {
 #endif
 }
 
-// Return the shared-memory offset of `place`, an address inside `memory`.
+// Return the offset in shared memory of `place`, an address inside the shared variable `memory`.
 template <class T>
 FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {
 #ifdef __CUDA_ARCH__
@@ -64,7 +64,7 @@ FP4KIT_DEVICE u32 shared_offset(const T& memory, const void* place) {
 #endif
 }
 
-// Return the eight bytes at an offset from shared_offset.
+// Load eight bytes of shared memory at an offset that shared_offset returned for the variable `memory`.
 template <class T>
 FP4KIT_DEVICE u64 load_shared(const T& memory, u32 offset) {
 #ifdef __CUDA_ARCH__

@@ -1,10 +1,11 @@
-// Instructions on pairs of 16-bit values in one word, with their software twins (see ptx.cuh). "Halves" are the low and
-// the high 16 bits of a word.
+// Functions for instructions on pairs of 16-bit values in one word, with their software twins (see ptx.cuh). The
+// "halves" of a word are its low and its high 16 bits. The functions compute both halves of the result in the same way
+// from the low halves and from the high halves of their arguments.
 #pragma once
 
 #include "ptx_convert.cuh"
 
-// Return the larger of the low halves and of the high halves, unsigned.
+// Return the larger unsigned integer for each half.
 FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   u32 y;
@@ -15,7 +16,7 @@ FP4KIT_DEVICE u32 max_u16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the smaller of the low halves and of the high halves, unsigned.
+// Return the smaller unsigned integer for each half.
 FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   u32 y;
@@ -26,7 +27,7 @@ FP4KIT_DEVICE u32 min_u16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return max(a + b, c) for each half, signed.
+// Return max(a + b, c) for each half, as signed integers.
 FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
 #ifdef __CUDA_ARCH__
   return __viaddmax_s16x2(a, b, c);
@@ -41,8 +42,8 @@ FP4KIT_DEVICE u32 add_max_s16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return the larger magnitude of each half, NaN above infinity. The sign bits of the result have no meaning: this saves
-// a mask before the instruction.
+// Return the larger bfloat16 magnitude for each half. NaN counts as larger than infinity. The sign bits of the result
+// have no meaning, which saves a mask before the instruction.
 FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -53,7 +54,8 @@ FP4KIT_DEVICE u32 max_magnitude_bf16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the larger magnitude of each half as max_magnitude_bf16x2 does, for float16.
+// Return the larger float16 magnitude for each half. NaN counts as larger than infinity. The sign bits of the result
+// have no meaning.
 FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -64,7 +66,8 @@ FP4KIT_DEVICE u32 max_magnitude_f16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the smaller magnitude of each half. The sign bits, and the result for NaN, have no meaning.
+// Return the smaller bfloat16 magnitude for each half. The sign bits of the result, and the result for NaN, have no
+// meaning.
 FP4KIT_DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -75,7 +78,8 @@ FP4KIT_DEVICE u32 min_magnitude_bf16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the smaller magnitude of each half as min_magnitude_bf16x2 does, for float16.
+// Return the smaller float16 magnitude for each half. The sign bits of the result, and the result for NaN, have no
+// meaning.
 FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
   u32 y;
@@ -86,9 +90,9 @@ FP4KIT_DEVICE u32 min_magnitude_f16x2(u32 a, u32 b) {
 #endif
 }
 
-// Software twin of fma_bf16x2 and fma_f16x2: return a * b + c for each half. It rounds to float64, float32 and 16 bits
-// in turn. That equals one rounding wherever it is used here: products and sums have at most 24 bits, or lie far from
-// ties.
+// Return a * b + c for each half. This is the software twin of fma_bf16x2 and fma_f16x2. It rounds to float64, to
+// float32 and to 16 bits in turn. For all callers, that gives the same result as one rounding, because products and
+// sums have at most 24 bits or lie far from ties.
 template <float (*kWiden)(u16), u16 (*kNarrow)(float)>
 FP4KIT_DEVICE u32 fma_of_halves(u32 a, u32 b, u32 c) {
   u32 y = 0u;
@@ -127,7 +131,7 @@ FP4KIT_DEVICE u32 fma_f16x2(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return the smaller bfloat16 of each half. Neither may be NaN or negative.
+// Return the smaller bfloat16 for each half. No half may be NaN or negative.
 FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;
@@ -138,7 +142,7 @@ FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
 #endif
 }
 
-// Return the magnitude of each half. The compiler merges this instruction into a product that follows.
+// Return the magnitude of each bfloat16 half. The compiler merges this instruction into a product that follows.
 FP4KIT_DEVICE u32 abs_bf16x2(u32 a) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   u32 y;

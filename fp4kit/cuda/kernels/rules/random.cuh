@@ -1,9 +1,10 @@
-// Philox4x32-10 and the byte stream of stochastic rounding. Twin of reference/stochastic.py.
+// The random generator Philox4x32-10, and the stream of random bytes for stochastic rounding. The functions give the
+// results of reference/stochastic.py.
 #pragma once
 
 #include "ptx.cuh"
 
-// 128 bits of the stream.
+// 128 random bits of the stream: one output of the generator.
 struct Words {
   u32 w[4];
 };
@@ -23,8 +24,8 @@ FP4KIT_DEVICE Words philox4x32_10(u32 c0, u32 c1, u32 c2, u32 c3, u32 k0, u32 k1
   return {{c0, c1, c2, c3}};
 }
 
-// Return the random bytes of elements 16 * counter to 16 * counter + 15. The byte of element i is byte i % 4 of word i
-// / 4.
+// Return the random bytes of elements 16 * counter ... 16 * counter + 15 of the stream with this seed. Byte i % 4 of
+// word i / 4 belongs to element 16 * counter + i.
 FP4KIT_DEVICE Words stream_words(u64 seed, u64 counter) {
   return philox4x32_10(static_cast<u32>(counter), static_cast<u32>(counter >> 32), 0u, 0u, static_cast<u32>(seed),
                        static_cast<u32>(seed >> 32));

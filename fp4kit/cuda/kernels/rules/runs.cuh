@@ -1,27 +1,27 @@
-// Move runs of elements and words of codes between memory and registers, 16 bytes at a time if pointers allow it. A run
-// is neighboring elements of one row that a thread holds at a time.
+// Functions that move runs of elements, and words of codes, between memory and registers. They move 16 bytes at a time
+// if the addresses allow it. A run is a number of neighboring elements of one row that one thread handles together.
 #pragma once
 
 #include "codec.cuh"
 #include "ptx_memory.cuh"
 
-// 16 bytes of memory.
+// 16 bytes of memory, as four words. Loads and stores of a Chunk are one instruction.
 struct alignas(16) Chunk {
   u32 w[4];
 };
-// 8 bytes of memory.
+// 8 bytes of memory, as two words.
 struct alignas(8) HalfChunk {
   u32 w[2];
 };
 
-// kCount elements as they lie in memory, in 32-bit words.
+// A run of kCount elements in registers. The words hold the elements as they are stored in memory.
 template <class In, int kCount>
 struct Run {
   static constexpr int kPerWord = 4 / sizeof(typename In::Bits), kWords = kCount / kPerWord;
   u32 w[kWords];
 };
 
-// Load the run at x. kAligned: x is a multiple of 16 bytes, or of the run's size if that is smaller.
+// Load the run at address x. If kAligned, x must be a multiple of 16 bytes, or of the run's size if the run is smaller.
 template <class In, int kCount, bool kAligned = true>
 FP4KIT_DEVICE Run<In, kCount> read_run(const typename In::Bits* x) {
   Run<In, kCount> run;
@@ -64,7 +64,7 @@ FP4KIT_DEVICE void widen_run(const Run<In, kCount>& run, float (&values)[kCount]
   for (int i = 0; i < kCount; ++i) values[i] = element(run, i);
 }
 
-// Return the run with the given values, each rounded to In.
+// Return a run of the given values, each rounded to In.
 template <class In, int kCount>
 FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   Run<In, kCount> run;
@@ -79,7 +79,7 @@ FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {
   return run;
 }
 
-// Store words at an address that is a multiple of 16 bytes, or of their size if that is smaller.
+// Store words at `out`, which must be a multiple of 16 bytes, or of the words' total size if that is smaller.
 template <int kWords>
 FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   if constexpr (kWords == 1) {
@@ -95,8 +95,8 @@ FP4KIT_DEVICE void store_words(void* out, const u32 (&words)[kWords]) {
   }
 }
 
-// Return the float32 bits of the largest magnitude of a run, above the bits of infinity if an element is NaN. Compares
-// 16-bit elements two at a time.
+// Return the float32 bits of the largest magnitude of a run. If an element is NaN, the result is above the bits of
+// infinity. 16-bit elements are compared two at a time.
 template <class In, int kCount>
 FP4KIT_DEVICE u32 largest_bits_of(const Run<In, kCount>& run) {
   if constexpr (sizeof(typename In::Bits) == 4) {
@@ -124,13 +124,13 @@ FP4KIT_DEVICE u32 smallest_bits_of(const Run<In, kCount>& run) {
   return bits_of(In::widen(static_cast<u16>(smallest)));
 }
 
-// Load kCount elements at x as float32. kAligned: x and the size of the run are multiples of 16 bytes.
+// Load kCount elements at address x as float32. If kAligned, x and the size of the run must be multiples of 16 bytes.
 template <class In, int kCount, bool kAligned>
 FP4KIT_DEVICE void load_run(const typename In::Bits* x, float (&values)[kCount]) {
   widen_run(read_run<In, kCount, kAligned>(x), values);
 }
 
-// Store kCount values at y, rounded to Out.
+// Store kCount values at address y, each rounded to Out. If kAligned, y must be aligned as store_words requires.
 template <class Out, int kCount, bool kAligned>
 FP4KIT_DEVICE void store_run(typename Out::Bits* y, const float (&values)[kCount]) {
   if constexpr (kAligned) {

@@ -1,12 +1,12 @@
-// The places of block scales in memory: linear, or in scale tiles of 128 x 4 or 8 x 4 (swizzled). Twin of
-// fp4kit/layouts/scales.py.
+// The places of block scales in memory: row-major (linear), or in scale tiles of 128 x 4 or 8 x 4 scales (swizzled).
+// The functions give the results of fp4kit/layouts/scales.py.
 #pragma once
 
 #include "types.cuh"
 
 enum class ScaleLayout { linear, swizzled_128x4, swizzled_8x4 };
 
-// Return the byte offset of scale (r, c) in a matrix with `columns` scales per row.
+// Return the byte offset of the scale in row r and column c of a matrix with `columns` scales per row.
 template <ScaleLayout kLayout, class Index>
 FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
   const Index tiles = (columns + 3) / 4;
@@ -16,32 +16,32 @@ FP4KIT_DEVICE Index scale_offset(Index r, Index c, Index columns) {
   return r * columns + c;
 }
 
-// A divisor n with floor((2^32 - 1) / n), so that one division serves many quotients.
+// A divisor n and floor((2^32 - 1) / n), so that one division serves many quotients by n.
 struct Divisor {
   u32 n, inverse;
 };
-// Return the Divisor of n; n = 0 must not be used as a divisor.
+// Return the Divisor of n. The Divisor of 0 must not be used to divide.
 FP4KIT_DEVICE Divisor divisor_of(u32 n) {
   return {n, 0xFFFFFFFFu / maximum(n, 1u)};
 }
-// Return i / n. The product with the inverse is too small by at most one, which the comparison corrects.
+// Return floor(i / n). The product with the inverse is too small by at most one, and the comparison corrects that.
 FP4KIT_DEVICE u32 divide(u32 i, Divisor divisor) {
   const u32 estimate = high_product(i, divisor.inverse);
   return estimate + (i - estimate * divisor.n >= divisor.n);
 }
 
-// Return the bytes of a scale tile: 512 for 128x4, 32 for the others.
+// Return the number of bytes of a scale tile: 512 for swizzled_128x4, 32 for the other layouts.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE constexpr int tile_bytes() {
   return kLayout == ScaleLayout::swizzled_128x4 ? 512 : 32;
 }
 
-// Row and column of a scale.
+// The row and the column of a scale in the matrix of scales.
 struct ScalePlace {
   u32 row, column;
 };
-// Return the row and column of the scale at byte `byte` of the 32-byte sector `sector` of a swizzled layout. `tiles` is
-// the number of scale tiles across the matrix.
+// Return the row and the column of the scale that is stored in byte `byte` of the 32-byte sector `sector`, in a
+// swizzled layout. `tiles` is the number of scale tiles side by side in the matrix.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
   constexpr u32 kSectors = tile_bytes<kLayout>() / 32;
@@ -51,20 +51,21 @@ FP4KIT_DEVICE ScalePlace scale_place(u32 sector, u32 byte, Divisor tiles) {
   return {down * 8 + byte / 4, column};
 }
 
-// Return the distance from a scale to that of the next row, within eight rows that begin at a multiple of eight.
+// Return the distance in bytes from a scale to the scale below it. Both rows must be among eight rows that begin at a
+// multiple of eight.
 template <ScaleLayout kLayout, class Index>
 FP4KIT_DEVICE Index scale_row_step(Index columns) {
   return kLayout == ScaleLayout::linear ? columns : kLayout == ScaleLayout::swizzled_128x4 ? 16 : 4;
 }
 
-// Return the rows of a matrix of scales, padding included.
+// Return the number of rows of a matrix of scales, including padding to whole scale tiles.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 padded_rows(i64 rows) {
   constexpr i64 kTile = kLayout == ScaleLayout::swizzled_128x4 ? 128 : kLayout == ScaleLayout::swizzled_8x4 ? 8 : 1;
   return (rows + kTile - 1) / kTile * kTile;
 }
 
-// Return the bytes of a matrix of scales, padding included.
+// Return the number of bytes of a matrix of scales, including padding to whole scale tiles.
 template <ScaleLayout kLayout>
 FP4KIT_DEVICE i64 scale_bytes(i64 rows, i64 columns) {
   return padded_rows<kLayout>(rows) * (kLayout == ScaleLayout::linear ? columns : (columns + 3) / 4 * 4);

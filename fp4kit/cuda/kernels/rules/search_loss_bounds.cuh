@@ -1,44 +1,48 @@
-// Lower bounds of the losses of a block under eight neighboring E4M3 codes at once. A table says how much an element
-// adds at least to the loss under each code.
+// Lower bounds of the losses of a block under eight neighboring E4M3 codes at once. They are sums of table entries. An
+// entry of the table says how much an element adds at least to the loss under each of the codes.
 //
-// Let u be an element over the scale of the first of the codes, which is a normal code, with amax <= 7 scales. The
-// ratios of the codes' scales depend only on the mantissa of the first, so there are eight tables. A row covers the u
-// within half a step of row / kSteps, and a thousandth of a step more, which is the largest error of the product and of
-// the scales. The distance to the nearest value changes by no more than u does. So the smallest distance in a row is at
-// least that in the middle of the step, less half a step. Its square is rounded down to a multiple of 1 / kUnits, 1 at
-// most. A sum above kUnits loss / scale^2 therefore belongs to a code c with L*(c) > loss, where L* is defined in
-// shared/search.cuh.
+// Let u be an element divided by the scale of the first code, which is a normal code, with amax <= 7 scales. The ratios
+// of the scales of the eight codes depend only on the mantissa of the first code, so there are eight tables. Row r of a
+// table covers all u within half a step (1 / kSteps) of r / kSteps, and a thousandth of a step more, which is the
+// largest error of the product and of the scales.
+//
+// The distance from u to the nearest value changes by no more than u does. So the smallest distance in a row is at
+// least the distance in the middle of the step, less half a step. Its square, at most 1, is rounded down to a multiple
+// of 1 / kUnits. If a sum of entries is above kUnits * loss / scale^2, its code c therefore has L*(c) > loss, where L*
+// is defined in shared/search.cuh.
 #pragma once
 
 #include "search_losses.cuh"
 #include "runs.cuh"
 
 constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
-constexpr float kUnits = 85.0f;   // per 1, and at most per element: three elements fit in a byte
-constexpr u32 kClosed = 0x4000u;  // added to a code that is no candidate: more than eight times any sum
+constexpr float kUnits = 85.0f;   // units per 1, and the most units per element, so that three elements fit in a byte
+constexpr u32 kClosed = 0x4000u;  // added to the sum of a code that is not a candidate; more than eight times any sum
 
-// The tables, and the codes in their order.
+// The eight tables, and the numbers of the codes in the order of EightBounds.
 struct LossBounds {
   HalfChunk rows[8][kRows];  // by the mantissa of the first code; bytes for first + 0, 1, 4, 5, 2, 3, 6, 7
   Chunk codes[9];  // by the number of candidates: codes 0 to 7 in the order of EightBounds, plus kClosed for a code
                    // that is no candidate
 };
 
-// The bounds of the losses under codes first + 0 to first + 7, each times eight, with the code's number in the last
-// three bits. The low halves of the words come first, then the high halves.
+// The bounds of the losses under codes first + 0 ... first + 7, in units (kUnits). Each 16-bit half holds eight times a
+// bound plus the number of its code (0 ... 7) in the last three bits. The low halves of the four words are the codes 0
+// ... 3, the high halves the codes 4 ... 7 (see LossBounds::codes).
 struct EightBounds {
   u32 pairs[4];
 };
 
 // Return how many units (kUnits per 1) an element adds at least to the loss under a scale, in the last bits of the
-// result. The element's u is in the middle of a step, and `scale` is relative to that of the first code.
+// result. u is the middle of a step, and `scale` and `reciprocal` are relative to the scale of the first code.
 FP4KIT_DEVICE u32 least_units(float u, float scale, float reciprocal) {
   const float middle = fabsf(fma_rn(-scale, nearest_e2m1(u * reciprocal), u));
   const float distance = mul_sat(middle - (0.5f + 0x1p-10f) / kSteps, 1.0f);  // 1 at most, so that its square is too
   return bits_of(fma_rz(distance * distance, kUnits, 0x1p23f));
 }
 
-// Fill the tables, with all threads of a thread block. A thread makes half of the bytes of some rows of one mantissa.
+// Fill the tables, with all threads of a thread block. Each thread computes half of the bytes of some rows for one
+// mantissa. Scale is the scale format.
 template <class Scale>
 FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   const u32 half = threadIdx.x % 2u, mantissa = threadIdx.x / 2u % 8u, code = 64u + mantissa;
@@ -63,14 +67,15 @@ FP4KIT_DEVICE void make_bounds(LossBounds& bounds) {
   }
 }
 
-// Return the bounds of a block's losses for `count` codes from `first` on. No element may exceed 7 scales of `first`.
-// `reciprocal` is that of the scale of `first`.
+// Return the bounds of a block's losses under codes first ... first + count - 1. No element may exceed 7 times the
+// scale of `first`, and `reciprocal` is the reciprocal of that scale. The bounds of the codes after them are so large
+// (kClosed) that these codes are never chosen.
 FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, u32 count, float reciprocal,
                                     const LossBounds& bounds) {
   constexpr float kWhole = 0x1.8p23f / kSteps;  // adding this rounds to whole steps
   constexpr float kOffset = 0x1p-146f * kSteps;
-  // The offset of a row, eight bytes per step, is computed as the bits of a subnormal float. Integer instructions would
-  // be the bottleneck.
+  // The offset of a row, eight bytes per step, is computed as the bits of a subnormal float, because integer
+  // instructions would be the bottleneck.
   const float begin = fma_rn(-kWhole, kOffset, float_of(shared_offset(bounds, bounds.rows[first % 8u])));
   EightBounds sums = {};
   FP4KIT_UNROLL
@@ -92,14 +97,14 @@ FP4KIT_DEVICE EightBounds bounds_of(const SearchBlock<false>& block, u32 first, 
   return sums;
 }
 
-// Return the number of the code with the smallest sum.
+// Return the number (0 ... 7) of the code with the smallest bound, or of the first one of them if several have it.
 FP4KIT_DEVICE u32 index_of_smallest(const EightBounds& sums) {
   const u32 pair = min_u16x2(min_u16x2(sums.pairs[0], sums.pairs[1]), min_u16x2(sums.pairs[2], sums.pairs[3]));
   return minimum(pair & 0xFFFFu, pair >> 16) & 7u;
 }
 
-// Return a bit mask of the codes whose bounds are at most `loss`: bit 24 + j for code first + j. `loss` is relative to
-// scale^2 and below 2^13.
+// Return a bit mask of the codes whose bounds are at most `loss`: bit 24 + j for code first + j. `loss` is in units of
+// the squared scale of `first`, and below 2^13.
 FP4KIT_DEVICE u32 codes_within(const EightBounds& sums, float loss) {
   const u32 limit = bits_of(
       fminf(fma_rz(loss, kUnits * (1.0f + 0x1p-12f), 0x1p23f), 0x1p23f + 2047.0f));  // the limit is in the last bits

@@ -1,71 +1,80 @@
-// Losses of blocks of 16 elements under candidate scales. Equals reference/search_scales.py, operation by operation.
+// Losses of blocks of 16 elements under candidate scales. The functions give the results of reference/search_scales.py,
+// operation by operation.
 //
-// A candidate is a scale that a search may choose. The residual of an element is the error that rounding under a
-// candidate leaves.
+// A candidate is a scale that a search may choose. The residual of an element under a candidate is its rounding error.
+// In the comments, (w) is the weight of an element's column, or 1 if there are no weights.
 #pragma once
 
 #include "codec.cuh"
 #include "pow.cuh"
 
-constexpr int kSearchBlockSize = 16;  // elements per block
-constexpr u32 kLastCandidate = 126u;  // the candidates are the E4M3 codes 1 to 126
+constexpr int kSearchBlockSize = 16;  // number of elements per block
+constexpr u32 kLastCandidate = 126u;  // the candidates are the E4M3 codes 1 ... kLastCandidate
 
-// A candidate scale and its approximate reciprocal, which replaces division.
+// A candidate scale and its approximate reciprocal. Elements are multiplied with the reciprocal instead of divided.
 struct Candidate {
   float scale, reciprocal;
 };
 
-// Return the power of two with which div.full.f32 scales both operands before it divides: 2^24 for a subnormal scale,
-// 2^-2 above 2^126, else 1.
+// Return the power of two with which div.full.f32 multiplies both operands before it divides: 2^24 for a subnormal
+// scale, 2^-2 for a scale above 2^126, and otherwise 1.
 FP4KIT_DEVICE float division_scaling(float scale) {
   return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f;
 }
 
-// Return the block amax that leads to the scale with this code, under a tensor amax.
+// Return the block amax whose scale has this code. `amax` is the tensor's amax.
 template <class R>
 FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
   return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax));
 }
-// Return the Candidate of a code under a tensor amax.
+// Return the Candidate of a code. `amax` is the tensor's amax.
 template <class R>
 FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   const float scale = candidate_amax<R>(code, amax) * (1.0f / 6.0f), safe = scale == 0.0f ? 1.0f : scale;
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// Return the E2M1 value nearest to v < 7, ties to even codes. Let w = v, or just above 1 if v is less. Then 2^22 w is a
-// multiple of E2M1's step at v, an even one if v is a tie. The floats around 2^22 w - v are that step apart. If v is
-// next to 2 or 4 they are half of it apart, and v still becomes 2 or 4.
+// Return the E2M1 value nearest to v < 7, ties to even codes.
+//
+// Let w = v, or just above 1 if v is smaller. Then 2^22 w is a multiple of the step of E2M1 at v, and an even multiple
+// if v is a tie. The floats around 2^22 w - v are one step apart. Next to v = 2 and v = 4, they are half a step apart,
+// and v is still rounded to 2 or 4.
 FP4KIT_DEVICE float nearest_e2m1(float v) {
   const float w = fmaxf(v, 1.0f + 0x1p-21f);
   return fma_rn(w, 0x1p22f, -fma_rn(w, 0x1p22f, -v));
 }
 
-// Return the residual of a magnitude: a - q scale, q being the nearest E2M1 value. kAny: for any magnitude and scale.
-// Otherwise a < 7 scale, and division_scaling is 1.
+// Return the residual of a magnitude a: a - q scale, where q is the E2M1 value nearest to a / scale. If kAny, any
+// magnitude and scale is allowed, and `scaling` is division_scaling of the scale. Otherwise a must be below 7 scale,
+// and `scaling` is ignored because it is 1.
 template <bool kAny>
 FP4KIT_DEVICE float residual(float a, Candidate c, float scaling) {
   if constexpr (kAny) return fma_rn(-c.scale, nearest_e2m1(fminf(a * scaling * c.reciprocal, 6.0f)), a);
   return fma_rn(-c.scale, nearest_e2m1(a * c.reciprocal), a);
 }
 
-// Magnitudes of a block's elements, and the weights of their columns if kWeighted.
+// The magnitudes of a block's elements, and, if kWeighted, the weights of their columns.
 template <bool kWeighted>
 struct SearchBlock {
   float a[kSearchBlockSize], w[kWeighted ? kSearchBlockSize : 1];
 };
 
-// Return sum + d^2, or sum + w d^2 if kWeighted.
+// Return sum + d^2, or sum + w d^2 if kWeighted. w is the weight of element i.
 template <bool kWeighted>
 FP4KIT_DEVICE float add_square(const SearchBlock<kWeighted>& block, int i, float d, float sum) {
   if constexpr (kWeighted) return fma_rn(block.w[i] * d, d, sum);
   return fma_rn(d, d, sum);
 }
 
-// The loss of a block: the sum of (w) d^2, the sum of (w) |d|, the largest (w) |d|, the sum of (w) |d|^p, or d^T H d. d
-// are the residuals and w the weights, if there are any.
+// How the loss of a block is computed from the residuals d of its elements:
+//   squares     sum of (w) d^2
+//   magnitudes  sum of (w) |d|
+//   largest     largest (w) |d|
+//   powers      sum of (w) |d|^p
+//   hessian     d^T H d
 enum class Objective { squares, magnitudes, largest, powers, hessian };
-// Return the Objective that these flags select; squares if none is set.
+// Return the Objective that one of these flags selects, or `squares` if none is set. `largest` has precedence over
+// `magnitudes`, and that over `powers`.
 FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bool powers) {
   return largest      ? Objective::largest
          : magnitudes ? Objective::magnitudes
@@ -73,15 +82,15 @@ FP4KIT_DEVICE constexpr Objective objective_of(bool magnitudes, bool largest, bo
                       : Objective::squares;
 }
 
-// Combine the losses of two sets of elements: return their sum or, for the objective `largest`, the larger one. A NaN
-// loss makes the result NaN.
+// Return the combined loss of two sets of elements with the losses a and b: the larger loss for the objective
+// `largest`, and otherwise their sum. The result is NaN if a loss is NaN.
 template <Objective kObjective>
 FP4KIT_DEVICE float combined_loss(float a, float b) {
   if constexpr (kObjective == Objective::largest) return a > b || is_nan(a) ? a : b;
   return a + b;
 }
 
-// Return |d|^power for Objective::powers, else the residual d itself.
+// Return the term of a residual d in a loss: |d|^power for Objective::powers, and otherwise d itself.
 template <Objective kObjective>
 FP4KIT_DEVICE float loss_term(float d, double power) {
   if constexpr (kObjective == Objective::powers)
@@ -89,8 +98,8 @@ FP4KIT_DEVICE float loss_term(float d, double power) {
   return d;
 }
 
-// Return the combined loss of four neighbors from element i on. The second is added first, then the others in their
-// order. For the objective `powers`, d holds |d|^p already.
+// Return the combined loss of elements i ... i + 3 with the terms d (see loss_term). The second element is added first,
+// then the others in their order.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, const float (&d)[4]) {
   if constexpr (kObjective == Objective::squares) {
@@ -108,7 +117,9 @@ FP4KIT_DEVICE float loss_of_four(const SearchBlock<kWeighted>& block, int i, con
   }
 }
 
-// Return the sum of (w) (a - q scale)^2 in Triton's order: four threads add four elements each, and then their sums.
+// Return the sum of (w) d^2 of a block under candidate c, d being the residuals. The order of additions is that of
+// Triton: four threads add four elements each, and then their sums are added. kAny and `scaling` are those of
+// `residual`.
 template <bool kAny, bool kWeighted>
 FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, float scaling) {
   float sums[4];
@@ -122,31 +133,31 @@ FP4KIT_DEVICE float loss_of(const SearchBlock<kWeighted>& block, Candidate c, fl
   return (sums[0] + sums[2]) + (sums[1] + sums[3]);
 }
 
-// ---- for the bounds of shared/search.cuh
+// ---- functions for the bounds of the pruned search (shared/search.cuh)
 
 constexpr float kLossMargin =
     1.0f - 0x1p-16f;  // the loss with the nearest values is at least this part of the computed loss
 
-// Return the smallest E4M3 code whose value is at least x, if that code is normal. Otherwise return a lower number,
-// possibly below 0.
+// Return the smallest E4M3 code whose value is at least x, if that code is normal. Otherwise return a smaller number,
+// which may be negative.
 FP4KIT_DEVICE i32 normal_code_at_least(float x) {
   return (static_cast<i32>(bits_of(x) + 0xFFFFFu) >> 20) - (120 << 3);
 }
 
-// Return the smallest E4M3 code from 1 on whose value is at least x, for any x >= 0: 127 above 448.
+// Return the smallest E4M3 code, at least 1, whose value is at least x, for x >= 0. Return 127 if x is above 448.
 FP4KIT_DEVICE u32 code_at_least(float x) {
   if (x >= 0x1p-6f) return minimum(static_cast<u32>(normal_code_at_least(x)), 127u);
   return maximum(static_cast<u32>(normal_code_at_least(x + 0x1p-6f)) - 8u, 1u);
 }
 
-// The code with the smallest loss among those that were tried, the first one if several have it.
+// The code with the smallest loss among the codes tried so far, or the first one of them if several have it.
 struct BestCode {
   float loss;
   u32 code;
 };
 
-// Return the loss that a scale causes by clipping: that of the elements above 6 scales, added as loss_of adds. Without
-// weights, only the largest element counts.
+// Return the loss that a scale causes by clipping: the loss of only those elements that are above 6 scales, added in
+// the order of loss_of. Without weights, only the largest element is counted. It is a lower bound of the block's loss.
 template <bool kWeighted>
 FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (!kWeighted) {
@@ -165,8 +176,8 @@ FP4KIT_DEVICE float clipped_loss_of(const SearchBlock<kWeighted>& block, float a
   }
 }
 
-// Return whether the quotient of an element below 7 scales is so near to a tie that its error may decide the nearest
-// value.
+// Return true if the quotient of some element and the scale is so near to a tie that an error of the quotient may
+// decide the nearest value. Elements must be below 7 scales.
 template <bool kWeighted>
 FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c) {
   bool is_near = false;
@@ -179,8 +190,8 @@ FP4KIT_DEVICE bool is_near_tie(const SearchBlock<kWeighted>& block, Candidate c)
   return is_near;
 }
 
-// Return whether an element is clearly nearest to 0.5 or 1.5 times the scale, which twice the scale cannot represent.
-// With v = element / scale, that is |v - 0.5| or |v - 1.5| < 0.249.
+// Return true if some element is clearly nearest to 0.5 or 1.5 times the scale, which are no values under twice the
+// scale. With v = element / scale, that means |v - 0.5| < 0.249 or |v - 1.5| < 0.249.
 FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   const auto distance = [&](int i) { return fabsf(fabsf(fma_rn(block.a[i], c.reciprocal, -1.0f)) - 0.5f); };
   float closest = distance(0);
@@ -189,8 +200,9 @@ FP4KIT_DEVICE bool has_own_value(const SearchBlock<false>& block, Candidate c) {
   return closest < 0.249f;
 }
 
-// Return whether the pruned search may trust its sums: no squared residual that decides the winner underflows or
-// overflows, even if weights are far from 1. `scale` is that of the block's first code. Always true without weights.
+// Return true if the pruned search may trust its sums: if no squared residual that decides the winner underflows or
+// overflows, even with weights far from 1. `scale` is that of the first upward code of the block. The result is always
+// true without weights.
 template <bool kWeighted>
 FP4KIT_DEVICE bool keeps_squares(const SearchBlock<kWeighted>& block, float amax, float scale) {
   if constexpr (kWeighted) {

@@ -1,5 +1,6 @@
-// Tensor rules: tensor_<rule> maps the amax of a tensor to its TensorScale. Twins of reference/tensor_rules.py, with
-// its names. A recipe R is a struct that cuda/compile/traits.py writes.
+// Tensor rules: the struct tensor_<rule> computes the TensorScale of a tensor from its amax. It gives the results of
+// the function of the same name in reference/tensor_rules.py. A recipe R is a struct that cuda/compile/traits.py
+// writes.
 #pragma once
 
 #include "codec.cuh"
@@ -7,13 +8,14 @@
 constexpr float kInv6 = 1.0f / 6.0f;  // rounds to 0x3E2AAAAB
 constexpr float kTinyAmax = 0x1p-24f;
 
-// A tensor's scale in both directions, and the amax that it comes from. `encode` multiplies elements on encoding,
-// `decode` multiplies on decoding.
+// A tensor's scale in both directions, and the amax from which it was computed. Elements are multiplied with `encode`
+// when they are encoded, and with `decode` when they are decoded.
 struct TensorScale {
   float encode, decode, amax;
 };
 
-// The element value to which a tensor rule maps the tensor's amax. 0 means the largest value of the format.
+// The element value to which a tensor rule maps the tensor's amax, or 0 if that is the largest value of the element
+// format.
 struct tensor_fouroversix_4;
 template <class Rule>
 struct LargestElement {
@@ -24,16 +26,16 @@ struct LargestElement<tensor_fouroversix_4> {
   static constexpr float kValue = 4.0f;
 };
 
-// Return the amax that a tensor scale of 1 covers: the largest element times the largest block scale that R uses.
+// Return the amax that a tensor scale of 1 covers: the largest element value times the largest block scale that R uses.
 template <class R>
 FP4KIT_DEVICE float full_range() {
   constexpr float kTop = LargestElement<typename R::TensorRule>::kValue;
   return (kTop > 0.0f ? kTop : max_of<typename R::Element>()) * static_cast<float>(R::kScaleMax);
 }
 
-// ---- codes of block scales
+// ---- functions for the codes of block scales
 
-// Return the code of a block scale, rounded to nearest even.
+// Return the code of a block scale, rounded to nearest even in the scale format of R.
 template <class R>
 FP4KIT_DEVICE u32 encode_scale(float x) {
 #if FP4KIT_HAS_CVT_FP8
@@ -42,7 +44,7 @@ FP4KIT_DEVICE u32 encode_scale(float x) {
   return encode<typename R::Scale, Rounding::rn, Sign::signbit, R::Scale::kNanCode>(x);
 }
 
-// Return the value of a block scale's code.
+// Return the value of the code of a block scale.
 template <class R>
 FP4KIT_DEVICE float decode_scale(u32 code) {
   return decode<typename R::Scale>(code);
@@ -101,7 +103,7 @@ struct tensor_divided {
   }
 };
 
-// The smallest normal number of a type; bfloat16 has that of float32.
+// The smallest normal number of a type. bfloat16 has that of float32.
 template <class In>
 struct SmallestNormal {
   static constexpr float kValue = kFltMin;
@@ -189,16 +191,17 @@ struct tensor_fouroversix {
 
 struct tensor_fouroversix_4 : tensor_fouroversix {};
 
-// Return amax number `index` of an array that a caller gave, without its sign bit. The sign bit of -0 would otherwise
-// become that of scales and codes.
+// Return the amax at `index` of an array that a caller gave, without its sign bit. Otherwise the sign bit of -0 would
+// become the sign of scales and codes.
 FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) {
   return magnitude_of(amaxes[index]);
 }
 
-// The number of tensor scales that a tensor has: none, one, one per row, or one per block.
+// How many tensor scales a tensor has: none, one, one per row, or one per block.
 enum class TensorScaling { none, tensor, row, block };
 
-// Return the tensor scale that covers block `block` of row `row`, for rows of `blocks` blocks.
+// Return the tensor scale of block `block` of row `row`, computed from the given tensor amaxes. A row has `blocks`
+// blocks. The scale is 1 if the recipe has no tensor scales.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale tensor_scale_of(const float* tensor_amax, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {

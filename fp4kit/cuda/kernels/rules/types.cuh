@@ -1,5 +1,5 @@
-// Short names of integer types, function qualifiers, bit casts and index arithmetic. Needs no CUDA header, because
-// NVRTC declares the rest.
+// Short names of integer types, function qualifiers, bit casts and index arithmetic. This file includes no CUDA header,
+// because NVRTC declares what it uses.
 #pragma once
 
 using u8 = unsigned char;
@@ -13,15 +13,16 @@ using i64 = long long;
 #define FP4KIT_DEVICE_CALL static __device__ __noinline__
 #define FP4KIT_DEVICE_MEMBER __device__ __forceinline__
 
-// FP4KIT_UNROLL unrolls the following loop completely, so that a loop around it can be vectorized. g++ has its own
-// spelling.
+// FP4KIT_UNROLL unrolls the following loop completely, so that a loop around it can be vectorized. The spelling for g++
+// differs from that for other compilers.
 #if defined(__GNUC__) && !defined(__clang__) && !defined(__CUDACC__)
 #define FP4KIT_UNROLL _Pragma("GCC unroll 16")
 #else
 #define FP4KIT_UNROLL _Pragma("unroll")
 #endif
 
-// Threads per thread block, unless a kernel has its own number. Equals THREADS of cuda/launch/geometry.py.
+// The number of threads per thread block, unless a kernel has its own number. It equals THREADS of
+// cuda/launch/geometry.py.
 constexpr int kThreads = 256;
 constexpr float kFltMax = 0x1.fffffep127f;
 constexpr float kFltMin = 0x1p-126f;  // smallest normal
@@ -31,7 +32,7 @@ constexpr u32 kInfinityBits = 0x7F800000u;
 FP4KIT_DEVICE u32 bits_of(float x) {
   return __float_as_uint(x);
 }
-// Return the float of some bits.
+// Return the float with these bits.
 FP4KIT_DEVICE float float_of(u32 bits) {
   return __uint_as_float(bits);
 }
@@ -39,19 +40,20 @@ FP4KIT_DEVICE float float_of(u32 bits) {
 FP4KIT_DEVICE u64 double_bits_of(double x) {
   return static_cast<u64>(__double_as_longlong(x));
 }
-// Return the double of some bits.
+// Return the double with these bits.
 FP4KIT_DEVICE double double_of(u64 bits) {
   return __longlong_as_double(static_cast<i64>(bits));
 }
-// Return whether x is NaN. Tests bits, so that compiler options do not matter.
+// Return true if x is NaN. The function tests bits, so that compiler options for fast arithmetic do not change its
+// result.
 FP4KIT_DEVICE bool is_nan(float x) {
   return (bits_of(x) & 0x7FFFFFFFu) > kInfinityBits;
 }
-// Return whether x is neither infinite nor NaN.
+// Return true if x is neither infinite nor NaN.
 FP4KIT_DEVICE bool is_finite(float x) {
   return (bits_of(x) & 0x7FFFFFFFu) < kInfinityBits;
 }
-// Return |x|, NaN payload included.
+// Return the magnitude of x. The payload of a NaN is kept.
 FP4KIT_DEVICE float magnitude_of(float x) {
   return float_of(bits_of(x) & 0x7FFFFFFFu);
 }
@@ -69,37 +71,38 @@ FP4KIT_DEVICE u32 high_product(u32 a, u32 b) {
   return static_cast<u32>((static_cast<u64>(a) * b) >> 32);
 }
 
-// Return i / n for 0 <= i < count. Divides in 32 bits if `count` allows it, which is several times faster.
+// Return floor(i / n) for 0 <= i < count. The division has 32 bits if `count` allows it, which is several times faster.
 FP4KIT_DEVICE i64 quotient(i64 i, i64 n, i64 count) {
   if (n == 1) return i;
   return count <= 0x7FFFFFFF ? static_cast<i64>(static_cast<u32>(i) / static_cast<u32>(n)) : i / n;
 }
 
-// Return the smaller of a and b; b if the comparison is false, as it is for NaN.
+// Return the smaller of a and b. If a comparison with NaN makes a < b false, return b.
 template <class T>
 FP4KIT_DEVICE T minimum(T a, T b) {
   return a < b ? a : b;
 }
-// Return the larger of a and b; a if the comparison is false, as it is for NaN.
+// Return the larger of a and b. If a comparison with NaN makes a < b false, return a.
 template <class T>
 FP4KIT_DEVICE T maximum(T a, T b) {
   return a < b ? b : a;
 }
 
-// The thread blocks that share one matrix or piece: the number of this thread block, and how many there are.
+// The thread blocks that share one matrix or one piece of a group: the number `block` of this thread block among them,
+// and their number `blocks`.
 struct Grid {
   i64 block, blocks;
 };
-// Return the Grid of a launch whose thread blocks all share one matrix.
+// Return the Grid of a launch in which all thread blocks share one matrix.
 FP4KIT_DEVICE Grid whole_grid() {
   return {static_cast<i64>(blockIdx.x), static_cast<i64>(gridDim.x)};
 }
-// Return the number of this thread among all threads of the Grid: the first item of a loop that gives each thread one
-// item per iteration.
+// Return the number of this thread among all threads of the Grid. It is the first item of a loop that gives each thread
+// one item per iteration.
 FP4KIT_DEVICE i64 first_item(Grid g) {
   return g.block * blockDim.x + threadIdx.x;
 }
-// Return the number of threads of the Grid: the stride of such a loop.
+// Return the number of threads of the Grid. It is the stride of a loop that gives each thread one item per iteration.
 FP4KIT_DEVICE i64 item_stride(Grid g) {
   return g.blocks * blockDim.x;
 }
