@@ -35,7 +35,7 @@ constexpr EncodeFunction kEncodes[2][kInputs] = {
 template <class E>
 constexpr float kFastBelow[kInputs] = {fast_below<E, Float32>(), fast_below<E, Float16>(), fast_below<E, Bfloat16>()};
 
-// Return kUnusedBits of an input type, or 0 if multipliers must not replace the divisors of E.
+// Return the mask kUnusedBits<In>, or 0 if multipliers must not replace the divisors of E.
 template <class E, class In>
 constexpr u32 unused_bits_of() {
   return may_use_multipliers<E, In>() ? kUnusedBits<In> : 0u;

@@ -36,7 +36,7 @@ constexpr bool kNearestE2m1 =
     E::Format::kIsE2m1 && (E::kRounding == Rounding::rn || kWraps<E>) && !E::kCompare && E::kSign != Sign::not_positive;
 
 // The ways to scale elements by their factors:
-//   general     by the operations that the recipe names; valid for every usable factor
+//   general     with the operations that the recipe names; valid for every usable factor
 //   fast        without the operations that have no effect, and with quotients from quotient_by or Divisor; valid for
 //               scaled magnitudes below kFastScaledBelow and factors below the result of fast_below
 //   multiplier  like `fast`, but divisors are replaced by exact multipliers (exact_division.h)

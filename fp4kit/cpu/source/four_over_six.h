@@ -73,8 +73,8 @@ __attribute__((noinline)) static void find_error_terms(const float* x, const flo
 // The next three structs combine the errors of elements into the errors of kLanes blocks, each for one kind of recipe.
 // add(row, terms) adds the error terms of a row. result(block_rows) returns the errors of the blocks.
 
-// Add the terms of each row in order. Then add rows as a tree: row i and row i + 8, then rows i and i + 4, i + 2 and i
-// + 1.
+// Add the terms of each row in order. Then add the sums of rows as a tree: first those of rows i and i + 8, then i and
+// i + 4, then i and i + 2, and last i and i + 1.
 template <int kRows>
 struct RowSums {
   LaneVector rows[kRows] = {};

@@ -69,7 +69,7 @@ FP4KIT_DEVICE void raise_to_power(double (&d)[kCount], double p) {
   for (int i = 0; i < kCount; ++i) d[i] = powers[i];
 }
 
-// Return d^p, computed as by raise_to_power.
+// Return d^p, with the arithmetic and for the arguments of raise_to_power.
 FP4KIT_DEVICE double power_of(double d, double p) {
   double one[1] = {d};
   raise_to_power(one, p);

@@ -27,7 +27,7 @@ template <class R>
 FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {
   return amax * (decode<typename R::Scale>(code) * (1.0f / R::kScaleMax));
 }
-// Return the Candidate of a code. `amax` is the tensor's amax.
+// Return the Candidate of a code: its scale, or 1 if the scale underflows to 0. `amax` is the tensor's amax.
 template <class R>
 FP4KIT_DEVICE Candidate candidate_of(u32 code, float amax) {
   const float scale = candidate_amax<R>(code, amax) * (1.0f / 6.0f), safe = scale == 0.0f ? 1.0f : scale;
