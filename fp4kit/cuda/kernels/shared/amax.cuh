@@ -1,11 +1,13 @@
-// Find the largest magnitude of a run, of a thread block and of a cluster, over the elements that count in a tensor's
-// amax. Magnitudes are compared as float32 bits, which order as the values do, with NaN above infinity.
+// Functions that find the largest magnitude of a run, of a thread block and of a cluster, among the elements that count
+// in a tensor's amax. Magnitudes are compared as float32 bits, which have the order of the magnitudes, with NaN above
+// infinity.
 #pragma once
 
 #include "block.cuh"
 #include "hadamard.cuh"
 
-// Return the bits of |x|, or 0 if kInput excludes x from the amax (NaN, or all that is not finite).
+// Return the bits of |x|, or 0 if x does not count in the amax: NaN for AmaxInput::no_nan, NaN and infinity for
+// AmaxInput::finite.
 template <AmaxInput kInput>
 FP4KIT_DEVICE u32 counted_bits(float x) {
   const u32 bits = bits_of(x) & 0x7FFFFFFFu;
@@ -14,8 +16,8 @@ FP4KIT_DEVICE u32 counted_bits(float x) {
   return bits;
 }
 
-// Return the bits of the largest magnitude among the elements of a run that kInput lets count. If Transform::kHadamard,
-// the run is transformed first.
+// Return the float32 bits of the largest magnitude among the elements of a run that count according to kInput. If
+// Transform::kHadamard, the run is transformed first.
 template <class Transform, class In, AmaxInput kInput, int kCount>
 FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   u32 largest;
@@ -31,7 +33,8 @@ FP4KIT_DEVICE u32 largest_of_run(Run<In, kCount> run) {
   return largest;
 }
 
-// Return the largest `own` among all threads of a thread block, to each of them.
+// Return the largest `own` among all threads of a thread block. All threads must call this function, and each gets the
+// result.
 template <int kThreads>
 FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   __shared__ u32 parts[kThreads];
@@ -46,10 +49,11 @@ FP4KIT_DEVICE u32 largest_of_block(u32 own) {
   return result;
 }
 
-constexpr int kAmaxRun = 16;  // elements of a run
+constexpr int kAmaxRun = 16;  // number of elements of a run
 
-// Return the bits of the largest magnitude among the elements in [0, count) that thread `lane` takes; `lanes` threads
-// share them. kAligned: x is a multiple of 16 bytes.
+// Return the float32 bits of the largest magnitude among this thread's part of the elements in [0, count) that count
+// according to kInput. `lanes` threads divide the elements among them, and `lane` is the number of this thread. If
+// kAligned, x must be a multiple of 16 bytes.
 template <class Transform, class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, i64 lanes) {
   constexpr int kRun = kAmaxRun;
@@ -62,15 +66,17 @@ FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, 
   return largest;
 }
 
-// A Transform for arrays without a Hadamard transform.
+// The argument Transform for arrays that are not transformed.
 struct Untransformed {
   static constexpr bool kHadamard = false;
   static constexpr u32 kSignMask = 0u;
 };
 
-// If R::kFinders is not 0, a kernel finds the tensor's amax itself, by clusters of kFinders thread blocks.
-// FP4KIT_FINDERS tells the compiler the size of the cluster, and the grid is a multiple of it. Before compute
-// capability 9.0 there are no clusters, and each thread block finds the amax alone.
+// If R::kFinders is not 0, a kernel finds the tensor's amax itself. A cluster of kFinders thread blocks divides the
+// array among its threads, and every cluster finds the amax of the whole array.
+//
+// FP4KIT_FINDERS tells the compiler the size of the cluster, and the number of thread blocks of the grid is a multiple
+// of it. Before compute capability 9.0 there are no clusters, and each thread block finds the amax alone.
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
 #define FP4KIT_CLUSTER __cluster_dims__(FP4KIT_FINDERS, 1, 1)
 constexpr int kFinders = FP4KIT_FINDERS;
@@ -79,8 +85,8 @@ constexpr int kFinders = FP4KIT_FINDERS;
 constexpr int kFinders = 1;
 #endif
 
-// Return the bits of the largest magnitude in this thread's part of the array, which the threads of a cluster divide
-// among them. Each thread has loads of 256 bytes in flight, because nothing else hides their latency.
+// Return the float32 bits of the largest magnitude in this thread's part of the array. The threads of a cluster divide
+// the array among them. Each thread has loads of 256 bytes in flight, because nothing else hides their latency.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
   constexpr int kRun = kAmaxRun, kRunsAtOnce = 256 / (kRun * sizeof(typename In::Bits)), kLanes = kFinders * kThreads;
@@ -101,14 +107,15 @@ FP4KIT_DEVICE u32 largest_of_all(const typename In::Bits* x, i64 count) {
                  largest_bits<Untransformed, In, kInput, false>(x + remainder, count - remainder, lane, kLanes));
 }
 
-// Return the largest `own_largest` among all threads of a cluster, to thread 0 of each of its thread blocks.
+// Return the largest `own_largest` among the thread blocks of a cluster. All threads of the cluster must call this
+// function, each with the result of largest_of_block.
 FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
 #if defined(FP4KIT_FINDERS) && __CUDA_ARCH__ >= 900
   __shared__ u32 parts[kFinders];
   const u32 own_address = static_cast<u32>(__cvta_generic_to_shared(parts + blockIdx.x % kFinders));
   asm volatile(
       "barrier.cluster.wait.acquire.aligned;" ::  // wait until all have begun, so that their shared memory exists
-      : "memory");                                // wait until all have begun, so that their memory exists
+      : "memory");
   if (threadIdx.x == 0) {
 #pragma unroll
     for (u32 peer = 0; peer < kFinders; ++peer) {
@@ -125,9 +132,9 @@ FP4KIT_DEVICE u32 largest_of_cluster(u32 own_largest) {
   return own_largest;
 }
 
-// If R::kFinders is not 0, find the amax of the whole array a.x, and make a.tensor_amax point to it; otherwise do
-// nothing. A kernel calls this first. The first thread block also writes the amax to where a.tensor_amax pointed. For
-// small arrays, this saves two of three launches.
+// If R::kFinders is not 0, find the amax of the whole array a.x, and let a.tensor_amax point to it. Otherwise do
+// nothing. A kernel calls this function first. The first thread block also stores the amax at the address that
+// a.tensor_amax had. For small arrays, this saves two of three launches.
 template <class R, class In, bool kAligned, class Arguments>
 FP4KIT_DEVICE void find_amax(Arguments& a) {
   if constexpr (R::kFinders > 0) {

@@ -1,13 +1,13 @@
-// Combine the amaxes or errors of the rows of a block. Each thread of a thread block holds one row of one block, and
-// the values of the rows meet in shared memory.
+// Functions that combine the amaxes or errors of the rows of a block. Each thread of a thread block handles one row of
+// one block, and the threads exchange the values of the rows in shared memory.
 #pragma once
 
 #include "four_over_six.cuh"
 
 constexpr int kTileWarps = kThreads / 32;
 
-// Shared memory of the reduction. Blocks of one row need none. Thread row * kColumns + column holds row `row` of block
-// `column`.
+// The shared memory for combining rows. Blocks of one row need none. Thread row * kColumns + column handles row `row`
+// of block `column` of the tile.
 template <class R, bool kTall = (R::kBlockRows > 1)>
 struct TileMemory {
   static constexpr int kColumns = kThreads;
@@ -16,22 +16,24 @@ template <class R>
 struct TileMemory<R, true> {
   static constexpr int kRows = R::kBlockRows, kColumns = kThreads / R::kBlockRows;
   float values[2][kRows][kColumns];
-  // For the fast path: the amax and two errors. There is a barrier before each is written again.
+  // For the fast path: one amax and two errors per warp and block. There is a barrier before each of them is written
+  // again.
   float parts[3][kTileWarps][kColumns];
 };
 
-// An operation for reduce_rows: the larger of two magnitudes, with NaN above all.
+// An operation for reduce_rows: it returns the larger of two magnitudes, with NaN above all numbers.
 struct LargerOf {
   FP4KIT_DEVICE float combine(float a, float b) { return float_of(maximum(bits_of(a), bits_of(b))); }
 };
-// An operation for reduce_rows: the sum of two floats.
+// An operation for reduce_rows: it returns the sum of two floats.
 struct SumOf {
   FP4KIT_DEVICE float combine(float a, float b) { return a + b; }
 };
 
-// Combine each value over all rows of a block, in any order, and return the results to all threads of the thread block.
-// Uses tile.parts[kPart] and the following ones. A warp has neighboring rows, or part of one row if a row has more than
-// 32 blocks.
+// Combine each of kCount values over all rows of a block, in any order. Each thread passes the values of its row, and
+// gets the results of its block in `values`. All threads of the thread block must call this function. It uses
+// tile.parts[kPart] and the following kCount - 1 parts. A warp has neighboring rows, or a part of one row if a row has
+// more than 32 blocks.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
   constexpr int kColumns = TileMemory<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // kWarps: per row
@@ -53,7 +55,8 @@ FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int
   }
 }
 
-// Return the amax of a block to all threads of the thread block. `amax` is that of this thread's row.
+// Return the amax of a block to all threads that handle its rows. `amax` is the amax of this thread's row. All threads
+// of the thread block must call this function.
 template <class R>
 FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int column) {
   if constexpr (R::kBlockRows == 1) {
@@ -68,8 +71,9 @@ FP4KIT_DEVICE float amax_of_rows(TileMemory<R>& tile, float amax, int row, int c
   }
 }
 
-// Add both errors over the rows of a block as a tree (row i and i + 8, then + 4, + 2, + 1) and return the sums to all
-// threads of the thread block.
+// Add each of two errors over the rows of a block, and store the sums in `error` of all threads that handle the block.
+// The order is a tree: row i and row i + 8, then rows i and i + 4, i + 2 and i + 1. All threads of the thread block
+// must call this function.
 template <class R>
 FP4KIT_DEVICE void sum_rows(TileMemory<R>& tile, float (&error)[2], int row, int column) {
   if constexpr (R::kBlockRows > 1) {

@@ -1,11 +1,11 @@
-// The fast path (fast_path.cuh) for two columns of 16-bit elements side by side. A word of a row holds an element of
-// each column; the columns are separated only after encoding.
+// The fast path (fast_path.cuh) for two neighboring columns of 16-bit elements. A word of a row holds one element of
+// each column. The columns are separated only after encoding.
 #pragma once
 
 #include "fast_path.cuh"
 
-// Put the sign bits of eight rows of the left column into signs[0], and of the right column into signs[1]: the sign of
-// row i at bit 4 i + 3. All other bits are undefined.
+// Store the sign bits of eight rows: those of the left column in signs[0], and those of the right column in signs[1].
+// The sign of row i is bit 4 i + 3. All other bits are undefined.
 FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   u32 four[2];  // of rows 0 2 and of rows 1 3; two bytes of the left column, two of the right one
 #pragma unroll
@@ -17,8 +17,9 @@ FP4KIT_DEVICE void nibble_signs_of_columns(const u32* rows, u32 (&signs)[2]) {
   signs[1] = prmt(four[0], four[1], 0x7632u);
 }
 
-// Multiply eight rows of two bfloat16 columns with a power of two per column, and put the E2M1 codes of each column
-// into a word. The codes get the sign bits of `signs`.
+// Multiply eight rows of two bfloat16 columns with a power of two per column, and store the E2M1 codes of the left
+// column in words[0] and those of the right column in words[1]. `factors` holds the two powers of two as bfloat16. The
+// codes get the sign bits of `signs`, which holds one pair per row.
 FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 factors, u32 (&words)[2]) {
   u32 four[2];  // of rows 0 to 3 and of rows 4 to 7; bytes: left, right, left, right
 #pragma unroll
@@ -35,7 +36,8 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
   words[1] = prmt(four[0], four[1], 0x7531u);
 }
 
-// Encode two columns of finite elements, and pack the codes of each into words as exact_codes does.
+// Encode two columns of finite elements, whose factors are f[0] and f[1]. Pack the codes of column j into words[j],
+// with the result of exact_codes.
 template <class R, class In, int kRows>
 FP4KIT_DEVICE void encode_columns(const u32 (&rows)[kRows], const Factor (&f)[2],
                                   u32 (&words)[2][kRows * R::Element::kStoredBits / 32]) {

@@ -1,20 +1,20 @@
-// 4over6: each block takes the better of two scales, which map its amax to value 6 ("six") or to 4 ("four"). Twin of
-// reference/four_over_six.py.
+// 4over6: each block gets the better of two scales, which map its amax to the value 6 ("six") or to 4 ("four"). The
+// functions give the results of reference/four_over_six.py.
 //
-// The exact path adds the errors as the reference does. Only the comparison of the two sums matters, so the fast path
-// adds approximate errors, in a few operations per element. Blocks whose sums are too close take the exact path: about
-// four in ten thousand for normally distributed data, and blocks for which both scales are equally good, such as those
-// of one magnitude.
+// The exact path adds errors as the reference does. Because only the comparison of the two sums matters, the fast path
+// adds approximate errors, in a few operations per element. If the two sums are too close, the block takes the exact
+// path. That happens for about four in ten thousand blocks of normally distributed data, and for blocks for which both
+// scales are equally good, such as blocks whose elements all have one magnitude.
 #pragma once
 
 #include "four_over_six_rules.cuh"
 #include "quantize.cuh"
 
-// ---- the exact path
+// ---- functions for the exact path
 
-// Call visit(x) for the elements of a run in order. Unless kUnrolled, the code is kept small, because rarely used
-// instructions must first be read from memory. Registers cannot be indexed, so the run is rotated by a word per step;
-// in the end it is unchanged.
+// Call visit(x) for the elements of a run, in order. If kUnrolled is false, the machine code is kept small, because
+// rarely used instructions must first be read from memory. Registers cannot be indexed by a variable, so the run is
+// rotated by one word per iteration. After the last iteration, the run is unchanged.
 template <bool kUnrolled, class In, int kCount, class Visit>
 FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   if constexpr (kUnrolled) {
@@ -33,7 +33,7 @@ FP4KIT_DEVICE void for_each_element(Run<In, kCount>& run, Visit&& visit) {
   }
 }
 
-// Return the value that an element, times its factor, rounds to.
+// Return the value to which a scaled element is rounded when errors are measured.
 template <class R>
 FP4KIT_DEVICE float rounded(float scaled) {
   if constexpr (R::kRounding == Rounding::rnw)
@@ -41,8 +41,8 @@ FP4KIT_DEVICE float rounded(float scaled) {
   return decode<typename R::Element>(encode_element<R>(scaled));
 }
 
-// Return the error of a run under a scale: the sum of the elements' errors or, if R::kLargestError, the largest of
-// them. The order of additions is the recipe's.
+// Return the error of a run under a scale: the sum of the errors of its elements or, if R::kLargestError, the largest
+// of them. The errors are added in the order of the recipe.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorScale t) {
   const float scale = decode_scale<R>(scale_code), factor = candidate_factor<R>(scale, t);
@@ -63,7 +63,8 @@ FP4KIT_DEVICE float sum_errors(Run<In, R::kBlock>& run, u32 scale_code, TensorSc
   return error;
 }
 
-// Return the codes of a run under the chosen scale, with the first code in the lowest bits.
+// Return the 4-bit codes of a run under the chosen scale, with the first code in the lowest bits. `amax` is the amax of
+// the block.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
   if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer returns early for a block of zeros
@@ -74,26 +75,28 @@ FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_c
   return codes;
 }
 
-// Store the codes of a run, or the values that they decode to if R::kFake.
+// Store the codes of a run that begins at element `first`, or, if R::kFake, the values to which the codes decode.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes, u32 scale_code, TensorScale t) {
   const u32 words[2] = {static_cast<u32>(codes), static_cast<u32>(codes >> 32)};
   store_packed<R, In, R::kBlock, kAligned>(a, first, words, scale_code, t);
 }
 
-// ---- the fast path
+// ---- functions for the fast path
 //
-// Let u be the decoded value of code value 1, y = |x| * factor < 7 and e = 2^-24. If u * factor is within 8 e of 1, an
-// error |v u - |x||, v being the nearest code value computed as below, is within 114 e u of the reference's error:
-//   24 e u   v u against the reference's products and quotients: 4 e of at most 6 u
-//    2 e u   both differences are rounded
-//   88 e u   near a tie the other v may be taken. Then y is within 4 e of the tie, which is at most 5, and the two
-//            errors differ by twice (4 + 5 * 8) e u
-// Sums of n magnitudes differ by at most 114 e n u, plus 42 e times a sum of at most n u for the order of additions.
-// Sums E of n squares differ by at most 114 e u 2 sum |d| plus 42 e E, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n /
-// 4 u^2. is_decided asks for a larger distance than both sums can be off.
+// Notation: u is the decoded value of the code value 1, y = |x| * factor < 7, e = 2^-24, and v is the code value
+// nearest to y as computed below. Assume that u * factor is within 8 e of 1. Then the error |v u - |x|| differs from
+// the reference's error by at most 114 e u:
+//    24 e u   v u differs from the reference's products and quotients by 4 e times at most 6 u
+//     2 e u   both differences are rounded
+//    88 e u   near a tie, v may be the other neighbor. Then y is within 4 e of the tie, which is at most 5, and the two
+//             errors differ by twice (4 + 5 * 8) e u
+//
+// Sums of n magnitudes differ by at most 114 e n u, plus 42 e times a sum of at most n u for the order of additions. A
+// sum E of n squares differs by at most 114 e u * 2 sum |d| plus 42 e E, where 2 u sum |d| <= 2 u sqrt(n E) <= 4 E + n
+// / 4 u^2. The function is_decided requires that the two sums differ by more than both of these errors together.
 
-// The numbers of a scale that the fast path needs. Lengths are in units of amax_power(t).
+// The numbers of a scale that the fast path needs. Lengths are in units of amax_power(t). u is defined above.
 struct alignas(16) ApproximateScale {
   float factor;  // infinite if the fast path does not apply
   float small;   // factor * 2^-126
@@ -101,13 +104,13 @@ struct alignas(16) ApproximateScale {
   float slack;   // how far both sums can be off together: the part that depends on the larger u
 };
 
-// Return whether all blocks share one tensor scale. A table of all block scales is then worthwhile.
+// Return true if all blocks share one tensor scale, so that a table of all block scales is worthwhile.
 template <class R>
 FP4KIT_DEVICE constexpr bool has_one_scale() {
   return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;
 }
 
-// Return the largest power of two that is at most the tensor's amax.
+// Return the largest power of two that is at most the tensor's amax. The amax must be a positive normal number.
 FP4KIT_DEVICE float amax_power(TensorScale t) {
   return float_of(bits_of(t.amax) & kInfinityBits);
 }
@@ -116,12 +119,14 @@ FP4KIT_DEVICE float inverse_amax_power(TensorScale t) {
   return float_of(0x7F000000u - bits_of(amax_power(t)));
 }
 
-// Return whether, under this tensor scale, all scales stay in the normal range and all squared errors stay finite.
+// Return true if, under this tensor scale, all scales are in the range of normal numbers and all squared errors are
+// finite.
 FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
   return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
-// Return the ApproximateScale of a scale code. Its factor is infinite if the fast path does not apply.
+// Return the ApproximateScale of a scale code under the tensor scale t. Its factor is infinite if the fast path must
+// not be used with this scale.
 template <class R, class In>
 FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
@@ -135,12 +140,12 @@ FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   return {factor, factor * amax_power(t) * 0x1p-126f, u * 0x1p126f, slack};
 }
 
-// Return approximately the sum of the errors, in units of amax_power. a: magnitudes in these units; small and unit: see
-// ApproximateScale.
+// Return approximately the sum of the errors of a row of a block, in units of amax_power. `a` holds the magnitudes of
+// the elements in these units; `small` and `unit` are fields of ApproximateScale.
 //
-// a * small is y * 2^-126. There float32 has the steps of E2M1 with 22 more bits: its smallest normal exponent is that
-// of y in [1, 2), and subnormals have the same step. Adding half of the 22 bits' range to the pattern, and clearing the
-// 22 bits, therefore rounds y to E2M1.
+// a * small is y * 2^-126. In that range, float32 has the steps of E2M1 with 22 more bits: its smallest normal exponent
+// is that of y in [1, 2), and its subnormals have the same step. So y is rounded to E2M1 by adding half of the range of
+// the 22 bits to the bit pattern, and clearing the 22 bits.
 template <class R>
 FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, float unit) {
   float error = 0.0f;
@@ -153,7 +158,8 @@ FP4KIT_DEVICE float approximate_error(const float (&a)[R::kBlock], float small, 
   return error;
 }
 
-// Put the approximate sums of errors of a finite run, under both scales, into `errors`.
+// Store in `errors` the approximate sums of errors of a finite run, under both scales. `inverse` is inverse_amax_power
+// of the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const ApproximateScale& six,
                                       const ApproximateScale& four, float inverse, float (&errors)[2]) {
@@ -167,15 +173,15 @@ FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const Appro
   errors[1] = approximate_error<R>(a, four.small, four.unit);
 }
 
-// Return whether the approximate sums prove which scale is better.
+// Return true if the approximate sums of errors prove which of the two scales is better.
 template <class R>
 FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScale& four, const float (&errors)[2]) {
   const float slack = four.slack;  // the larger one, because four's scale is not less than six's
   return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }
 
-// Return whether a block has only zeros and may take the fast path: scale code 0 is right, and so are element codes 0
-// with the elements' signs.
+// Return true if a block has only zeros and may take the fast path. That is so if both scale codes are 0 and the tensor
+// scale is ordinary. Element codes are then 0 with the signs of the elements.
 FP4KIT_DEVICE bool is_zero_block(float amax, u32 six_code, u32 four_code, TensorScale t) {
   return amax == 0.0f && six_code == 0u && four_code == 0u && is_ordinary(t);
 }

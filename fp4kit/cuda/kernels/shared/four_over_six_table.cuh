@@ -1,31 +1,36 @@
-// 4over6 for bfloat16 by tables: an element's bits look up its two codes and the difference that it adds to the errors
-// of the two scales.
+// 4over6 for bfloat16 by tables. The bits of an element look up its two codes and its contribution to the difference
+// between the errors of the two scales.
 //
-// A bfloat16 has 128 significands, an E4M3 scale 8. If nothing leaves the normal range, an element's codes under a
-// block's two scales, and its errors in units of the first scale, do not change when the element and both scales are
-// multiplied with a power of two. A block's two scales are a sixth and a fourth of its amax, rounded. Up to such a
-// power they form 16 pairs, and 3 more if the second is clipped to 448. A pair's table has an entry for each bfloat16
-// from a quarter to 6.4 times the first scale; below that, all codes are 0.
+// A bfloat16 has 128 significands, and an E4M3 scale has 8. If nothing leaves the range of normal numbers, multiplying
+// an element and both scales with a power of two changes neither the codes nor the errors in units of the first scale.
+// The two scales of a block are a sixth and a fourth of its amax, rounded. Up to a power of two, they form 16 pairs,
+// and 3 more if the second scale is clipped to 448.
 //
-// An entry is 256 times the difference of the errors, four's minus six's, as an integer in units of 1 / kUnitsOfOne.
-// Its low byte has six's code in bits 0 to 2 and four's in bits 4 to 6. The sum of a block's entries decides which
-// error is smaller, unless it is within kSlack units of zero:
+// The table of a pair has an entry for each bfloat16 from a quarter to 6.4 times the first scale. Below that, all codes
+// are 0. The upper 24 bits of an entry are the difference of the two errors (four's minus six's) as an integer, in
+// units of 1 / kUnitsOfOne. The lowest byte holds six's code in bits 0 to 2 and four's code in bits 4 to 6.
+//
+// The sum of a block's entries says which error is smaller, unless the sum is within kSlack units of zero. These errors
+// add up to less than kSlack:
 //   8.8 units   16 entries are off by half a unit each, and by the rounding of differences of at most 1.5
 //   9.8 units   the reference's sums, at most 16 and 25.9, are rounded 15 times each, to 2^-24 of them
-//   7.5 units   the codes below, which only add
+//   7.5 units   the codes in the lowest bytes are added too
 #pragma once
 
 #include "four_over_six.cuh"
 
-// Entries per pair: four octaves, 97 significands of the fifth, one entry below a quarter, and rounding.
+// The number of entries per pair: four octaves (128 entries each), 97 significands of the fifth octave, one entry below
+// a quarter, and one for rounding.
 constexpr int kEntries = 611;
-// Units per first scale's unit, or per its square. 16 differences of at most 1.5 then stay below 2^23.
+// The number of units per error of 1 (in the unit of the first scale, or in its square). With it, the sum of 16
+// differences of at most 1.5 stays below 2^23.
 constexpr float kUnitsOfOne = 0x1p18f;
 constexpr u32 kSlack = 28u << 8;
-// Slack of 16 such sums, each rounded down to units: 141 + 199 (19 roundings of 16 times as much) + 112.
+// The slack, in units, of the sum of 16 such sums, each rounded down to units: 141 + 199 + 112. The 199 come from 19
+// roundings of sums that are 16 times as large.
 constexpr u32 kSquareSlack = 480u;
 
-// Two scales: the significand of the first, and how many codes the second is above it.
+// Two scales: the significand of the first one, and by how many codes the second one is above it.
 struct Pair {
   u8 first, above;
 };
@@ -34,21 +39,22 @@ __device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 
                                                     {3, 5}, {3, 6}, {4, 5}, {5, 4}, {5, 5}, {6, 4}, {6, 5},
                                                     {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
 
-// The place of a pair's entries in the table. For a first scale in [1, 2), the entry of a bfloat16 with bits b is entry
-// max(b + shift, first).
+// The place of a pair's entries in the table of all pairs. If the first scale is in [1, 2), the entry of a bfloat16
+// with bits b has the index max(b + shift, first).
 struct PairOffset {
   i32 shift, first;
 };
 
-// The numbers from which the entries of a pair are computed.
+// The numbers from which the entries of a pair are computed. Index 0 of an array is the first scale, index 1 the
+// second.
 struct PairScales {
   float factors[2], compared[2][8], steps;  // steps: units per error of 1
   u32 below;                                // bits of the bfloat16 of the first entry
 };
 
-constexpr int kParts = 512;  // words in which threads exchange parts of reductions
+constexpr int kParts = 512;  // number of words in which threads exchange parts of sums
 
-// The tables of all pairs, in shared memory.
+// The tables of all pairs, in shared memory of a thread block.
 struct alignas(16) PairTable {
   union {
     PairScales pairs[kPairs];  // until the entries are made
@@ -58,19 +64,19 @@ struct alignas(16) PairTable {
   u32 entries[kPairs * kEntries];
 };
 
-// Return the index of a pair of scale codes in PairTable::offsets.
+// Return the index of a pair of scales in PairTable::offsets, from their codes.
 FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }
 
-// Return whether the table is right under this tensor scale, for blocks whose amax is at most the tensor's. is_in_table
-// checks a block.
+// Return true if the table is valid under this tensor scale, for blocks whose amax is at most the tensor's amax.
+// is_in_table checks a block.
 FP4KIT_DEVICE bool has_table_for(TensorScale t) {
   return t.amax > 0x1p-40f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }
 
-// Fill the first parts of the table, the scales and the offsets of all pairs. All threads of a thread block must call
-// this.
+// Fill `pairs` and `offsets` of the table, from which the entries are computed. All threads of a thread block must call
+// this function.
 template <class R>
 FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   constexpr u32 kOne = 7u << 3;  // the code of scale 1
@@ -91,8 +97,8 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
                                                                             static_cast<i32>(i * kEntries)};
   }
   __syncthreads();
-  // If both scales are equal, six wins: both 448 has six's codes of any pair with that first scale; both 0 has only
-  // code 0.
+  // If both scales are equal, six wins. If both are 448, six's codes are those of any pair with that first scale. If
+  // both are 0, all codes are 0.
   if (threadIdx.x == 0u) {
     table.offsets[key_of(126u, 126u)] = table.offsets[6 * 8 + 4];
     table.offsets[key_of(0u, 0u)] = {-0x4000, 0};
@@ -100,7 +106,7 @@ FP4KIT_DEVICE void fill_pairs(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return the entry of a bfloat16 with these bits.
+// Return the entry of the bfloat16 with these bits, for a pair of scales under the tensor scale t.
 template <class R>
 FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   const float x = float_of(bits << 16);
@@ -115,7 +121,7 @@ FP4KIT_DEVICE u32 entry_of(const PairScales& pair, u32 bits, TensorScale t) {
   return (static_cast<u32>(difference) << 8) + codes[1] * 16u + codes[0];
 }
 
-// Fill the whole table for a tensor scale. All threads of a thread block must call this.
+// Fill the whole table for the tensor scale t. All threads of a thread block must call this function.
 template <class R>
 FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   fill_pairs<R>(table, t);
@@ -126,13 +132,14 @@ FP4KIT_DEVICE void fill_table(PairTable& table, TensorScale t) {
   __syncthreads();
 }
 
-// Return whether the table covers a block. The block's first scale is `base`, rounded to E4M3. False if amax or base is
-// NaN.
+// Return true if the table is valid for a block. `base` is the first scale of the block before it is rounded to E4M3.
+// Return false if amax or base is NaN.
 FP4KIT_DEVICE bool is_in_table(float amax, float base, TensorScale t) {
   return amax <= t.amax && (base >= 0x1p-6f || amax == 0.0f);
 }
 
-// Look up the entries of a run and return their sum. If both scales are equal, returns a sum that decides for six.
+// Look up the entries of a run under the scales with codes `six` and `four`. Store them in `entries`, and return their
+// sum. If both scales are equal, return a positive sum instead, which decides for six.
 template <class In, int kRun>
 FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 six, u32 four, u32 (&entries)[kRun]) {
   const PairOffset offset = table.offsets[key_of(six, four)];
@@ -150,7 +157,7 @@ FP4KIT_DEVICE u32 look_up(const PairTable& table, const Run<In, kRun>& run, u32 
   return six == four ? 1u << 16 : sum;
 }
 
-// Return the codes of eight entries without their signs: six's for shift 0, four's for shift 4.
+// Return the word of the codes of eight entries, without signs: six's codes if `shift` is 0, four's codes if it is 4.
 FP4KIT_DEVICE u32 codes_of_entries(const u32* entries, u32 shift) {
   const u32 even = prmt(prmt(entries[0], entries[2], 0x0040u), prmt(entries[4], entries[6], 0x0040u), 0x5410u);
   const u32 odd = prmt(prmt(entries[1], entries[3], 0x0040u), prmt(entries[5], entries[7], 0x0040u), 0x5410u);

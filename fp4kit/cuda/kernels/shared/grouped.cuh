@@ -1,21 +1,21 @@
-// A group: one launch for the same operation on many tensors, the members of the group.
+// A group: one launch for the same operation on many tensors, which are the members of the group.
 //
 // A Member describes a tensor. The work on it is divided into pieces of about equal size, so that thread blocks have
-// equal work whatever the sizes of the tensors. A thread block prepares a tensor's scale, or a table of factors, once
-// per piece.
+// equal work whatever the sizes of the tensors. A thread block computes the scale of a tensor, or a table of factors,
+// once per piece.
 //
-// A large group is a table in device memory: the members, followed by a Piece each. A dependent load before the first
-// load of elements takes 1 to 2 us if no cache has the table yet. For a large group that is negligible; for 8 tensors
-// of 1856 x 2688 it is 4% (H200, 2026-11-21). The members of a small group are therefore kernel arguments, as fast to
-// reach as those of a single tensor.
+// A large group is a table in device memory: first the members, then one Piece per piece. If no cache has the table
+// yet, loading from it takes 1 to 2 us before the first elements can be loaded. For a large group that is negligible;
+// for 8 tensors of 1856 x 2688 it is 4% of the time (H200, 2026-11-21). Therefore the members of a small group are
+// kernel arguments, which can be loaded as fast as the arguments for a single tensor.
 #pragma once
 
 #include "types.cuh"
 
-// The most members of a small group: one for each thread of a warp.
+// The largest number of members of a small group: one for each thread of a warp.
 constexpr u32 kSmallGroup = 32u;
 
-// A tensor of a group.
+// A tensor of a group: the arguments and the number of pieces.
 template <class Arguments>
 struct Member {
   Arguments arguments;  // those of the kernel for one tensor
@@ -23,19 +23,19 @@ struct Member {
   u32 aligned;          // what kAligned says for one tensor; some kernels store flags here
 };
 
-// A piece: its member, and its number among the member's pieces.
+// A piece: the index of its member, and its number among the pieces of that member.
 struct Piece {
   u32 member, index;
 };
 
-// A large group, in device memory.
+// A large group, in device memory. `count` is the number of members, and `pieces` the number of all pieces.
 template <class Arguments>
 struct Group {
   const Member<Arguments>* members;
   i64 count, pieces;
 };
 
-// A small group, in kernel arguments.
+// A small group, which is passed as a kernel argument.
 template <class Arguments>
 struct SmallGroup {
   i64 pieces;
@@ -43,7 +43,7 @@ struct SmallGroup {
   Member<Arguments> members[kSmallGroup];
 };
 
-// The type of group that a kernel takes.
+// GroupOf<Arguments, kSmall>::Type is the type of group that a kernel takes.
 template <class Arguments, bool kSmall>
 struct GroupOf {
   using Type = Group<Arguments>;
@@ -53,8 +53,9 @@ struct GroupOf<Arguments, true> {
   using Type = SmallGroup<Arguments>;
 };
 
-// Call body(arguments, grid, aligned) for each piece that this thread block takes. All threads of a thread block get
-// the same calls, so a body may have barriers. kBackwards: the last pieces come first.
+// Call body(arguments, grid, aligned) for each piece that this thread block takes. `grid` is the number of the piece in
+// its member and the member's number of pieces. All threads of a thread block get the same calls, so `body` may contain
+// barriers. If kBackwards, the last pieces are taken first.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body) {
   static_assert(sizeof(group) <= 4096, "arguments of a kernel");  // the limit of kernel arguments
@@ -68,7 +69,8 @@ FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body)
   }
 }
 
-// Call body(arguments, grid, aligned) for each piece of a large group, as for_each_piece of a SmallGroup does.
+// Call body(arguments, grid, aligned) for each piece of a large group that this thread block takes, as for_each_piece
+// does for a SmallGroup.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const Group<Arguments>& group, Body body) {
   __shared__ Member<Arguments> member;  // a copy in each thread would take registers

@@ -1,11 +1,11 @@
-// Code that the grouped quantize kernels share: tensors without elements, whose tensor scales must be written
-// nevertheless.
+// Code that the grouped quantize kernels share. It handles tensors without elements, whose tensor scales must be
+// written nevertheless.
 #pragma once
 
 #include "grouped.cuh"
 #include "quantize.cuh"
 
-// Return whether a tensor is empty. If it is, also write its tensor scales, which its quantize kernel would not. An
+// Return true if a tensor is empty. If it is, also store its tensor scales, because its quantize kernel would not. An
 // empty tensor has 0 columns and as many rows as tensor scales.
 template <class R, class In>
 FP4KIT_DEVICE bool is_empty(const QuantizeArguments& a, Grid grid) {

@@ -1,16 +1,16 @@
-// Code that the partial kernels share: load runs of a shard at any alignment, and store only the codes that the shard
-// owns.
+// Code that the partial kernels share. It loads runs of a shard at any alignment, and stores only the codes that the
+// shard owns.
 //
-// A shard is elements [start, end) of a flattened matrix whose rows are whole runs of kRun elements. Work is divided at
-// runs of the matrix, so that a run has 8 or 16 whole bytes of codes. If a shard begins or ends inside a run, it owns
-// only part of that run.
+// A shard is elements [start, end) of a flattened matrix whose rows consist of whole runs of kRun elements. Work is
+// divided between threads at the borders of runs, so that the codes of a run are 8 or 16 whole bytes. If a shard begins
+// or ends inside a run, it owns only a part of that run.
 #pragma once
 
 #include "runs.cuh"
 
 constexpr int kRun = 16;
 
-// The elements of a shard.
+// The elements of a shard, which begin at the address `values`.
 template <class In>
 struct Shard {
   using Bits = typename In::Bits;
@@ -22,7 +22,7 @@ struct Shard {
   i64 first, last;  // whole runs between these elements may be loaded 16 bytes at a time, neighboring elements included
 };
 
-// Return the Shard of elements [start, end), which begin at `values`.
+// Return the Shard of elements [start, end), which begin at the address `values`.
 template <class In>
 FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   using Bits = typename In::Bits;
@@ -31,8 +31,8 @@ FP4KIT_DEVICE Shard<In> shard_of(const void* values, i64 start, i64 end) {
   return {static_cast<const Bits*>(values), start, end, shift, start + margin, end - margin};
 }
 
-// Put into `run` the words of w from word kWords on; for 16-bit elements, from one element further if bit 1 of `shift`
-// is set.
+// Store in `run` the words of w from index kWords on. If bit 1 of `shift` is set, 16-bit elements are moved by one more
+// element.
 template <int kWords, class In, int kCount>
 FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& run) {
 #pragma unroll
@@ -41,8 +41,8 @@ FP4KIT_DEVICE void move_down(const u32 (&w)[kCount], u32 shift, Run<In, kRun>& r
         run.kPerWord == 1 ? w[i + kWords] : prmt(w[i + kWords], w[i + kWords + 1], shift & 2u ? 0x5432u : 0x3210u);
 }
 
-// Load the run at element p, for p >= first and p + kRun <= last. kAligned: shift is 0. Otherwise loads one chunk more
-// and moves the words down.
+// Load the run that begins at element p of the matrix. p must be at least s.first, and p + kRun at most s.last. If
+// kAligned, s.shift must be 0. Otherwise, one chunk more is loaded, and its words are moved into place.
 template <bool kAligned, class In>
 FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   const typename In::Bits* x = s.values + (p - s.start);
@@ -75,7 +75,7 @@ FP4KIT_DEVICE Run<In, kRun> read_whole(const Shard<In>& s, i64 p) {
   }
 }
 
-// Load the owned elements of the run at element p, with zeros for the others.
+// Load the run that begins at element p of the matrix. Elements that the shard does not own are set to 0.
 template <class In>
 FP4KIT_DEVICE Run<In, kRun> read_owned(const Shard<In>& s, i64 p) {
   Run<In, kRun> run = {};
@@ -92,26 +92,27 @@ FP4KIT_DEVICE Run<In, kRun> read_owned(const Shard<In>& s, i64 p) {
   return run;
 }
 
-// The integers from `first` to `first + count - 1`.
+// The integers from `first` to `first + count - 1`. has(i) returns true if i is one of them.
 struct Range {
   u32 first, count;
   FP4KIT_DEVICE_MEMBER bool has(u32 i) const { return i - first < count; }
 };
 
-// Return the runs that lie completely in elements [first, last), or no runs if last <= 0. A matrix has fewer than 2^31
-// runs.
+// Return the indices of the runs that are completely in elements [first, last), or an empty Range if there are none. A
+// matrix has fewer than 2^31 runs.
 FP4KIT_DEVICE Range whole_runs(i64 first, i64 last) {
   const i64 begin = (first + kRun - 1) / kRun, end = maximum<i64>(last, 0) / kRun;
   return {static_cast<u32>(begin), static_cast<u32>(maximum<i64>(end - begin, 0))};
 }
 
-// Return a mask of the lowest n bits, 0 <= n <= 32.
+// Return a mask of the lowest n bits, for 0 <= n <= 32.
 FP4KIT_DEVICE u32 low_bits(int n) {
   return n == 32 ? 0xFFFFFFFFu : (1u << n) - 1u;
 }
 
-// Store codes `from` to `to` - 1 of a run at `out` and change no other bit. Words are changed only by atomics on their
-// owned bits, so that the owner of the other codes of a word may do the same concurrently.
+// Store codes `from` ... `to` - 1 of a run at `out`, and change no other bit. Words are changed only by atomic
+// operations on the bits of these codes. So the process that owns the other codes of a word may store them at the same
+// time.
 template <int kWords>
 FP4KIT_DEVICE void store_owned(u8* out, const u32 (&words)[kWords], i64 from, i64 to) {
   constexpr int kPerWord = kRun / kWords, kBits = 32 / kPerWord;

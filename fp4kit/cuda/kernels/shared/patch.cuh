@@ -1,13 +1,13 @@
-// Tiles of a matrix, one per thread block, and patches of a tile, one per thread: where they lie, how they are loaded,
-// and the exact path for their blocks.
+// Tiles of a matrix, one per thread block, and patches of a tile, one per thread. This file contains their positions,
+// the loads of their elements, and the exact path for their blocks.
 //
-// A tile is 128 rows of a matrix. A patch is a rectangle of a tile that one thread holds in registers: 16 rows of 8
-// bytes for blocks in a column, 8 x 8 elements for square blocks.
+// A tile has 128 rows. A patch is a rectangle of a tile that one thread holds in registers: 16 rows of 8 bytes for
+// blocks in a column, or 8 x 8 elements for square blocks.
 #pragma once
 
 #include "quantize.cuh"
 
-// Arguments of quantize_columns.cu.
+// The arguments of quantize_columns.cu. "null" means that the pointer is nullptr in that case.
 struct PatchArguments {
   const void* x;                      // rows x columns elements, contiguous
   u8 *packed, *scales;                // codes and block scales along rows (null: not wanted)
@@ -22,57 +22,57 @@ struct PatchArguments {
 
 constexpr int kTileRows = 128;
 
-// The sizes of patches and tiles for a recipe and a type.
+// The sizes of patches and tiles for a recipe R and an element type In.
 template <class R, class In>
 struct PatchTraits {
   static constexpr bool kSquare = R::kBlockRows > 1;
   static constexpr int kPatchRows = kSquare ? 8 : 16;                                // rows of a patch
   static constexpr int kPatchColumns = kSquare ? 8 : 8 / sizeof(typename In::Bits);  // columns of a patch
-  static constexpr int kPatchesDown =  // patches below each other in a warp: together the rows of a block
-      R::kBlock / kPatchRows;          // patches below each other in a warp: together the rows of a block
+  static constexpr int kPatchesDown =
+      R::kBlock / kPatchRows;  // patches below each other in a warp: together the rows of a block
   static constexpr int kPatchesAcross = 32 / kPatchesDown;            // patches beside each other in a warp
   static constexpr int kPatchesPerBlock = R::kBlock / kPatchColumns;  // of those, the patches of a square block
-  // Warps of a tile, below and beside each other.
+  // The numbers of warps of a tile below each other and beside each other.
   static constexpr int kWarpsDown = kTileRows / (kPatchesDown * kPatchRows),
                        kWarpsAcross = kThreads / 32 / kWarpsDown;                     // warps
   static constexpr int kTileColumns = kWarpsAcross * kPatchesAcross * kPatchColumns;  // columns of a tile
   static constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
-  // Words of the codes of a row and of a column of a patch.
+  // The numbers of words that hold the codes of one row and of one column of a patch.
   static constexpr int kRowWords = kPatchColumns / kPerWord, kWords = kPatchRows / kPerWord;
   static constexpr int kColumnWords = kTileRows / kPerWord;  // words of the codes of a tile's column
   static constexpr int kQuads = kColumnWords / 4;
   static constexpr int kTileBlocks = kTileRows / R::kBlock;  // blocks of a tile's column
-  // True if a tile's elements fit beside its codes in the 48 KiB of shared memory of a thread block. For 8-bit codes of
-  // 16-bit elements they do not.
+  // True if the elements of a tile fit beside its codes in the 48 KiB of shared memory of a thread block. 8-bit codes
+  // of 16-bit elements do not leave enough room.
   static constexpr int kTileBytes = kTileRows * kTileColumns * sizeof(typename In::Bits),
                        kCodeBytes = kTileRows * kTileColumns * kBits / 8;
   static constexpr bool kKeepsElements = !kSquare && kTileBytes + kCodeBytes < 48 * 1024;
 };
 
-// A tile: the position of its first element.
+// A tile, given by the row and column of its first element.
 struct Tile {
   i32 row, column;
 };
 
-// Return p + a * b, computed in 64 bits from 32-bit factors.
+// Return p + a * b, with the product of the 32-bit factors computed in 64 bits.
 template <class T>
 FP4KIT_DEVICE T* advanced(T* p, u32 a, u32 b) {
   return p + static_cast<u64>(a) * b;
 }
 
-// Return the bytes of a row of codes.
+// Return the number of bytes of a row of codes.
 template <class P>
 FP4KIT_DEVICE u32 row_bytes(const PatchArguments& a) {
   return static_cast<u32>(a.columns) / 8 * P::kBits;
 }
 
-// The position of a thread's patch in the tile and in the matrix.
+// The position of the first element of a patch, in its tile and in the matrix.
 struct PatchPosition {
   int tile_row, tile_column;
   i32 row, column;
 };
 
-// Return the position of this thread's patch in a tile.
+// Return the position of this thread's patch of a tile.
 template <class P>
 FP4KIT_DEVICE PatchPosition patch_position(Tile tile) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -81,9 +81,9 @@ FP4KIT_DEVICE PatchPosition patch_position(Tile tile) {
   return {tile_row, tile_column, tile.row + tile_row, tile.column + tile_column};
 }
 
-// The order of the tiles of a matrix: the tiles of a band below each other, then those beside them; then the next band.
-// Tiles that are in flight at the same time therefore form a square, and their stores fill whole lines and pages in
-// both directions.
+// The order in which the tiles of a matrix are taken. The tiles of a band come first, column by column, and then those
+// of the next band. A band is 2^shift tiles below each other. So the tiles that are in flight at the same time form a
+// square, and their stores fill whole lines and pages in both directions.
 template <class P>
 struct TileOrder {
   u32 wide, tall, shift;
@@ -93,10 +93,10 @@ struct TileOrder {
         tall((static_cast<u32>(a.rows) + kTileRows - 1) / kTileRows),
         shift(static_cast<u32>(a.shift)) {}
 
-  // Return the number of tiles, including those of the last band that lie below the matrix.
+  // Return the number of tiles, including tiles of the last band that are below the matrix.
   FP4KIT_DEVICE_MEMBER u32 count() const { return wide * ((tall + (1u << shift) - 1) >> shift << shift); }
 
-  // Return tile number i.
+  // Return the tile with number i in this order.
   FP4KIT_DEVICE_MEMBER Tile tile(u32 i) const {
     const u32 column = i >> shift, band = column / wide;
     return {static_cast<i32>(((band << shift) + (i & ((1u << shift) - 1))) * kTileRows),
@@ -104,21 +104,21 @@ struct TileOrder {
   }
 };
 
-// Return how many rows of the matrix remain from a patch's first row on. The result is 0 or less if the patch is
-// outside the matrix.
+// Return how many rows of the matrix remain from the first row of a patch on. The result is 0 or less if the patch is
+// outside of the matrix.
 FP4KIT_DEVICE int rows_inside(const PatchArguments& a, const PatchPosition& s) {
   return s.column < static_cast<i32>(a.columns) ? static_cast<i32>(a.rows) - s.row : 0;
 }
 
-// Return the address of a patch's first element.
+// Return the address of the first element of a patch.
 template <class In>
 FP4KIT_DEVICE const typename In::Bits* first_element(const PatchArguments& a, const PatchPosition& s) {
   return advanced(static_cast<const typename In::Bits*>(a.x), static_cast<u32>(a.columns), s.row) + s.column;
 }
 
-// Load the rows of a patch. Places outside the matrix get copies of other elements, and their results are never stored.
-// If a square block ends below the matrix, the copies are of the matrix's last row, so that they do not change the
-// block's amax.
+// Load the rows of a patch into x. Places outside of the matrix get copies of other elements, and the results for them
+// are never stored. If a square block extends below the matrix, the copies are those of the matrix's last row, so that
+// the amax of the block does not change.
 template <class In, bool kAligned, class P>
 FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
                               Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
@@ -136,15 +136,16 @@ FP4KIT_DEVICE void load_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Return the largest `largest` among the lanes whose numbers differ from this lane's only in bits `first` to `end` - 1.
+// Return the largest `largest` among the lanes whose numbers differ from this lane's number only in bits from `first`
+// up to, but not including, `end`. Both are powers of two.
 FP4KIT_DEVICE u32 largest_of_lanes(u32 largest, int first, int end) {
 #pragma unroll
   for (int lane = first; lane < end; lane *= 2) largest = maximum(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, lane));
   return largest;
 }
 
-// Return the amax of a block by the recipe's own rule. Element (i, j) is x[i * row_step + j * step], for `rows` rows of
-// R::kBlock elements.
+// Return the amax of a block by the recipe's rule for NaN. Element (i, j) of the block is x[i * row_step + j * step].
+// The block has `rows` rows of R::kBlock elements.
 template <class R, class In>
 FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_step, i64 step) {
   return exact_amax<R, 2>(rows, [=](int i, int j, float (&pair)[2]) {
@@ -154,7 +155,8 @@ FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_
   });
 }
 
-// Encode kRun elements that lie `step` apart by the exact path, and pack their codes into words.
+// Encode kRun elements by the exact path, and pack their codes into words. The elements begin at x and are `step`
+// apart.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
   exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f, words);

@@ -1,4 +1,4 @@
-// Blocks in a column: encode patches of 16 rows of 8 bytes and put their codes into the staging buffer.
+// Blocks in a column: functions that encode patches of 16 rows of 8 bytes, and store their codes in the staging buffer.
 #pragma once
 
 #include "fast_path_columns.cuh"
@@ -6,8 +6,8 @@
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Put the float32 bits of the largest magnitude of each column's block into `largest`. The patches of a block combine
-// theirs.
+// Store in `largest` the float32 bits of the largest magnitude of the block in each column. The threads that hold the
+// patches of one block combine their maxima.
 template <class In, class P>
 FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                  u32 (&largest)[P::kPatchColumns]) {
@@ -32,9 +32,9 @@ FP4KIT_DEVICE void column_maxima(const Run<In, P::kPatchColumns> (&x)[P::kPatchR
   }
 }
 
-// Apply the Hadamard transform to the columns of a patch in place; a column is one block of 16. Put the float32 bits of
-// their largest magnitudes into `largest`. Return a bit mask of the columns whose float32 sums are not conclusive
-// (hadamard.cuh); the results of these columns are wrong.
+// Apply the Hadamard transform to each column of a patch in place; a column is one block of 16. Store the float32 bits
+// of each column's largest magnitude in `largest`. Return a bit mask of the columns whose float32 sums are not
+// conclusive (see hadamard.cuh); the results of these columns are wrong.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows], u32 (&largest)[P::kPatchColumns]) {
   constexpr int kWords = Run<In, P::kPatchColumns>::kWords;
@@ -60,7 +60,7 @@ FP4KIT_DEVICE u32 transform_columns(Run<In, P::kPatchColumns> (&x)[P::kPatchRows
   return inconclusive;
 }
 
-// Put the Hadamard transform of 16 elements into y. The elements begin at x and lie `step` apart.
+// Store the Hadamard transform of 16 elements in y. The elements begin at x and are `step` apart.
 template <class R, class In>
 FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typename In::Bits (&y)[16]) {
   typename In::Bits column[16];
@@ -72,8 +72,8 @@ FP4KIT_DEVICE void transform_column(const typename In::Bits* x, i64 step, typena
   for (int i = 0; i < 16; ++i) y[i] = In::narrow(element(run, i));
 }
 
-// Encode all columns of a patch by the fast path. The codes of columns that may not take it are wrong, and the caller
-// replaces them.
+// Encode all columns of a patch by the fast path, and store their codes in `words`. The codes of columns that must not
+// take the fast path are wrong, and the caller replaces them.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::kPatchRows],
                                         const Factor (&f)[P::kPatchColumns],
@@ -101,8 +101,9 @@ FP4KIT_DEVICE void encode_patch_columns(const Run<In, P::kPatchColumns> (&x)[P::
   }
 }
 
-// Encode one column of a patch by the exact path, and return the block's scale code. The column begins at x, `above`
-// rows below its block's first row. The loops are not unrolled, because this case is rare.
+// Encode one column of a patch by the exact path into `words`, and return the scale code of its block. The column
+// begins at x, `above` rows below the first row of its block; neighboring rows are `step` elements apart. The loops are
+// not unrolled, because this case is rare.
 template <class R, class In, class P>
 FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 step, TensorScale t, const Factor* table,
                                     u32 (&words)[P::kWords]) {
@@ -120,8 +121,8 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
   }
 }
 
-// Quantize a patch of blocks in columns into the staging buffer. Columns that do not take the fast path are then loaded
-// again and encoded by the exact path.
+// Quantize a patch of blocks in columns, and store the codes and scales in the staging buffer. Columns that must not
+// take the fast path are then loaded again and encoded by the exact path.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPosition& s,
                                           Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

@@ -1,17 +1,18 @@
-// Square blocks (16x16, 32x32), which have the same codes and scales along rows and along columns. A thread encodes a
-// patch of 8 x 8 elements and transposes its codes for the columns.
+// Square blocks (16x16, 32x32), whose codes and scales along rows and along columns are equal. A thread encodes a patch
+// of 8 x 8 elements, and transposes its codes for the columns.
 #pragma once
 
 #include "patch_staging.cuh"
 #include "transpose_square.cuh"
 
-// Return the address of the codes of a patch's first row.
+// Return the address of the codes of the first row of a patch.
 template <class P>
 FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
   return advanced(a.packed, row_bytes<P>(a), s.row) + s.column / 8 * P::kBits;
 }
 
-// Store the scale code of a block once per row. The lanes of a block's patches divide the rows among them.
+// Store the scale code of a block once per row of the block. The lanes that hold the patches of a block divide these
+// rows among them. `inside` is the number of rows of the matrix from the patch on.
 template <class R, class P>
 FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
   constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // per lane
@@ -23,7 +24,8 @@ FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s,
     if (first + i < inside) *out = static_cast<u8>(code);
 }
 
-// Store the values that the codes of a patch decode to (fake_quantize).
+// Fake-quantize a patch: store the values to which its codes decode. `is_fast` says whether its block takes the fast
+// path.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
                                const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], bool is_fast, Factor f,
@@ -47,7 +49,8 @@ FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Encode a patch by the exact path: load its elements again, and encode them by rows and then by columns.
+// Encode a patch by the exact path: load its elements again, and encode them by rows and then by columns. Codes along
+// rows are stored in memory, codes along columns in the staging buffer.
 template <class R, class In, class P>
 FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s, Factor f, Staging<P>& staging) {
   const typename In::Bits* x = first_element<In>(a, s);
@@ -65,7 +68,7 @@ FP4KIT_DEVICE void encode_patch(const PatchArguments& a, const PatchPosition& s,
   }
 }
 
-// Transpose the codes of a patch, which are packed along rows, and put them into the staging buffer along columns.
+// Transpose the codes of a patch, which are packed along rows, and store them in the staging buffer along columns.
 template <class P>
 FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
                                     const u32 (&codes)[P::kPatchRows][P::kRowWords]) {
@@ -85,7 +88,7 @@ FP4KIT_DEVICE void stage_transposed(Staging<P>& staging, const PatchPosition& s,
   }
 }
 
-// Return several runs as one.
+// Return the runs of several rows as one run.
 template <class In, int kPatchColumns, int kPatchRows>
 FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPatchColumns> (&x)[kPatchRows]) {
   constexpr int kWords = Run<In, kPatchColumns>::kWords;
@@ -95,7 +98,8 @@ FP4KIT_DEVICE Run<In, kPatchColumns * kPatchRows> concatenated(const Run<In, kPa
   return all;
 }
 
-// Quantize a patch of a square block. All threads of a warp must call this.
+// Quantize a patch of a square block, along rows and along columns, or fake-quantize it if R::kFake. All threads of a
+// warp must call this function.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_square(const PatchArguments& a, const PatchPosition& s,
                                    const Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,

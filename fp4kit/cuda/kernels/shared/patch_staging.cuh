@@ -1,41 +1,42 @@
-// A tile in shared memory: its elements, and the staging buffer, which holds its codes and scales along columns until
-// whole sectors can be stored.
+// A tile in shared memory: its elements, and the staging buffer. The staging buffer holds the codes and scales of the
+// tile along columns, until whole sectors can be stored in memory.
 #pragma once
 
 #include "patch.cuh"
 #include "transpose_square.cuh"
 
-// The elements of a tile in shared memory. Blocks in a row read there what was loaded for blocks in a column. Without
-// this buffer, two of three elements were no longer in the L1 cache, which has few places for rows that lie a power of
-// two apart. nvfp4-te in both directions, relative to a copy: 0.73 without this buffer, 0.75 with it (H200,
-// 2026-11-21).
+// The elements of a tile in shared memory. They are loaded once for blocks in a column, and read from here for blocks
+// in a row. Without this buffer, two of three elements were evicted from the L1 cache before the second use, because
+// the cache has few places for rows that are a power of two apart. The speed of nvfp4-te in both directions, relative
+// to a copy, is 0.73 without this buffer and 0.75 with it (H200, 2026-11-21).
 template <class P>
 struct TileElements {
   static constexpr int kRowChunks = P::kTileBytes / kTileRows / 16;
   Chunk rows[P::kKeepsElements ? kTileRows : 1][kRowChunks];
 
-  // Return the place in the tile's elements of a chunk of row `row`. Lanes that read runs of 2 or 4 chunks each have no
-  // bank conflicts.
+  // Return the index in rows[row] of the chunk with number `chunk` of a row. The order of chunks is permuted so that
+  // lanes that read runs of 2 or 4 chunks each have no bank conflicts.
   FP4KIT_DEVICE int place(int row, int chunk) { return chunk ^ (chunk >> 3 & 1) ^ ((row & 1) << 1); }
 };
 
-// The staging buffer: the codes and scales of a tile along columns.
+// The staging buffer: the codes (`words`) and the scales of a tile along columns.
 template <class P>
 struct Staging {
   alignas(16) u32 words[P::kColumnWords][P::kTileColumns];
   alignas(16) u8 scales[P::kTileBlocks][P::kTileColumns];
 };
 
-// Return the place of column `column` in rows 4 quad to 4 quad + 3 of the staging buffer. Neither lanes that store
-// neighboring patches nor lanes that load the quads of a few columns have bank conflicts. Four columns from a multiple
-// of four on stay contiguous.
+// Return the index of column `column` in rows 4 quad ... 4 quad + 3 of the staging buffer. The order of columns is
+// permuted so that there are no bank conflicts, neither for lanes that store neighboring patches nor for lanes that
+// load the quads of a few columns. Four columns that begin at a multiple of four stay contiguous.
 template <class P>
 FP4KIT_DEVICE int staged_column(int quad, int column) {
   const int moved = column ^ (32 / P::kQuads * quad);
   return P::kPatchColumns == 8 ? moved ^ (column >> 3 & 4) : moved;
 }
 
-// Put the words of column j of a patch into the staging buffer (a rare case).
+// Store the words of column j of a patch in the staging buffer. This is used for the rare columns that take the exact
+// path.
 template <class P>
 FP4KIT_DEVICE void stage_column(Staging<P>& staging, const PatchPosition& s, int j, const u32 (&words)[P::kWords]) {
 #pragma unroll
@@ -45,7 +46,7 @@ FP4KIT_DEVICE void stage_column(Staging<P>& staging, const PatchPosition& s, int
   }
 }
 
-// Put word w of each column of a patch into the staging buffer.
+// Store word w of each column of a patch in the staging buffer.
 template <class P>
 FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int w,
                                const u32 (&words)[P::kPatchColumns]) {
@@ -61,7 +62,7 @@ FP4KIT_DEVICE void stage_words(Staging<P>& staging, const PatchPosition& s, int 
   }
 }
 
-// Put a patch of 16 rows of 8 bytes into the tile's elements.
+// Store a patch of 16 rows of 8 bytes in the tile's elements.
 template <class In, class P>
 FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPosition& s,
                                         const Run<In, P::kPatchColumns> (&x)[P::kPatchRows]) {
@@ -71,7 +72,7 @@ FP4KIT_DEVICE void store_patch_elements(TileElements<P>& elements, const PatchPo
     store_words(elements.rows[s.tile_row + i][elements.place(i, half / 2)].w + half % 2 * 2, x[i].w);
 }
 
-// Return 16 neighboring elements of row `row` of the tile, from column `column` on.
+// Return 16 neighboring elements of row `row` of the tile, beginning at column `column`, which is a multiple of 16.
 template <class In, class P>
 FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int column) {
   constexpr int kChunks = sizeof(typename In::Bits);
@@ -85,8 +86,8 @@ FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int
   return run;
 }
 
-// Store a tile's codes along columns to memory, 16 bytes at a time if the columns of codes begin at multiples of 16
-// bytes.
+// Copy the codes of a tile along columns from the staging buffer to memory. If the columns of codes begin at multiples
+// of 16 bytes, 16 bytes are stored at a time.
 template <class P>
 FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // per column
@@ -119,8 +120,8 @@ FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& stagin
   }
 }
 
-// Store a tile's scales along columns to memory. A thread takes four columns, with all their blocks or with four blocks
-// that are contiguous in the layout.
+// Copy the scales of a tile along columns from the staging buffer to memory. A thread takes four columns: all their
+// blocks for the linear layout, and otherwise four blocks that are contiguous in the layout.
 template <class R, class P>
 FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
   constexpr int kCount = R::kLayout == ScaleLayout::linear ? P::kTileBlocks : 4, kFours = P::kTileColumns / 4;

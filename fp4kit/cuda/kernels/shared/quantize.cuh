@@ -1,11 +1,12 @@
-// Code that the quantize kernels share: their arguments, random bytes, and encoding and storing a run.
+// Code that the quantize kernels share: their arguments, random bytes, and functions that encode and store a run.
 #pragma once
 
 #include "fast_path_stochastic.cuh"
 #include "hadamard.cuh"
 #include "scale_layout.cuh"
 
-// Arguments of the quantize kernels. fake_quantize writes values instead of codes and scales.
+// The arguments of the quantize kernels. fake_quantize uses them too, and stores values instead of codes and scales.
+// "null" means that the pointer is nullptr in that case.
 struct QuantizeArguments {
   const void* x;             // rows x columns elements, contiguous
   u8* packed;                // codes (null for fake_quantize)
@@ -20,14 +21,14 @@ struct QuantizeArguments {
   i64 rows, columns;
 };
 
-// Store tensor scale number i, and its amax if a.amax_out is not null.
+// Store the decode scale of the tensor scale with number i and, if a.amax_out is not nullptr, a copy of its amax.
 FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorScale t) {
   a.tensor_scale[i] = t.decode;
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
 }
 
-// Put the random byte of each element of a run into bytes. The run begins at element `first` of the array, a multiple
-// of its length.
+// Store the random byte of each element of a run in `bytes`. The run begins at element `first` of the array, which is a
+// multiple of the run's length.
 template <class R, int kRun>
 FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&bytes)[kRun]) {
   if (a.random) {
@@ -49,7 +50,7 @@ FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&byt
   }
 }
 
-// Return the random bytes of a run of 16 elements, four per word.
+// Return the random bytes of the 16 elements from `first` on, four per word.
 FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
@@ -64,14 +65,15 @@ FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   return words;
 }
 
-// Return the random byte of one element.
+// Return the random byte of the element with number `index` in the array.
 FP4KIT_DEVICE u32 random_byte(const QuantizeArguments& a, i64 index) {
   if (a.random) return a.random[index];
   const Words words = stream_words(a.seed, a.counter + static_cast<u64>(index) / 16);
   return words.w[index % 16 / 4] >> (8 * (index % 4)) & 0xFFu;
 }
 
-// Store the packed codes of a run, or the values that they decode to if R::kFake.
+// Store the packed codes of a run that begins at element `first`. If R::kFake, store the values to which the codes
+// decode instead.
 template <class R, class In, int kRun, bool kAligned>
 FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32 (&words)[kCodeWords<R, kRun>],
                                 u32 scale_code, TensorScale t) {
@@ -86,8 +88,8 @@ FP4KIT_DEVICE void store_packed(const QuantizeArguments& a, i64 first, const u32
   }
 }
 
-// Encode a run by the exact path, which takes any elements, and store its codes or values. `first` is the number of its
-// first element in the array.
+// Encode a run of any elements by the exact path, and store its codes or, if R::kFake, its values. `first` is the
+// number of its first element in the array.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const float (&x)[kRun], Factor f, u32 scale_code,
                                TensorScale t) {
@@ -97,8 +99,8 @@ FP4KIT_DEVICE void store_exact(const QuantizeArguments& a, i64 first, const floa
   store_packed<R, In, kRun, kAligned>(a, first, words, scale_code, t);
 }
 
-// Encode a finite run by the fast path, and store its codes or values. `first` is the number of its first element;
-// `random` has its random bytes if rounding is stochastic.
+// Encode a run of finite elements by the fast path, and store its codes or, if R::kFake, its values. `first` is the
+// number of its first element in the array. `random` holds its random bytes if rounding is stochastic.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t, const Words& random) {
@@ -117,8 +119,8 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   }
 }
 
-// Encode and store a finite run by the fast path. If rounding is stochastic, its random bytes are loaded or generated
-// here.
+// Encode a run of finite elements by the fast path, and store its codes or values. If rounding is stochastic, this
+// function loads or generates the random bytes of the run.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, Factor f,
                                 u32 scale_code, TensorScale t) {
@@ -127,8 +129,8 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
   store_finite<R, In, kAligned>(a, first, run, f, scale_code, t, random);
 }
 
-// Quantize `count` elements at x by the exact path, for recipes without block scales. `first` is the number of the
-// first one in the array.
+// Quantize `count` elements at address x by the exact path, for recipes without block scales. `first` is the number of
+// the first of them in the array.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
                                      Factor f, TensorScale t) {
@@ -148,7 +150,7 @@ FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int 
   }
 }
 
-// Put the elements of a run into an array, and return the array.
+// Store the elements of a run in the array `elements`, and return that array.
 template <class In, int kRun>
 FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typename In::Bits (&elements)[kRun]) {
 #pragma unroll
@@ -156,8 +158,8 @@ FP4KIT_DEVICE const typename In::Bits* narrow_to(const Run<In, kRun>& run, typen
   return elements;
 }
 
-// Quantize a whole run for a recipe without block scales, by the fast path if the run may take it, otherwise by the
-// exact path.
+// Quantize a whole run for a recipe without block scales. The run takes the fast path if takes_fast_path allows it, and
+// otherwise the exact path. `first` is the number of its first element in the array.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run<In, kRun>& x, Factor f,
                                 TensorScale t) {

@@ -1,19 +1,21 @@
-// Quantize when one decision needs a whole block that several threads hold: blocks of kBlockRows rows (16x16, 32x32),
-// and 4over6 on any block.
+// Quantization of blocks whose threads must decide together: blocks of kBlockRows rows (16x16, 32x32), and 4over6 on
+// any block.
 //
-// A tile is kBlockRows rows of kColumns blocks. A thread takes one row of one block (R::kBlock elements); amaxes and
-// errors meet in shared memory. For 4over6 on blocks of one row, each thread takes blocks of its own and needs no
-// shared memory.
+// A tile is kBlockRows rows of kColumns blocks. A thread handles one row of one block (R::kBlock elements). The threads
+// exchange amaxes and errors in shared memory. For 4over6 on blocks of one row, each thread handles whole blocks and
+// needs no shared memory.
 #pragma once
 
 #include "block_reduce.cuh"
 
-// The row of a block that a thread takes. blocks: blocks per row of the matrix.
+// The row of a block that a thread handles: the row and the block column in the matrix, and the number `blocks` of
+// blocks per row.
 struct BlockRow {
   i64 row, block, blocks;
 };
 
-// Store the scale of a block for one of its rows. The first thread of a tensor or row also stores its tensor scale.
+// Store the scale code of a block for the row of this thread. The first thread of a tensor, or of a row with its own
+// tensor scale, also stores the tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u32 code, TensorScale t) {
   if constexpr (!R::kFake) a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = code;
@@ -22,15 +24,17 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, BlockRow position, u
     store_tensor_scale(a, R::kTensorScaling == TensorScaling::row ? position.row : 0, t);
 }
 
-// The scale that the fast path chooses for a block. `chosen` is false if the fast path cannot choose.
+// The scale that the fast path chooses for a block. `chosen` is false if the fast path cannot choose or must not encode
+// the block.
 struct Choice {
   bool chosen, is_zero;
   u32 code;
   Factor factor;
 };
 
-// Choose the scale of a block by the fast path. table: the ApproximateScale of each code (null: computed). If
-// kBlockRows > 1, all threads of the thread block must call this.
+// Choose the scale of a block by the fast path. `run` is the row of this thread. `table` holds the ApproximateScale of
+// each scale code, or is nullptr to compute it here. If kBlockRows > 1, all threads of the thread block must call this
+// function.
 template <class R, class In>
 FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, const ApproximateScale* table,
                                   TileMemory<R>& tile, int column) {
@@ -64,7 +68,7 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
   }
 }
 
-// Load the row of a block at element `first`, transformed if R::kHadamard.
+// Load the row of a block that begins at element `first`. If R::kHadamard, transform it.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first) {
   Run<In, R::kBlock> x = read_run<In, R::kBlock, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -72,7 +76,8 @@ FP4KIT_DEVICE Run<In, R::kBlock> load_row(const QuantizeArguments& a, i64 first)
   return x;
 }
 
-// Store a row of a block that takes the fast path, in runs of 16, the unit of random bytes.
+// Encode and store a row of a block that takes the fast path. It is stored in runs of 16, because random bytes are
+// generated for 16 elements at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, const Run<In, R::kBlock>& run, Choice c,
                              TensorScale t) {
@@ -88,8 +93,8 @@ FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, cons
   store_scales<R, In>(a, position, c.code, t);
 }
 
-// Quantize a row of a block with 4over6 by the exact path. `run` holds its elements, from load_row. If kBlockRows > 1,
-// all threads of the thread block must call this.
+// Quantize a row of a block with 4over6 by the exact path. `run` holds its elements, from load_row. `inside` is false
+// if the row is outside of the matrix. If kBlockRows > 1, all threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockRow position, bool inside,
                                               Run<In, R::kBlock>& run, TensorScale t, TileMemory<R>& tile, int tile_row,
@@ -113,7 +118,8 @@ FP4KIT_DEVICE void quantize_any_four_over_six(const QuantizeArguments& a, BlockR
   store_scales<R, In>(a, position, scale, t);
 }
 
-// Quantize a row of a block by the exact path. If kBlockRows > 1, all threads of the thread block must call this.
+// Quantize a row of a block by the exact path, for recipes other than 4over6. `inside` is false if the row is outside
+// of the matrix. If kBlockRows > 1, all threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, bool inside, TensorScale t,
                                 TileMemory<R>& tile, int tile_row, int column) {
@@ -128,8 +134,8 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, b
   store_scales<R, In>(a, position, scale, t);
 }
 
-// Fill the table of ApproximateScale by code, for recipes with one tensor scale. All threads of the thread block must
-// call this.
+// Fill the table of ApproximateScale, indexed by scale code, for recipes with one tensor scale. All threads of the
+// thread block must call this function.
 template <class R, class In>
 FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale* table) {
   const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
@@ -137,7 +143,7 @@ FP4KIT_DEVICE void fill_scale_table(const QuantizeArguments& a, ApproximateScale
   __syncthreads();
 }
 
-// Quantize a matrix whose blocks have several rows, one tile after the other.
+// Quantize a matrix whose blocks have several rows. A thread block takes one tile after the other.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                   TileMemory<R>& tile) {
@@ -170,7 +176,7 @@ FP4KIT_DEVICE void quantize_tiles(const QuantizeArguments& a, Grid grid, const A
   }
 }
 
-// Quantize a matrix whose blocks have one row. A thread takes one block at a time.
+// Quantize a matrix whose blocks have one row. A thread takes one block after the other.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {
@@ -198,7 +204,7 @@ FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const Ap
   }
 }
 
-// Quantize a matrix, or one piece of a member of a group: `grid` says which part this thread block takes.
+// Quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_tile(const QuantizeArguments& a, Grid grid) {
   __shared__ TileMemory<R> tile;

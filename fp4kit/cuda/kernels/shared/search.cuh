@@ -2,31 +2,34 @@
 // tries all candidates of the block.
 //
 // Let L(c) be the loss of code c as loss_of adds it, and L*(c) the same sum with the truly nearest value for every
-// element.
+// element. The upward codes are first ... end - 1, up to eight codes whose scales are above amax / 7.
 //
-// Downward. An element above 6 scales leaves the residual d = |x| - 6 scale, which grows as the scale shrinks. The same
-// sum with zeros in place of the other elements' losses is no larger, because rounding is monotone. Once it exceeds the
-// loss of a candidate, no lower candidate wins. Without weights, the largest element alone bounds nearly as well: the
-// sum is at least its d^2. With weights it may count for nothing, so all elements above 6 scales are added.
+// Downward. An element above 6 scales has the residual d = |x| - 6 scale, which grows as the scale shrinks. Consider
+// the sum of only these elements' losses, with zeros for the others. It is at most L(c), because rounding is monotone.
+// Once it exceeds the loss of a candidate, no lower candidate wins. Without weights, the largest element alone gives
+// nearly as good a bound: L(c) is at least its d^2. With weights the largest element may count for nothing, so all
+// elements above 6 scales are added.
 //
-// Upward. Below 7 scales, twice a scale has no value that the scale lacks. So no element comes nearer, and because
-// rounding is monotone, L*(scale) <= L*(2 scale). Every code from `end` on is 2, 4, 8, ... times one of first ... end -
-// 1, whose scales are above amax / 7. L(c) exceeds L*(c) only if a quotient is so near to a tie t, between neighbors h
-// apart, that its own error decides. That error is below 2^-22 of the quotient, because the approximate reciprocal is
-// off by 2^-23 and the product is rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22, which is 28 *
-// 2^-22 of it, because t / h is at most 3.5. With the rounding of the sums, L*(c) >= kLossMargin L(c).
+// Upward. Below 7 scales, every value under twice a scale is also a value under the scale. So doubling the scale brings
+// no element nearer to a value, and because rounding is monotone, L*(scale) <= L*(2 scale). Every code from `end` on
+// has 2, 4, 8, ... times the scale of an upward code.
 //
-// The smallest L among the candidates that were tried is therefore the smallest of all, if two conditions hold. First,
-// kLossMargin L(c) is no less for the other c in first ... end - 1. Second, the same holds for twice the winner, or no
-// element of the winner is near a tie. Candidates beyond come later, and the first of equals wins. No square underflows
-// while scales are in 2^-60 ... 2^50.
+// L(c) exceeds L*(c) only if the quotient of an element is so near to a tie t that the error of the quotient decides.
+// Let h be the distance of the two neighbors of t. The error is below 2^-22 of the quotient, because the approximate
+// reciprocal is off by 2^-23 and the product is rounded. The element's loss, (h/2)^2, is then too large by 2 h t 2^-22.
+// That is 28 * 2^-22 of it, because t / h is at most 3.5. With the rounding of the sums, L*(c) >= kLossMargin L(c).
+//
+// So the smallest L among the candidates that were tried is the smallest of all, if two conditions hold. First,
+// kLossMargin L(c) is at least the winner's loss for every other upward code c. Second, the same is true for twice the
+// winner's scale, or no element is near a tie under the winner. Candidates beyond come later, and among equal losses
+// the first one wins. No square underflows while scales are in 2^-60 ... 2^50.
 #pragma once
 
 #include "block.cuh"
 #include "hadamard.cuh"
 #include "search_losses.cuh"
 
-// Arguments of the searches for block amaxes.
+// The arguments of the searches for block amaxes.
 struct SearchArguments {
   const void* x;
   const float *tensor_amax, *column_weights;  // column_weights: one per column, or a Hessian per 16 columns
@@ -36,7 +39,8 @@ struct SearchArguments {
                                     // -126 ... 126 for all codes
 };
 
-// Shared memory of a thread block: the candidates by code, and the numbers that give a block's first code.
+// The candidates, indexed by code, and the numbers from which the first upward code of a block is computed. They are in
+// shared memory of a thread block.
 struct Candidates {
   Candidate by_code[128];
   float amaxes[128];
@@ -45,7 +49,8 @@ struct Candidates {
   bool ordinary;            // whether the bounds hold
 };
 
-// Fill the candidates under a tensor amax. All threads of a thread block must call this.
+// Fill the candidates (codes 1 ... kLastCandidate) under a tensor amax. All threads of a thread block must call this
+// function.
 template <class R>
 FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   for (u32 code = 1u + threadIdx.x; code <= kLastCandidate; code += blockDim.x) {
@@ -60,16 +65,17 @@ FP4KIT_DEVICE void make_candidates(Candidates& shared, float amax) {
   __syncthreads();
 }
 
-// The candidates of a block: codes low to high.
+// The candidates of a block: the codes low ... high.
 struct CandidateRange {
   u32 low, high;
 };
 
-// Return the candidates of a block: all codes, or those beside the code of its own amax.
+// Return the candidates of a block with this amax: the codes 1 ... kLastCandidate, or those from a.lower to a.upper
+// beside the code of the block's own amax.
 template <class R>
 FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float amax, TensorScale t) {
   if (a.lower <= -126 && a.upper >= 126) return {1u, kLastCandidate};
-  // A normal code is computed with a product in place of the rule's quotients, unless that is close to a tie.
+  // Compute a normal code with a product in place of the quotients of the rule, unless the product is close to a tie.
   const float factor = t.amax > 0x1p-60f && t.amax < 0x1p60f ? t.encode * (1.0f / 6.0f) : nan_value();
   const u32 ratio_bits = bits_of(amax * factor), halfway = ratio_bits + 0x80000u;
   i32 own = static_cast<i32>(halfway >> 20) - (120 << 3);
@@ -83,8 +89,8 @@ FP4KIT_DEVICE CandidateRange candidate_range(const SearchArguments& a, float ama
   return {within(a.lower), within(a.upper)};
 }
 
-// Find the code with the smallest loss for a block with amax > 0, and put it into `best`. The search goes upward and
-// downward from the block's first code. Return whether `best` is proven to be the best of all candidates.
+// Find the code with the smallest loss for a block with amax > 0, and store it in `best`. The search tries the upward
+// codes first, and then lower codes. Return true if `best` is proven to be the best of all candidates.
 template <bool kWeighted>
 FP4KIT_DEVICE bool search_from_first(const SearchBlock<kWeighted>& block, float amax, CandidateRange range,
                                      const Candidates& shared, BestCode& best) {

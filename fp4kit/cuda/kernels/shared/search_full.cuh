@@ -1,19 +1,20 @@
-// The full search of a block's scale: try every candidate, in the order of the reference, for any objective and any set
-// of candidates.
+// The full search of a block's scale: it tries every candidate, in the order of the reference, for any objective and
+// any set of candidates.
 //
-// A set of candidates is a struct with
-//   kLanes                 the threads that share a block, which take candidates in turn
-//   make(a, shared)        the set, with what all blocks share; called by all threads of a thread block
-//   begin(amax)            sets first and last, the candidates of a block, from its own amax
-//   tries(i, trial)        whether i is a candidate; `trial` receives what elements are encoded with
-//   residual_of(x, trial)  the residual of an element; only a Hessian uses its sign
-//   amax_of(best)          the amax of the best candidate, or of a block without a loss below infinity
+// A set of candidates is a struct with these members:
+//   kLanes                 number of threads that share a block and take its candidates in turn
+//   make(a, shared)        return the set, and fill `shared`, which all blocks use; called by all threads of a thread
+//                          block
+//   begin(amax)            set `first` and `last`, the candidates of a block with this amax
+//   tries(i, trial)        return true if i is a candidate, and store in `trial` what elements are encoded with
+//   residual_of(x, trial)  return the residual of element x; only the objective `hessian` uses its sign
+//   amax_of(best)          return the amax of the best candidate, or of a block for which no loss is below infinity
 #pragma once
 
 #include "exact_path.cuh"
 #include "search_hessian.cuh"
 
-// Arguments of search_full.cu. power: the p of losses |d|^p.
+// The arguments of search_full.cu. `power` is the exponent p of losses |d|^p.
 struct FullSearchArguments : SearchArguments {
   double power;
 };
@@ -22,20 +23,21 @@ struct FullSearchArguments : SearchArguments {
 struct Found {
   float loss;
   i32 candidate;
-  // Keep the better of two; of equal losses, the first candidate.
+  // Replace this candidate by `other` if `other` has the smaller loss, or has the same loss and comes first.
   FP4KIT_DEVICE_MEMBER void keep_better(Found other) {
     if (other.loss < loss || (other.loss == loss && other.candidate < candidate)) *this = other;
   }
 };
 
-// Return floor(log2(x)) for a finite x > 0. Return -1 for 0, as frexp does.
+// Return floor(log2(x)) for a finite x > 0. Return -1 for 0, because frexp gives 0 the exponent 0.
 FP4KIT_DEVICE i32 floor_log2(float x) {
   if (x == 0.0f) return -1;
   const bool is_small = x < kFltMin;
   return static_cast<i32>(bits_of(is_small ? x * 0x1p24f : x) >> 23) - (is_small ? 127 + 24 : 127);
 }
 
-// The set of E4M3 scales: all codes, or those beside the code of the block's own amax.
+// The set of E4M3 scales: the codes 1 ... kLastCandidate, or those beside the code of the block's own amax. If kStored,
+// losses use the scales as they are stored (stored_candidate_of).
 template <class R, bool kStored>
 struct ScaleCodes {
   static constexpr int kLanes = 32;
@@ -74,9 +76,10 @@ struct ScaleCodes {
   }
 };
 
-// The set of E8M0 scales of amax * 2^j, computed with the recipe's own arithmetic. j is beside 0 or, if kFromFloor,
-// beside the number that gives floor(log2(amax)) minus that of the largest element. A j is a candidate only if its
-// scale is 2^j times that of the amax.
+// The set of E8M0 scales of amax * 2^j, computed with the recipe's own arithmetic. A candidate is a number j from
+// a.lower to a.upper, relative to a base. The base is 0. If kFromFloor, it is the j for which the exponent of the scale
+// is floor(log2(amax)) minus that of the largest element value. A j is a candidate only if its scale is 2^j times the
+// scale of the amax.
 template <class R, class In, bool kFromFloor>
 struct ScalePowers {
   static constexpr int kLanes = 4;
@@ -119,7 +122,7 @@ struct ScalePowers {
   }
 };
 
-// Put the residuals of sixteen elements under a candidate into d.
+// Store the residuals of sixteen elements under a candidate in d.
 template <class Set, bool kWeighted>
 FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& trial, const SearchBlock<kWeighted>& run,
                                  float (&d)[kSearchBlockSize]) {
@@ -127,8 +130,8 @@ FP4KIT_DEVICE void run_residuals(const Set& set, const typename Set::Trial& tria
   for (int i = 0; i < kSearchBlockSize; ++i) d[i] = set.residual_of(run.a[i], trial);
 }
 
-// Replace sixteen residuals d by |d|^power if the objective is powers. The loop is not unrolled, because the code of a
-// power is long.
+// Replace sixteen residuals d by |d|^power if the objective is `powers`. The loop is not unrolled, because the machine
+// code of a power is long.
 template <Objective kObjective>
 FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power) {
   if constexpr (kObjective == Objective::powers) {
@@ -137,9 +140,9 @@ FP4KIT_DEVICE void loss_terms_of_run(float (&d)[kSearchBlockSize], double power)
   }
 }
 
-// Return the loss of a row of a block from the losses of its elements. load(j, run) loads elements from j on, with
-// their weights. Four neighbors are combined first (loss_of_four). Then the second half of these results is combined
-// with the first half (combined_loss) until one is left. If their number is odd, the middle one waits.
+// Return the loss of a row of a block. load(j, run) loads 16 elements from column j on, with their weights. First, four
+// neighbors are combined at a time (loss_of_four). Then the second half of the results is combined with the first half
+// (combined_loss), until one result is left. If their number is odd, the middle one is kept for the next round.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial,
                                 const Load& load) {
@@ -166,8 +169,8 @@ FP4KIT_DEVICE float loss_of_row(const FullSearchArguments& a, const Set& set, co
   return sums[0];
 }
 
-// Return the loss of a row of a block: by the Hessian of the block's columns if the objective is hessian, otherwise by
-// loss_of_row.
+// Return the loss of a row of block number `block` in its row of blocks. For the objective `hessian`, it is computed
+// from the Hessian of the block's columns, and otherwise by loss_of_row.
 template <class R, Objective kObjective, bool kWeighted, class Set, class Load>
 FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const typename Set::Trial& trial, i64 block,
                             const Load& load) {
@@ -182,8 +185,8 @@ FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const 
   }
 }
 
-// Return the candidate with the smallest loss of a block, the first one if several have it. kLanes neighboring threads
-// share the work. The block has `rows` rows, and x is its first element.
+// Return the candidate with the smallest loss of a block, or the first one if several have it. kLanes neighboring
+// threads share the work. The block has `rows` rows, and x is the address of its first element.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
 FP4KIT_DEVICE Found search_all_candidates(const FullSearchArguments& a, Set& set, i64 block, const typename In::Bits* x,
                                           int rows) {

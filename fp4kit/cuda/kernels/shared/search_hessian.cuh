@@ -1,25 +1,26 @@
 // The pruned search of a block's scale by the loss d^T H d, one row per thread. The threads of a thread block share 16
 // columns and their Hessian H.
 //
-// Let W(c) = sum of h_ii d_i^2, and let D be the diagonal of H. If H - mu D has no negative eigenvalue, the loss is at
-// least mu W(c). In float32 it is off by less than 2^-15 W(c), because |h_ij| <= sqrt(h_ii h_jj), so that the sum of
-// |d_i h_ij d_j| is at most 16 W(c). So a candidate with margin W(c) > L of another candidate loses, for margin = mu -
-// 2^-12, which covers that error and the error of finding mu.
+// Let W(c) be the sum of h_ii d_i^2 under code c, and D the diagonal of H. If H - mu D has no negative eigenvalue, the
+// loss is at least mu W(c). In float32 the loss is off by less than 2^-15 W(c), because |h_ij| <= sqrt(h_ii h_jj), so
+// that the sum of |d_i h_ij d_j| is at most 16 W(c). Let margin = mu - 2^-12, which covers that error and the error of
+// finding mu. If margin W(c) exceeds the loss L of another candidate, c does not win.
 //
-// W is a squared loss with weights, so the arguments of search.cuh hold: below an amax of 7 scales W*(2 scale) >=
-// W*(scale), and W* >= kLossMargin W; above 6 scales the largest element alone bounds W from below. Beside one
-// candidate, the search therefore goes up until all codes of a range whose doubles come next have lost, and down until
-// the largest element decides.
+// W is a squared loss with weights, so the arguments of search.cuh apply to it. For an amax below 7 scales, W*(2 scale)
+// >= W*(scale) and W* >= kLossMargin W. For an amax above 6 scales, the largest element alone gives a lower bound of W.
+// So the search goes upward from the first code until eight codes in a row have lost, so that their doubles have lost
+// too. Then it goes downward until the bound of the largest element exceeds the smallest loss.
 #pragma once
 
 #include "search.cuh"
 
-// The Hessian of 16 columns.
+// The Hessian of 16 columns, a symmetric matrix.
 struct Hessian {
   alignas(16) float values[kSearchBlockSize][kSearchBlockSize];
 };
 
-// Return the Candidate of a code. Its scale is the one that is stored: rounded to E4M3 under the tensor scale.
+// Return the Candidate of a code with the scale as it is stored: rounded to E4M3 under the tensor scale. `amax` is the
+// tensor's amax.
 template <class R>
 FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   const float top = amax * (448.0f / R::kScaleMax) * (1.0f / 6.0f), factor = 448.0f / (top <= 0x1p-24f ? 1.0f : top);
@@ -29,8 +30,8 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// Return whether H - mu D has no negative eigenvalue (see the head of this file), by elimination. Each of 32 threads
-// calls this with another mu, 0/32 to 31/32.
+// Return true if H - mu D has no negative eigenvalue (see the head of this file), found by elimination. Each of 32
+// threads calls this function with a different mu: 0/32 ... 31/32.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearchBlockSize][kSearchBlockSize];
   for (int i = 0; i < kSearchBlockSize; ++i)
@@ -49,7 +50,8 @@ FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   return true;
 }
 
-// Return whether no square that decides underflows or overflows, for diagonals far from 1 and the scales of all codes.
+// Return true if no square that decides the result underflows or overflows, for diagonals of H far from 1 and the
+// scales of all candidates.
 FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   const float low = shared.by_code[1].scale, high = 7.0f * shared.by_code[kLastCandidate].scale;
   for (int i = 0; i < kSearchBlockSize; ++i) {
@@ -61,7 +63,8 @@ FP4KIT_DEVICE bool keeps_squares(const Hessian& h, const Candidates& shared) {
   return true;
 }
 
-// Put the residuals of a row's 16 elements under a candidate into d, with the signs of the elements.
+// Store the residuals of a row's 16 elements under a candidate in d, with the signs of the elements. kAny and `scaling`
+// are those of the function `residual`.
 template <bool kAny>
 FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c, float scaling,
                                  float (&d)[kSearchBlockSize]) {
@@ -72,7 +75,8 @@ FP4KIT_DEVICE void row_residuals(const float (&x)[kSearchBlockSize], Candidate c
   }
 }
 
-// Return d^T H d in Triton's order: d^T H by fma; then pairs of columns, the second first; then halves onto halves.
+// Return d^T H d, added in Triton's order: first d^T H by fused multiply-adds, then pairs of columns (the second column
+// first), then the second half of the sums is added to the first half, until one is left.
 FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sums[kSearchBlockSize] = {};
   forget_memory();
@@ -91,7 +95,7 @@ FP4KIT_DEVICE float quadratic_loss(const float (&d)[kSearchBlockSize], const Hes
   return sums[0];
 }
 
-// Return the sum of h_ii d_i^2, in any order.
+// Return the sum of h_ii d_i^2, added in any order.
 FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hessian& h) {
   float sum = 0.0f;
 #pragma unroll
@@ -99,8 +103,8 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
   return sum;
 }
 
-// Return the code with the smallest loss of a block with amax > 0, the first one if several have it. `margin` is
-// defined at the head of this file; pass 0 to try every candidate.
+// Return the code with the smallest loss of a block with amax > 0, or the first one if several have it. `margin` is
+// defined at the head of this file. If it is not above 0, every candidate in `range` is tried.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
                                          const Candidates& shared, const Hessian& h, float margin) {
   BestCode best = {float_of(kInfinityBits), range.low};

@@ -1,36 +1,41 @@
-// The pruned search of blocks without weights whose first code is normal, by a warp. The proofs are those of
-// search.cuh, with fewer losses computed.
+// The pruned search, by a warp, of blocks without weights whose first upward code is normal. The proofs are those of
+// search.cuh, but fewer losses are computed.
 //
-// search_loss_bounds.cuh gives lower bounds of L* for first ... first + 7 at once. The code with the smallest bound is
-// tried. A code whose bound exceeds that loss is out, with its doubles, and so is a code below `first` whose clipped
-// loss exceeds it. The codes that stay are open: 0.8 codes of a Gaussian block, 3.5 of the worst among 32 blocks. The
-// threads of a warp share the open codes of their blocks, usually in one turn, and atomics keep the two smallest losses
-// of each block.
+// search_loss_bounds.cuh gives lower bounds of L* for the eight codes first ... first + 7 at once. The code with the
+// smallest bound is tried. A code whose bound exceeds the loss of that code cannot win, and neither can the codes with
+// 2, 4, ... times its scale. A code below `first` cannot win if its clipped loss exceeds that loss.
 //
-// Twice the winner need not be tried if an element is nearest to 0.5 or 1.5 scales by at least 0.001 scales. Twice the
-// scale then leaves 0.001 scale^2 more of it. That is more than kLossMargin takes from a loss of at most 16 scale^2.
+// The remaining codes are open. A block of Gaussian elements has 0.8 open codes on average, and the worst among 32 such
+// blocks has 3.5. The threads of a warp share the open codes of their blocks, usually in one iteration. Atomic
+// operations keep the two smallest losses of each block.
+//
+// Twice the winner's scale need not be tried if some element is nearest to 0.5 or 1.5 scales by at least 0.001 scales.
+// The loss of that element under twice the scale is then larger by at least 0.001 scale^2. That is more than
+// kLossMargin takes from a loss of at most 16 scale^2.
 #pragma once
 
 #include "search_loss_bounds.cuh"
 #include "search.cuh"
 
-// Threads of a thread block. Without weights, two thread blocks, with a table each, use all registers of a
-// multiprocessor (engine/search_scales.py).
+// The number of threads of a thread block. Without weights, two thread blocks with one table each use all registers of
+// a multiprocessor (engine/search_scales.py).
 template <bool kWeighted>
 constexpr int kSearchThreads = kWeighted ? kThreads : 512;
-constexpr u32 kMaxOpenCodes = 14u;  // per block: seven codes below its first, and seven of the eight from there on
+constexpr u32 kMaxOpenCodes =
+    14u;  // per block: seven codes below the first upward code, and seven of the eight upward codes
 
-// Return a loss and its code as one integer: the loss without its last four bits, and the last four bits of the code,
-// which differ among sixteen consecutive codes.
+// Return the rank of a code: one integer that orders codes by their losses and contains the code. It is the bits of the
+// loss without the last four, and in their place the last four bits of the code, which differ among sixteen consecutive
+// codes.
 FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
   return (bits_of(loss) & ~15u) | (code & 15u);
 }
-// The smallest difference of two ranks that proves which loss is smaller: the losses are then at least 482 floats
+// The smallest difference of two ranks that proves which loss is smaller. The losses are then at least 482 floats
 // apart, which is more than kLossMargin takes.
 constexpr i32 kMinRankGap = 512;
 
-// Shared memory of a warp: the open codes in any order, each times 32 plus the lane that has its block; their number;
-// and the two smallest ranks per lane.
+// Shared memory of a warp. `jobs` holds the open codes of its 32 blocks in any order, each times 32 plus the lane that
+// has its block. `count` is their number. `least` holds the two smallest ranks per lane.
 struct OpenCodes {
   u16 jobs[kMaxOpenCodes * 32u];
   u32 count;
@@ -39,7 +44,8 @@ struct OpenCodes {
   } least[32];
 };
 
-// Shared memory of a thread block beside the candidates: the tables that the pruned search reads.
+// Shared memory of a thread block, in addition to the candidates: the tables that the pruned search reads. With weights
+// there are none.
 template <bool kWeighted>
 struct PruningTables {
   LossBounds bounds;
@@ -47,31 +53,33 @@ struct PruningTables {
 template <>
 struct PruningTables<true> {};
 
-// Fill the tables that the pruned search reads. All threads of a thread block must call this.
+// Fill the tables that the pruned search reads. All threads of a thread block must call this function.
 template <class R, bool kWeighted>
 FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
   if constexpr (!kWeighted) make_bounds<typename R::Scale>(tables.bounds);
 }
 
-// The state of a thread's block: its smallest known rank and the smallest of the others, which is 0 if some codes
-// cannot be tried.
+// The state of the block of a thread. least.rank is its smallest known rank. least.second is the smallest of its other
+// ranks, or 0 if some codes cannot be tried, so that nothing can be proven.
 struct Screened {
   OpenCodes::Least least;
   u32 base, end, open = 0u;  // open: bit j if code base + j may win; base: 24 below the first code
 
-  // Return the code of the smallest rank.
+  // Return the code with the smallest rank.
   FP4KIT_DEVICE_MEMBER u32 best() const { return base + 16u + (least.rank - base & 15u); }
 };
 
-// Return a block's first candidate whose scale is at least amax / 7, if that code is normal; else 0.
+// Return the first candidate of a block whose scale is at least amax / 7, if there is one and its code is normal.
+// Otherwise return 0.
 FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidates& shared) {
   const float value = amax * shared.per_ordinary_amax;
   const u32 first = static_cast<u32>(maximum(normal_code_at_least(value), static_cast<i32>(range.low)));
   return value >= 0x1p-6f && first <= range.high ? first : 0u;
 }
 
-// Try the code of a block that has the smallest bound, and return which other codes may still win. unsure: how many of
-// the seven codes below `first`, counted from the lowest, may be no candidates.
+// Try the code of a block that has the smallest bound, and return the state of the block, with the set of other codes
+// that may still win. `unsure` says how many of the seven codes below `first`, counted from the lowest one, may not be
+// candidates.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);
@@ -89,8 +97,8 @@ FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, Candi
   return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }
 
-// Compute the losses of all open codes of a warp's blocks, one per thread at a time, and update the ranks of each
-// block.
+// Compute the losses of all open codes of a warp's blocks, one code per thread at a time, and update the ranks of each
+// block. All threads of the warp must call this function.
 FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, const Candidates& shared,
                                   OpenCodes& open_codes) {
   const u32 lane = threadIdx.x % 32u;
@@ -127,7 +135,8 @@ FP4KIT_DEVICE void try_open_codes(const SearchBlock<false>& block, Screened& s, 
   s.least = open_codes.least[lane];
 }
 
-// Return whether one code alone has the smallest loss among those that were tried, and none beyond s.end can win.
+// Return true if the code with the smallest rank is proven to be the result. It must be ahead of every other code that
+// was tried by kMinRankGap, and no code from s.end on may be able to win.
 FP4KIT_DEVICE bool is_proven(const SearchBlock<false>& block, const Screened& s, CandidateRange range,
                              const Candidates& shared) {
   const bool is_alone = static_cast<i32>(s.least.second - s.least.rank) >= kMinRankGap;

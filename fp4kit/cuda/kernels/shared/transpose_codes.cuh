@@ -1,16 +1,16 @@
-// Transpose the codes of a matrix by tiles. 4-bit codes, two per byte: (rows, columns / 2) to (columns, rows / 2).
-// 8-bit codes: (rows, columns) to (columns, rows).
+// Functions that transpose the codes of a matrix by tiles: 4-bit codes, two per byte, from (rows, columns / 2) bytes to
+// (columns, rows / 2) bytes, and 8-bit codes from (rows, columns) to (columns, rows).
 //
-// A tile is 256 rows of lines of 128 bytes. A thread loads 16 bytes of 8 rows, which keeps as many loads in flight,
-// transposes squares of codes in registers, and puts the words into the transposed tile in shared memory. From there,
-// whole lines are stored.
+// A tile is 256 rows of 128 bytes. A thread loads 16 bytes of each of 8 rows, which keeps 8 loads in flight. It
+// transposes squares of codes in registers, and stores the words in the transposed tile in shared memory. From there,
+// whole lines are stored in memory.
 #pragma once
 
 #include "runs.cuh"
 #include "transpose_square.cuh"
 
-// Load the first `count` of the 16 bytes at `from`, and set the others to zero. kAligned: `count` is 16, or not
-// positive.
+// Load the first `count` of the 16 bytes at `from`, and set the remaining bytes to zero. If kAligned, `count` must be
+// 16 or at most 0, and the address a multiple of 16.
 template <bool kAligned>
 FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   Chunk chunk{};
@@ -24,7 +24,8 @@ FP4KIT_DEVICE Chunk load_chunk(const u8* from, int count) {
   return chunk;
 }
 
-// Store the first `count` of a chunk's 16 bytes at `to`. kAligned: `count` is 16, or not positive.
+// Store the first `count` bytes of a chunk at `to`. If kAligned, `count` must be 16 or at most 0, and the address a
+// multiple of 16.
 template <bool kAligned>
 FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
   if constexpr (kAligned) {
@@ -43,7 +44,8 @@ struct CodeMatrix {
   i64 rows, columns;  // of codes
 };
 
-// The sizes of a tile and of its transpose, for 256 threads. The rows of both consist of chunks of 16 bytes.
+// The sizes of a tile and of the transposed tile, for 256 threads. The rows (lines) of both consist of chunks of 16
+// bytes.
 template <int kBits>
 struct CodeTile {
   static constexpr int kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
@@ -51,14 +53,14 @@ struct CodeTile {
   static constexpr int kCodes = 32 / kBits;    // codes per word; a square is kCodes words
   static constexpr int kSquares = 8 / kCodes;  // squares that a thread has below each other, for each of its 4 words
 
-  // Return a chunk of a line of the transposed tile. Chunks are permuted so that neither stores of words nor loads of
-  // chunks have bank conflicts.
+  // Return a reference to chunk `chunk` of line `line` of the transposed tile. The order of chunks is permuted so that
+  // there are no bank conflicts, neither when words are stored nor when chunks are loaded.
   FP4KIT_DEVICE Chunk& chunk(Chunk* tile, int line, int chunk) {
     return tile[line * kOutLine + (chunk ^ (line / (4 * kCodes) & 7))];
   }
 };
 
-// Load the codes of the tile at (row, column), transpose them, and put them into `tile`.
+// Load the codes of the tile at (row, column) of the input, transpose them, and store them in `tile`.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;
@@ -86,7 +88,7 @@ FP4KIT_DEVICE void read_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* ti
   }
 }
 
-// Store the transposed codes in `tile`, which were read at (row, column) of the input, to the output.
+// Store the transposed codes of `tile` in the output. They were loaded from (row, column) of the input.
 template <int kBits, bool kAligned>
 FP4KIT_DEVICE void write_tile(const CodeMatrix& a, i64 row, i64 column, Chunk* tile) {
   using T = CodeTile<kBits>;

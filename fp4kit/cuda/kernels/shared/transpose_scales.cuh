@@ -1,6 +1,6 @@
-// Transpose the scales of a tile of codes: out(k, m) = in(m * kBlock, k / kBlock). Both matrices store a scale once per
-// row of codes: `in` is (rows, columns / kBlock), `out` is (columns, rows / kBlock), in the same layout. Padding is set
-// to zero.
+// Functions that transpose the scales of a tile of codes: out(k, m) = in(m * kBlock, k / kBlock). Both matrices of
+// scales store a scale once per row of codes. `in` is (rows, columns / kBlock), and `out` is (columns, rows / kBlock),
+// in the same layout. Padding is set to zero.
 #pragma once
 
 #include "scale_layout.cuh"
@@ -14,8 +14,8 @@ struct ScaleMatrix {
   i64 rows, columns;  // of codes
 };
 
-// The kTall x kWide scales of a tile of kRows x kColumns codes, transposed in shared memory: kWide lines of kTall
-// scales.
+// The kTall x kWide scales of a tile of kRows x kColumns codes. They are kept transposed in shared memory, as kWide
+// lines of kTall scales.
 template <ScaleLayout kLayout_, int kBlock_, int kRows, int kColumns_>
 struct ScaleTile {
   static constexpr ScaleLayout kLayout = kLayout_;
@@ -25,7 +25,8 @@ struct ScaleTile {
   static_assert(kTall % 4 == 0, "blocks of 16, 32 and 64");
 };
 
-// Return the scale that a thread loads of the tile at (row, column) of the codes; zero outside the matrix.
+// Return the scale that thread number `thread` loads for the tile at (row, column) of the codes, or 0 if that scale is
+// outside of the matrix.
 template <class T>
 FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   const i64 r = row + thread / T::kWide * T::kBlock, c = column / T::kBlock + thread % T::kWide,
@@ -33,14 +34,14 @@ FP4KIT_DEVICE u8 load_scale(const ScaleMatrix& a, i64 row, i64 column, int threa
   return thread < T::kScales && r < a.rows && c < columns ? a.in[scale_offset<T::kLayout>(r, c, columns)] : 0;
 }
 
-// Put the scale that a thread loaded into the tile, at its transposed place.
+// Store the scale that a thread loaded in the tile, at its transposed place.
 template <class T>
 FP4KIT_DEVICE void put_scale(u8* tile, u8 scale, int thread) {
   if (thread < T::kScales) tile[thread % T::kWide * T::kPitch + thread / T::kWide] = scale;
 }
 
-// Store the tile at row k, column m of a swizzled output, 16 bytes at a time: 4 columns of the 4 rows that 128x4 makes
-// contiguous, or of 4 rows of 8x4.
+// Store the tile at row k, column m of a swizzled output, 16 bytes at a time. 16 bytes are four columns of four rows:
+// of the rows that are contiguous in 128x4, or of four neighboring rows in 8x4.
 template <class T>
 FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   constexpr bool kFarRows = T::kLayout == ScaleLayout::swizzled_128x4;
@@ -59,7 +60,7 @@ FP4KIT_DEVICE void write_scale_chunks(const ScaleMatrix& a, i64 k, i64 m, const 
   }
 }
 
-// Store the tile at any address of any layout, one byte at a time.
+// Store the tile at row k, column m of an output with any layout and alignment, one byte at a time.
 template <class T>
 FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u8* tile, int thread, int threads) {
   const i64 columns = a.rows / T::kBlock,
@@ -71,11 +72,13 @@ FP4KIT_DEVICE void write_scale_bytes(const ScaleMatrix& a, i64 k, i64 m, const u
   }
 }
 
-// A tile of 2048 blocks without codes, for 8x4: more of its scales are contiguous than a tile of codes has.
+// A tile of 2048 blocks for scales without codes, in layout 8x4. More of its scales are contiguous in memory than in a
+// tile of codes.
 template <ScaleLayout kLayout, int kBlock>
 using LargeScaleTile = ScaleTile<kLayout, kBlock, 4 * kBlock * kBlock, 512>;
 
-// Load one large tile of scales, transpose it in shared memory and store it.
+// Load one large tile of scales at (row, column) of the codes, transpose it in shared memory and store it. All threads
+// of the thread block must call this function.
 template <class T>
 FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 column, int thread) {
   constexpr int kEach = T::kScales / kThreads;
@@ -91,9 +94,9 @@ FP4KIT_DEVICE void transpose_scale_tile(const ScaleMatrix& a, i64 row, i64 colum
   __syncthreads();
 }
 
-// Transpose linear scales without codes, because a tile would store only 16 bytes of a row at a time and fill no
-// sector. A thread takes the scales of 4 x 4 blocks: block rows 4 i to 4 i + 3, block columns 4 j to 4 j + 3. Rows in
-// and out are whole words.
+// Transpose linear scales without tiles: a tile would store only 16 bytes of a row at a time and fill no sector. A
+// thread takes the scales of 4 x 4 blocks: block rows 4 i ... 4 i + 3 and block columns 4 j ... 4 j + 3. The rows of
+// both matrices of scales must be whole words.
 template <int kBlock>
 FP4KIT_DEVICE void transpose_linear_scales(const ScaleMatrix& a, i64 i, i64 j) {
   const i64 in_columns = a.columns / kBlock, out_columns = a.rows / kBlock;

@@ -1,4 +1,4 @@
-// Transpose a square of codes in registers: 4 x 4 bytes or 8 x 8 nibbles.
+// Functions that transpose a square of codes in registers: 4 x 4 bytes or 8 x 8 nibbles.
 #pragma once
 
 #include "ptx.cuh"
