@@ -31,6 +31,7 @@ from fp4kit.checkpoint.loaders import configs
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import SERVING, Finding, Severity, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS, container_of
+from fp4kit.checkpoint.loaders.missing_tensors import consequence
 from fp4kit.checkpoint.loaders.observations import SPLIT_EXPERTS
 from fp4kit.checkpoint.loaders.support import cell, engines_for, family_of, known_traps
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, split_module
@@ -210,14 +211,6 @@ def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Ite
             yield text
 
 
-def _consequence(engine: str, layer: str, suffix: str) -> str:
-    """Return a text for a finding that says what ``engine`` does if the tensor ``suffix`` of a layer is missing."""
-    if engine == "vLLM":
-        raises = suffix == ".weight_scale" and not container_of(layer)
-        return 'loading raises "was never loaded"' if raises else "the engine uses uninitialised memory in its place"
-    return "the layer cannot be decoded"
-
-
 def readers(container: str, family: str) -> tuple[str, ...]:
     """Return the names of the engines whose requirements a checkpoint is checked against.
 
@@ -244,7 +237,7 @@ def _layer_findings(
         yield from (finding(engine, "error", layer, text) for text in faults)
         for part in required:
             if part.suffix not in parts:
-                text = f"{part.suffix[1:]} is missing; {_consequence(engine, layer, part.suffix)}"
+                text = f"{part.suffix[1:]} is missing; {consequence(engine, container, layer, part.suffix)}"
                 yield finding(engine, "error", layer, text)
         if foreign:
             yield finding(engine, "error", layer, f"{', '.join(foreign)}: not a tensor of {container}")

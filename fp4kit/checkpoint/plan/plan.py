@@ -25,6 +25,7 @@ from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
+from fp4kit.checkpoint.loaders.missing_tensors import consequence
 from fp4kit.checkpoint.model import closed_world, side_files, wrapper_names
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declared_quantization import check_declared
@@ -509,8 +510,17 @@ class _Planner:
             for piece in tensor.pieces
             if self._without_input_scale(self.selected[tensor.name], piece)
         ]
-        text = "saw no token and get no input scale; vLLM and SGLang read 1.0 in its place"
-        return (f"{len(names)} experts {text}: {listed(names)}",) if names else ()
+        if not names or self.form is None:
+            return ()
+        container = container_id(self.form, True)
+        found = (
+            f"{engine}: {consequence(engine, container, names[0], self.form.suffixes[INPUT_SCALE])}"
+            for engine in ("vLLM", "SGLang")
+        )
+        return (
+            f"{len(names)} experts saw no token and get no input scale ({listed(names)}); {'; '.join(found)};"
+            " --unseen-experts layer gives them one",
+        )
 
     def _recorded(self) -> str:
         """Return the id of the recipe to record in the output files; "" for unquantized output or an unknown recipe."""

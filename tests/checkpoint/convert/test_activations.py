@@ -141,7 +141,10 @@ def test_unseen_experts_without_an_input_scale(format: str, tmp_path: Path) -> N
     synthetic.moe(tmp_path / "m")
     activations = Activations.of(whole(tmp_path / "m", expert_amaxes((2,))), unseen="none")
     plan = convert(tmp_path / "m", tmp_path / "out", format=format, activations=activations).plan
-    assert any(line.startswith("3 experts saw no token and get no input scale") for line in plan.warnings)
+    (warning,) = (line for line in plan.warnings if line.startswith("3 experts saw no token and get no input scale"))
+    memory = "the engine uses uninitialised memory in its place"
+    assert f"; vLLM: {memory}" in warning and "--unseen-experts layer gives them one" in warning
+    assert f"; SGLang: {'the engine uses 1.0 in its place' if format == 'modelopt' else memory}" in warning
     missing = {f"{EXPERTS}.2.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")}
     assert set(layers_of(tmp_path / "m")) - set(scales(tmp_path / "out", format)) == missing
     issues = verify(tmp_path / "out", tmp_path / "m").issues

@@ -13,12 +13,18 @@ import pytest
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding
+from fp4kit.checkpoint.loaders.missing_tensors import consequence
 from fp4kit.checkpoint.loaders.requirements import findings, quantized_layers
 
 Tensors = dict[str, tuple[str, tuple[int, ...]]]
 ROWS, COLUMNS = 96, 64
 Q, EXPERT = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts.0.down_proj"
 
+MEMORY, ONE = (
+    "the engine uses uninitialised memory in its place",
+    "the engine uses 1.0 in its place, which is not calibrated",
+)
+PER_TOKEN = f"{MEMORY}, unless it is configured to quantize the inputs of experts per token"
 W4A16, NVFP4, MXFP8, MXFP4 = "modelopt W4A16_NVFP4", "modelopt NVFP4", "modelopt MXFP8", "modelopt mxfp4"
 CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
     f"compressed-tensors {name}" for name in ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
@@ -174,20 +180,37 @@ def test_scalars_of_either_shape(container: str, shape: tuple[int, ...]) -> None
 
 
 @pytest.mark.parametrize(
-    ("name", "suffix", "text"),
+    ("container", "name", "suffix", "vllm", "sglang"),
     [
-        (Q, ".weight_scale", 'weight_scale is missing; loading raises "was never loaded"'),
-        (Q, ".input_scale", "input_scale is missing; the engine uses uninitialised memory in its place"),
-        (EXPERT, ".weight_scale", "weight_scale is missing; the engine uses uninitialised memory in its place"),
-        (EXPERT, ".input_scale", "input_scale is missing; the engine uses uninitialised memory in its place"),
+        (NVFP4, Q, ".weight_scale", 'loading raises "was never loaded"', MEMORY),
+        (NVFP4, Q, ".weight_scale_2", MEMORY, MEMORY),
+        (NVFP4, Q, ".input_scale", MEMORY, ONE),
+        (NVFP4, EXPERT, ".weight_scale", MEMORY, MEMORY),
+        (NVFP4, EXPERT, ".input_scale", PER_TOKEN, ONE),
+        (CT_NVFP4, Q, ".weight_scale", MEMORY, MEMORY),
+        (CT_NVFP4, EXPERT, ".weight_global_scale", MEMORY, MEMORY),
     ],
 )
-def test_vllm_and_a_missing_tensor(name: str, suffix: str, text: str) -> None:
-    tensors = layer(NVFP4, name)
+def test_a_missing_tensor(container: str, name: str, suffix: str, vllm: str, sglang: str) -> None:
+    """The findings say what vLLM 0.33.0 and SGLang 0.5.23 do, as read in their sources."""
+    tensors = layer(container, name)
     del tensors[name + suffix]
-    vllm, sglang = checked(NVFP4, tensors)
-    assert (vllm.engine, vllm.subject, vllm.text) == ("vLLM", name, text)
-    assert (sglang.engine, sglang.text) == ("SGLang", f"{suffix[1:]} is missing; the layer cannot be decoded")
+    found = {each.engine: (each.severity, each.subject, each.text) for each in checked(container, tensors)}
+    start = f"{suffix[1:]} is missing; "
+    assert found["vLLM"] == ("error", name, start + vllm)
+    assert found["SGLang"] == ("error", name, start + sglang)
+
+
+def test_what_other_engines_do_with_a_missing_tensor() -> None:
+    """A layer without codes or scales cannot be decoded. What other engines do without input scales is unknown."""
+    assert (
+        consequence("transformers", CT_NVFP4, Q, ".input_global_scale") == "it is not known what the engine does then"
+    )
+    assert consequence("transformers", CT_NVFP4, Q, ".weight_scale") == "the layer cannot be decoded"
+    assert consequence("SGLang", "sglang-mxfp8", Q, ".weight_scale_inv") == "the engine uses zeros in its place"
+    assert consequence("vLLM", "gpt-oss", Q, "_scales") == "the engine uses zeros in its place"
+    assert consequence("vLLM", MXFP8, Q, ".weight_scale") == MEMORY  # only NVFP4 scales are checked
+    assert consequence("vLLM", "deepseek-v4", Q, ".scale") == "the layer cannot be decoded"
 
 
 @pytest.mark.parametrize(
