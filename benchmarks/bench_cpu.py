@@ -251,7 +251,8 @@ def sizes(bench: Bench) -> None:
                 targets = {"loop": None, "loop into": np.zeros(len(words) // 4, np.int64)}
                 passes = {name: two_passes(words, target, bench.threads, pool) for name, target in targets.items()}
                 loops = {name: watch(call, warm_below=inf) for name, call in passes.items()}
-                # Warm every call, because a virtual machine's host may take back pages that were free for seconds.
+                # Make an untimed call before each timed one, because the host of a virtual machine may take back memory
+                # that was free for a few seconds.
                 mine = bench.watches(case, nbytes <= SIZES[1], warm_below=inf)
                 times = alternate(mine | loops, bench.args.repeat)
             peers = {name: times.pop(name) for name in loops}

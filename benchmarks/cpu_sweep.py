@@ -16,7 +16,8 @@ from timing import alternate, watch
 import fp4kit
 from fp4kit.cpu.coverage import not_faked
 
-# From 1 KB of bfloat16 upward. Some shapes are no multiple of a vector or of a block of rows; some are 3-D.
+# Shapes of the input, from 1 KB of bfloat16 upward. Some lengths are not multiples of a SIMD vector or of a block of
+# rows, and some shapes are 3-D.
 SHAPES = (
     (1, 512),
     (8, 64),

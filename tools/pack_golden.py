@@ -36,7 +36,7 @@ MAX_DIFFERING = 0.3
 MIN_BYTES = 64  # smaller arrays are never stored as differences
 
 Arrays = Mapping[str, np.ndarray]
-# {(file, key): base array}. A base array is one that other arrays may be stored as differences to.
+# {(file, key): base array}. A base array is an array to which the difference of other arrays may be stored.
 Places = dict[tuple[str, str], np.ndarray]
 
 

@@ -21,7 +21,7 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
 
     The facts, such as the number of experts, are stored as JSON in one metadata entry.
     """
-    # one entry, because the library writes several entries in random order
+    # All facts are one metadata entry, because the safetensors library writes several entries in random order.
     metadata = {FACTS: json.dumps(facts, sort_keys=True)}
     return save({key: np.asarray(array, order="C") for key, array in arrays.items()}, metadata)
 

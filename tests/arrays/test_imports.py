@@ -96,7 +96,7 @@ def memory():
     return np.arange(0x3F00, 0x3F00 + 24, dtype=np.uint16)
 
 
-# --- NumPy ------------------------------------------------------------------------------------------------------------
+# ---- NumPy ----
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16, np.uint8, ml_dtypes.float8_e4m3fn])
@@ -112,7 +112,7 @@ def test_numpy_scalars_become_0d_arrays(scalar):
     assert (array.shape, array.dtype, array[()]) == ((), scalar.dtype, scalar)
 
 
-# --- the capsule ------------------------------------------------------------------------------------------------------
+# ---- the capsule ----
 
 
 @pytest.mark.parametrize("flags", [None, 0], ids=["legacy", "versioned"])
@@ -180,7 +180,7 @@ def test_a_versioned_capsule_of_a_later_minor_version(memory):
     assert as_array(Exporter(memory, (24,), None, flags=0, version=(1, 7))).shape == (24,)
 
 
-# --- lifetime ---------------------------------------------------------------------------------------------------------
+# ---- lifetime ----
 
 
 @pytest.mark.parametrize("flags", [None, 0], ids=["legacy", "versioned"])
@@ -217,7 +217,7 @@ def test_a_refused_import_frees_the_capsule(memory):
     assert _exports == {}
 
 
-# --- errors -----------------------------------------------------------------------------------------------------------
+# ---- errors ----
 
 
 @pytest.mark.parametrize("x", [[1.0, 2.0], 3.0, object()], ids=lambda x: type(x).__name__)
@@ -265,7 +265,7 @@ def test_a_consumed_capsule():
         as_array(x)
 
 
-# --- several arrays ---------------------------------------------------------------------------------------------------
+# ---- several arrays ----
 
 
 def test_as_arrays_keeps_the_order_and_none(memory):
@@ -298,7 +298,7 @@ def test_neither_torch_nor_cupy_is_imported():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-# --- the real libraries -----------------------------------------------------------------------------------------------
+# ---- the real libraries ----
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float16", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"])

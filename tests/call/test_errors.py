@@ -177,7 +177,7 @@ ERRORS = {
         quantize("nvfp4-modelopt-static", block_amax=np.full((32, 4), -1)), ValueError,
         "quantize: block_amax holds NaN or negative values; needs amax >= 0",
     ),
-    # scale_layout, rounding, seed, hadamard
+    # Errors of the arguments scale_layout, rounding, seed and hadamard.
     "scale_layout": (
         quantize(scale_layout="swizzled"), ValueError,
         "quantize: scale_layout is 'swizzled'; needs one of linear, swizzled_128x4, swizzled_8x4",

@@ -67,7 +67,7 @@ WRONG = [
     np.zeros((0, 16), np.float32),
 ]
 NOT_CALLED = {"engine", "num_threads", "specification"}  # they take no arguments
-# MasterWeightsPlan is made by cast_master_weights; threads raises when it is entered
+# cast_master_weights makes a MasterWeightsPlan, so it raises the plan's errors. threads raises only when it is entered.
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}
 
 

@@ -59,7 +59,7 @@ def test_documents_have_their_entries(
     monkeypatch.chdir(tmp_path)
     if schema == "apply/1":
         diff("m", "m", "p.patch")
-    # Replace the comparison of all recipes, which cli/test_recipes.py tests.
+    # Replace the comparison of all recipes by a constant, because it is slow and cli/test_recipes.py tests it.
     monkeypatch.setattr(agreement, "agreeing", lambda dtype: (("nvfp4-te", "nvfp4-torchao"),))
     assert main([*COMMANDS[schema].split(), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

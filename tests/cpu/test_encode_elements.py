@@ -18,9 +18,9 @@ DIVIDING = ("nvfp4-modelopt", "nvfp4-compressed-tensors", "nvfp4-quark")
 FULL = float(E2M1.max * E4M3.max)
 AWAY = (-2, -1, 0, 1, 2)  # distances from a midpoint, in steps of the dtype
 MOST_ELEMENTS = 1 << 14  # from this number of elements on, the engine uses multipliers
-# With this amax the divisor is 0x1.996664p-12. Three float16 numbers next to 5/4, 5/2 and 5 times it are more than 1
-# ulp of float32 from these midpoints. Still, their product with the rounded reciprocal has another code than the
-# quotient. No other significand does that.
+# With this amax the divisor of a block is 0x1.996664p-12. There are float16 numbers next to 5/4, 5/2 and 5 times this
+# divisor (midpoints of E2M1), more than 1 float32 ulp away. Multiplying these numbers by the rounded reciprocal still
+# gives another code than dividing them. No other significand of a divisor has this property.
 NARROW = 1.0494872331619263
 
 

@@ -23,7 +23,8 @@ from fp4kit.recipes import RECIPES
 pytestmark = NEEDS_ENGINE
 F32 = np.dtype(np.float32)
 X = {dtype: ordinary(8, (128, 256), dtype) for dtype in FLOATS}
-# A usual run takes one dtype of every other recipe; an exhaustive run takes another dtype of each recipe.
+# Pairs of a recipe and a dtype. Every run takes one dtype for every third recipe. Exhaustive runs also take that dtype
+# for the remaining recipes, and a second dtype for all recipes.
 PAIRS = every(3, [(name, FLOATS[i % 3]) for i, name in enumerate(NAMES)])
 PAIRS += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(NAMES))
 
@@ -221,7 +222,8 @@ def test_swizzled_scales(name, layout):
 
 SHARDED = [name for name in COVERED if RECIPES[name].block and RECIPES[name].tensor_scaling in ("none", "tensor")]
 SHARDED = [name for name in SHARDED if not (RECIPES[name].search or RECIPES[name].four_over_six)]
-# (first element, length) of shards of a matrix (70, 128): inside a row, whole rows, across many rows, the last rows.
+# (first element, length) of shards of a matrix (70, 128). Some shards are in one row, some are whole rows, some end
+# inside a row.
 SHARDS = [
     (0, 8960),
     (0, 5),

@@ -157,8 +157,8 @@ def turning_points(r):
     )
 
 
-# The recipes of every run. They include all orders in which errors are summed: one row and 16 rows, in order and in
-# SIMD lanes, and a tree of few rows.
+# The recipes that are tested in every run. Together they have all orders in which errors are summed: over one row and
+# over 16 rows, element by element and in SIMD lanes, and as a tree over a few rows.
 TURNS = ["nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-448-2d", "nvfp4-fouroversix-mae"]
 TALL = [("nvfp4-fouroversix", 16), ("nvfp4-fouroversix-mae", 4), ("nvfp4-flashinfer-4over6-mae-448", 2)]
 

@@ -17,8 +17,8 @@ from fp4kit.cpu import source_digest
 
 ROOT = Path(__file__).resolve().parents[2]
 SUPPORT = str(ROOT / "tests" / "support")
-# The flags of setup.py that affect results. Optimization is low, so that the sanitizer checks the code as it is
-# written.
+# Compiler flags: those of setup.py that affect results, and a low optimization level, so that the sanitizer checks the
+# code as it is written.
 FLAGS = (
     "-std=c++17",
     "-O1",

@@ -196,7 +196,7 @@ def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
     at = out.tensor_amax.data.ptr
     assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel"]
     assert [line[0] for line in second] == ["memset", "amax_kernel", "quantize_kernel"] and second[0][1] == at
-    # Without a cached call, the amax is computed there, and the last launch copies it to out.
+    # Without a cached call, the amax is computed at the address `elsewhere`, and the last launch copies it to out.
     elsewhere = argument(first[1], "tensor_amax")
     assert argument(first[1], "amax_out") == at and elsewhere != at
     words = np.uint64(elsewhere).tobytes(), np.uint64(at).tobytes()

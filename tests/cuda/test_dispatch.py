@@ -31,17 +31,18 @@ def work(name, shape=LARGE, dtype=BF16, **options):
     return LaunchRequest(recipe, dtype, shape, **options)
 
 
-# (work, its kernel, its number of thread blocks) on a device with 132 multiprocessors
+# (work, its kernel, its number of thread blocks or None if that is not checked), on a device with 132 multiprocessors
 CHOSEN = [
-    # fake: the producer's own arithmetic, for values only. 8 elements in 16 bytes, 2 runs per thread, or 4 if each
-    # thread block makes a table.
+    # fake_quantize: recipes with arithmetic of their own, if only values are wanted. A run is 16 bytes, which hold 8
+    # elements of bfloat16. A thread has 2 runs, or 4 if each thread block makes a table.
     (work("mxfp4-modelopt-fake", values=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
     (work("nvfp4-modelopt-fake", values=True), "fake_quantize", 4096 * 8192 // 8 // 4 // 256),
     (work("mxfp4-microxcaling-even", values=True, grouped=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
     (work("mxfp8-modelopt-fake", dtype=F32, values=True), "fake_quantize", 4096 * 8192 // 4 // 2 // 256),
     (work("int4-qat", values=True), "fake_quantize", 4096 * 8192 // 8 // 2 // 256),
     (work("mxfp4-microxcaling-even"), "quantize", None),
-    # quantize_columns: columns or square blocks, tiles of 128 x 256 bytes or 128 x 128, in whole bands of 2^shift tiles
+    # quantize_columns: blocks along columns, or square blocks. Each thread block has a tile of 128 rows and 256 or 128
+    # bytes. The number of tiles along columns is rounded up to a whole band, a power of two of tiles.
     (work(TE, columns=True), "quantize_columns", 32 * 64),
     (work(TE, (130, 144), columns=True), "quantize_columns", 2 * 2),
     (work(TE, (130, 144), F32, columns=True), "quantize_columns", 2 * 3),
@@ -51,11 +52,11 @@ CHOSEN = [
     (work(SQUARE, (130, 144)), "quantize_columns", 2 * 2),
     (work(SQUARE, values=True), "quantize_columns", 32 * 64),
     (work(TE, (64, 8 * 9), F32, columns=True), "quantize_columns", 1 * 2),
-    # quantize_table: 4over6 of many bfloat16 elements; at most one thread block per multiprocessor
+    # quantize_table: 4over6 for many bfloat16 elements. There is at most one thread block per multiprocessor.
     (work(SIX), "quantize_table", 132),
     (work("nvfp4-te-4over6-mae-256-2d"), "quantize_table", 132),
     (work(SIX, (2, MIN_TABLE_ELEMENTS // 2)), "quantize_table", 132),
-    # quantize_tile: 4over6 of few elements or with other options; other square blocks
+    # quantize_tile: 4over6 for few elements or with options that quantize_table lacks, and further square blocks.
     (work(SIX, (2, MIN_TABLE_ELEMENTS // 2 - 128)), "quantize_tile", 2 * 1024),
     (work(SIX, dtype=F32), "quantize_tile", 132 * 16),
     (work(SIX, values=True), "quantize_tile", 132 * 16),
@@ -70,12 +71,13 @@ CHOSEN = [
         3 * 3,
     ),  # 33 blocks in a row, 16 per thread block
     (work(replace(RECIPES[TE], block=(2, 16))), "quantize_tile", 132 * 16),
-    # quantize_unblocked: no blocks, one long row
+    # quantize_unblocked: recipes without blocks, for which all elements are one long row.
     (work("fp8-modelopt"), "quantize_unblocked", 4096 * 8192 * 2 // (64 * 256)),
     (work("fp8-modelopt", (3, 7)), "quantize_unblocked", 1),
     (work("int8-modelopt-channel", (5, 1000)), "quantize_unblocked", 1),
     (work("int8-modelopt", values=True, stochastic=False), "fake_quantize", None),
-    # quantize: blocks in a row. There are fewer thread blocks if each makes a table; a layout's padding counts as work.
+    # quantize: blocks along rows. There are fewer thread blocks if each makes a table. The padding of swizzled scales
+    # counts as work.
     (work("mxfp4-ocp"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work(TE), "quantize", None),
     (work(TE, layout="swizzled_128x4"), "quantize", 4096 * 8192 * 2 // (64 * 256)),

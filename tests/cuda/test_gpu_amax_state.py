@@ -30,7 +30,7 @@ def test_every_magnitude_comes_in_exactly(dtype):
         on_cpu.collect("m.weight_quantizer", part)
         on_gpu.collect("m.weight_quantizer", cupy.asarray(part))
     gpu, cpu = (collector._single.popitem()[1] for collector in (on_gpu, on_cpu))
-    # converting float16 changes the bits of a NaN, on a GPU in another way than on a CPU
+    # Converting float16 to float32 changes the bits of a NaN, and a GPU changes them in another way than a CPU.
     assert differing(gpu, cpu) == 0
 
 

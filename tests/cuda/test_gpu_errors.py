@@ -38,7 +38,7 @@ def grouped(function, recipe="nvfp4-te", second=A, **options):
         if function == "fake_quantize_grouped_backward":
             return fp4kit.fake_quantize_grouped_backward(list(map(put, given or [A, second])), xs, recipe, **found)
         result = getattr(fp4kit, function)(xs, recipe, **found)
-        # a plan may check its arguments when it is used
+        # A plan may check some arguments only when it is used, so use it.
         return result.quantize() if function == "GroupedPlan" else result
 
     return call

@@ -256,7 +256,8 @@ def on_gpu(q: fp4kit.Quantized) -> fp4kit.Quantized:
 @pytest.mark.parametrize("source", ["mxfp4-ocp", "mxfp4-flashinfer"])
 def test_mxfp4_to_nvfp4(source, target) -> None:
     x = ordinary(3, (64, 256))
-    # nvfp4-modelopt decodes -0, the code of small negative numbers, to +0, and so does mxfp4-flashinfer.
+    # Small negative numbers have the code of -0. nvfp4-modelopt decodes it to +0, so requantizing to it changes values,
+    # unless the source is mxfp4-flashinfer, which decodes it to +0 too.
     exact = target != "nvfp4-modelopt" or source == "mxfp4-flashinfer"
     same_requantized(fp4kit.quantize(x, source), target, exact=exact)
     same_requantized(
@@ -321,7 +322,7 @@ def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypa
     x = ordinary(6, (64, 512), ml_dtypes.bfloat16)
     q = fp4kit.quantize(x, name, scale_layout=layout)
     q = q if known else replace(q, tensor_amax=None)
-    # identify finds this difference only by comparing everything
+    # `other` differs in its last codes only, which identify finds only by comparing everything, not a sample.
     other = replace(q, packed=np.where(np.arange(256) == 255, q.packed ^ 1, q.packed))
     found = fp4kit.identify(q, x), fp4kit.identify(other, x)
     assert name in found[0].exact and not found[1].exact

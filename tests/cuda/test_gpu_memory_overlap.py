@@ -92,8 +92,8 @@ def test_dequantize_into_q(name, xp):
     assert_same_bits(host(shared.packed), host(q.packed))
 
 
-# Strides in bytes of x (4, 3, 16) and of out.packed (4, 3, 8), and the first byte of out. They share bytes, but finding
-# that takes more work than NumPy's search may do.
+# (strides in bytes of x (4, 3, 16), strides of out.packed (4, 3, 8), first byte of out). x and out share bytes, but
+# NumPy would need more work to find this than fp4kit allows it.
 HARD = [((96, 1024, 28), (84, 1527, 16), 1213), ((552, 956, 152), (803, 348, 57), 1135)]
 
 

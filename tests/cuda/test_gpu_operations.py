@@ -285,7 +285,7 @@ def _expected_codes(x, fmt):
     """Return codes by comparison with the midpoints; a tie goes to the even code."""
     magnitude = cupy.abs(x).astype(np.float64)
     midpoints = fmt.midpoints
-    # If the lower code is even, the midpoint itself belongs to it.
+    # If the lower code of a midpoint is even, the midpoint itself rounds to the lower code.
     below = np.where(np.arange(len(midpoints)) % 2 == 0, np.nextafter(midpoints, np.inf), midpoints)
     codes = cupy.searchsorted(cupy.asarray(below), magnitude, side="right").astype(np.uint8)
     return codes | cupy.where(cupy.signbit(x), np.uint8(fmt.sign_bit), np.uint8(0))

@@ -44,7 +44,7 @@ def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
         assert differing(fp4kit.partial_amax(on_gpu[a:b], x.shape, a, name), cpu) == 0
         amax = np.fmax(amax, np.where(np.isnan(cpu), np.float32(np.inf), cpu))
     whole = fp4kit.quantize(x, name)
-    # For recipes that take the amax over finite elements only, give quantize's amax.
+    # Some recipes compute the tensor amax over finite elements only. If x has infinities, pass quantize's tensor amax.
     limit = whole.tensor_amax if np.isinf(amax).any() and RECIPES[name].amax_nan == "lanes" else None
     cpu = np.full(whole.packed.shape, 0xA5, np.uint8)
     gpu = cupy.full(cpu.shape, 0xA5, np.uint8)

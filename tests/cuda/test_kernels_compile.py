@@ -21,7 +21,8 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.recipes import RECIPES
 
-# Architectures for which some kernels are compiled. All are compiled for sm_90, sm_100a and sm_75, the oldest.
+# Architectures for which only some kernels are compiled. All kernels are compiled for sm_90, sm_100a and sm_75 (the
+# oldest).
 OTHERS = (
     "sm_80",
     "sm_86",

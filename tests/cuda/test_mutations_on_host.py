@@ -127,9 +127,9 @@ SHARD = call_of(partial, "nvfp4-te-2d", F32)
 GROUP_AMAX = call_of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
 MULTIPLES = call_of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
 NEAR = call_of(search_scales, STATIC, F32, tensor_amax=4.0, candidates="near")
-# Name of a fault -> (file, text in it, replacement, call that finds the fault, part of the expected error).
+# {name of a fault: (file, text in it, replacement, call that finds the fault, part of the expected error)}
 MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
-    # Byte order and arithmetic.
+    # Faults in byte order and arithmetic.
     "scales in wrong places": ("scale_layout.cuh", "r % 128 / 32 * 4", "(r % 128 / 32 ^ 1) * 4", SWIZZLED, DIFFERS),
     "rows in wrong places": ("scale_layout.cuh", "* 2 + byte / 16", "* 2 + byte / 8", ROWS_SWIZZLED, SEEN),
     "a byte too many": ("pack.cuh", "8388608.0f + 512.0f", "8388608.0f + 513.0f", RANDOM, DIFFERS),
@@ -156,7 +156,7 @@ MUTATIONS: dict[str, tuple[str, str, str, Any, str]] = {
         call_of(quantize, "nvfp4-te-2d", F32, rounding="stochastic", seed=7),
         ORDER,
     ),
-    # Arrays and shared memory.
+    # Faults in the use of arrays and shared memory.
     "codes fetched too far": (
         *("dequantize.cu", "if (next + kStep >= runs) return;", ""),
         *(call_of(dequantize, "mxfp8-te", shape=(512, 256)), OUTSIDE),

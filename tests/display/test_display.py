@@ -68,7 +68,7 @@ def shown():
     }
 
 
-# --- counts ----------------------------------------------------------------------------------------------------------
+# ---- counts ----
 
 
 def by_definition(q):
@@ -146,7 +146,7 @@ def test_strided_parts():
     assert (statistics(part).saturated, 0, *by_definition(part)[2:]) == by_definition(part)
 
 
-# --- histograms ------------------------------------------------------------------------------------------------------
+# ---- histograms ----
 
 
 def test_bars_by_exponent():
@@ -193,7 +193,7 @@ def test_shares(count, total, text):
     assert share(count, total) == text
 
 
-# --- text ------------------------------------------------------------------------------------------------------------
+# ---- text ----
 
 
 def test_what_print_shows_of_a_quantized():
@@ -244,7 +244,7 @@ def test_reprs_stay_one_line():
     assert repr(fp4kit.recipe("nvfp4")) == "Recipe('nvfp4-te')"
 
 
-# --- HTML ------------------------------------------------------------------------------------------------------------
+# ---- HTML ----
 
 
 @pytest.mark.parametrize("kind", shown())

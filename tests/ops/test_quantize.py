@@ -152,7 +152,7 @@ def test_the_input_is_not_modified(name):
 # ---- dtypes ----
 
 
-# Producers that round intermediate results to the dtype of x.
+# Parts of the names of recipes that round intermediate results to the dtype of x, so that float32 gives other codes.
 IN_THE_DTYPE = (
     "compressed-tensors",
     "quark-floor",

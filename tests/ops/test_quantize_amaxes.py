@@ -103,7 +103,7 @@ def test_block_amaxes_of_tall_blocks(elements, monkeypatch):
 
 
 MAX = float(np.finfo(np.float32).max)
-# Recipe -> {tensor amax: decode scale}. The quotients are exact or rounded to float32.
+# {recipe: {tensor amax: decode scale}}. The quotients are exact or rounded to float32.
 TENSOR_SCALES = {
     "nvfp4-te": {0: 1, 2688: 1, 5376: 2, 21: 1 / 128, 2.0**-149: 1 / MAX, np.inf: 1},
     "nvfp4-te-reference": {0: 1 / MAX, 2688: 1, 5376: 2, 2.0**-149: 1 / MAX, np.inf: 1},

@@ -184,7 +184,7 @@ def test_bars_of_ggml_sizes_and_sweep():
 
 def test_the_sweep_finds_slow_calls_and_leaves_out_shapes_that_do_not_fit(monkeypatch, capsys):
     monkeypatch.setattr(cpu_sweep, "ratio", lambda case: 0.5 if case.operation == "dequantize" else 3.0)
-    # blocks have 32 elements, so a length of 48, and columns of 2, are left out
+    # Blocks have 32 elements, so rows of 48 elements, and columns of 2 elements, are left out.
     found = cpu_sweep.sweep(["mxfp4-ocp"], [(2, 48), (2, 64)])
     assert found["cases"] == 9 and len(found["slower"]) == 3 and list(found["smallest of a shape"]) == ["2x64"]
     assert found["smallest"][0] == {"ratio": 0.5, "case": "dequantize mxfp4-ocp bfloat16 2x64"}

@@ -16,7 +16,7 @@ from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8
 ML_DTYPES = inputs.ML_DTYPES | {E8M0: ml_dtypes.float8_e8m0fnu}
 FLOATS = tuple(ML_DTYPES)
 
-# bits, sign bit, emin, emax, max, min_normal, min_subnormal, max_code, nan_code
+# {format: (bits, sign bit, emin, emax, max, min_normal, min_subnormal, max_code, nan_code)}
 FLOAT_FACTS = {
     E2M1: (4, 0x8, 0, 2, 6.0, 1.0, 0.5, 0x7, 0x7),
     E2M3: (6, 0x20, 0, 2, 7.5, 1.0, 0.125, 0x1F, 0x1F),
@@ -153,7 +153,7 @@ def test_names():
     assert [repr(fmt) for fmt in formats.BLOCK_FORMATS] == [fmt.name for fmt in formats.BLOCK_FORMATS]
 
 
-# element, scale, block size, tensor scale, bits per value, max before the tensor scale
+# {format: (element, scale, block size, has a tensor scale, bits per value, largest value before the tensor scale)}
 BLOCK_FACTS = {
     "NVFP4": (E2M1, E4M3, 16, True, 4.5, 2688.0),
     "MXFP4": (E2M1, E8M0, 32, False, 4.25, 6 * 2.0**127),

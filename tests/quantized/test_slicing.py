@@ -40,7 +40,7 @@ def cuts(q):
     return [*range(0, q.shape[0], step), q.shape[0]]
 
 
-# --- slices -----------------------------------------------------------------------------------------------------------
+# ---- slices ----
 
 
 @pytest.mark.parametrize("axis", [0, 1])
@@ -177,7 +177,7 @@ def test_steps_and_iteration():
             spread(q)
 
 
-# --- equality, copies ------------------------------------------------------------------------------------------------
+# ---- equality, copies ----
 
 
 def everything():

@@ -17,8 +17,8 @@ from fp4kit.reference.codec import encode, nearest_unbounded
 
 NAMES = [id for id, r in RECIPES.items() if r.producer == "fouroversix" and r.tensor_rule]
 WRAPPED = [id for id in NAMES if RECIPES[id].rounding == "rnw"]
-# Recipe -> the code of the element 1.4 * 2^-9 / 448, which is alone in its block, and the scales of that block and of a
-# second block with the amax 1.
+# {recipe: (code, block scales)} for two blocks. The first block has the amax 1. The second has the element 1.4 * 2^-9 /
+# 448 and zeros, and `code` is the code of this element.
 ONE_AND_TINY = {
     "nvfp4-fouroversix-6": (8, [126, 1]),
     "nvfp4-fouroversix-4": (7, [126, 1]),

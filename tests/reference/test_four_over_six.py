@@ -37,7 +37,7 @@ def four_over_six(x, amax, error, scale_max):
     return min(candidates, key=lambda candidate: candidate[0])[1:]  # for equal errors the first candidate, 6
 
 
-# Seeds and indices of blocks: some whose chosen scale depends on the order of the rows' sums, and some ordinary ones.
+# (seed, index) of blocks. In some of them the chosen scale depends on the order of the rows' sums; others are ordinary.
 SUMS = [(4, 3387), (8, 865), (0, 0), (0, 1), (0, 2), (1, 3999)]
 
 

@@ -157,7 +157,8 @@ def test_scales_without_an_amax_decode_as_a_product(name):
             128, 128
         )
         assert_same_bits(ours[unknown], product[unknown])
-        # TE rounds six times (encode and decode scale, 1 / range, three products), the product rule twice.
+        # TE's values are rounded six times (encode and decode scale, 1 / range, three products), and values of the
+        # product rule twice. So they differ by at most 8 roundings.
         assert np.all(np.abs(ours - product) <= 8 * 2.0**-24 * np.abs(product))
 
 

@@ -28,7 +28,7 @@ def test_power_is_near_the_exact_value(p) -> None:
     assert len(d) > 100 and (error <= (n + 4 + 2 * abs((p - n) * np.log2(d))) * 2.0**-53).all()
     with np.errstate(over="ignore", under="ignore"):
         singles = np.array([float(x) for x in exact]).astype(np.float32)
-        # holds for all of these numbers; in general one in a million differs
+        # After rounding to float32, all of these powers equal the exact ones. In general, one in a million differs.
         assert (power(d, p).astype(np.float32) == singles).all()
 
 

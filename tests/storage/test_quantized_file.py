@@ -52,7 +52,7 @@ def round_trip(path, arrays):
     return found
 
 
-# --- round trips -----------------------------------------------------------------------------------------------------
+# ---- round trips ----
 
 
 def test_every_recipe(tmp_path):
@@ -144,7 +144,7 @@ def test_a_failure_leaves_what_was_there(tmp_path, monkeypatch):
     assert (tmp_path / "a").read_bytes() == before and os.listdir(tmp_path) == ["a"]
 
 
-# --- other readers ---------------------------------------------------------------------------------------------------
+# ---- other readers ----
 
 
 def test_safetensors_alone_reads_it(tmp_path):
@@ -205,7 +205,7 @@ def test_torch_reads_it(tmp_path):
     assert_same_bits(found.packed, q.packed)
 
 
-# --- recipes as data -------------------------------------------------------------------------------------------------
+# ---- recipes as data ----
 
 
 def test_recipes_as_data():
@@ -229,7 +229,7 @@ def test_fields_with_a_default_may_be_missing():
     )
 
 
-# --- errors of save --------------------------------------------------------------------------------------------------
+# ---- errors of save ----
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_invalid_paths_are_rejected(tmp_path):
         fp4kit.load(tmp_path)
 
 
-# --- errors of load --------------------------------------------------------------------------------------------------
+# ---- errors of load ----
 
 Q = fp4kit.quantize(ORDINARY[:4], "nvfp4-te")
 TENSORS = {f"w.{part}": getattr(Q, part) for part in ("packed", "block_scale", "tensor_scale", "tensor_amax")}
@@ -497,7 +497,7 @@ def test_every_byte_of_the_header_flipped(tmp_path):
             fp4kit.load(tmp_path / "a")
 
 
-# --- checksums -------------------------------------------------------------------------------------------------------
+# ---- checksums ----
 
 
 def test_every_bit_of_the_data_flipped(tmp_path):

@@ -26,7 +26,7 @@ GROUPS = (
     "int8-modelopt-channel-narrow",
     "int4-modelopt",
 )
-# Edge cases of blocks by dtype, from which the values of tensors are taken.
+# {dtype: values with edge cases of blocks}, from which the values of tensors are drawn.
 POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.dtype, (np.float32, np.float16, BF16))}
 
 

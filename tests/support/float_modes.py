@@ -12,8 +12,8 @@ import pytest
 
 from fp4kit import arithmetic
 
-# WORD: the index of the control register among the 32-bit words of a fenv_t. BITS: mode -> the bits to set in it; empty
-# on other processors.
+# WORD: the index of the control register among the 32-bit words of a fenv_t. BITS: {mode: bits to set in the register};
+# empty on processors other than these two.
 # x86-64: MXCSR is word 7, with FTZ (flush results) in bit 15, DAZ (flush operands) in bit 6, and the rounding direction
 # in bits 13 and 14.
 # aarch64: FPCR is word 0, with FZ (flush both) in bit 24 and the rounding direction in bits 22 and 23.

@@ -27,7 +27,7 @@ except (ImportError, RuntimeError):  # CuPy or its driver is missing
 if not DEVICES:
     from host import cupy_on_host as cupy
 ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu")]
-# The recipes of usual runs on the CPU: one per kind of kernel and of tensor scale.
+# The recipes that usual runs without a GPU take: one per kind of kernel and of tensor scale.
 REPRESENTATIVE = (
     *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
     *(

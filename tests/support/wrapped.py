@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-# Element divided by its scale -> the code that fouroversix 1.0.5 packs (its PyTorch back end on a CPU, torch 2.13).
+# {element divided by its scale: code that fouroversix 1.0.5 packs}, from its PyTorch back end on a CPU (torch 2.13).
 CODES = {
     6.9: 7,
     7.0: 8,

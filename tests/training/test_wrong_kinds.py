@@ -71,7 +71,7 @@ CALLS = {
     "unswizzle_scales shape": lambda wrong: layouts.unswizzle_scales(CODES, "linear", wrong),
     "padded_shape": lambda wrong: layouts.padded_shape(wrong, "linear"),
 }
-# for these arguments None means the default
+# Cases in CALLS for which None is not an error, because it stands for the argument's default.
 DEFAULTS = {"gather numbers", "gather count", "part numbers", "load experts", "environ"}
 
 

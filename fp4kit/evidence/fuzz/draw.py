@@ -55,7 +55,8 @@ VALUES_ONLY = (
 )
 FLATTENED = ("partial", "master_weights")  # operations on shards of a flattened matrix
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
-# Lengths of axes, around the tile sizes of kernels; BLOCKED is for quantized axes.
+# Lengths of axes to draw from, at and next to the tile sizes of kernels. LENGTHS is for axes that are not quantized.
+# BLOCKED is for quantized axes.
 LENGTHS = (1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 256)
 MAX_SEARCHED = 1 << 12  # elements per array in searches, where the specification tries 126 scales or 39 amaxes
 BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
@@ -195,7 +196,7 @@ class Draw:
         """
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
-        # Plans get no fault, because a plan may report it only when it runs.
+        # Plans get no fault, because a plan may reject the faulty argument only when it runs.
         fault = self.pick(FAULTS) if self.pool.faults and self.chance(0.03) and operation != "plan" else ""
         options = replace(self.options(operation, recipe.recipe), fault=fault)
         ndim = 2 if operation in FLATTENED else max(int(self.pick((1, 2, 2, 2, 3, 3, 4))), 1 + (operation in _MATRICES))

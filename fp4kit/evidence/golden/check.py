@@ -250,7 +250,7 @@ SKIPS: dict[str, Callable[[RecordedCase], Mask]] = {
     "infinite_quotient": _skip_infinite_quotient,
     "applied_scale": _skip_applied_scale,
 }
-# The exceptions that excuse block scales as well as codes.
+# Names of exceptions (keys of SKIPS) that excuse differences in block scales as well as in codes.
 SKIPPED_SCALES = (
     "nonfinite_block",
     "overflowing_block",

@@ -21,7 +21,7 @@ from fp4kit.reference.codec import decode
 # {part that a producer may give: fp4kit expression that must equal it}. In the expressions, x is the input, r the
 # recipe, q the Quantized and v the producer's array.
 PARTS = {
-    # one code per element, although q.packed may hold two per byte
+    # Producers give one code per element, although q.packed may hold two codes per byte.
     "codes": "fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed",
     "block_scale": "q.block_scale",  # bit patterns
     "tensor_scale": "q.tensor_scale.reshape(v.shape)",  # float32, multiplies on decode

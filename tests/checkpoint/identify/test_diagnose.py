@@ -284,7 +284,8 @@ def test_data_without_an_order_has_no_fault(name) -> None:
 def test_all_zeros() -> None:
     x = np.zeros((16, 64), BF16)
     x[3] *= -1
-    # zeros are stored as converters store them; producers make 0, NaN or a subnormal of their tensor scale
+    # First, store zeros as converters do, with a tensor scale of 1. The producers' own tensor scales, which follow, may
+    # be 0, NaN or subnormal.
     for name in TESTED:
         r = RECIPES[name]
         codes = np.zeros((16, r.element.packing.length(64)), np.uint8)

@@ -157,7 +157,8 @@ def test_converted_below_a_subtree() -> None:
         exclusion_list("dotted", [], ["model.visual"], ["model.visual.fc"])
 
 
-# In multi-head latent attention, SGLang misreads the last part of a name; fp4kit's lists avoid it.
+# For multi-head latent attention, SGLang matches the last part of a module's name in every layer. fp4kit's exclusion
+# lists use patterns for which it does not.
 
 
 def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
@@ -199,7 +200,7 @@ def test_mla_leaves_are_named_plainly_where_none_is_converted() -> None:
     assert not wrong("modelopt NVFP4", patterns, copied, experts("model.layers.0"))
 
 
-# Every engine understands every list: random models and selections.
+# Draw random models and selections of layers, for which every engine must understand the exclusion list.
 
 units = st.sampled_from(["mlp", "attention", "mla", "experts", "shared", "mixtral", "router", "visual", "stack"])
 

@@ -332,7 +332,7 @@ def test_tensor_scales_that_are_no_scales(value: float) -> None:
     found = checked(W4A16, layer(W4A16, Q), scales={f"{Q}.weight_scale_2": value})
     assert [each.text for each in found] == [f"weight_scale_2 is {value}; a positive finite number is needed"] * 2
     both = {f"a.mlp.{leaf}.weight_scale_2": number for leaf, number in (("gate_proj", value), ("up_proj", 1.0))}
-    # no ratio is reported for them
+    # The two findings are about the invalid scale. The ratio of the fused layers' scales is not reported.
     assert len(checked(W4A16, pair(W4A16, "a.mlp", ("gate_proj", "up_proj")), scales=both)) == 2
 
 
@@ -503,7 +503,7 @@ def test_an_fp8_kv_cache_without_scales(in_config: bool) -> None:
     assert not warnings(NVFP4, given, hf, stored)
 
 
-# Engines that cannot load a valid checkpoint.
+# The next tests are about engines that cannot load a valid checkpoint.
 
 
 def traps(container: str, names: list[str], model: dict[str, Any]) -> dict[str, str]:

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.verify.verify import verify
 Array = npt.NDArray[np.float32]
 ROOT = Path(__file__).parents[2] / "data" / "foreign"
 DECODED = json.loads((ROOT / "decoded.json").read_text())
-# Folder -> {container: number of layers}
+# {folder of tests/data/foreign: {container: number of layers in it}}
 LAYERS = {
     "modelopt--FP8_DEFAULT_CFG": {"modelopt FP8": 7},
     "modelopt--FP8_PER_CHANNEL_PER_TOKEN_CFG": {"modelopt FP8 per row": 7},

@@ -43,8 +43,8 @@ def reasons(plan: Plan) -> dict[str, str]:
     return {tensor.name: tensor.reason for tensor in plan.tensors if tensor.action == "copy"}
 
 
-# The number of quantized layers per model: for NVFP4, and for formats with blocks of 32. Models have two decoder layers
-# unless synthetic.py says otherwise.
+# {model: (number of layers quantized to NVFP4, number quantized to formats with blocks of 32)}. Models have two decoder
+# layers unless synthetic.py says otherwise.
 COUNTS = {
     "dense": (2 * 7, 2 * 6),
     "moe": (8 + 3 + 12, 8 + 3 + 12),

@@ -105,7 +105,7 @@ def test_a_killed_reconcile_does_not_offer_to_resume(tmp_path: Path, called: Cal
     synthetic.moe(tmp_path / "m")
     assert called("convert", tmp_path / "m", tmp_path / "q", "--quiet").code == 0
     with pytest.MonkeyPatch.context() as patch:
-        # Put all layers in one group, so that there are tensor scales that disagree.
+        # Put all layers in one group, so that the tensor scales of the group differ and reconcile has work to do.
         patch.setattr(fused_layers, "shared_amax_groups", lambda names: dict.fromkeys(names, "all"))
         run = called("reconcile", tmp_path / "q", tmp_path / "out")
     assert (

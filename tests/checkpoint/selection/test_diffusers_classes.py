@@ -16,7 +16,7 @@ from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 
 ALL = Wishes(only=("*",))
-# Class -> (modules that are quantized, modules that stay unquantized)
+# {class of the model: (modules that are quantized, modules that stay unquantized)}
 MODULES = {
     "FluxTransformer2DModel": (
         ["transformer_blocks.0.attn.to_q", "transformer_blocks.0.ff.net.2", "single_transformer_blocks.0.proj_out"],

@@ -24,8 +24,8 @@ def decision(
     return found
 
 
-# The number of converted modules for the presets experts, mlp and linear. Multi-token prediction is left out; with it,
-# deepseek_v3 would have 45 experts, not 30.
+# {model: number of quantized modules for the presets experts, mlp and linear}. Multi-token prediction is not quantized.
+# With it, deepseek_v3 would have 45 experts instead of 30.
 COUNTS = {
     "qwen3_dense": (0, 3 * 3, 3 * 7),
     "qwen3_moe": (3 * 12, 3 * 12 + 3, 3 * 12 + 3 + 4 * 4),

@@ -102,7 +102,7 @@ def test_other_sources_and_targets_are_clean(
     tmp_path: Path, name: str, recipe: str, format: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(support, "refusal", lambda *pair: None)  # convert pairs that no engine loads, too
-    # Engines load this pair only with input scales.
+    # Engines load this pair of recipe and format only if every layer has an input scale.
     scale = 1.0 if (recipe, format) == ("nvfp4-te", "deepseek-v4") else None
     check_clean(*made(tmp_path, name, recipe, format, requantize=True, input_scale=scale))
 

@@ -25,7 +25,7 @@ from fp4kit.formats import E1M2, E3M0
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
 FLOATS = ("float32", "bfloat16")
-# maps a name to the recipes, variants, dtypes, and the largest number of changed recipe fields
+# {name: what calls are drawn from}. Each pool has few recipes and dtypes, so that few kernels are compiled for it.
 POOLS: dict[str, Pool] = {
     "te": Pool(
         recipes=("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mae-448-2d"),

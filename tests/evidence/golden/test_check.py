@@ -79,8 +79,8 @@ def test_skips_leave_ordinary_data(golden):
             if case.name.startswith(ordinary):
                 case.q = None if row.fake else fp4kit.quantize(case.x, case.recipe)
                 skipped = golden_check.SKIPS[row.skip](case).mean()
-                # These arrays were recorded on a CPU, which rounds some channel scales differently. Channels with such
-                # a scale, at most half of them, are not compared.
+                # Arrays of the exception "cpu_only_rows" were recorded on a CPU, which rounds some channel scales
+                # differently. Channels with such a scale, at most half of them, are not compared.
                 assert skipped <= (0.5 if row.skip == "cpu_only_rows" else 0.01), (row, case.name)
                 seen.add(row.skip)
     assert seen == set(golden_check.SKIPS)

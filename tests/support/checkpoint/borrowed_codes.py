@@ -14,7 +14,7 @@ from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.storage.gguf_file import read_gguf
 
-# llama.cpp's name of a layer -> the name of the Hugging Face module below model.layers.N.
+# {llama.cpp's name of a layer: name of the Hugging Face module below model.layers.N}
 MODULE_NAMES = {"attn_q": "q", "attn_k": "k", "attn_v": "v", "attn_output": "o"}
 MODULE_NAMES = {name: f"self_attn.{letter}_proj" for name, letter in MODULE_NAMES.items()}
 MODULE_NAMES |= {f"ffn_{part}": f"mlp.{part}_proj" for part in ("gate", "up", "down")}

@@ -20,7 +20,7 @@ import fp4kit
 from fp4kit import formats
 
 Loaded = dict[str, tuple[str, tuple[int, ...], bytes]]
-# (format, kind of quantization) -> name suffix and safetensors dtype of the codes, the scales and the tensor scale.
+# {(format, kind of quantization): (name suffix, safetensors dtype) of the codes, the scales and the tensor scale}
 LAYOUTS = {
     ("modelopt", "nvfp4"): ((".weight", "U8"), (".weight_scale", "F8_E4M3"), (".weight_scale_2", "F32")),
     ("modelopt", "mxfp4"): ((".weight", "U8"), (".weight_scale", "U8")),

@@ -29,10 +29,10 @@ FLAGS = ("-DHOST_LIBRARY", "-shared", "-fPIC", "-fvisibility=hidden", "-fno-gnu-
 OTHER_MARGIN = 0x11  # value of margins and gaps in repeated launches: small numbers, while bytes 0xEE are large ones
 MORE_BLOCKS = 3  # additional blocks in one of the launches
 OF_ONE_GRID = ("search_hessian_kernel",)  # kernels that need the launcher's grid
-# Kernels that may change an array that the caller has filled: other shards' codes in it stay.
+# Kernels that may write to an array that the caller has filled, because they replace only one shard of its codes.
 UPDATING = ("partial_cast_kernel", "grouped_partial_cast_kernel")
-# Instantiations per library. All are of one .cu file, because headers of several files may conflict. Parsing the
-# headers takes as long as compiling six instantiations.
+# The number of instantiations (kernels with given template arguments) per library. All come from one .cu file, because
+# headers of several files may conflict. Parsing the headers takes as long as compiling six instantiations.
 BATCH = 32
 
 

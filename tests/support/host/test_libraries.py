@@ -16,8 +16,8 @@ from fp4kit.reference.arith import divide_ftz, multiply_ftz, reciprocal_approx_f
 
 pytestmark = pytest.mark.usefixtures("played_gpu")
 
-# A kernel that sums over a block: by shuffles within a warp, then through shared memory. Threads must wait for each
-# other, and y has one element. READ is added to the initial value of a thread.
+# A kernel that sums over a thread block, by shuffles within a warp and then through shared memory, and stores the sum
+# in y[0]. It is wrong without its barriers. Tests replace parts such as READ, which is added to a thread's first value.
 SUM = """
 struct Arguments { unsigned* y; const unsigned* x; };
 template <int kParts> __device__ unsigned* parts_of() {
