@@ -27,9 +27,10 @@ def index_of(value: Any) -> int:
 
 
 def as_index(op: str, name: str, value: Any) -> int:
-    """Return an integer of any library as an int.
+    """Return an argument that is an integer of any library as an int.
 
-    Raise TypeError for a bool, and for anything that is not an integer.
+    Raise TypeError for a bool, and for anything that is not an integer. The message begins with op, the public
+    function, and calls the argument `name`.
     """
     if type(value) is int:
         return value
@@ -101,7 +102,7 @@ def is_one_of(value: Any, names: Collection[str]) -> bool:
 
 
 def as_flag(op: str, name: str, value: Any) -> bool:
-    """Return a flag as a bool.
+    """Return a flag, the argument `name` of the function op, as a bool.
 
     Bools of Python and NumPy and the ints 0 and 1 are accepted; anything else raises TypeError.
     """
@@ -111,14 +112,14 @@ def as_flag(op: str, name: str, value: Any) -> bool:
 
 
 def as_word(op: str, name: str, value: Any) -> str:
-    """Return a string argument unchanged. Raise TypeError for anything else."""
+    """Return a string, the argument `name` of the function op, unchanged. Raise TypeError for anything else."""
     if isinstance(value, str):
         return value
     raise TypeError(f"{op}: {name} is {value!r:.60}; needs a string")
 
 
 def as_indices(op: str, name: str, values: Any) -> list[int]:
-    """Return a sequence of integers of any library as a list of ints.
+    """Return a sequence of integers of any library, the argument `name` of the function op, as a list of ints.
 
     Raise TypeError for anything else, bools included.
     """
@@ -129,14 +130,17 @@ def as_indices(op: str, name: str, values: Any) -> list[int]:
 
 
 def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:
-    """Return a mapping unchanged. Raise TypeError for anything else."""
+    """Return a mapping, the argument `name` of the function op, unchanged. Raise TypeError for anything else."""
     if isinstance(value, Mapping):
         return value
     raise TypeError(f"{op}: {name} is a {type(value).__name__}; needs a mapping, such as a dict")
 
 
 def as_entries(op: str, name: str, value: Any) -> Any:
-    """Return a list or tuple unchanged, and any other iterable as a list. Raise TypeError if value is not iterable."""
+    """Return a list or tuple unchanged, and any other iterable as a list.
+
+    Raise TypeError if `value`, the argument `name` of the function op, is not iterable.
+    """
     if isinstance(value, (list, tuple)):
         return value
     try:

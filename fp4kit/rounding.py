@@ -215,10 +215,12 @@ def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
 
 
 def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bool) -> np.ndarray:
-    """Return the codes of x in a float format. x must not hold NaN.
+    """Return the codes of x, which must not hold NaN, in a float format.
 
     Magnitudes are first clipped to the range from 2^-_TINY_EXPONENT steps to two binades above the largest value.
     Outside of this range no code changes.
+
+    direction: how magnitudes are rounded. saturate: as in ElementFormat.encode.
     """
     a = np.abs(x)
     clipped = np.clip(a, 2.0 ** (fmt.emin - fmt.mantissa_bits - _TINY_EXPONENT), 2.0 ** (fmt.emax + 2))
@@ -232,7 +234,10 @@ def _float_codes(x: np.ndarray, fmt: Format, direction: _Direction, saturate: bo
 
 
 def _integer_codes(x: np.ndarray, fmt: Format, direction: _Direction) -> np.ndarray:
-    """Return the codes of x in a two's complement format, clipped to its range. x must not hold NaN."""
+    """Return the codes of x, which must not hold NaN, in a two's complement format. They are clipped to its range.
+
+    direction: how magnitudes are rounded.
+    """
     magnitude = direction.rounding(np.minimum(np.abs(x), fmt.sign_bit))
     value = np.clip(np.copysign(magnitude, x), -fmt.sign_bit, fmt.max_code)
     return value.astype(np.int64) & (2**fmt.bits - 1)

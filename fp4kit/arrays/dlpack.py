@@ -132,6 +132,7 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
     """Return the DLTensor structure in a capsule, and whether its memory is read-only.
 
     The memory counts as read-only if the capsule cannot say so. The structure is valid as long as the capsule lives.
+    Raise BufferError if the capsule cannot be read. name: how error messages call the exporter.
     """
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")
@@ -149,7 +150,10 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
 
 
 def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
-    """Return the NumPy dtype of a DLPack dtype. Raise TypeError for an unsupported dtype."""
+    """Return the NumPy dtype of a DLPack dtype. Raise TypeError for a dtype that is not in DTYPES.
+
+    name: how the error message calls the exporter.
+    """
     key = (dtype.code, dtype.bits, dtype.lanes)
     if key not in DTYPES:
         raise TypeError(
@@ -165,5 +169,8 @@ def _shape(tensor: _DLTensor) -> tuple[int, ...]:
 
 
 def _byte_strides(tensor: _DLTensor, itemsize: int) -> tuple[int, ...] | None:
-    """Return the strides of a DLTensor in bytes, or None if it is row-major without gaps."""
+    """Return the strides of a DLTensor in bytes, or None if it is row-major without gaps.
+
+    itemsize: the bytes per element, because DLPack counts strides in elements.
+    """
     return tuple(itemsize * step for step in tensor.strides[: tensor.ndim]) if tensor.ndim and tensor.strides else None

@@ -161,6 +161,7 @@ class PlanLibrary:
         """Return the result of the plan's method `name` as tensors: a list for a list, otherwise one tensor.
 
         If the arrays are the objects that the method returned last time, the tensors of that call are returned again.
+        Otherwise, `give` converts the arrays.
         """
         arrays = result if isinstance(result, list) else [result]
         cached = self._known.get(name)

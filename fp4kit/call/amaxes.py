@@ -49,7 +49,8 @@ def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -
 def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none.
 
-    on_device: whether the quantized array is on a GPU; the result is in the memory of that array. Values on the host
+    given: the tensor_amax as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
+    axis last. on_device: whether that array is on a GPU; the result is in the memory of that array. Values on the host
     are checked. Values on a device are not, because reading them would wait for the device.
     """
     if given is None:
@@ -66,7 +67,11 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Return a host tensor_amax as float32 in its canonical shape. Raise ValueError for NaN or negative values."""
+    """Return a tensor_amax in host memory as float32 in its canonical shape.
+
+    Raise ValueError for NaN or negative values, or if the shape does not fit moved_shape, the shape of the array to
+    quantize with the quantized axis last.
+    """
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
     if isinstance(amax, AbstractArray):
         return amax
@@ -87,7 +92,11 @@ def without_sign(amax: np.ndarray) -> np.ndarray:
 
 @ieee("amax")
 def as_real(op: str, name: str, amax: Any) -> Any:
-    """Return a real number or array as float32. Numbers beyond its range become infinite, which every rule handles."""
+    """Return a real number or array, the argument `name` of the function op, as float32.
+
+    Numbers beyond the range of float32 become infinite, which every rule handles. Raise TypeError for anything that is
+    not real.
+    """
     array = amax if isinstance(amax, AbstractArray) else np.asarray(amax)
     if array.dtype.kind not in "fiu" and array.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {array.dtype}; needs a real number or a float array")
@@ -117,7 +126,8 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
     """Return a tensor_amax, or tensor_scale, in its canonical shape. Raise ValueError if its shape does not fit.
 
-    Axes of length 1 at the end may be missing or superfluous. name: the name of the argument in the message.
+    Axes of length 1 at the end may be missing or superfluous. moved_shape: the shape of the array to quantize, with the
+    quantized axis last. name: the name of the argument in the message.
     """
     canonical = tensor_amax_shape(moved_shape, recipe)
     allowed = [canonical]
@@ -149,7 +159,8 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
 def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """Return the caller's block amaxes as float32 (..., K/block), or None if the caller passed none.
 
-    on_device: whether the quantized array is on a GPU. If so, the block amaxes must be a float32 CuPy array, and their
+    given: the block_amax as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
+    axis last. on_device: whether that array is on a GPU. If so, the block amaxes must be a float32 CuPy array, whose
     values are not checked. Otherwise the result is a NumPy array with checked values.
     """
     if given is None:
@@ -196,8 +207,8 @@ def clip_amax(call: Any, given: Any) -> Any:
 def reshape_clip_amax(amax: Any, call: Any) -> Any:
     """Return the clip limit of a gradient in the shape (1, 1), (rows, 1) or (rows, blocks).
 
-    rows: the number of rows of x with the quantized axis last, all leading axes joined. One limit per expert is
-    repeated for each of its rows. Raise ValueError if no such shape fits.
+    rows: the number of rows of call.moved, all leading axes joined. A limit per expert is repeated for each of the
+    expert's rows. Raise ValueError if no such shape fits.
     """
     lead = call.moved.shape[:-1]
     rows = prod(lead)

@@ -76,13 +76,16 @@ def check_values_dtype(op: str, dtype: Any) -> None:
 
 
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
-    """Return q with NumPy or CuPy arrays. Raise TypeError if q is not a Quantized."""
+    """Return q with NumPy or CuPy arrays that share its memory. Raise TypeError if q is not a Quantized.
+
+    name: the name of q in the message.
+    """
     check_is_quantized(op, q, name)
     return q.imported(op)
 
 
 def check_is_quantized(op: str, q: Any, name: str = "q") -> None:
-    """Raise TypeError if q is not a Quantized. Its arrays may be of any library."""
+    """Raise TypeError if q is not a Quantized. Its arrays may be of any library. name: its name in the message."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{op}: {name} is {type(q).__name__}; needs a Quantized, as fp4kit.quantize returns")
 

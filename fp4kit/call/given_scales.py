@@ -18,7 +18,10 @@ _FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.flo
 
 
 def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> None:
-    """Raise ValueError unless the caller passed exactly the scales that the recipe has."""
+    """Raise ValueError unless the caller passed exactly the scales that the recipe has.
+
+    block_scale, tensor_scale: the arguments of quantize; None if the caller did not pass them.
+    """
     has = {"block_scale": r.scale is not None, "tensor_scale": r.tensor_scaling != "none"}
     given = {"block_scale": block_scale is not None, "tensor_scale": tensor_scale is not None}
     for name, is_given in given.items():
@@ -52,8 +55,9 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
 def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
     """Return the caller's tensor_scale as float32 in its canonical shape, or None if the recipe has no tensor scale.
 
-    on_device: whether the quantized array is on a GPU; the result is in the memory of that array. Raise ValueError for
-    negative values, and for NaN if the recipe never gives NaN. Values on a device are not read.
+    given: the tensor_scale as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
+    axis last. on_device: whether that array is on a GPU; the result is in the memory of that array. Raise ValueError
+    for negative values, and for NaN if the recipe never gives NaN. Values on a device are not read.
     """
     if r.tensor_scaling == "none":
         return None

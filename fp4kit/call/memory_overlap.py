@@ -23,8 +23,9 @@ _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached,
 def check_disjoint(op: str, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
     """Raise ValueError if an output shares memory with an input or with another output.
 
-    Entries that are not arrays share no memory. An output "out.NAME" may share memory with the input "NAME", such as
-    tensor_scale: the call writes there what it has read from there.
+    inputs, outputs: the arrays by the names that messages use. Entries that are not arrays share no memory. An output
+    "out.NAME" may share memory with the input "NAME", such as tensor_scale: the call writes there what it has read
+    from there.
     """
     for name, out in outputs.items():
         for other, array in inputs.items():
@@ -131,7 +132,7 @@ def overlaps_itself(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: 
 
 
 def _interleaved_axes(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> list[tuple[int, int]]:
-    """Return (stride, length) of the axes whose elements may overlap, the shortest axis first.
+    """Return (stride, length) of the axes whose elements may overlap, the shortest axis first. Strides are in bytes.
 
     The list is empty for contiguous arrays and for slices and transposes of them. Axes that together are evenly spaced
     are joined into one. Then the axis with the largest stride is removed as long as all other axes together fit into

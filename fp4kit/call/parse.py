@@ -155,7 +155,8 @@ def call_with_scales(
 ) -> Call:
     """Check the arguments of quantize for a caller who passes scales, and return the Call.
 
-    At least one of block_scale and tensor_scale is not None. out has been imported already.
+    The arguments are those of quantize. At least one of block_scale and tensor_scale is not None. out has been
+    imported already.
     """
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -237,7 +238,7 @@ def with_options(call: Call, options: QuantizeOptions) -> Call:
 
 
 def check_codes(call: Call, layout: str) -> None:
-    """Raise ValueError unless the recipe has codes and x has enough dimensions for the scale layout."""
+    """Raise ValueError unless the recipe of the call has codes, and x has enough dimensions for the scale layout."""
     checks.check_has_codes(call.op, call.recipe)
     if type(layout) is str and layout == "linear":
         return

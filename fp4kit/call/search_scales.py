@@ -87,7 +87,8 @@ class Search(NamedTuple):
 def search_call(op: str, x: Any, recipe: str | Recipe, axis: int, tensor_amax: Any, request: SearchRequest) -> Search:
     """Check the arguments of search_scales, and return the parsed call.
 
-    Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe.
+    Raise ValueError if the recipe cannot be searched, or if the options do not fit each other or the recipe. request:
+    the arguments objective, weights, hessian and candidates.
     """
     r, offsets, grid = recipe_of(op, recipe), None, None
     objective, weights, hessian, candidates = request
@@ -157,7 +158,7 @@ def _number(op: str, value: Any) -> float:
 
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
-    """Raise ValueError if a Hessian was given for a recipe whose search takes none: one without 16-column blocks."""
+    """Raise ValueError if hessian is not None. The recipe r has no E4M3 scales, so its search accepts no Hessian."""
     if hessian is not None:
         raise ValueError(
             f"{op}: a hessian was given, but {r.id} has no blocks of 16 columns; leave it out, or pass weights"
@@ -210,9 +211,10 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
 
 
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
-    """Return an argument as a contiguous float32 array in the memory (host or device) of call.x.
+    """Return `given` as a contiguous float32 array in the memory (host or device) of call.x.
 
-    If the argument is None, return None. Raise an error if its dtype or shape does not fit.
+    If `given` is None, return None. Raise an error if its dtype or shape does not fit. name: the argument of
+    search_scales that the message names.
     """
     if given is None:
         return None

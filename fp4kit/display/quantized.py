@@ -78,7 +78,8 @@ def _held(array: Any) -> str:
 def _scale_facts(q: Quantized, found: Statistics) -> list[tuple[str, str]]:
     """Return (name, text) facts: the format and layout of the block scales, and the range of the finite scales.
 
-    Without block scales, the range is that of the tensor scales. A fact that the Quantized lacks is left out.
+    Without block scales, the range is that of the tensor scales. A fact that the Quantized lacks is left out. found:
+    the statistics of q.
     """
     facts = (
         [] if q.block_scale is None else [("block scales", f"{q.recipe.scale}, one per {_block(q)}, {q.scale_layout}")]

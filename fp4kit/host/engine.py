@@ -158,7 +158,10 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
 
 
 def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
-    """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None."""
+    """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None.
+
+    functions: the functions of the engine that computes the codes.
+    """
     amax, r = _tensor_amax(call, functions), call.recipe
     call = functions.searched(call, amax)
     packed, scales = _output_arrays(call)

@@ -19,7 +19,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
-# run(operation, call, ...) returns the result of an operation, from the first host engine that does not decline it.
+# The type of a function run(operation, call, ...): it returns the result from the first host engine that supports it.
 Run = Callable[..., Any]
 
 

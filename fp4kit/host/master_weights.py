@@ -20,7 +20,7 @@ from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
 
-# run(operation, ...) returns the result of an operation, from the first host engine that does not decline it.
+# The type of a function run(operation, ...): it returns the result from the first host engine that supports it.
 Run = Callable[..., Any]
 
 
@@ -81,7 +81,7 @@ class HostStages:
         return nullcontext()
 
     def replace(self, values: Sequence[np.ndarray]) -> None:
-        """Use other arrays as the shards from now on. They have the shapes and dtypes of the current shards."""
+        """Use the arrays `values` as shards from now on. They have the shapes and dtypes of the current shards."""
         self._values = list(values)
 
     def _shards(self) -> list[tuple[int, np.ndarray, tuple[int, int], int]]:

@@ -37,7 +37,7 @@ def pack(codes: Any) -> Any:
 
 
 def check_pairs(shape: tuple[int, ...]) -> None:
-    """Raise ValueError unless the last axis of an array of codes has even length, because two codes share a byte."""
+    """Raise ValueError unless the last length of `shape`, the shape of 4-bit codes, is even: two codes share a byte."""
     if shape[-1] % 2:
         raise ValueError(f"pack: the last axis has length {shape[-1]}; two codes share a byte, so it must be even")
 
@@ -99,7 +99,10 @@ def packed(codes: Any, packing: Packing) -> Any:
 
 
 def unpacked(stored: Any, packing: Packing) -> Any:
-    """Return uint8 codes, one per byte, from codes as the element format stores them. This inverts `packed`."""
+    """Return uint8 codes, one per byte, from codes as the element format stores them. This inverts `packed`.
+
+    packing: ElementFormat.packing.
+    """
     return stored if packing.codes == 1 else unpack(stored)
 
 

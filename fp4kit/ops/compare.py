@@ -60,7 +60,7 @@ class Comparison:
         max_ulp: largest distance in float32 steps, or in float64 steps if one of two arrays is float64.
         max_error: largest |a - b|.
         sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if a and b are equal.
-        first: index in x of the first differing value, and the two values; None if all are equal.
+        first: index of the first differing value, and the two values; None if all are equal.
         names: the names of a and b in the table.
         max_steps: largest distance between two codes at equal indices, counted in steps between neighbouring values of
             the element format. -0 counts as 0, and NaN is left out. None if codes are not compared.
@@ -271,7 +271,7 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 
 @cache
 def _positions(fmt: ElementFormat) -> np.ndarray:
-    """Return a table that maps each code to the position of its value in the format, counted in steps from zero.
+    """Return an array that maps each code of fmt to the position of its value, counted in steps from zero: int16.
 
     Negative values have negative positions. -0 has position 0, and NaN codes have _NAN_POSITION.
     """

@@ -40,7 +40,8 @@ def new_cached_call(operation: str, on_device: bool, *arguments: Any) -> Callabl
     The CUDA engine makes the function for arrays on a device, and the compiled host engine for arrays in host memory.
     Return None if that engine does not support the call.
 
-    operation: the name of a function in the engine's cached_calls.py. arguments: the arguments of this function.
+    operation: the name of a function in the engine's cached_calls.py. on_device: whether the arrays are on a GPU.
+    arguments: the arguments of this function.
     """
     engine = cuda_cached if on_device else cpu_cached
     try:
@@ -175,7 +176,7 @@ def run(op: str, operation: str, on_device: bool, *arguments: Any) -> Any:
 def _first(op: str, operation: str, engines: tuple[Any, ...], arguments: tuple[Any, ...]) -> Any:
     """Return the result of an operation from the first of the given engines that supports the call.
 
-    Raise NotImplementedError if all engines decline it.
+    Raise NotImplementedError if all engines decline it. The arguments are those of run, and engines are modules.
     """
     reason = ""
     for engine in engines:

@@ -34,7 +34,8 @@ _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
 SAMPLE = 1 << 18  # elements on which recipes are tried first, if the array has at least twice as many
 MAX_PROVED = 3  # recipes that are proved on all bytes if no recipe makes all bytes of the sample
-# The largest share of a probe's codes that may differ from q, because the encode scale may be off by one ulp.
+# The largest share of a probe's codes that may differ from q. The encode scale may be off by one ulp, which can change
+# the codes of elements next to a tie.
 NEXT_TO_TIES = 1 / 1024
 # Rounding counts as stochastic only if at least this share of the elements that lie between two values of the format
 # have a code other than that of the nearest value.

@@ -143,7 +143,8 @@ def partial_cast(
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
     """Raise an error unless the arguments out and block_amax (here `amax`) of partial_cast are valid.
 
-    For arrays on a device, only shapes and dtypes are checked.
+    shape: the shape (M, K) of the matrix. is_on_device: whether the arrays are on a GPU. If so, only their shapes and
+    dtypes are checked.
     """
     out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
     if not is_on_device:

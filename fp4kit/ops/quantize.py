@@ -149,7 +149,7 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments of quantize, and quantize x. `given` holds tensor_amax, block_amax and out.
+    """Check the arguments of quantize, and quantize x. given: the arguments tensor_amax, block_amax and out.
 
     key: the key under which to store a cached call for later calls; None stores nothing.
     """
@@ -173,7 +173,7 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Check the arguments of quantize, and quantize x with the scales that the caller passed, for codes alone."""
+    """Check the arguments of quantize for a caller who passes scales, and compute the codes of x under these scales."""
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )
@@ -182,7 +182,7 @@ def _quantize_with_scales(
 
 
 def _refuse_amaxes(tensor_amax: Any, block_amax: Any) -> None:
-    """Raise ValueError if an amax was passed together with scales."""
+    """Raise ValueError if tensor_amax or block_amax is not None, for a caller of quantize who passes scales."""
     for name, given in (("tensor_amax", tensor_amax), ("block_amax", block_amax)):
         if given is not None:
             raise ValueError(

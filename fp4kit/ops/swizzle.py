@@ -54,7 +54,7 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
 
 @returns_in_library
 def _swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return an array of linear scales in another layout."""
+    """Return an array of linear block scales in the given layout."""
     layouts.check_layout("swizzle", layout)
     scales = _scales("swizzle", scales, 2)
     return change_layout(scales, "linear", layout, scales.shape)
@@ -131,7 +131,10 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
 @returns_in_library
 def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | None) -> Any:
-    """Return an array of scales in linear layout."""
+    """Convert an array of block scales from layout `layout` to linear layout, and return it in the shape `shape`.
+
+    Raise ValueError if layout or shape is None, or if the array does not have the size that they imply.
+    """
     if layout is None or shape is None:
         raise ValueError(
             "unswizzle: layout or shape is missing; an array of scales needs its layout and its linear shape; a"

@@ -154,7 +154,7 @@ class Quantized:
         """Raise an error unless tensor_scale and tensor_amax are float32 arrays of one shape, as the recipe needs.
 
         shapes: the shapes that the recipe allows. It is empty if the recipe has no tensor scale; then both must be
-        None.
+        None. host: whether packed is a NumPy array.
         """
         if shapes and self.tensor_scale is not None:
             self._check_floats("tensor_scale", shapes, host)

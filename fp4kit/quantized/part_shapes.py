@@ -122,7 +122,8 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
 def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
     """Raise ValueError if codes of 5 to 7 bits, stored one per byte, have higher bits set.
 
-    Codes on a device are not read, so they always pass.
+    packed: the codes as a Quantized stores them. element: their format. Codes on a device are not read, so they always
+    pass.
     """
     one_per_byte = element.packing.codes == 1 and element.bits < 8
     if one_per_byte and isinstance(packed, np.ndarray) and int(packed.max(initial=0)) >> element.bits:

@@ -54,7 +54,7 @@ def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
 
 
 def rows_of(q: Quantized, rows: Any) -> Quantized:
-    """Return q[start:stop]: the implementation of Quantized.__getitem__."""
+    """Return q[rows], for a slice of the first axis of x: the implementation of Quantized.__getitem__."""
     if not isinstance(rows, slice):
         raise TypeError(
             f"Quantized: q[{rows!r}] is not a slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]"
@@ -130,7 +130,7 @@ def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
 
 
 def moved_to(q: Quantized, target: Any) -> Quantized:
-    """Return q in another library or on another device: the implementation of Quantized.to."""
+    """Return q with its arrays in the library or on the device `target`: the implementation of Quantized.to."""
     name, _, number = str(target).partition(":")
     if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (
         number and (name != "cuda" or not number.isdigit())

@@ -21,7 +21,7 @@ METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
 def _cpu(mode: str, version: str) -> str:
-    """Return Recipe.source for MLX's CPU back end: the function, the file and the version."""
+    """Return the text of Recipe.source for a mode of mx.quantize, such as "nvfp4", in MLX's CPU back end."""
     return f"MLX {version} mx.quantize mode {mode}, CPU"
 
 

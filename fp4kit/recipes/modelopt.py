@@ -106,7 +106,7 @@ def _mx() -> Iterator[Recipe]:
 
 
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
-    """Return the recipe of Model-Optimizer's CUDA fake quantizer for an MX format."""
+    """Return the recipe, with the given id, of Model-Optimizer's CUDA fake quantizer for an MX format."""
     return of_format(
         fmt,
         id,

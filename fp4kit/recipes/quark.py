@@ -61,7 +61,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str) -> Recipe:
-    """Return Quark's recipe for an MX format with Quark's scale mode "even"."""
+    """Return Quark's recipe, with the given id, for an MX format and Quark's scale mode "even"."""
     return of_format(
         fmt,
         id,

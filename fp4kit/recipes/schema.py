@@ -222,8 +222,8 @@ class Alias(NamedTuple):
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
     """Return a Recipe with the element and scale formats of a block format, and blocks of one row.
 
-    fields: the other fields of the Recipe. By default, a format with a tensor scale has one per tensor, and any other
-    format has decode rule "e8m0".
+    id: the id of the recipe. fields: the other fields of the Recipe. By default, a format with a tensor scale has one
+    per tensor, and any other format has decode rule "e8m0".
     """
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})

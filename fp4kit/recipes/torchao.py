@@ -70,7 +70,10 @@ def _mxfp8() -> Iterator[Recipe]:
 
 
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of torchao 0.19 dev's to_mx for a format and a scale mode, such as "rceil"."""
+    """Return the recipe, with the given id, of torchao 0.19 dev's to_mx for a format and a scale mode, such as "rceil".
+
+    The recipe for 0.18.0, which _to_mx_018 returns, has the id followed by "-018".
+    """
     return of_format(
         fmt,
         id,
@@ -82,7 +85,10 @@ def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
 
 
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of torchao 0.18.0's to_mx for a format and a scale mode, such as "rceil"."""
+    """Return the recipe of torchao 0.18.0's to_mx for a format and a scale mode, such as "rceil".
+
+    Its id is the given id followed by "-018".
+    """
     scale_0 = (
         "under which elements become zeros" if mode == "rceil" else "which encodes as 2^-126 but decodes as 2^-127"
     )

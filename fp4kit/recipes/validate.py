@@ -62,9 +62,9 @@ def check_recipe(r: Any) -> None:
 def can_be_repacked(r: Any) -> bool:
     """Return whether the other fields of a recipe allow repacked=True.
 
-    Repacking recomputes codes as auto-round does when it packs them. With E4M3 scales, sign "negative" is excluded.
-    There, repacking would change the code of small negative values from -0 to 0, and the fast paths of the engines do
-    not do this.
+    Repacking recomputes codes as auto-round does when it packs them. With E4M3 scales, sign "negative" is excluded,
+    because repacking would change the code of small negative values from -0 to 0. The fast paths of the engines do not
+    do this.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
@@ -351,7 +351,10 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 
 
 def _check_options(r: Any) -> None:
-    """Raise ValueError unless the remaining fields fit the element format and the rules."""
+    """Raise ValueError unless the remaining fields fit the element format and the rules.
+
+    These fields are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked and nan_is_max.
+    """
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
     if r.rounding == "first":
@@ -384,7 +387,7 @@ def _check_options(r: Any) -> None:
 
 
 def _check_first(r: Any) -> None:
-    """Raise ValueError unless the other fields fit rounding "first".
+    """Raise ValueError unless element and nan_code fit rounding "first".
 
     This rounding takes the first code in code order with the smallest error. For a NaN element this is code 0.
     """
@@ -395,10 +398,10 @@ def _check_first(r: Any) -> None:
 
 
 def _check_comparison(r: Any) -> None:
-    """Raise ValueError unless the other fields fit apply "compare".
+    """Raise ValueError unless block_rule, rounding and round_scaled fit apply "compare".
 
-    It compares elements with the values of codes times a factor and does not scale the elements. So options that change
-    scaled elements have no effect and are rejected.
+    This option compares elements with the values of codes times a factor, instead of scaling the elements. So a field
+    that changes scaled elements has no effect and is rejected.
     """
     if r.block_rule is None:
         _refuse(r, "apply", "needs a block_rule, because apply 'compare' multiplies the values of codes by its factor")

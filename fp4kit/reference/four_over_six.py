@@ -22,7 +22,7 @@ from fp4kit.reference.summation_order import sum_lanes
 from fp4kit.reference.tensor_rules import TensorScale, full_range
 
 Operation = Callable[..., np.ndarray]
-# {recipe.flush: (multiply, divide)}
+# {value of recipe.flush: the functions that multiply and divide}
 ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
     False: (np.multiply, np.divide),
     True: (multiply_ftz, divide_ftz),
@@ -60,7 +60,8 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
 
-    If recipe.lane_sums is set, the function factor_fouroversix of block_rules_e4m3_serving.py computes them instead.
+    scale is the value of a scale code, and tensor.decode the decode scale of the tensor. If recipe.lane_sums is set,
+    the function factor_fouroversix of block_rules_e4m3_serving.py computes the factors instead.
     """
     if recipe.lane_sums:
         return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))

@@ -95,10 +95,11 @@ def partial_cast(
     recipe: Recipe,
     tensor_amax: np.ndarray | None,
 ) -> None:
-    """Write the codes of the elements of the shard into out (M, K/2). No other code in out is changed.
+    """Write the codes of the elements of the shard to out (M, K/2). No other code in out is changed.
 
     amax: the amaxes of whole blocks, combined from all shards. shape: the (M, K) of the matrix. start: the index of the
-    shard's first element in the flattened matrix.
+    shard's first element in the flattened matrix. tensor_amax: the amax of the whole matrix; None if the recipe has no
+    tensor scale.
     """
     height, width = recipe.block or (1, 1)
     tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe)

@@ -37,7 +37,8 @@ class EncodeOptions(NamedTuple):
 def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
     """Return the elements of a tile as contiguous float32, ready for quantization.
 
-    If a Hadamard sign mask is given, the elements are first transformed, and the result is rounded to the dtype of x.
+    hadamard: the sign mask of a Hadamard transform; None for no transform. With a mask, the elements are first
+    transformed, and the result is rounded to the dtype of x.
     """
     if hadamard is not None:
         x = hadamard_blocks(x, hadamard)
@@ -209,8 +210,8 @@ def quantize_matrix(
 ) -> None:
     """Quantize x (M, K) tile by tile, and write the results into packed (M, K/2 or K) and scales (M, K/block).
 
-    amax: the tensor amax, in the shape that the function tensor_amax returns or one that broadcasts to it. scales: None
-    if the recipe has no block scales.
+    amax: the tensor amax, in the shape that the function tensor_amax returns or one that broadcasts to it; None if the
+    recipe has no tensor scale. scales: None if the recipe has no block scales. options: the options of this call.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     packing = recipe.element.packing

@@ -93,10 +93,10 @@ class TriedCodes:
 
 
 def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[..., np.ndarray]:
-    """Return the function `error` of best_by_block: the squared errors of each block, summed.
+    """Return the function that best_by_block needs as its argument `error`, for the elements x.
 
-    The blocks are quantized with the given amaxes. Squares are added in float32, in the order that PyTorch uses on a
-    CPU.
+    The function quantizes blocks with given amaxes, and returns the sum of squared errors of each block. Squares are
+    added in float32, in the order that PyTorch uses on a CPU.
     """
     blocks, recipe = x.reshape(len(x), -1, recipe.block_size), replace(recipe, repacked=False)
 
@@ -113,7 +113,7 @@ def _squares(x: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 
 
 def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[np.ndarray], np.ndarray] | None:
-    """Return the function `code` of best_by_block, which computes scale codes from amaxes.
+    """Return the function that best_by_block needs as its argument `code`: it computes scale codes from amaxes.
 
     Return None if the recipe's element codes depend on the amax itself, and not only on the scale code.
     """
@@ -124,7 +124,7 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
-    """Return a search that tries the given multiples of a block's amax, as auto-round does."""
+    """Return a search function that multiplies a block's amax by each of the factors, as auto-round does."""
 
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
         """Return for each block the multiple of its amax with the smallest squared error.

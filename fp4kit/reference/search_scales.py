@@ -85,7 +85,7 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
     """Return, for each candidate amax, the scale by which elements are divided.
 
     It is candidate * fp32(1 / 6), or 1 if that is 0. If the loss uses a Hessian, the scales are first rounded to E4M3
-    under the tensor scale, as the producer's kernel for Hessians does. amax: the tensor amax.
+    under the tensor scale, as the producer's kernel for Hessians does. amax: the tensor amax. terms: the loss.
     """
     scales = candidates * SIXTH
     if terms.hessian is not None:

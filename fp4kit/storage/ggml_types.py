@@ -64,5 +64,5 @@ BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
 
 
 def ggml_nbytes(kind: GgmlType, shape: tuple[int, ...]) -> int:
-    """Return the size in bytes of a tensor of this GGUF type and shape (the last axis is contiguous)."""
+    """Return the size in bytes of a tensor of a GGUF type. shape: in NumPy's order, with the contiguous axis last."""
     return prod(shape) // kind.elements * kind.bytes

@@ -127,7 +127,10 @@ def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
 
 
 def _header_sum(entry: str, specs: Iterable[TensorEntry | _Spec]) -> str:
-    """Return the CRC-32 of a file's header: the metadata ``entry``, and the names, dtypes and shapes of all tensors."""
+    """Return the CRC-32 of a file's header as 8 hexadecimal digits.
+
+    It covers ``entry``, the metadata of the arrays, and the names, dtypes and shapes in ``specs``.
+    """
     tensors = sorted([spec.name, spec.dtype, list(spec.shape)] for spec in specs)
     return _digits(zlib.crc32(json.dumps([entry, tensors], separators=(",", ":")).encode("ascii")))
 
@@ -147,7 +150,7 @@ def _check_array(name: Any, q: Any) -> None:
 
 
 def _parts(arrays: Mapping[str, Quantized]) -> Iterator[tuple[str, Quantized, str]]:
-    """Yield (array name, Quantized, part name) for every part that is not None."""
+    """Yield (array name, Quantized, part name) for every part of the arrays that is not None."""
     return ((name, q, part) for name, q in arrays.items() for part in PARTS if getattr(q, part) is not None)
 
 
@@ -266,9 +269,10 @@ def _brief(value: Any) -> str:
 
 
 def _check_facts(label: str, facts: Any) -> None:
-    """Raise CheckpointError unless every metadata field of an array is present and has the right type.
+    """Raise CheckpointError unless ``facts``, the metadata of an array, has every field, each of the right type.
 
-    Recipe and Quantized check later whether the values of the fields are valid and fit together.
+    Recipe and Quantized check later whether the values of the fields are valid and fit together. ``label`` names the
+    file and the array in the message.
     """
     if not isinstance(facts, dict) or sorted(facts) != sorted(_FIELDS):
         found = ", ".join(map(shown, facts)) if isinstance(facts, dict) else _brief(facts)
@@ -297,7 +301,7 @@ _NEEDED = {
 
 
 def _orders() -> list[list[str]]:
-    """Return every list of part names that save can write. The metadata of an array must have one of them."""
+    """Return every value that the metadata field "parts" can have: the lists of part names that save writes."""
     ends: list[list[str]] = [[], ["tensor_scale"], ["tensor_scale", "tensor_amax"]]
     return [["packed", *scales, *end] for scales in ([], ["block_scale"]) for end in ends]
 

@@ -127,9 +127,10 @@ def _plain_words(message: str) -> str:
 
 
 def unusable(label: str, error: SafetensorError, path: Path | None = None) -> CheckpointError:
-    """Return the CheckpointError for a file that the safetensors library rejects.
+    """Return the CheckpointError for a file that the safetensors library rejects with `error`.
 
-    path: where the file is; None if only its bytes are known.
+    label: the file's name in the message. path: where the file is; None if only its bytes are known. With a path, the
+    message says if the file is of another kind, such as a web page.
     """
     other = other_file(path) if path is not None else None
     if other is not None:
@@ -141,7 +142,7 @@ def unusable(label: str, error: SafetensorError, path: Path | None = None) -> Ch
 
 
 def _check_with_library(path: Path, label: str) -> None:
-    """Raise CheckpointError if the safetensors library rejects the header."""
+    """Raise CheckpointError if the safetensors library rejects the header of the file. label: its name in messages."""
     try:
         with safe_open(path, framework="numpy"):
             pass
@@ -204,14 +205,17 @@ class TensorReader:
         self._stream.close()
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return ``count`` bytes of a tensor, beginning at its byte ``start``. A count of None reads to the end."""
+        """Return ``count`` bytes of a tensor, beginning at the tensor's byte ``start``. None reads to its end."""
         count = entry.nbytes - start if count is None else count
         data = np.empty(count, np.uint8)
         self.read_into(data, entry, start)
         return data
 
     def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
-        """Fill ``data`` with the bytes of a tensor, beginning at its byte ``start``."""
+        """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``.
+
+        Raise CheckpointError if the file ends before.
+        """
         self._stream.seek(entry.start + start)
         done = 0
         while done < data.size:
