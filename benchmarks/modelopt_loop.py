@@ -29,8 +29,8 @@ NAME = "Model-Optimizer loop"
 class Loop:
     """Build Model-Optimizer's CUDA extensions in the background, and provide calls that loop over its quantizers.
 
-    A build takes up to 45 s, so it starts when the object is created. If an extension cannot be built, FP8 runs as
-    eager PyTorch operations, and INT8 fails, which the row records.
+    A build takes up to 45 s, so it starts when the object is created. If an extension cannot be built, Model-Optimizer
+    quantizes to FP8 with eager PyTorch operations. INT8 then fails, and the benchmark's row records the failure.
     """
 
     def __init__(self, bench: Bench) -> None:

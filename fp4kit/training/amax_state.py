@@ -361,10 +361,10 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
-    """Return the amaxes after replacing those of each group's modules by their maximum.
+    """Return the amaxes after replacing those of modules that share an amax by their maximum.
 
-    Modules share a maximum if they have the same parent, quantizer and expert number, and if their amaxes have one
-    element.
+    Modules share an amax if one group of ``groups`` names them, if their parent, quantizer and expert number are equal,
+    and if their amaxes have one element. ``groups`` are tuples of the last parts of module names (see freeze).
     """
     group_of = {member: group for group in groups for member in group}
     if len(group_of) != sum(map(len, groups)):

@@ -144,13 +144,13 @@ class MasterWeightsPlan:
         self._result = list(zip(*results, strict=True)) if columnwise else results[0]
 
     def refresh(self, values: Sequence[Any]) -> None:
-        """Use other arrays as the shards' values from the next call of cast on.
+        """Replace the arrays of all shards. The next call of cast reads the new arrays.
 
         Args:
-            values: one array per shard, with the same lengths, dtypes and device as before.
+            values: one array per shard, in the order of the shards, with the length, dtype and device of the old array.
 
         Raises:
-            ValueError: if an array has another length, dtype or device.
+            ValueError: if the number of arrays, or the length, dtype or device of an array, differs.
         """
         arrays = _import(as_entries("refresh", "values", values))
         kinds = [_kind(v) for v in arrays]

@@ -73,7 +73,10 @@ def test_every_edge_is_the_producers():
 
 
 def test_an_edge_belongs_to_the_bin_above_it():
-    """An amax equal to an edge, and the number before it, are counted on different sides, as the producer counts."""
+    """An amax equal to an edge is counted in the bin above the edge, and the next smaller number in the bin below it.
+
+    The producer counts in the same way.
+    """
     collector, tested = Collector(), edges()[[0, 100, 255, 510]]
     amaxes = np.concatenate([tested, tested - np.uint32(1)]).view(np.float32)
     collector.collect("a", np.repeat(amaxes[:, None], 16, axis=1))

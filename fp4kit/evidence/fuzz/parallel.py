@@ -57,7 +57,7 @@ def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, in
 
 
 def _start(counters: Any) -> None:
-    """Store the shared counters in a new process."""
+    """Store the shared counters [calls, failures] in a module variable. Every new process calls this first."""
     global _counters
     _counters = counters
 

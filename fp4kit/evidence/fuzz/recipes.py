@@ -100,8 +100,9 @@ def _block(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _element(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random element format as {field: value}, or {} for rules that write E4M3 scales and for 4over6, which
-    are made for E2M1.
+    """Return a random element format as {field: value}: an integer format for integers, else a float format.
+
+    Return {} for recipes with E4M3 scales, with a nonzero code for NaN, or with fouroversix's rounding ("rnw").
     """
     if r.element.is_integer:
         return {"element": _pick(rng, (INT4, INT8))}
@@ -111,8 +112,10 @@ def _element(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return what one tensor scale covers, as {field: value}: the tensor, a row or, without block scales, a block.
-    Return {} if the recipe has no tensor rule, blocks of several rows, or 4over6.
+    """Return a random value of Recipe.tensor_scaling, what one tensor scale covers, as {field: value}.
+
+    It is the tensor, a row or, for recipes without block scales, a block. Return {} if the recipe has no tensor rule,
+    blocks of several rows, or 4over6.
     """
     if r.tensor_rule is None or r.four_over_six or (r.block is not None and r.block[0] > 1):
         return {}
@@ -122,7 +125,10 @@ def _tensor_scaling(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return how scaled elements are rounded to codes, as {field: value}, or {} if the recipe fixes it."""
+    """Return a random value of Recipe.rounding, how scaled elements are rounded to codes, as {field: value}.
+
+    Return {} if the recipe does not allow a change.
+    """
     if r.four_over_six or r.apply == "compare":
         return {} if r.fast_error or not r.four_over_six else {"rounding": _pick(rng, ("rn", "rnw"))}
     unfit = {"first"} if r.element.is_integer or r.nan_is_max else set()
@@ -132,24 +138,27 @@ def _rounding(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _sign(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return which codes get the sign bit, as {field: value}, or {} for integer elements."""
+    """Return a random value of Recipe.sign, which codes get the sign bit, as {field: value}; {} for integers."""
     return {} if r.element.is_integer else {"sign": _pick(rng, rules.SIGNS)}
 
 
 def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the code of a NaN element as {field: value}, or {} if the rounding fixes it."""
+    """Return a random value of Recipe.nan_code, the code of a NaN element, as {field: value}.
+
+    Return {} if the rounding is "first", which determines the code.
+    """
     return (
         {} if r.rounding == "first" else {"nan_code": _pick(rng, (None, 0, 3, r.element.max_code, r.element.sign_bit))}
     )
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return how NaN enters an amax, as {field: value}."""
+    """Return a random value of Recipe.amax_nan, how NaN enters an amax, as {field: value}."""
     return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
 
 
 def _static(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return whether block amaxes are given to the recipe (Recipe.static), as {field: value}.
+    """Return a random value of Recipe.static, True if the caller gives block amaxes, as {field: value}.
 
     Return {} for recipes without block scales, recipes with 4over6 or a search, which choose scales themselves, and
     recipes whose block rule reads the amax.
@@ -176,14 +185,18 @@ def _narrow(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return Recipe.scale_max, the largest block scale, from which the tensor scale is computed, as {field: value}.
-    Return {} unless block scales are E4M3.
+    """Return a random value of Recipe.scale_max, 448 or 256, as {field: value}; {} unless block scales are E4M3.
+
+    The tensor scale is computed from this largest block scale.
     """
     return {"scale_max": _pick(rng, (448, 256))} if r.scale == E4M3 else {}
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return whether elements are multiplied or divided, as {field: value}, or {} if a block rule fixes it."""
+    """Return a random value of Recipe.apply, "multiply" or "divide", as {field: value}; {} if there is a block rule.
+
+    A block rule determines the field.
+    """
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 
@@ -221,28 +234,34 @@ def _tensor_rule(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _round_scaled(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return whether scaled elements are rounded to the input dtype before encoding, as {field: value}.
+    """Return the opposite of Recipe.round_scaled as {field: value}.
 
-    Return {} for 4over6, and for block rules that compare elements with thresholds instead of scaling them.
+    The field says whether scaled elements are rounded to the input dtype before encoding. Return {} for 4over6, and for
+    block rules that compare elements with thresholds instead of scaling them.
     """
     return {} if r.four_over_six or r.apply == "compare" else {"round_scaled": not r.round_scaled}
 
 
 def _repacked(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return whether codes are recomputed from decoded values, as auto-round's packing does, as {field: value}. Return
-    {} if the recipe does not allow this.
+    """Return the opposite of Recipe.repacked as {field: value}, or {} if the recipe does not allow it.
+
+    The field says whether codes are computed again from decoded values, as auto-round's packing does.
     """
     return {"repacked": not r.repacked} if can_be_repacked(r) else {}
 
 
 def _nan_is_max(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return whether a NaN element becomes the largest value, as {field: value}, or {} if the recipe fixes it."""
+    """Return the opposite of Recipe.nan_is_max as {field: value}, or {} if the recipe does not allow it.
+
+    The field says whether a NaN element becomes the largest value.
+    """
     return {} if r.four_over_six or r.element.is_integer or r.rounding == "first" else {"nan_is_max": not r.nan_is_max}
 
 
 def _four_over_six(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return the error measure of 4over6, and how errors are added, as {field: value}, or {} for recipes without
-    4over6.
+    """Return a random error measure of 4over6, and how errors are added, as {field: value}.
+
+    Return {} for recipes without 4over6.
     """
     if not r.four_over_six:
         return {}

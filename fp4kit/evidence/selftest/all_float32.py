@@ -49,8 +49,8 @@ class Float32Sweep(NamedTuple):
 
 
 ALL = 1 << 31
-# An MXFP4 block has scale 1 if 4 <= amax < 8, an MXFP8 block if 256 <= amax < 512. mxfp8-te rounds the scale up, so
-# there the largest amax is 448.
+# An MXFP4 block has the scale 1 if 4 <= amax < 8. An MXFP8 block has it if 256 <= amax < 512, except under mxfp8-te,
+# which rounds scales up, so that the amax is at most 448.
 SWEEPS = (
     Float32Sweep("float32 to E2M1", "nvfp4-modelopt-static", ALL),
     Float32Sweep("float32 to E4M3", "fp8-modelopt", ALL),

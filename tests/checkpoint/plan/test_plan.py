@@ -197,7 +197,7 @@ def test_groups_only_where_a_tensor_scale_is_shared(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["dense", "fused", "gpt_oss_mxfp4", "deepseek_v4"])
 def test_sizes(tmp_path: Path, name: str) -> None:
-    """The plan states how many bytes are read and written, per tensor and per file, as the conversion confirms."""
+    """The plan states the number of bytes to read (all tensors) and to write (codes, scales and copied tensors)."""
     tensors = ALL[name](tmp_path / "again")
     recipe = "mxfp4-ocp" if name in synthetic.QUANTIZED else "nvfp4-te"
     plan = plan_of(tmp_path, name, recipe)
