@@ -1,21 +1,23 @@
-// amax: the largest magnitude of a whole array or of each row. To get one amax per block, pass rows of kBlock elements.
+// amax: find the largest magnitude of a whole array, or of each row. To get one amax per block, callers pass rows of
+// kBlock elements.
 //
 // The struct Transform says whether each run of 16 goes through the Hadamard transform before its magnitudes are
 // compared. If so, the array consists of whole runs. Magnitudes are compared as bits (amax.cuh).
 #include "amax.cuh"
 
 constexpr int kRun = kAmaxRun;
-constexpr int kShortRow = 1024;  // rows up to this length are too short for a thread block each
+constexpr int kShortRow = 1024;  // rows of at most this many elements are too short for one thread block per row
 constexpr u32 kWarp = 32, kRowsAtOnce = 4;
 
-// Arguments of amax_kernel and amax_rows_kernel.
+// The arguments of amax_kernel and amax_rows_kernel.
 struct AmaxArguments {
   const void* x;  // rows x columns elements, contiguous
   u32* amax;      // bits of float32: one, set to 0 before; or one per row
   i64 rows, columns;
 };
 
-// Compute the largest magnitude of the elements that this grid takes, and raise *a.amax to it.
+// Compute the largest magnitude of this thread block's part of the array. Raise *a.amax to it. `grid` says which part
+// that is.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -24,14 +26,14 @@ FP4KIT_DEVICE void amax(const AmaxArguments& a, Grid grid) {
   if (threadIdx.x == 0) atomicMax(a.amax, largest);
 }
 
-// Elements of a row that a thread takes at a time. Rows consist of whole runs. kAligned: each row begins at a multiple
-// of 16 bytes.
+// The number of elements of a row that a thread loads at a time. Rows consist of whole runs. If kAligned, each row
+// begins at a multiple of 16 bytes.
 template <class In, bool kAligned>
 constexpr int kRowRun = Transform::kHadamard ? kRun
                         : kAligned           ? 16 / sizeof(typename In::Bits)
                                              : 1;
 
-// Return the bits of the largest magnitude of a run of kRowRun elements.
+// Return the float32 bits of the largest magnitude of the kRowRun elements at x.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   constexpr int kCount = kRowRun<In, kAligned>;
@@ -42,8 +44,9 @@ FP4KIT_DEVICE u32 largest_of_row_run(const typename In::Bits* x) {
   }
 }
 
-// Compute the amax of each row, for rows of at most kShortRow elements. A group of lanes takes a row; its size is a
-// power of two. A warp therefore takes warp_rows neighboring rows at a time, in kRowsAtOnce such steps.
+// Compute the amax of each row, for rows of at most kShortRow elements. Several neighboring lanes, whose number is a
+// power of two, share a row. So a warp takes warp_rows neighboring rows at a time. It takes kRowsAtOnce times as many
+// rows per iteration, so that their loads overlap.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x);
@@ -75,7 +78,7 @@ FP4KIT_DEVICE void amax_short_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Compute the amax of each row. A thread block takes one row at a time; short rows go to amax_short_rows.
+// Compute the amax of each row. A thread block takes one row at a time. Short rows are handled by amax_short_rows.
 template <class In, AmaxInput kInput, bool kAligned>
 FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   if (a.columns <= kShortRow) {
@@ -90,14 +93,14 @@ FP4KIT_DEVICE void amax_rows(const AmaxArguments& a, Grid grid) {
   }
 }
 
-// Compute the amax of the whole array a.x and raise *a.amax to it. Each thread takes runs of elements. Launch with any
-// grid.
+// Compute the amax of the whole array a.x, and raise *a.amax to it. It is launched before a kernel that needs a tensor
+// amax, and for fp4kit.amax. Each thread takes runs of elements. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments a) {
   amax<Input, kCounted, kAligned>(a, whole_grid());
 }
 
-// Compute the amax of each row of a.x and store it in a.amax. A thread block takes one long row or many short rows at
-// a time. Launch with any grid.
+// Compute the amax of each row of a.x, and store it in a.amax. It is launched for recipes with one tensor scale per
+// row, and for block amaxes. A thread block takes one long row or many short rows at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(AmaxArguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());
 }

@@ -1,13 +1,13 @@
-// amax_columns: the largest magnitude of each column of a stack of matrices, without transposing them.
+// amax_columns: find the largest magnitude of each column of a stack of matrices, without transposing them.
 //
-// A tile is some neighboring columns of a.tile_rows rows. Each row of a tile is loaded by `lanes` neighboring threads:
+// A tile is a.tile_rows rows of some neighboring columns. Each row of a tile is loaded by `lanes` neighboring threads:
 // 16 bytes per thread if kAligned, otherwise one element. The other threads of the thread block load the next rows.
 // Magnitudes are compared as bits.
 #include "runs.cuh"
 
-constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // columns per thread
+constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // number of columns per thread
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct AmaxColumnsArguments {
   const void* x;  // matrices x rows x columns elements, contiguous
   u32* amax;      // matrices x columns bits of float32, set to 0 before
@@ -16,8 +16,8 @@ struct AmaxColumnsArguments {
   i64 tile_rows;  // rows of a tile, below 2^32
 };
 
-// Raise largest[j] to the largest magnitude in column j of kCount neighboring columns. The rows begin at x and lie
-// `step` elements apart.
+// Raise largest[j] to the bits of the largest magnitude in column j of kCount neighboring columns. There are `rows`
+// rows, which begin at x and are `step` elements apart.
 template <class In, int kCount>
 FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 step, u32 (&largest)[kCount]) {
 #pragma unroll 4
@@ -33,8 +33,8 @@ FP4KIT_DEVICE void largest_of_columns(const typename In::Bits* x, u32 rows, i64 
   }
 }
 
-// Compute the amax of each column of each matrix in a.x and store it in a.amax. A thread block takes one tile at a
-// time. Launch with any grid.
+// Compute the amax of each column of each matrix in a.x, and raise a.amax to it. It is launched for fp4kit.amax without
+// a recipe, along an axis other than the last one. A thread block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_columns_kernel(AmaxColumnsArguments a) {
   __shared__ u32 parts[kThreads * kThreadColumns];
   const u32 lanes = static_cast<u32>(a.lanes), tile_threads_down = kThreads / lanes, thread_row = threadIdx.x / lanes,

@@ -1,20 +1,21 @@
-// amax_hadamard: the amax of a matrix after the Hadamard transform of its columns, 16 rows at a time. The matrix is not
-// transposed.
+// amax_hadamard: find the amax of a matrix after the Hadamard transform of its columns, which transforms 16 rows at a
+// time. The matrix is not transposed.
 //
 // A thread takes a patch: 16 rows of as many columns as fit into 4 bytes, or of one column if loads are not aligned.
 #include "amax.cuh"
 
 using Bits = Input::Bits;
-constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // of a patch
+constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // rows and columns of a patch
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct AmaxHadamardArguments {
   const void* x;  // rows x columns elements, contiguous
   u32* amax;      // bits of float32, set to 0 before
   i64 rows, columns;
 };
 
-// Transform the columns of the patch that begins at x, and return the bits of the largest magnitude of the result.
+// Transform the columns of the patch that begins at x, and return the float32 bits of the largest magnitude of the
+// result. Rows are `columns` elements apart.
 FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   if constexpr (kColumns == 2) {
     u32 rows[kRows];
@@ -41,8 +42,8 @@ FP4KIT_DEVICE u32 largest_of_patch(const Bits* x, i64 columns) {
   }
 }
 
-// Compute the amax of the transformed matrix a.x and raise *a.amax to it. A thread takes one patch at a time. Launch
-// with any grid.
+// Compute the amax of the transformed matrix a.x, and raise *a.amax to it. It is launched before a matrix is quantized
+// along columns by a recipe with a Hadamard transform. A thread takes one patch at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_hadamard_kernel(AmaxHadamardArguments a) {
   const u32 wide =
       static_cast<u32>((a.columns / kColumns + kThreads - 1) / kThreads);  // thread blocks that a row of patches needs

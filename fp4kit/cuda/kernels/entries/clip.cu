@@ -2,11 +2,12 @@
 // and +0 elsewhere. If x or amax is NaN, `out` gets +0.
 #include "runs.cuh"
 
-// Elements of a run: 16 bytes of the wider type, so that a warp loads and stores whole lines of it.
+// The number of elements of a run: 16 bytes of the wider of the two types, so that a warp loads and stores whole lines
+// of it.
 template <class In, class GradIn>
 constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 4 ? 8 : 4;
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct ClipArguments {
   const void* grad;   // count elements of the gradient's type, contiguous
   const void* x;      // count elements of x's type
@@ -15,7 +16,7 @@ struct ClipArguments {
   i64 count, covered;
 };
 
-// Set the elements of a run to +0, except those whose `inside` is true.
+// Set the elements of a run to +0, except those for which `inside` is true.
 template <class In, int kRun>
 FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
 #pragma unroll
@@ -28,7 +29,7 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
   }
 }
 
-// Clip elements first to last - 1, one at a time. Each element's amax is looked up.
+// Clip elements `first` ... `last` - 1, one at a time. `last` is not included. The amax of each element is looked up.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
@@ -43,8 +44,8 @@ FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   }
 }
 
-// Clip all whole runs of the array. Each run lies at a multiple of 16 bytes and within the elements of one amax. A
-// thread takes one run at a time, because more loads in flight are slower.
+// Clip all whole runs of the array. Each run begins at a multiple of 16 bytes, and all its elements have the same amax.
+// A thread takes one run at a time, because more loads in flight are slower.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   constexpr int kRun = kClipRun<In, GradIn>;
@@ -61,7 +62,7 @@ FP4KIT_DEVICE void clip_runs(const ClipArguments& a, Grid grid) {
   }
 }
 
-// Clip an array: whole runs by clip_runs if alignment allows, and all other elements one at a time. kAligned: all
+// Clip an array: whole runs by clip_runs if alignment allows it, and all other elements one at a time. If kAligned, all
 // arrays begin at multiples of 16 bytes.
 template <class In, class GradIn, bool kAligned>
 FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
@@ -75,8 +76,8 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
     clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
 }
 
-// Copy a.grad to a.out, with +0 wherever the magnitude of a.x exceeds its amax in a.amax. A thread takes one run at a
-// time. Launch with any grid.
+// Copy a.grad to a.out, with +0 wherever the magnitude of a.x exceeds its amax in a.amax. It is launched for the
+// gradients of fake_quantize. A thread takes one run at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

@@ -1,10 +1,10 @@
-// count_changed: how many float32 values differ between two arrays, and by how much at most. Two values differ if their
-// bits do, unless both are NaN.
+// count_changed: count the float32 values that differ between two arrays, and find the largest difference. Two values
+// differ if their bits differ, unless both are NaN.
 #include "types.cuh"
 
-constexpr u32 kNan = 0x7FC00000u;  // above the bits of every other magnitude
+constexpr u32 kNan = 0x7FC00000u;  // the bits of NaN, which are above those of every other magnitude
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct CountChangedArguments {
   const u32* x;
   const u32* y;
@@ -13,8 +13,8 @@ struct CountChangedArguments {
   i64 count;
 };
 
-// Return how many of the values that this thread takes differ, and raise `largest` to the bits of the largest
-// difference.
+// Return how many of this thread's values differ, and raise `largest` to the float32 bits of the largest difference
+// among them.
 FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& largest) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -27,8 +27,9 @@ FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& 
   return changed;
 }
 
-// Count the values that differ between the two arrays, add the count to *a.changed, and raise *a.largest to the largest
-// difference. Each thread takes one value at a time. Launch with any grid.
+// Count the values that differ between a.x and a.y, add the count to *a.changed, and raise *a.largest to the largest
+// difference. It is launched after a requantization, to report what changed. Each thread takes one value at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) count_changed_kernel(CountChangedArguments a) {
   u32 largest = 0u, changed = count_changed(a, whole_grid(), largest);
 #pragma unroll

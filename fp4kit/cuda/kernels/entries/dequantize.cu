@@ -1,16 +1,18 @@
-// dequantize: codes and scales to values. A thread takes runs whose values are 16 bytes long, so that a warp stores
-// whole lines. A run never crosses a block. Rows without blocks may have any length; the elements after the last whole
-// run are decoded one at a time.
+// dequantize: decode codes and scales to values. A thread takes runs whose values have 16 bytes, so that a warp stores
+// whole lines. A run never crosses the border of a block. Rows without blocks may have any length; the elements after
+// the last whole run are decoded one at a time.
 //
-// The order of memory accesses limits the speed. H200, 16384 x 16384 mxfp8 to bfloat16, 2026-11-21, relative to a copy:
-// 0.945 with four runs per thread; 0.969 with two, adjacent within the warp; 0.982 if codes and scales are also
-// prefetched.
+// The order of memory accesses limits the speed. Relative to a copy, decoding 16384 x 16384 mxfp8 to bfloat16 (H200,
+// 2026-11-21) has these speeds:
+//   0.945  with four runs per thread
+//   0.969  with two runs per thread, adjacent within the warp
+//   0.982  if codes and scales are also prefetched
 #include "block.cuh"
 #include "implied_amax.cuh"
 #include "scale_layout.cuh"
 #include "pack.cuh"
 
-// Arguments of the kernel.
+// The arguments of the kernel. "null" means that the pointer is nullptr in that case.
 struct DequantizeArguments {
   const u8* packed;
   const u8* scales;           // in R's layout (null without block scales)
@@ -22,7 +24,7 @@ struct DequantizeArguments {
   i64 ahead;  // how many steps codes are prefetched into the L2 cache before they are read
 };
 
-// The sizes of runs and steps for a recipe and an output type.
+// The sizes of runs and steps for a recipe R and an output type Out.
 template <class R, class Out>
 struct DequantizeTraits {
   static constexpr int kRun = 16 / sizeof(typename Out::Bits);
@@ -31,19 +33,19 @@ struct DequantizeTraits {
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;
   static constexpr bool kTable = R::kHasScales && R::Scale::kMantissaBits > 0 && kOneScale;
-  // Runs per thread: two, or four if finding scales is much of the work, because a table and a row's number then serve
-  // more runs.
+  // The number of runs per thread and step: two, or four if finding scales is a large part of the work. With four, a
+  // table and a row's number are used for more runs.
   static constexpr int kUnroll = kTable && !kFlat && sizeof(typename Out::Bits) == 2 ? 4 : 2;
 };
 
-// The position of a run: its row, its block in the row, and its first column. If R's scales do not depend on the row,
-// the matrix counts as one long row.
+// The position of a run: its row, its block in the row, and its first column. If the scales of R do not depend on the
+// row, the matrix is treated as one long row.
 struct RunPosition {
   u32 row, block;
   i64 column;
 };
 
-// Return the values of a run: its codes, decoded under one Scale.
+// Return the values of a run, decoded from its codes under one Scale.
 template <class R, class Out>
 FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
   constexpr int kRun = DequantizeTraits<R, Out>::kRun;
@@ -64,15 +66,15 @@ FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typ
   }
 }
 
-// Return the code of element `index`.
+// Return the code of the element with number `index` in the matrix.
 template <class R, class Out>
 FP4KIT_DEVICE u32 code_at(const DequantizeArguments& a, i64 index) {
   const u32 byte = a.packed[index / DequantizeTraits<R, Out>::kPerByte];
   return DequantizeTraits<R, Out>::kPerByte == 1 ? byte : byte >> (4 * (index % 2)) & 15u;
 }
 
-// Decode and store `count` elements from element `first` on, one at a time. For the end of a row that is not a whole
-// run.
+// Decode and store `count` elements from element `first` on, one at a time. This is used for the end of a row that is
+// not a whole run.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count, typename R::DecodeRule::Scale scale) {
   for (int i = 0; i < count; ++i) {
@@ -82,7 +84,7 @@ FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count
   }
 }
 
-// Return the bytes of a run of codes as one integer, with the first byte in the lowest bits.
+// Load kBytes bytes of codes at address `in` as one integer, with the first byte in the lowest bits.
 template <int kBytes>
 FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   if constexpr (kBytes == 8) return load_streaming(reinterpret_cast<const u64*>(in));
@@ -90,8 +92,9 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Prefetch the codes of kStep whole runs into the L2 cache, and their scales if these lie in the order of the codes.
-// The runs are those that come a.ahead steps after run `start`.
+// Prefetch the codes of kStep whole runs into the L2 cache, and their scales if the scales are stored in the order of
+// the codes. The runs are those that come a.ahead steps after run `start`. Do nothing if they are beyond the last of
+// `runs` runs.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;
@@ -104,7 +107,7 @@ FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs
 }
 
 // Return the tensor scale of a tensor that has exactly one. If its amax is needed but unknown, one thread finds the
-// amax for all. All threads of the thread block must call this.
+// amax for all threads. All threads of the thread block must call this function.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
   bool is_known;
@@ -121,7 +124,7 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
 }
 
 // Return the tensor scale of block `block` of row `row`, for tensors with one scale per row or per block. If the decode
-// rule needs amaxes, they come from tensor_amax, where implied_amax_kernel wrote them; some may be kUnknownAmax.
+// rule needs amaxes, they are read from tensor_amax, where implied_amax_kernel stored them; some may be kUnknownAmax.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
   const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
@@ -129,7 +132,8 @@ FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row,
   return {1.0f, a.tensor_scale[index], 1.0f};
 }
 
-// Decode and store `count` elements one at a time, under a tensor scale that the tensor rule gives for no amax.
+// Decode and store `count` elements from element `first` on, one at a time, under the tensor scale with number `index`,
+// for which no amax is known.
 template <class R, class Out>
 FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, int count, u32 scale_code, i64 index) {
   const TensorScale t = {1.0f, a.tensor_scale[index], kUnknownAmax};
@@ -140,8 +144,8 @@ FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, i
   }
 }
 
-// Dequantize a matrix. Original: type of the array that was quantized, to which some tensor rules round. Out: type of
-// the values.
+// Dequantize a matrix. Original is the type of the array that was quantized, to which some tensor rules round. Out is
+// the type of the values.
 template <class R, class Original, class Out>
 FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   using Traits = DequantizeTraits<R, Out>;
@@ -207,8 +211,8 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   }
 }
 
-// The number of thread blocks that a multiprocessor must hold; 0 means any number. Integer formats need a minimum,
-// because the compiler would otherwise give registers to their rare cases at the cost of the usual one.
+// The number of thread blocks that a multiprocessor must hold; 0 means any number. Integer formats need a minimum.
+// Without it, the compiler would give registers to their rare cases, and the usual case would be slower.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kIntegerBlocksPerMultiprocessor = 4;  // a multiprocessor of sm_75 holds at most 1024 threads
 #else
@@ -218,8 +222,8 @@ template <class R>
 constexpr int kBlocksPerMultiprocessor =
     R::DecodeRule::kNeedsAmax && !R::kHasScales ? kIntegerBlocksPerMultiprocessor : 0;
 
-// Decode a.packed under a.scales and a.tensor_scale into a.values. A thread takes several runs per step. Launch with
-// any grid.
+// Decode a.packed under a.scales and a.tensor_scale, and store the values in a.values. It is launched for
+// fp4kit.dequantize. A thread takes several runs per step. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {
   dequantize<R, Input, Output>(a, whole_grid());

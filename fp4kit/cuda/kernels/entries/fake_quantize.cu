@@ -1,24 +1,25 @@
-// fake_quantize for recipes with a fake-quantization rule of their own (fake.cuh): from elements to quantized values in
-// one pass, without codes.
+// fake_quantize for recipes that have their own fake-quantization rule (fake.cuh). It computes quantized values from
+// elements in one pass, without codes.
 //
 // A thread takes runs of 16 bytes, so that a warp loads and stores whole lines, and loads several runs before it uses
-// the first. Neighboring threads share a block and find its amax together.
+// the first one. Neighboring threads share a block and find its amax together.
 #include "amax.cuh"
 #include "fake.cuh"
 #include "quantize.cuh"
 
-// The runs that a thread loads per step. Two are fastest, or four if a thread block first makes a table or divides per
-// row.
+// The number of runs that a thread loads per step. Two are fastest, or four if a thread block first fills a table or
+// divides once per row.
 template <class R>
 constexpr u32 kFakeUnroll = R::kHasBlocks && !R::kHasTable ? 2 : 4;
 
-// Elements per run: 16 bytes, or more if 32 runs of 16 bytes would not cover a block.
+// The number of elements per run: 16 bytes, or more if 32 runs of 16 bytes would not cover a block.
 template <class R, class In>
 constexpr int kFakeRun = R::kHasBlocks && R::kBlock / 32 > 16 / static_cast<int>(sizeof(typename In::Bits))
                              ? R::kBlock / 32
                              : 16 / static_cast<int>(sizeof(typename In::Bits));
 
-// Return the FakeScale of a block with this amax. If R has a table, `table` holds the FakeScale of every code.
+// Return the FakeScale of a block with this amax. If R::kHasTable, it is looked up in `table`, which holds the
+// FakeScale of every code.
 template <class R, class In>
 FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScale* table) {
   using Rule = typename R::FakeRule;
@@ -30,8 +31,8 @@ FP4KIT_DEVICE FakeScale fake_scale(float amax, float tensor_amax, const FakeScal
   }
 }
 
-// Fill `table` with the scale of every code if R has a table; otherwise do nothing. All threads of the thread block
-// must call this.
+// If R::kHasTable, fill `table` with the FakeScale of every code. Otherwise do nothing. All threads of the thread block
+// must call this function.
 template <class R>
 FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   using Rule = typename R::FakeRule;
@@ -41,15 +42,15 @@ FP4KIT_DEVICE void make_scale_table(FakeScale* table, float tensor_amax) {
   }
 }
 
-// Quantize `count` elements at x under the scale s, one at a time, and store their values at y.
+// Fake-quantize `count` elements at x under the scale s, one at a time, and store the values at y.
 template <class R, class In>
 FP4KIT_DEVICE void write_values(const typename In::Bits* x, typename In::Bits* y, int count, FakeScale s) {
 #pragma unroll 1
   for (int i = 0; i < count; ++i) y[i] = In::narrow(R::FakeRule::template value<R, In>(In::widen(x[i]), s));
 }
 
-// Quantize the run that begins at element `first` of a.x, and store its values. `largest` is the bits of its largest
-// magnitude.
+// Fake-quantize a run that begins at element `first` of a.x, and store its values. `largest` is the float32 bits of its
+// largest magnitude.
 template <class R, class In, bool kAligned, int kRun>
 FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const Run<In, kRun>& run, u32 largest,
                                     FakeScale s) {
@@ -65,8 +66,8 @@ FP4KIT_DEVICE void write_run_values(const QuantizeArguments& a, i64 first, const
   }
 }
 
-// Return the bits of a block's amax. This thread holds one run of the block, with largest magnitude `largest`;
-// neighboring lanes hold the others. All threads of the warp must call this.
+// Return the float32 bits of a block's amax. This thread holds one run of the block, whose largest magnitude is
+// `largest`; neighboring lanes hold the other runs. All threads of the warp must call this function.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   u32 amax = largest;
@@ -81,7 +82,7 @@ FP4KIT_DEVICE u32 amax_bits_of_block(const Run<In, kRun>& run, u32 largest) {
   return amax;
 }
 
-// Fake-quantize a matrix whose blocks lie in a row and have 16 times a power of two elements, at most 512.
+// Fake-quantize a matrix with blocks in a row. R::kBlock is 16 times a power of two and at most 512.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -115,8 +116,8 @@ FP4KIT_DEVICE void fake_blocks(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a matrix with one scale for the tensor or one per row. Rows may have any length, so the last run of a
-// row may be short.
+// Fake-quantize a matrix with one scale for the tensor or one scale per row. Rows may have any length, so the last run
+// of a row may be shorter than the others.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   constexpr int kRun = kFakeRun<R, In>;
@@ -154,7 +155,7 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a matrix, or one piece of a member of a group: `grid` says which part this thread block takes.
+// Fake-quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kHasBlocks) {
@@ -164,8 +165,9 @@ FP4KIT_DEVICE void fake_quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Fake-quantize a.x into a.values. A thread takes several runs per step. Launch with any grid if R::kFinders is 0,
-// otherwise with a multiple of R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
+// Fake-quantize a.x and store the values in a.values. A thread takes several runs per step. Launch with any grid if
+// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the tensor's amax
+// (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) fake_quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   fake_quantize<R, Input, kAligned>(a, whole_grid());

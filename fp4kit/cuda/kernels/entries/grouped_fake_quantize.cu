@@ -1,5 +1,5 @@
-// fake_quantize.cu for a group of tensors. kAligned: whether all tensors are aligned. kSmall: whether the group is
-// small (grouped.cuh).
+// The kernel of fake_quantize.cu for a group of tensors. kAligned is true if all tensors are aligned, and kSmall if the
+// group is small (grouped.cuh).
 #include "grouped.cuh"
 #include "fake_quantize.cu"
 

@@ -1,5 +1,5 @@
-// quantize_tile.cu for a group of tensors. kAligned: whether all tensors are aligned. kSmall: whether the group is
-// small (grouped.cuh).
+// The kernel of quantize_tile.cu for a group of tensors. kAligned is true if all tensors are aligned, and kSmall if the
+// group is small (grouped.cuh).
 #include "grouped_quantize.cuh"
 #include "quantize_tile.cuh"
 

@@ -1,15 +1,15 @@
-// transpose.cu for a group of matrices with linear scales. kAligned: in all matrices, codes can be moved 16 bytes at a
-// time and scales four bytes at a time.
+// The kernel of transpose.cu for a group of matrices with linear scales. kAligned is true if, in all matrices, codes
+// can be moved 16 bytes at a time and scales four bytes at a time. kSmall is true if the group is small (grouped.cuh).
 #include "grouped.cuh"
 #include "transpose.cu"
 
 using Members = GroupOf<TransposeArguments, kSmall>::Type;
 
-// Flags in a member's `aligned`: its codes can be moved 16 bytes at a time; its scales can be moved four bytes at a
-// time.
+// The flags that this kernel stores in `aligned` of a member. kWholeCodes: its codes can be moved 16 bytes at a time.
+// kWordScales: its scales can be moved four bytes at a time.
 constexpr u32 kWholeCodes = 1u, kWordScales = 2u;
 
-// The traits S, but with scales that are moved one byte at a time.
+// The traits S of the kernel, except that scales are moved one byte at a time.
 struct ByteScales : S {
   static constexpr bool kScaleWords = false;
 };

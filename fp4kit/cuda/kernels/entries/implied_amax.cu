@@ -1,10 +1,9 @@
-// implied_amax: find an amax for each stored tensor scale, such that the tensor rule gives the scale for the amax. If
-// an amax is given and gives its scale, it is kept; otherwise it is found from the scale (rules/implied_amax.cuh).
-// dequantize calls this first if each row or block has a tensor scale, because a search per run would take longer than
-// the elements. quantize_with_scales encodes with these amaxes.
+// implied_amax: find, for each stored tensor scale, an amax for which the tensor rule gives that scale. A given amax is
+// kept if the rule gives the stored scale for it. Otherwise the amax is computed from the scale
+// (rules/implied_amax.cuh).
 #include "implied_amax.cuh"
 
-// Arguments of the kernel.
+// The arguments of the kernel. "null" means that the pointer is nullptr in that case.
 struct ImpliedAmaxArguments {
   const float* tensor_scale;
   const float* tensor_amax;  // null if not known
@@ -12,7 +11,7 @@ struct ImpliedAmaxArguments {
   i64 count;
 };
 
-// Find the amax of each tensor scale. A thread takes one scale at a time.
+// Find and store the amax of each tensor scale. A thread takes one scale at a time.
 template <class R, class Original>
 FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {
@@ -22,8 +21,10 @@ FP4KIT_DEVICE void imply_amaxes(const ImpliedAmaxArguments& a, Grid grid) {
   }
 }
 
-// Compute a.amax from a.tensor_scale and, if it is known, a.tensor_amax. A thread takes one scale at a time. Launch
-// with any grid.
+// Compute a.amax from a.tensor_scale and, if it is given, a.tensor_amax. It is launched before dequantize_kernel if
+// each row or block has a tensor scale, because a search per run would take longer than decoding the elements. It is
+// also launched before quantize_with_scales_kernel, which encodes with these amaxes. A thread takes one scale at a
+// time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) implied_amax_kernel(ImpliedAmaxArguments a) {
   imply_amaxes<R, Input>(a, whole_grid());
 }

@@ -1,17 +1,18 @@
-// pack and unpack: convert 4-bit codes from one per byte to two per byte, and back. The code with the even index is in
-// the low nibble.
+// pack_codes and unpack_codes: convert 4-bit codes from one per byte to two per byte, and back. The code with the even
+// index is in the low nibble.
 #include "runs.cuh"
 
-constexpr int kInFlight = 4;  // loads per thread
+constexpr int kInFlight = 4;  // number of loads in flight per thread
 
-// Arguments of pack_codes_kernel and unpack_codes_kernel.
+// The arguments of pack_codes_kernel and unpack_codes_kernel.
 struct PackArguments {
   const u8* in;
   u8* out;
   i64 bytes;  // of packed codes
 };
 
-// Return 16 codes, one per byte, as 8 bytes of two codes each. Drops the high nibble of each code.
+// Return the packed form of 16 codes: from one code per byte to 8 bytes of two codes each. The high nibbles of the
+// input are ignored.
 FP4KIT_DEVICE u64 converted(const Chunk& codes) {
   u32 pairs[4];
 #pragma unroll
@@ -22,7 +23,7 @@ FP4KIT_DEVICE u64 converted(const Chunk& codes) {
   return prmt(pairs[0], pairs[1], 0x6420u) | static_cast<u64>(prmt(pairs[2], pairs[3], 0x6420u)) << 32;
 }
 
-// Return 8 bytes of two codes each as 16 codes, one per byte.
+// Return the unpacked form of 16 codes: from 8 bytes of two codes each to one code per byte.
 FP4KIT_DEVICE Chunk converted(u64 packed) {
   Chunk codes;
 #pragma unroll
@@ -33,7 +34,8 @@ FP4KIT_DEVICE Chunk converted(u64 packed) {
   return codes;
 }
 
-// Convert `count` items of In to Out, with several loads in flight per thread.
+// Convert `count` items of type In, which begin at `from`, and store them as items of type Out at `to`. Each thread has
+// several loads in flight.
 template <class In, class Out>
 FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   const In* in = reinterpret_cast<const In*>(from);
@@ -50,7 +52,7 @@ FP4KIT_DEVICE void convert_all(const u8* from, u8* to, i64 count, Grid grid) {
   }
 }
 
-// Pack all codes. kAligned: both arrays begin at multiples of 16 bytes.
+// Pack all codes. If kAligned, both arrays begin at multiples of 16 bytes.
 template <bool kAligned>
 FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -59,7 +61,7 @@ FP4KIT_DEVICE void pack_codes(const PackArguments& a, Grid grid) {
     a.out[i] = static_cast<u8>((a.in[2 * i] & 15) | a.in[2 * i + 1] << 4);
 }
 
-// Unpack all codes. kAligned: both arrays begin at multiples of 16 bytes.
+// Unpack all codes. If kAligned, both arrays begin at multiples of 16 bytes.
 template <bool kAligned>
 FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   const i64 chunks = kAligned ? a.bytes / 8 : 0;
@@ -70,14 +72,14 @@ FP4KIT_DEVICE void unpack_codes(const PackArguments& a, Grid grid) {
   }
 }
 
-// Pack the codes at a.in, one per byte, into a.out, two per byte. A thread takes several items per step. Launch with
-// any grid.
+// Pack the codes of a.in, one per byte, and store them in a.out, two per byte. A thread takes several items per step.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) pack_codes_kernel(PackArguments a) {
   pack_codes<kAligned>(a, whole_grid());
 }
 
-// Unpack the codes at a.in, two per byte, into a.out, one per byte. A thread takes several items per step. Launch with
-// any grid.
+// Unpack the codes of a.in, two per byte, and store them in a.out, one per byte. A thread takes several items per step.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) unpack_codes_kernel(PackArguments a) {
   unpack_codes<kAligned>(a, whole_grid());
 }

@@ -1,10 +1,11 @@
-// partial_amax: the amax of each block and of the tensor, over only the elements that a shard owns. A thread takes one
-// block at a time, row by row.
+// partial_amax: compute the amax of each block and of the tensor over only the elements that a shard owns. A thread
+// takes one block at a time, row by row.
 #include "exact_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// Arguments of both kernels. block_at and tensor_at are where this matrix begins in arrays that several matrices share.
+// The arguments of both kernels. Arrays are shared by several matrices; block_at and tensor_at are the indices at which
+// this matrix begins.
 struct PartialAmaxArguments {
   const void* values;  // elements [start, end) of the flattened matrix
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at
@@ -14,14 +15,14 @@ struct PartialAmaxArguments {
   i64 block_at, tensor_at;
 };
 
-// The largest magnitudes that a thread has found: `block` in its current block; `tensor` in all of its blocks, by the
-// recipe's rule for the tensor's amax.
+// The largest magnitudes that a thread has found. `block` is that of its current block. `tensor` is that of all of its
+// blocks, by the recipe's rule for the tensor's amax.
 struct Largest {
   float block, tensor;
 };
 
-// Raise `found` to the largest magnitudes of one row of a block, which begins at element p. kWhole: the row may be
-// loaded 16 bytes at a time.
+// Raise `found` to the largest magnitudes of one row of a block, which begins at element p of the matrix. If kWhole,
+// the row is loaded 16 bytes at a time.
 template <class R, class In, bool kWhole, bool kAligned>
 FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   BlockAmax<R::kAmaxNan> row;
@@ -42,8 +43,8 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   found.block = R::kBlockRows == 1 ? row.result() : larger_of_rows<R>(found.block, row.result());
 }
 
-// Raise `found` to the largest magnitudes of a block of `rows` rows. The block's first element is p; the shard may own
-// only some of its elements.
+// Raise `found` to the largest magnitudes of a block of `rows` rows, which begins at element p of the matrix. The shard
+// may own only some of its elements.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 columns, i64 rows) {
   const i64 end = p + (rows - 1) * columns + R::kBlock;
@@ -55,14 +56,15 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
-// Return to every thread of a warp the largest `own` among them.
+// Return the largest `own` among the threads of a warp. All threads of the warp must call this function, and each gets
+// the result.
 FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   return own;
 }
 
-// Compute the amaxes of this thread's blocks and store them in a.block_amax. Return the largest of them, for the
-// tensor's amax.
+// Compute the amaxes of this thread's blocks, and store them in a.block_amax. Return the thread's part of the tensor's
+// amax.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In>& s, Grid grid) {
   constexpr i64 kRows = R::kBlockRows;
@@ -90,7 +92,7 @@ FP4KIT_DEVICE float amax_of_blocks(const PartialAmaxArguments& a, const Shard<In
   return found.tensor;
 }
 
-// Compute the block amaxes and the tensor's amax over a shard's elements.
+// Compute the block amaxes and the tensor's amax over the elements of a shard. Do nothing if the shard is empty.
 template <class R, class In>
 FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -101,8 +103,9 @@ FP4KIT_DEVICE void partial_amax(const PartialAmaxArguments& a, Grid grid) {
   if (threadIdx.x % 32 == 0) atomicMax(a.tensor_amax + a.tensor_at, largest);
 }
 
-// Raise a.block_amax and a.tensor_amax to the largest magnitudes among the shard's elements. A thread takes one block
-// at a time. Launch with any grid.
+// Raise a.block_amax and a.tensor_amax to the largest magnitudes among the elements of a shard. It is launched first
+// when processes quantize one matrix together; they then combine their amaxes. A thread takes one block at a time.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_amax_kernel(PartialAmaxArguments a) {
   partial_amax<R, Input>(a, whole_grid());
 }

@@ -4,8 +4,8 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// Arguments of both kernels. run_at, factor_at and tensor_at are where this matrix begins in arrays that several
-// matrices share.
+// The arguments of both kernels. Arrays are shared by several matrices; run_at, factor_at and tensor_at are the indices
+// at which this matrix begins.
 struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
   u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is at place run_at + i
@@ -16,15 +16,16 @@ struct PartialCastArguments {
   i64 run_at, factor_at, tensor_at;
 };
 
-// Return the Factor of a block from `value`, which partial_scales computed. If elements are multiplied with the
-// tensor's encode scale in a step of its own, the Factor also has `encode_scale`.
+// Return the Factor of a block from `value`, the factor that partial_scales computed. If elements are multiplied with
+// the tensor's encode scale in a separate step, the Factor also holds `encode_scale`.
 template <class R>
 FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
   if constexpr (R::kThenEncode) return {value, encode_scale};
   return {value, R::kDivide ? 1.0f / value : value};
 }
 
-// Encode a run and pack its codes into `words`, by the fast path if the run may take it, otherwise by the exact path.
+// Encode a run and pack its codes into `words`. The run takes the fast path if takes_fast_path allows it, and otherwise
+// the exact path.
 template <class R, class In>
 FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&words)[kCodeWords<R, kRun>]) {
   if constexpr (FastPath<R, In>::kExists) {
@@ -39,23 +40,24 @@ FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&wor
   exact_codes<R, In>(x, bytes, factor, words);
 }
 
-// A walk over the runs of a matrix, `stride` runs per step, which knows the block of each run. Blocks are numbered row
-// by row.
+// A walk over the runs of a matrix, which advances by a fixed number of runs per step and knows the block of each run.
+// Blocks are numbered row by row.
 template <class R>
 struct Walk {
   static constexpr u32 kRuns = R::kBlock / kRun;
   u32 runs, row, column;  // runs per row; where the walk is
-  // The rows and the runs that one step advances.
+  // The numbers of rows and of runs by which one step advances.
   u32 rows_on, columns_on;
 
-  // Return the walk that begins at run `run`.
+  // Return the walk that begins at run `run` and advances by `stride` runs per step. `runs` is the number of runs per
+  // row.
   FP4KIT_DEVICE Walk from(u32 run, u32 runs, u32 stride) {
     if constexpr (R::kBlockRows == 1) return {runs, 0u, run, 0u, stride};
     return {runs, run / runs, run % runs, stride / runs, stride % runs};
   }
-  // Return the number of the current run's block.
+  // Return the number of the block that contains the current run.
   FP4KIT_DEVICE_MEMBER u32 block() const { return row / R::kBlockRows * (runs / kRuns) + column / kRuns; }
-  // Move to the run that is one step further.
+  // Move on by one step.
   FP4KIT_DEVICE_MEMBER void advance() {
     row += rows_on;
     column += columns_on;
@@ -65,8 +67,7 @@ struct Walk {
   }
 };
 
-// Encode and store the runs of a shard that this thread takes. kAligned: the shard's runs begin at multiples of 16
-// bytes.
+// Encode and store this thread's runs of a shard. If kAligned, the runs of the shard begin at multiples of 16 bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
@@ -89,7 +90,7 @@ FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, 
   }
 }
 
-// Encode a shard's elements, by aligned loads if the shard allows them.
+// Encode and store the elements of a shard, with aligned loads if possible. Do nothing if the shard is empty.
 template <class R, class In>
 FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   if (a.start >= a.end) return;
@@ -101,7 +102,8 @@ FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   }
 }
 
-// Encode the shard a.values under the block factors a.factors into a.packed. A thread takes one run at a time. Launch
+// Encode the shard a.values under the block factors a.factors, and store the codes in a.packed. It is launched last
+// when processes quantize one matrix together, after partial_scales_kernel. A thread takes one run at a time. Launch
 // with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(PartialCastArguments a) {
   partial_cast<R, Input>(a, whole_grid());

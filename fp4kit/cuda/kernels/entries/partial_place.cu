@@ -1,10 +1,10 @@
-// partial_place: copy the codes that other processes cast from the gathered messages into the matrices of codes. Only
-// the codes that each sender owns are copied. A thread takes one run at a time. R may be any recipe with the element
-// size in question.
+// partial_place: copy codes that other processes have computed from the gathered messages to the matrices of codes.
+// Only the codes that each sender owns are copied. A thread takes one run at a time. R may be any recipe with the right
+// number of bits per code.
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct PartialPlaceArguments {
   const u8* from;  // run i of the matrix is at place from_at + i
   u8* to;          // and goes to place to_at + i
@@ -12,7 +12,7 @@ struct PartialPlaceArguments {
   i64 from_at, to_at;
 };
 
-// Copy one sender's codes.
+// Copy the codes of one sender. A run has kWords words of codes.
 template <int kWords>
 FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
@@ -36,10 +36,10 @@ FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   }
 }
 
-constexpr int kWords = kRun * R::Element::kStoredBits / 32;  // per run
+constexpr int kWords = kRun * R::Element::kStoredBits / 32;  // number of words of codes per run
 
-// Copy the codes of each sender of the group from its message to its matrix. A thread block takes one piece at a time.
-// Launch with any grid.
+// Copy the codes of each sender of the group from its message to its matrix. It is launched after the processes have
+// exchanged their codes. A thread block takes one piece at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_place_kernel(Group<PartialPlaceArguments> group) {
   for_each_piece(group, [](const PartialPlaceArguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });

@@ -1,10 +1,11 @@
-// partial_scales: compute a matrix's tensor scale, block scales and block factors from its amaxes, once all processes
-// have combined these. A thread takes one block at a time. The scale of a block of several rows is stored once per row,
-// in rows of columns / kBlock bytes.
+// partial_scales: compute the tensor scale, block scales and block factors of a matrix from its amaxes, after all
+// processes have combined these. A thread takes one block at a time. The scale of a block of several rows is stored
+// once per row, in rows of columns / kBlock bytes.
 #include "block.cuh"
 #include "grouped.cuh"
 
-// Arguments of both kernels. The fields ..._at are where this matrix begins in arrays that several matrices share.
+// The arguments of both kernels. Arrays are shared by several matrices; the fields whose names end in `_at` are the
+// indices at which this matrix begins.
 struct PartialScalesArguments {
   const float* block_amax;   // at block_at
   const float* tensor_amax;  // at tensor_at (null without tensor scale)
@@ -15,7 +16,7 @@ struct PartialScalesArguments {
   i64 block_at, factor_at, scale_at, tensor_at;
 };
 
-// Compute the scales of a matrix.
+// Compute the tensor scale, the block scales and the factors of a matrix.
 template <class R, class In>
 FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   const i64 wide = a.columns / R::kBlock, count = (a.rows + R::kBlockRows - 1) / R::kBlockRows * wide;
@@ -37,8 +38,8 @@ FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
   }
 }
 
-// Compute a.tensor_scale, a.scales and a.factors from a.tensor_amax and a.block_amax. A thread takes one block at a
-// time. Launch with any grid.
+// Compute a.tensor_scale, a.scales and a.factors from a.tensor_amax and a.block_amax. It is launched between
+// partial_amax_kernel and partial_cast_kernel. A thread takes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_scales_kernel(PartialScalesArguments a) {
   partial_scales<R, Input>(a, whole_grid());
 }

@@ -1,16 +1,16 @@
-// quantize: elements to codes and block scales, for blocks in a row (1 x kBlock). If R::kFake, it stores the values
-// that these codes decode to instead (fake_quantize).
+// quantize: compute codes and block scales from elements, for blocks in a row (1 x kBlock). If R::kFake, it stores the
+// values to which these codes decode instead (fake_quantize).
 //
-// A thread takes a run of elements, and neighboring threads take the runs of one block; several runs are loaded before
-// the first is used. The factor of an E4M3 scale depends only on its code. So each thread block first makes a table of
-// the factors: two divisions per code instead of two per block of elements.
+// A thread takes a run of elements, and neighboring threads take the runs of one block. A thread loads several runs
+// before it uses the first one. Because the factor of an E4M3 scale depends only on its code, each thread block first
+// fills a table of the factors. That takes two divisions per code, instead of two per block of elements.
 #include "amax.cuh"
 #include "quantize.cuh"
 
-// The sizes of runs and steps, and the order of runs, for a recipe and a type.
+// The sizes of runs and steps, and the order of runs, for a recipe R and an element type In.
 template <class R, class In>
 struct QuantizeTraits {
-  // 16 bytes of values per thread make whole lines per warp.
+  // With 16 bytes of values per thread, a warp stores whole lines.
   static constexpr int kRun = !R::kFake ? 16 : R::kBlock > 128 ? 8 : 16 / static_cast<int>(sizeof(typename In::Bits));
   static constexpr int kLanes = R::kBlock / kRun;  // threads that share a block
   static constexpr int kUnroll = R::kFake && !R::kDivide ? 2 : 64 / (kRun * sizeof(typename In::Bits));
@@ -21,9 +21,10 @@ struct QuantizeTraits {
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kSwizzled = R::kLayout != ScaleLayout::linear;
   static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // no position needs its row
-  // Threads take the runs in the order of swizzled scales. A warp then fills 32-byte sectors of scales and still loads
-  // whole lines of x. A thread's runs are in neighboring scale tiles, so in one row. nvfp4-te on 16384 x 16384
-  // bfloat16, relative to linear scales: 1.09 of the time in the order of x, 1.02 in this order (H200, 2026-11-21).
+  // True if threads take the runs in the order of swizzled scales. A warp then fills 32-byte sectors of scales and
+  // still loads whole lines of x. The runs of a thread are in neighboring scale tiles, and so in one row. For nvfp4-te
+  // on 16384 x 16384 bfloat16, swizzled scales take 1.09 of the time of linear scales in the order of x, and 1.02 in
+  // this order (H200, 2026-11-21).
   static constexpr bool kInSectors = kSwizzled && kLanesFit && kLanes <= kThreads / 32;
   static constexpr int kSector = 32 * kLanes;                             // runs per sector
   static constexpr int kSectors = kInSectors ? kThreads / kSector : 1;    // sectors per thread block
@@ -31,21 +32,22 @@ struct QuantizeTraits {
   static constexpr int kParts = kTile > kSectors ? kTile / kSectors : 1;  // thread blocks per scale tile
 };
 
-// Return run number `run` of the matrix a.x, as it lies in memory.
+// Load run number `run` of the matrix a.x, and return it.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto read_run_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
   return read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + static_cast<i64>(run) * kRun);
 }
 
-// Apply the Hadamard transform to a run in place if R::kHadamard. Return the largest_bits_of the run after it.
+// If R::kHadamard, apply the Hadamard transform to a run in place. Return largest_bits_of the run, after the transform
+// if there is one.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 transform_run(Run<In, kRun>& x) {
   if constexpr (R::kHadamard) return hadamard_run<R::kSignMask>(x);
   return largest_bits_of(x);
 }
 
-// Return run number `run` of the matrix a.x, after the Hadamard transform if R::kHadamard.
+// Load run number `run` of the matrix a.x, and return it. If R::kHadamard, it is transformed.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE auto load_run_of(const QuantizeArguments& a, u32 run) {
   auto x = read_run_of<R, In, kAligned>(a, run);
@@ -60,7 +62,7 @@ struct Walk {
   Divisor divisor;  // the runs per row or, if kInSectors, the scale tiles across the matrix
 };
 
-// Return the Walk over a matrix.
+// Return the Walk over the matrix a.x.
 template <class R, class In>
 FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
   using Traits = QuantizeTraits<R, In>;
@@ -76,15 +78,15 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
           Traits::kFlat ? Divisor{} : divisor_of(row_runs)};
 }
 
-// The position of a run. A thread beyond the last run gets the position of a run that another thread has too, and
-// stores nothing or the same bits.
+// The position of a run. If a thread has no run because it is beyond the last one, it gets the position of a run that
+// another thread also has. It then stores nothing or the same bits.
 struct RunPosition {
   u32 run, row, block;  // number of the run in the matrix; its row, and its block in the row (both 0 if kFlat)
   u64 scale;            // where the block's scale lies
   bool inside;
 };
 
-// Return the number of the 32-byte sector of swizzled scales in which a warp's k-th runs of a step lie.
+// Return the number of the 32-byte sector of swizzled scales that holds the scales of a warp's k-th runs in a step.
 template <class R, class In>
 FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -92,8 +94,8 @@ FP4KIT_DEVICE u32 sector_of(u32 step, int k) {
   return part * Traits::kSectors + threadIdx.x / Traits::kSector;
 }
 
-// Return whether all runs of this warp in a step are padding, so that the warp can skip the step. A warp's later runs
-// are never in earlier rows than its first ones.
+// Return true if all runs of this warp in a step are padding, so that the warp can skip the step. The later runs of a
+// warp are never in earlier rows than its first ones.
 template <class R, class In>
 FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   if constexpr (QuantizeTraits<R, In>::kInSectors)
@@ -101,7 +103,7 @@ FP4KIT_DEVICE bool is_padding(const Walk<R, In>& walk, u32 step) {
   return false;
 }
 
-// Return the position of this thread's k-th run of a step.
+// Return the position of this thread's k-th run in a step.
 template <class R, class In>
 FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k) {
   using Traits = QuantizeTraits<R, In>;
@@ -122,8 +124,8 @@ FP4KIT_DEVICE RunPosition run_position(const Walk<R, In>& walk, u32 step, int k)
   return {run, row, block, scale_offset<R::kLayout, u64>(row, block, walk.row_runs / kLanes), true};
 }
 
-// Return the amax from which the tensor scale of a run is computed, for recipes with one tensor scale per row or block.
-// Return 0 if the tensor has one scale or none.
+// Return the amax from which the tensor scale of a run is computed, for recipes with one tensor scale per row or per
+// block. Return 0 if the tensor has one scale or none.
 template <class R, class In>
 FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition& place) {
   if constexpr (R::kTensorScaling == TensorScaling::row) return amax_at(a.tensor_amax, place.row);
@@ -132,8 +134,8 @@ FP4KIT_DEVICE float tensor_amax_of(const QuantizeArguments& a, const RunPosition
   return 0.0f;
 }
 
-// Store a block's scale, and its tensor scale if the block begins a row or has a tensor scale of its own. Only the
-// thread with the block's first run stores.
+// Store the scale code of a block. Also store its tensor scale if the block begins a row with a tensor scale, or has
+// its own tensor scale. Only the thread that has the first run of the block stores anything.
 template <class R, class In>
 FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& place, u32 code, TensorScale t) {
   if (R::kFake || place.run % QuantizeTraits<R, In>::kLanes != 0u) return;
@@ -145,8 +147,9 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
   }
 }
 
-// Quantize a run by the fast path. Return false, and store nothing, if the run must take the exact path. The threads of
-// a block exchange their amaxes, so all threads of a warp must call this. own: largest_bits_of(x).
+// Quantize and store a run by the fast path, and return true. Return false, and store nothing, if the run must take the
+// exact path. `own` is largest_bits_of(x). The threads of a block exchange their amaxes, so all threads of a warp must
+// call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
@@ -173,7 +176,7 @@ FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition
   return true;
 }
 
-// Return the amax of the block that contains run `run`, by the recipe's own rule for NaN and infinity.
+// Return the amax of the block that contains run number `run`, by the recipe's rule for NaN and infinity.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
@@ -182,7 +185,7 @@ FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
       1, [&](int, int j, float (&x)[kRun]) { widen_run(load_run_of<R, In, kAligned>(a, first + j / kRun), x); });
 }
 
-// Quantize a run of any elements by the exact path, and store its codes and scale.
+// Quantize a run of any elements by the exact path, and store its codes and its scale.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& place, TensorScale t,
                                 const Factor* table) {
@@ -197,7 +200,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   store_scales<R, In>(a, place, code, t);
 }
 
-// Quantize a matrix, or one piece of a member of a group: `grid` says which part this thread block takes.
+// Quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   using Traits = QuantizeTraits<R, In>;
@@ -246,9 +249,9 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x into a.packed, a.scales and a.tensor_scale, or into a.values if R::kFake. A thread takes kUnroll runs
-// per step. Launch with any grid if R::kFinders is 0, otherwise with a multiple of R::kFinders thread blocks, which
-// also find the tensor's amax (amax.cuh).
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread takes kUnroll runs
+// per step. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks,
+// which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize<R, Input, kAligned>(a, whole_grid());

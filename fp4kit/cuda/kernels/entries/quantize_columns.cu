@@ -1,16 +1,17 @@
-// quantize along the columns of a matrix, or along its rows and its columns from one read. Also quantizes blocks of
-// several rows (16x16, 32x32) in either direction.
+// quantize_columns: quantize along the columns of a matrix, or along its rows and its columns while it is read only
+// once. It also quantizes blocks of several rows (16x16, 32x32) in either direction.
 //
-// A thread block takes a tile of 128 rows. A thread takes a patch of the tile in registers, and loads it while the
-// table of factors is made. For blocks in a column, a patch is 16 rows of 8 bytes. The amax of a block then takes at
-// most one shuffle, for two 16-bit columns at once. Codes along columns are collected in shared memory, where a tile's
-// columns are long enough to be stored in whole sectors. For blocks in a row, the tile is also kept in shared memory,
-// and a thread takes runs of it.
+// A thread block takes a tile of 128 rows. A thread holds a patch of the tile in registers, and loads the patch while
+// the table of factors is filled. For blocks in a column, a patch is 16 rows of 8 bytes. Finding the amax of a block
+// then takes at most one shuffle, for two 16-bit columns at once. Codes along columns are collected in shared memory,
+// where the columns of a tile are long enough to be stored as whole sectors.
+//
+// For blocks in a row, the tile is also kept in shared memory, and a thread takes runs of it.
 #include "amax.cuh"
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"
 
-// The runs of 16 elements of a tile that a thread takes: kCount runs that are kStep rows apart.
+// The runs of 16 elements that a thread takes of a tile: kCount runs that are kStep rows apart.
 template <class P>
 struct TileRuns {
   static constexpr int kAcross = P::kTileColumns / 16, kStep = kThreads / kAcross, kCount = kTileRows / kStep;
@@ -25,7 +26,7 @@ struct TileRuns {
   }
 };
 
-// Store the codes of run k, and the scale of its block if the run begins the block.
+// Store the codes of run k at `out`. If the run begins a block, also store the scale code of the block.
 template <class R, class P>
 FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, int k, u8* out,
                              const u32 (&words)[16 / P::kPerWord], u32 code) {
@@ -36,8 +37,8 @@ FP4KIT_DEVICE void store_run(const PatchArguments& a, const TileRuns<P>& runs, i
       static_cast<u8>(code);
 }
 
-// Quantize the runs that may not take the fast path: load them again and encode them by the exact path. out: where the
-// codes of the first run go. pending: bit k is set if run k is one of these runs.
+// Quantize the runs that must not take the fast path: load them again and encode them by the exact path. Bit k of
+// `pending` is set if run k is one of these runs. `out` is the address of the codes of the first run.
 template <class R, class In, class P>
 FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns<P>& runs, u8* out, u32 pending,
                                          TensorScale t, const Factor* table) {
@@ -53,8 +54,7 @@ FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns
   }
 }
 
-// Quantize a tile whose blocks lie in a row, one run of 16 elements at a time. The runs of a block are in neighboring
-// lanes.
+// Quantize a tile with blocks in a row, one run of 16 elements at a time. The runs of a block are in neighboring lanes.
 template <class R, class In, bool kAligned, class P>
 FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
                                  const TileElements<P>& elements) {
@@ -142,16 +142,18 @@ FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
   }
 }
 
-// Thread blocks per multiprocessor. Square patches of 32-bit elements take twice the registers. A transform takes more
-// registers, and so do quotients and finding the amax, which is for arrays too small for many thread blocks.
+// The number of thread blocks that a multiprocessor must hold. Square patches of 32-bit elements take twice the
+// registers. Hadamard transforms, quotients and finding the amax also take more registers. (Kernels find the amax only
+// of arrays that are too small for many thread blocks.)
 constexpr bool kIsLong = sizeof(Input::Bits) == 4;
 constexpr int kBlocksPerMultiprocessor = (kIsLong && R::kBlockRows > 1) || R::kFinders ? 2
                                          : R::kHadamard || (kIsLong && R::kDivide)     ? 3
                                                                                        : 4;
 
-// Quantize a.x along columns into a.column_packed and a.column_scales, and along rows into a.packed and a.scales; null
-// outputs are left out. A thread block takes one tile at a time. Launch with any grid if R::kFinders is 0, otherwise
-// with a multiple of R::kFinders thread blocks, which also find the tensor's amax (amax.cuh).
+// Quantize a.x along columns and store a.column_packed and a.column_scales; quantize it along rows and store a.packed
+// and a.scales. An output that is nullptr is left out. A thread block takes one tile at a time. Launch with any grid if
+// R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also find the tensor's amax
+// (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_columns_kernel(PatchArguments a) {
   find_amax<R, Input, kAligned>(a);

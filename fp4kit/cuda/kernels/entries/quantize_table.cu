@@ -1,20 +1,21 @@
-// quantize_table: 4over6 of a large bfloat16 matrix by tables (four_over_six_table.cuh). Blocks that the tables do not
-// decide take the paths of quantize_tile.
+// quantize_table: quantize a large bfloat16 matrix by 4over6, with tables (four_over_six_table.cuh). Blocks for which
+// the tables do not decide are quantized by the functions of quantize_tile.cuh.
 //
-// Each multiprocessor holds one table, and one thread block of kTableThreads threads that share it.
+// Each multiprocessor holds one table, which is shared by one thread block of kTableThreads threads.
 #include "four_over_six_table.cuh"
 #include "quantize_tile.cuh"
 
-constexpr int kTableThreads = 1024;  // threads per thread block
+constexpr int kTableThreads = 1024;  // number of threads per thread block
 
-// The result of a look-up for a thread's elements: the block's two scales, the elements' entries, and the sum of the
-// entries.
+// The result of looking up the elements of one thread: the scale codes of the block's two candidates, the entries of
+// the elements, and the sum of the entries.
 template <class R>
 struct Lookup {
   u32 six, four, entries[R::kBlock], sum;
 };
 
-// Look up the elements of a block row. Return false if the table does not cover the block.
+// Look up the elements of one row of a block, and store the result in `found`. `amax` is the amax of the block. Return
+// false if the table is not valid for the block.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {
@@ -25,13 +26,14 @@ FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock
   return true;
 }
 
-// Return whether a sum of differences is further than `slack` from zero, which proves that one of the two scales is
+// Return true if a sum of differences is farther than `slack` from zero, which proves that one of the two scales is
 // better.
 FP4KIT_DEVICE bool is_beyond(u32 sum, u32 slack) {
   return sum + slack >= 2u * slack;
 }
 
-// Store the codes and the scale of a block row that the table decides. run: its number in the matrix.
+// Store the codes and the scale code of one row of a block for which the table decides. `run` is the number of the row
+// of the block in the matrix, and `scale_at` is the offset of its scale. is_four says which scale is better.
 template <class R, class In>
 FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at, const Run<In, R::kBlock>& x,
                                const Lookup<R>& found, bool is_four) {
@@ -50,7 +52,8 @@ FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at
   a.scales[scale_at] = static_cast<u8>(scale);
 }
 
-// Quantize a matrix whose blocks have one row. A thread takes one block at a time.
+// Quantize a matrix whose blocks have one row. A thread takes one block at a time. has_table is false if the table is
+// not valid under the tensor scale t.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
                                           bool has_table) {
@@ -83,8 +86,8 @@ FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const Pair
   }
 }
 
-// Four warps that take eight square blocks side by side, a row of a block per thread: lane 8 i + j of warp w has row 4
-// w + i of block j.
+// Four warps that encode eight square blocks together, with one row of a block per thread. Lane 8 i + j of warp w has
+// row 4 w + i of block j.
 struct Team {
   static constexpr u32 kThreads = 128, kBlocks = 8;
   u32* parts;  // 64 words of shared memory
@@ -96,8 +99,9 @@ struct Team {
   FP4KIT_DEVICE u32 lane() { return threadIdx.x % 32u; }
   FP4KIT_DEVICE void sync() { sync_group(number() + 1u, kThreads); }
 
-  // Combine the values of all rows of a block, in any order. Uses words 32 kHalf to 32 kHalf + 31, which may be used
-  // again after the next barrier but one.
+  // Return the combined values of all rows of this thread's block; they are combined in any order. All threads of the
+  // team must call this function. It uses words 32 kHalf ... 32 kHalf + 31 of `parts`. They may be used again after the
+  // barrier after the next one.
   template <class Operation, int kHalf>
   FP4KIT_DEVICE_MEMBER u32 reduce(u32 value) const {
     value = Operation::combine(value, __shfl_xor_sync(0xFFFFFFFFu, value, 8));
@@ -108,7 +112,8 @@ struct Team {
     return Operation::combine(Operation::combine(chunk.w[0], chunk.w[1]), Operation::combine(chunk.w[2], chunk.w[3]));
   }
 
-  // Return the sum over all rows of a block as a tree: row i and i + 8, then + 4, + 2, + 1.
+  // Return the sum of the values of all rows of this thread's block, added as a tree: row i and row i + 8, then rows i
+  // and i + 4, i + 2 and i + 1. All threads of the team must call this function.
   FP4KIT_DEVICE_MEMBER float sum_in_order(float value) const {
     float* sums = reinterpret_cast<float*>(parts);
     sync();
@@ -127,16 +132,17 @@ struct Team {
   }
 };
 
-// The larger of two bit patterns.
+// An operation for Team::reduce: it returns the larger of two bit patterns.
 struct LargestBits {
   FP4KIT_DEVICE u32 combine(u32 a, u32 b) { return maximum(a, b); }
 };
-// The sum of two integers modulo 2^32.
+// An operation for Team::reduce: it returns the sum of two integers modulo 2^32.
 struct IntegerSum {
   FP4KIT_DEVICE u32 combine(u32 a, u32 b) { return a + b; }
 };
 
-// Quantize the eight square blocks of a team by the exact path. Each thread has one row of a block.
+// Quantize the eight square blocks of a team by the exact path. Each thread has one row of a block. All threads of the
+// team must call this function; `inside` is false if the row of a thread is outside of the matrix.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& team, BlockRow position, bool inside,
                                         Run<In, R::kBlock>& run, TensorScale t) {
@@ -159,7 +165,8 @@ FP4KIT_DEVICE void quantize_squares_any(const QuantizeArguments& a, const Team& 
   a.scales[scale_offset<R::kLayout>(position.row, position.block, position.blocks)] = scale;
 }
 
-// Quantize a matrix of square blocks. A team takes eight blocks at a time.
+// Quantize a matrix of square blocks. A team takes eight blocks at a time. has_table is false if the table is not valid
+// under the tensor scale t.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTable& table, TensorScale t,
                                              bool has_table) {
@@ -204,8 +211,8 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
   }
 }
 
-// Quantize a.x into a.packed, a.scales and a.tensor_scale. A thread takes one block of one row at a time, or a team
-// takes eight square blocks. Launch with any grid; one thread block per multiprocessor suffices.
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale. A thread takes one block of one row at a time, or a
+// team takes eight square blocks at a time. Launch with any grid; one thread block per multiprocessor suffices.
 extern "C" __global__ void __launch_bounds__(kTableThreads, 1) quantize_table_kernel(QuantizeArguments a) {
   __shared__ PairTable table;
   const TensorScale t = tensor_scale_of<R, Input>(a.tensor_amax, 0, 0, 1);

@@ -1,12 +1,14 @@
-// quantize_tile: quantize blocks of several rows, and any blocks by 4over6, for any type and any size of the matrix.
+// quantize_tile: quantize blocks of several rows, and any blocks by 4over6, for any type of elements and any size of
+// the matrix.
 #include "amax.cuh"
 #include "quantize_tile.cuh"
 
-constexpr int kBlocksPerMultiprocessor = R::kBlock > 16 || R::kFinders ? 2 : 4;  // as many as spill no registers
+constexpr int kBlocksPerMultiprocessor =
+    R::kBlock > 16 || R::kFinders ? 2 : 4;  // the largest numbers for which no registers are spilled
 
-// Quantize a.x into a.packed, a.scales and a.tensor_scale, or into a.values if R::kFake. A thread takes one row of one
-// block at a time. Launch with any grid if R::kFinders is 0, otherwise with a multiple of R::kFinders thread blocks,
-// which also find the tensor's amax (amax.cuh).
+// Quantize a.x and store a.packed, a.scales and a.tensor_scale, or a.values if R::kFake. A thread takes one row of one
+// block at a time. Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread
+// blocks, which also find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_tile_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);

@@ -1,18 +1,20 @@
-// quantize without block scales: one float32 scale per tensor or per row (FP8, INT8, INT4 by tensor or channel). Rows
-// may have any length. A thread takes runs of neighboring elements of one row and loads several before it uses the
-// first. Elements after the last whole run of a row are quantized one at a time.
+// quantize_unblocked: quantize without block scales, with one float32 scale per tensor or per row (FP8, INT8, INT4 by
+// tensor or channel).
+//
+// Rows may have any length. A thread takes runs of neighboring elements of one row, and loads several runs before it
+// uses the first one. Elements after the last whole run of a row are quantized one at a time.
 #include "amax.cuh"
 #include "quantize.cuh"
 
-// The sizes of runs and steps.
+// The sizes of runs and steps for a recipe R and an element type In.
 template <class R, class In>
 struct UnblockedTraits {
-  // 16 bytes of values per thread make whole lines per warp.
+  // With 16 bytes of values per thread, a warp stores whole lines.
   static constexpr int kRun = 16 / (R::kFake ? sizeof(typename In::Bits) : 1);
   static constexpr int kUnroll = 64 / (kRun * sizeof(typename In::Bits));
 };
 
-// Quantize a matrix, or one piece of a member of a group: `grid` says which part this thread block takes.
+// Quantize a matrix, or one piece of a member of a group. `grid` says which part of it this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   using Traits = UnblockedTraits<R, In>;
@@ -63,9 +65,9 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Quantize a.x into a.packed and a.tensor_scale, or into a.values if R::kFake. A thread takes several runs per step.
-// Launch with any grid if R::kFinders is 0, otherwise with a multiple of R::kFinders thread blocks, which also find the
-// tensor's amax (amax.cuh).
+// Quantize a.x and store a.packed and a.tensor_scale, or a.values if R::kFake. A thread takes several runs per step.
+// Launch with any grid if R::kFinders is 0. Otherwise launch with a multiple of R::kFinders thread blocks, which also
+// find the tensor's amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
   find_amax<R, Input, kAligned>(a);
   quantize_unblocked<R, Input, kAligned>(a, whole_grid());

@@ -1,19 +1,19 @@
-// quantize_with_scales: encode elements under block scales and tensor scales that the caller gives. a.scales (in R's
-// layout) and a.tensor_scale are inputs here. a.tensor_amax has the amaxes that the tensor scales imply, if elements
-// are multiplied with the tensor's encode scale; otherwise it is null.
+// quantize_with_scales: encode elements under block scales and tensor scales that the caller gives. So a.scales (in R's
+// layout) and a.tensor_scale are inputs of this kernel. If elements are multiplied with the tensor's encode scale,
+// a.tensor_amax holds the amaxes that the tensor scales imply. Otherwise a.tensor_amax is nullptr.
 //
-// A thread takes a run of 16 elements of a row, and computes the factor of its block from the given code by the
-// recipe's rule. The whole block is read only if the rule must know whether all its elements are zeros.
+// A thread takes a run of 16 elements of a row, and computes the factor of its block from the given scale code by the
+// recipe's rule. The whole block is read only if the rule depends on whether all its elements are zeros.
 #include "four_over_six.cuh"
 #include "implied_amax.cuh"
 
 constexpr int kRun = 16;
 
-// True if the recipe's rule needs the amax of a block.
+// True if the factor of a block depends on the block's amax.
 template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 
-// Return the run at element `first`, after the Hadamard transform if R::kHadamard.
+// Load the run that begins at element `first`. If R::kHadamard, transform it.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -21,7 +21,7 @@ FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   return run;
 }
 
-// Return the given tensor scale of block `block` in row `row`.
+// Return the given tensor scale of block `block` of row `row`. A row has `blocks` blocks.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {
@@ -35,8 +35,8 @@ FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row
   }
 }
 
-// Return the amax of block `block`, in the block row that contains row `row`. Return 1 if the recipe's rule does not
-// need it.
+// Return the amax of block `block` in the row of blocks that contains row `row`. Return 1 if the factor does not depend
+// on it.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 block) {
   if constexpr (!kReadsBlock<R>) return 1.0f;
@@ -47,8 +47,8 @@ FP4KIT_DEVICE float given_block_amax(const QuantizeArguments& a, i64 row, i64 bl
   });
 }
 
-// Encode and store a whole run. If the factor is negative or -0, the run takes the exact path, because fast paths are
-// for factors that rules compute from amaxes.
+// Encode and store a whole run that begins at element `first`. If the factor is negative or -0, the run takes the exact
+// path, because fast paths are valid only for factors that rules compute from amaxes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, kRun>& run, float amax, u32 code,
                                 TensorScale t) {
@@ -63,8 +63,8 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
   }
 }
 
-// Encode and store elements one by one, for a run that is not whole or whose codes begin at any address. Only recipes
-// without blocks have such runs.
+// Encode and store `count` elements one at a time, for a run that is not whole or whose codes are not aligned. Only
+// recipes without blocks have such runs.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;
@@ -73,7 +73,7 @@ FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int co
   quantize_elements<R, In>(a, first, count, from, factor_of_code<R, In>(0u, t), t);
 }
 
-// Quantize a matrix under its given scales.
+// Quantize a matrix under its given scales. `grid` says which part of it this thread block takes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   const i64 row_runs = (a.columns + kRun - 1) / kRun, runs = a.rows * row_runs, blocks = a.columns / R::kBlock;
@@ -95,8 +95,8 @@ FP4KIT_DEVICE void quantize_with_scales(const QuantizeArguments& a, Grid grid) {
   }
 }
 
-// Encode a.x under the given a.scales and a.tensor_scale into a.packed. A thread takes one run of 16 elements at a
-// time. Launch with any grid.
+// Encode a.x under the given a.scales and a.tensor_scale, and store the codes in a.packed. A thread takes one run of 16
+// elements at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) quantize_with_scales_kernel(QuantizeArguments a) {
   quantize_with_scales<R, Input, kAligned>(a, whole_grid());
 }

@@ -1,22 +1,26 @@
-// requantize: convert blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m. Codes stay in every
-// block whose scale E4M3 holds (ops/requantize.py).
+// requantize: convert blocks with E8M0 scales to blocks with E4M3 scales under a tensor scale 2^m. The codes of a block
+// are kept if E4M3 can represent its scale (ops/requantize.py).
 //
-// Three launches. requantize_range_kernel finds the range of the source's scales. By that range, every later thread
-// decides whether 2^m can be the tensor scale; all threads decide alike. If so, requantize_amax_kernel replaces the
-// tensor amax of the values by the one that gives 2^m. The host then quantizes the values of the source with that
-// tensor amax, and requantize_keep_kernel overwrites the blocks of the result whose codes can stay. If 2^m cannot be
+// There are three launches:
+//   1. requantize_range_kernel finds the range of the source's scales. From that range, every thread of the later
+//      launches decides whether 2^m can be the tensor scale; all of them decide alike.
+//   2. If so, requantize_amax_kernel replaces the tensor amax of the values by the amax that gives 2^m. The host then
+//      quantizes the values of the source with that tensor amax.
+//   3. requantize_keep_kernel overwrites the blocks of the result whose codes can be kept.
+//
+// If 2^m cannot be the tensor scale, the last two kernels do nothing.
 // the tensor scale, the last two kernels do nothing.
 #include "block.cuh"
 
-// Arguments of the three kernels.
+// The arguments of the three kernels.
 struct RequantizeArguments {
   const u8* source;         // packed codes of the source, two per byte, aligned to 8 bytes
   const u8* source_scales;  // one per source_block codes
-  // Set to zeros before the first launch. extent[0] and extent[1], over the blocks with nonzero values: the largest
-  // scale code + 1, and 256 - the smallest scale code. extent[2]: 1 if a scale is NaN.
+  // Set to zeros before the first launch. extent[0] and extent[1] describe the blocks with nonzero values: the largest
+  // scale code + 1, and 256 - the smallest scale code. extent[2] is 1 if a scale is NaN.
   u32* extent;
-  // The output of requantize_keep_kernel: codes; scales of R::kBlock codes each; the tensor scale 2^m; and the amax
-  // that gives 2^m. requantize_amax_kernel writes only the amax.
+  // The outputs of requantize_keep_kernel: the codes; their scales, one per R::kBlock codes; the tensor scale 2^m; and
+  // the amax that gives 2^m. requantize_amax_kernel stores only the amax.
   u8* packed;
   u8* scales;
   float* tensor_scale;
@@ -26,7 +30,7 @@ struct RequantizeArguments {
 
 constexpr u64 kMagnitudes = 0x7777777777777777u;  // the magnitude bits of sixteen E2M1 codes
 
-// Return whether a block of the source has a nonzero element.
+// Return true if a block of the source has a nonzero element.
 FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   const u64* words = reinterpret_cast<const u64*>(a.source) + block * (a.source_block / 16);
   u64 any = 0u;
@@ -34,14 +38,15 @@ FP4KIT_DEVICE bool has_values(const RequantizeArguments& a, i64 block) {
   return any != 0u;
 }
 
-// Raise *maximum_address to the largest `own` among all threads of the grid.
+// Raise *maximum_address to the largest `own` among the threads of the warp. All threads of the warp must call this
+// function.
 FP4KIT_DEVICE void raise_to_largest(u32* maximum_address, u32 own) {
 #pragma unroll
   for (int distance = 1; distance < 32; distance *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   if (threadIdx.x % 32 == 0 && own != 0u) atomicMax(maximum_address, own);
 }
 
-// Find the range of the source's scales.
+// Find the range of the source's scales, and raise a.extent to it.
 FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   u32 top = 0u, bottom = 0u, nan = 0u;
   for (i64 i = first_item(grid); i < a.blocks; i += item_stride(grid)) {
@@ -56,26 +61,27 @@ FP4KIT_DEVICE void find_scale_range(const RequantizeArguments& a, Grid grid) {
   raise_to_largest(a.extent + 2, nan);
 }
 
-// Return 2^exponent for exponents of -149 to 127.
+// Return 2^exponent, for exponents from -149 to 127.
 FP4KIT_DEVICE float power_of_two(i32 exponent) {
   return float_of(exponent < -126 ? 1u << (exponent + 149) : static_cast<u32>(exponent + 127) << 23);
 }
 
-// Return the smallest exponent of a power of two that the scale format of R holds: -9 for E4M3.
+// Return the smallest exponent of a power of two that the scale format of R can represent: -9 for E4M3.
 template <class R>
 FP4KIT_DEVICE constexpr i32 lowest_exponent() {
   return R::Scale::kEmin - R::Scale::kMantissaBits;
 }
 
-// Return whether the tensor rule of R gives 2^m for an amax of a tensor with elements of type In.
+// Return true if the tensor rule of R gives the decode scale 2^m for this amax of a tensor with elements of type In.
 template <class R, class In>
 FP4KIT_DEVICE bool gives_power(float amax, i32 m) {
   return R::TensorRule::template scale<R, In>(amax).decode == power_of_two(m);
 }
 
-// Return whether codes can stay: m is chosen such that the largest scale becomes as large as E4M3 allows, and the
-// tensor rule must give 2^m for some amax. If blocks are out of range, it must do so for Float32 too, the type of the
-// values that are quantized. Stores the exponent in `m` and that amax in `amax`.
+// Return true if 2^m can be the tensor scale, so that codes can be kept. Store the exponent in `m`, and the amax that
+// gives 2^m in `amax`. m is chosen such that the largest scale becomes as large as E4M3 allows. The tensor rule must
+// give 2^m for `amax`. If some blocks are out of range, it must do so for Float32 too, the type of the values that are
+// quantized.
 template <class R, class In>
 FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   const i32 largest = static_cast<i32>(extent[0]) - 1 - 127, smallest = 256 - static_cast<i32>(extent[1]) - 127;
@@ -87,8 +93,8 @@ FP4KIT_DEVICE bool can_keep(const u32* extent, i32& m, float& amax) {
   return is_finite(amax) && gives_power<R, In>(amax, m) && (all_in_range || gives_power<R, Float32>(amax, m));
 }
 
-// If can_keep, write the codes of the source's blocks in range, their scales as E4M3, and the tensor scale to the
-// result. Otherwise do nothing. kUnsignedZero: zeros lose their signs.
+// If can_keep, store the codes of the source's blocks that are in range, their scales as E4M3, the tensor scale and its
+// amax in the result. Otherwise do nothing. If kUnsignedZero, zeros lose their signs.
 template <class R, class In, bool kUnsignedZero>
 FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   i32 m;
@@ -114,21 +120,22 @@ FP4KIT_DEVICE void keep(const RequantizeArguments& a, Grid grid) {
   }
 }
 
-// Find the largest and the smallest of a.source_scales, and whether one is NaN, and store them in a.extent. A thread
-// takes one block at a time. First launch, with any grid.
+// Find the largest and the smallest scale code among the blocks with nonzero values, and whether a scale is NaN, and
+// store them in a.extent. This is the first launch. A thread takes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_range_kernel(RequantizeArguments a) {
   find_scale_range(a, whole_grid());
 }
 
-// Store the tensor amax that gives 2^m in *a.tensor_amax if a.extent allows 2^m. Second launch, with any grid.
+// Store the tensor amax that gives 2^m in *a.tensor_amax if 2^m can be the tensor scale. This is the second launch.
+// Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_amax_kernel(RequantizeArguments a) {
   i32 m;
   float amax;
   if (first_item(whole_grid()) == 0 && can_keep<R, Input>(a.extent, m, amax)) *a.tensor_amax = amax;
 }
 
-// Write the blocks whose codes can stay to a.packed and a.scales if a.extent allows it. A thread takes one block at a
-// time. Third launch, with any grid.
+// Store the blocks whose codes can be kept in a.packed and a.scales if 2^m can be the tensor scale. This is the third
+// launch. A thread takes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) requantize_keep_kernel(RequantizeArguments a) {
   keep<R, Input, kUnsignedZero>(a, whole_grid());
 }

@@ -2,14 +2,14 @@
 // stored.
 #include "search_pruned.cuh"
 
-// A block whose best scale one thread could not prove, and which all threads of the warp then search together.
+// A block for which one thread could not prove the best scale. All threads of the warp then search it together.
 template <bool kWeighted>
 struct UnprovenBlock {
   SearchBlock<kWeighted> block;
   CandidateRange range;
 };
 
-// Memory that the threads of a warp share. Only one member of the union is in use at a time.
+// Shared memory of a warp. Only one member of the union is in use at a time.
 template <bool kWeighted>
 union WarpMemory {
   UnprovenBlock<kWeighted> unproven_block;
@@ -20,7 +20,7 @@ union WarpMemory<false> {
   UnprovenBlock<false> unproven_block;
 };
 
-// Memory that the threads of a thread block share.
+// Shared memory of a thread block.
 template <bool kWeighted>
 struct SearchMemory {
   Candidates candidates;
@@ -28,7 +28,8 @@ struct SearchMemory {
   WarpMemory<kWeighted> warps[kSearchThreads<kWeighted> / 32];
 };
 
-// Try all codes of a range and return the first code with the smallest loss. All threads of a warp share the work.
+// Return the code with the smallest loss among all codes of a block's range, or the first one if several have it. The
+// threads of a warp share the work, and all of them must call this function.
 template <bool kWeighted>
 FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, const Candidates& shared) {
   BestCode best = {float_of(kInfinityBits), unproven_block.range.low};
@@ -46,7 +47,8 @@ FP4KIT_DEVICE u32 search_fully(const UnprovenBlock<kWeighted>& unproven_block, c
   return best.code;
 }
 
-// Return the magnitudes of block number i, after the Hadamard transform if R::kHadamard, and its weights if kWeighted.
+// Return the magnitudes of block number i, after the Hadamard transform if R::kHadamard, and the weights of its columns
+// if kWeighted. `blocks` is the number of blocks per row.
 template <class R, class In, bool kAligned, bool kWeighted>
 FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i, u32 blocks) {
   SearchBlock<kWeighted> block;
@@ -62,8 +64,8 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
   return block;
 }
 
-// Search all blocks of the matrix and store their amaxes. kAll: every code is a candidate. kEight: at least eight codes
-// above and eight below a block's own code are candidates.
+// Search all blocks of the matrix, and store their amaxes. If kAll, all codes 1 ... kLastCandidate are candidates. If
+// kEight, at least eight codes above and eight codes below a block's own code are candidates.
 template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWeighted>& memory) {
   Candidates& shared = memory.candidates;
@@ -73,10 +75,10 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   const u32 lane = threadIdx.x % 32u, warp = threadIdx.x / 32u;
   UnprovenBlock<kWeighted>& unproven_block = memory.warps[warp].unproven_block;
   const u32 blocks = static_cast<u32>(a.columns / kSearchBlockSize), count = static_cast<u32>(a.rows) * blocks;
-  // The own code of a block is that of its amax. It is one of first ... first + 3, because it is the code nearest to a
-  // value of which `first` is at least 6/7, or the last code. With eight codes or more in each direction, at most two
-  // of the codes that a screen leaves open are no candidates. The own code is therefore computed only if the screen
-  // does not decide.
+  // The own code of a block is the code of its amax. It is one of first ... first + 3. The reason is that it is the
+  // code nearest to a value of which `first` is at least 6/7, or the last code. If there are at least eight candidates
+  // in each direction, at most two of the codes that `screen` leaves open are not candidates. So the own code is
+  // computed only if `screen` does not decide.
   constexpr bool kLater = !kAll && kEight && !kWeighted;
   u32 unproven = 0u;
   const u32 stride = static_cast<u32>(item_stride(grid));
@@ -123,8 +125,8 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
   if (a.unproven && unproven) atomicAdd(a.unproven, static_cast<u64>(unproven));
 }
 
-// Find the best amax of each block of a.x and store it in a.block_amax. A thread takes one block at a time. Launch with
-// any grid.
+// Find the best amax of each block of a.x, and store it in a.block_amax. It is launched for pruned scale searches by
+// squared errors, with or without weights per column. A thread takes one block at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kSearchThreads<kWeighted>, kWeighted ? 1 : 2)
     search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;

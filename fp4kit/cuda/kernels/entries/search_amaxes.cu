@@ -1,15 +1,15 @@
-// search_amaxes: for tensors, experts or rows without block scales, find the multiple of the amax with the smallest
-// loss.
+// search_amaxes: for tensors, experts or rows without block scales, find the multiple of the amax that gives the
+// smallest loss.
 //
-// The losses of elements are added in float64 from the first element of a row to the last, and then from the first row
-// to the last, as in reference/search_amaxes.py. Therefore one thread walks along a row with one multiple, and its
-// neighbors walk along the same row with the next multiples. Then a warp adds the losses of all rows that share an
-// amax, with one multiple per thread.
+// The losses of elements are added in float64, from the first element of a row to the last, and then from the first row
+// to the last, as in reference/search_amaxes.py. Therefore one thread goes along a row with one multiple, and its
+// neighbors go along the same row with the next multiples. Then a warp adds the losses of all rows that share an amax,
+// with one multiple per thread.
 #include "exact_path.cuh"
 #include "fake.cuh"
 #include "search_losses.cuh"
 
-// Arguments of row_losses_kernel and least_losses_kernel.
+// The arguments of row_losses_kernel and least_losses_kernel. "null" means that the pointer is nullptr in that case.
 struct SearchAmaxesArguments {
   const void* x;             // rows x columns elements
   const float* tensor_amax;  // one per rows_of_amax rows
@@ -22,7 +22,8 @@ struct SearchAmaxesArguments {
   double power;  // of |d|, for losses of powers
 };
 
-// Quantize and decode elements under a given amax.
+// The rule that quantizes and decodes elements under a given amax, without a fake quantizer. with_amax returns the rule
+// for an amax, and value_of returns the value of an element.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;
@@ -37,7 +38,7 @@ struct Values {
   }
 };
 
-// Quantize and decode elements under a given amax, by the recipe's own fake quantizer.
+// The rule that quantizes and decodes elements under a given amax, by the recipe's own fake quantizer.
 template <class R>
 struct Values<R, true> {
   FakeScale scale;
@@ -46,15 +47,16 @@ struct Values<R, true> {
   FP4KIT_DEVICE_MEMBER float value_of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
 };
 
-// Combine the losses of two sets of elements: return their sum or, for the objective `largest`, the larger one. A NaN
-// loss makes the result NaN.
+// Return the combined loss of two sets of elements with the losses a and b: the larger loss for the objective
+// `largest`, and otherwise their sum. The result is NaN if a loss is NaN.
 template <Objective kObjective>
 FP4KIT_DEVICE double combined_loss(double a, double b) {
   if constexpr (kObjective == Objective::largest) return a > b || a != a ? a : b;
   return a + b;
 }
 
-// Return the loss of one element from its residual y.
+// Return the loss of one element from its residual y. `weight` is the address of the weight of its column, which is
+// read only if kWeighted.
 template <Objective kObjective, bool kWeighted>
 FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power) {
   const double size = y < 0.0 ? -y : y;
@@ -64,7 +66,7 @@ FP4KIT_DEVICE double loss_of_element(double y, const float* weight, double power
   return kWeighted ? static_cast<double>(*weight) * term : term;
 }
 
-// Compute the loss of each row under each multiple and store it in a.losses.
+// Compute the loss of each row under each multiple, and store it in a.losses.
 template <class R, class In, Objective kObjective, bool kOwn, bool kWeighted>
 FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
@@ -83,18 +85,18 @@ FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   }
 }
 
-// A multiple and its loss. A NaN loss is never the smallest.
+// A multiple, given by its index, and its loss. A NaN loss is never the smallest.
 struct Least {
   double loss;
   i64 multiple;
-  // Keep the better of two; of equal losses, the first multiple.
+  // Replace this multiple by `other` if `other` has the smaller loss, or has the same loss and comes first.
   FP4KIT_DEVICE_MEMBER void keep_better(Least other) {
     if (other.loss < loss || (other.loss == loss && other.multiple < multiple)) *this = other;
   }
 };
 
 // Find the multiple with the smallest loss for each amax, and store the amax times that multiple. If no loss is below
-// infinity, the first multiple is taken.
+// infinity, take the first multiple.
 template <Objective kObjective>
 FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
   __shared__ Least all[kThreads];
@@ -124,13 +126,13 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
 
 constexpr Objective kObjective = objective_of(kMagnitudes, kLargest, kPowers);
 
-// Compute the loss of each row of a.x under a.count multiples and store it in a.losses. A thread takes one row under
-// one multiple at a time. First launch, with any grid.
+// Compute the loss of each row of a.x under a.count multiples, and store it in a.losses. This is the first launch. A
+// thread takes one row under one multiple at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) row_losses_kernel(SearchAmaxesArguments a) {
   put_row_losses<R, Input, kObjective, kOwn, kWeighted>(a);
 }
-// Add a.losses over the rows of each amax, and store the best multiple of the amax in a.out and its loss in a.least. A
-// warp takes one amax at a time. Second launch, with any grid.
+// Add a.losses over the rows of each amax. Store the best multiple of the amax in a.out, and its loss in a.least. This
+// is the second launch. A warp takes one amax at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) least_losses_kernel(SearchAmaxesArguments a) {
   put_least<kObjective>(a);
 }

@@ -1,17 +1,18 @@
 // search_factors: for each block, find the multiple of its amax whose codes have the smallest squared error, and store
-// it. kFactors holds the multiples to try, in order. Equals reference/search_factors.py operation by operation, so that
-// every block gets the reference's result.
+// it. kFactors holds the multiples to try, in order. The results are those of reference/search_factors.py, operation by
+// operation.
 //
-// A multiple is skipped if its scale is that of the multiple before it or of the first one, because its error is then
-// the same and would not win. The multiples after the first one rise, so all multiples with one scale are consecutive,
-// except those with the scale of the first. 102 multiples from 0.5 to 1.51 have about 14 different E4M3 scales.
+// A multiple is skipped if its scale equals that of the previous multiple or of the first one, because its error is
+// then the same and it would not win. The multiples after the first one rise. So all multiples with one scale are
+// consecutive, except those with the scale of the first multiple. 102 multiples from 0.5 to 1.51 have about 14
+// different E4M3 scales.
 #include "exact_path.cuh"
 #include "hadamard.cuh"
 #include "implied_amax.cuh"
 #include "runs.cuh"
 #include "summation_order.cuh"
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct SearchFactorsArguments {
   const void* x;
   const float* tensor_amax;
@@ -19,10 +20,10 @@ struct SearchFactorsArguments {
   i64 rows, columns;
 };
 
-constexpr int kRun = 16, kVector = 8;  // elements that are loaded, and added, side by side
+constexpr int kRun = 16, kVector = 8;  // elements that are loaded together; errors that are added together
 
-// Return the squared error of a block under a scale code. load(0, j, values) puts the kRun elements from j on into
-// values.
+// Return the squared error of a block under a scale code and its Factor. load(0, j, values) stores elements j ... j +
+// kRun - 1 of the block in `values`.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const Load& load) {
   static_assert(R::kBlock % kRun == 0);
@@ -44,8 +45,8 @@ FP4KIT_DEVICE float error_under(u32 scale_code, Factor f, TensorScale t, const L
   return sums.result();
 }
 
-// Return the multiple of a block's amax with the smallest error, or the first one of several. If the error of the first
-// multiple is NaN, return the first multiple.
+// Return the multiple of a block's amax with the smallest error, or the first one if several have it. If the error of
+// the first multiple is NaN, return the first multiple.
 template <class R, class In, class Load>
 FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   u32 first = 0u, last = 0u;
@@ -64,7 +65,7 @@ FP4KIT_DEVICE float best_multiple(float amax, TensorScale t, const Load& load) {
   return chosen;
 }
 
-// Search all blocks of a matrix. A thread takes one block at a time.
+// Search all blocks of a matrix, and store the results in a.block_amax. A thread takes one block at a time.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   const i64 blocks = a.columns / R::kBlock, count = a.rows * blocks;
@@ -81,7 +82,7 @@ FP4KIT_DEVICE void search_factors(const SearchFactorsArguments& a) {
   }
 }
 
-// Find the best multiple of each block amax of a.x and store it in a.block_amax. A thread takes one block at a time.
+// Find the best multiple of each block amax of a.x, and store it in a.block_amax. A thread takes one block at a time.
 // Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) search_factors_kernel(SearchFactorsArguments a) {
   search_factors<R, Input, kAligned>(a);

@@ -1,12 +1,12 @@
-// swizzle and unswizzle: convert the block scales of a stack of matrices from layout kFrom to kTo, with zero padding.
+// swizzle: convert the block scales of a stack of matrices from layout kFrom to layout kTo, and set padding to zero.
 //
-// 16 contiguous bytes of a swizzled layout are 4 columns of 4 rows. These rows are 32 apart in 128x4 and consecutive in
-// 8x4. Four such chunks hold 16 columns of these rows. A thread moves these 64 bytes; their new order takes no
+// 16 contiguous bytes of a swizzled layout are 4 columns of 4 rows. These rows are 32 apart in 128x4, and consecutive
+// in 8x4. Four such chunks hold 16 columns of these rows. A thread moves these 64 bytes. Reordering them takes no
 // instruction, because they are in registers.
 #include "scale_layout.cuh"
 #include "runs.cuh"
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct SwizzleArguments {
   const u8* in;
   u8* out;
@@ -15,8 +15,8 @@ struct SwizzleArguments {
 
 constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
 
-// Move four rows of 16 columns between the linear layout and the swizzled layout kTiled. `quad` numbers the groups of
-// four rows.
+// Move four rows of 16 columns between the linear layout and the swizzled layout kTiled. `quad` is the number of the
+// group of four rows.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
   constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // distance of the four rows
@@ -49,9 +49,9 @@ FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 ro
   }
 }
 
-// Convert 64 bytes per thread and step: a quad (four rows) of 16 columns. Columns and pointers must be multiples of 16.
-// Threads go down kHigh quads and then along the chunks of 16 columns, so that a warp loads and stores whole sectors.
-// kHigh = 8 and 2 were the fastest of 1 to 32 (H200, 2026-11-21).
+// Convert 64 bytes per thread and step: four rows (a quad) of 16 columns. The number of columns and the addresses must
+// be multiples of 16. Threads go down kHigh quads and then along the chunks of 16 columns, so that a warp loads and
+// stores whole sectors. kHigh = 8 and kHigh = 2 were the fastest of 1 to 32 (H200, 2026-11-21).
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void swizzle_quads(const SwizzleArguments& a, Grid grid) {
   constexpr int kHigh = kTiled == ScaleLayout::swizzled_128x4 ? 8 : 2;
@@ -87,8 +87,8 @@ FP4KIT_DEVICE void swizzle_bytes(const SwizzleArguments& a, Grid grid) {
   }
 }
 
-// Convert the scales a.in from layout kFrom to layout kTo in a.out, and set padding to zero. A thread moves 64 bytes
-// per step if kQuads, otherwise four. Launch with any grid.
+// Convert the scales a.in from layout kFrom to layout kTo, and store them in a.out with zero padding. A thread moves 64
+// bytes per step if kQuads, and otherwise four. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) swizzle_kernel(SwizzleArguments a) {
   if constexpr (kQuads) {
     swizzle_quads<kFromLinear ? kTo : kFrom>(a, whole_grid());

@@ -1,33 +1,33 @@
-// transpose: from the codes and block scales of a stack of matrices with square blocks, make those of the transposed
-// matrices, without decoding.
+// transpose: compute the codes and block scales of transposed matrices from those of a stack of matrices with square
+// blocks, without decoding.
 //
-// The struct S has kBits (per code), kBlock, kLayout (of the scales), and kScaleWords: whether rows of scales begin at
-// multiples of four bytes, in the input and the output. kAligned: rows of codes are whole chunks of 16 bytes, in the
-// input and the output.
+// The struct S has these members: kBits (bits per code), kBlock, kLayout (of the scales), and kScaleWords. kScaleWords
+// is true if rows of scales begin at multiples of four bytes in the input and the output. kAligned is true if rows of
+// codes are whole chunks of 16 bytes in the input and the output.
 #include "transpose_codes.cuh"
 #include "transpose_scales.cuh"
 
 constexpr bool kLinear = S::kLayout == ScaleLayout::linear;
-// True if scales are transposed in separate steps, not together with the tiles of codes.
+// True if scales are transposed separately, not together with the tiles of codes.
 template <class S>
 constexpr bool kSeparateScales = S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;
 constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // 5 would spill registers
 
-// Arguments of the kernel.
+// The arguments of the kernel.
 struct TransposeArguments {
   const u8 *codes, *scales;
   u8 *codes_out, *scales_out;
   i64 matrices, rows, columns;  // of codes
 };
 
-// Return shared memory for a tile of codes. All instantiations in one kernel return the same memory.
+// Return shared memory for a tile of codes. All functions of one kernel that call this get the same memory.
 template <int kBits>
 FP4KIT_DEVICE Chunk* tile_memory() {
   __shared__ Chunk tile[CodeTile<kBits>::kChunks];
   return tile;
 }
 
-// Transpose the tile of codes at (row, column), and its scales unless kSeparateScales.
+// Transpose the tile of codes at (row, column) and, unless kSeparateScales, the scales of the tile.
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& scales, i64 row, i64 column) {
   using T = CodeTile<S::kBits>;
@@ -49,8 +49,8 @@ FP4KIT_DEVICE void transpose_tile(const CodeMatrix& codes, const ScaleMatrix& sc
   __syncthreads();
 }
 
-// Transpose linear scales: a thread takes the scales of 4 x 4 blocks, and a thread block takes kThreads such squares.
-// `squares` counts those of all matrices.
+// Transpose linear scales. A thread takes the scales of 4 x 4 blocks (a square), and a thread block takes kThreads
+// squares. `squares` is the number of squares of all matrices.
 template <class S>
 FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 squares) {
   const i64 unit = item * kThreads + threadIdx.x;
@@ -61,8 +61,9 @@ FP4KIT_DEVICE void transpose_squares(const TransposeArguments& a, i64 item, i64 
   transpose_linear_scales<S::kBlock>(s, unit - stripe * tall, stripe - matrix * wide);
 }
 
-// Transpose a large tile of 8x4 scales. 16384 x 16384 codes of 4 bits on an H200, 2026-11-21: 78.2 us, or 79.4 us if
-// scales go with the tiles of codes. For 128x4 scales, 79.1 us and 78.4 us.
+// Transpose a large tile of 8x4 scales. For 16384 x 16384 codes of 4 bits (H200, 2026-11-21), this takes 78.2 us, and
+// 79.4 us if scales are transposed with the tiles of codes. For 128x4 scales, the times are 79.1 us and 78.4 us, so
+// those are transposed with the codes.
 template <class S>
 FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i64 tall, i64 wide, i64 items) {
   using U = LargeScaleTile<S::kLayout, S::kBlock>;
@@ -75,8 +76,10 @@ FP4KIT_DEVICE void transpose_large_tile(const TransposeArguments& a, i64 item, i
 }
 
 // Transpose a stack of matrices, or one piece of a member of a group, tile by tile down the columns. Thread blocks that
-// run at the same time then store neighboring lines. The order of addresses limits the speed: copying tiles to their
-// transposed places, without transposing them, reaches 0.87 to 0.91 of the speed of a copy (H200, 2026-11-21).
+// run at the same time then store neighboring lines.
+//
+// The order of addresses limits the speed. Copying tiles to their transposed places, without transposing them, reaches
+// 0.87 to 0.91 of the speed of a copy (H200, 2026-11-21).
 template <class S, bool kAligned>
 FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   using T = CodeTile<S::kBits>;
@@ -103,8 +106,8 @@ FP4KIT_DEVICE void transpose(const TransposeArguments& a, Grid grid) {
   }
 }
 
-// Transpose a.codes and a.scales into a.codes_out and a.scales_out. A thread block takes one tile at a time. Launch
-// with any grid.
+// Transpose a.codes and a.scales, and store the results in a.codes_out and a.scales_out. A thread block takes one tile
+// at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     transpose_kernel(TransposeArguments a) {
   transpose<S, kAligned>(a, whole_grid());
