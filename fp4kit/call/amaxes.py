@@ -25,15 +25,18 @@ from fp4kit.recipes import Recipe
 
 
 def is_per_expert(amax: Any, recipe: Recipe) -> bool:
-    """Return whether a tensor_amax, or tensor_scale, of canonical shape has shape (E,): one entry per expert."""
+    """Return whether a tensor_amax, or tensor_scale, has one entry per expert: shape (E,).
+
+    It must have its canonical shape (see the head of this file). None gives False.
+    """
     return amax is not None and amax.ndim > 0 and recipe.tensor_scaling == "tensor"
 
 
 def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -> Any:
-    """Return the part of a tensor_amax, or tensor_scale, of canonical shape that belongs to matrix i.
+    """Return the part of a tensor_amax, or tensor_scale, that belongs to matrix i of a stack of matrices.
 
-    The quantized array is a stack of matrices. shape: (number of matrices, rows per matrix). The matrices of one expert
-    are adjacent.
+    amax: the tensor_amax in its canonical shape (see the head of this file). shape: (number of matrices, rows per
+    matrix). The matrices of one expert are adjacent.
 
     The result has one of these shapes: () for the whole tensor, (1,) for the matrix's expert, (rows, 1) for one entry
     per row, (rows, blocks) for one entry per block. If amax is None, return None.
@@ -49,9 +52,11 @@ def part_for_matrix(amax: Any, recipe: Recipe, i: int, shape: tuple[int, int]) -
 def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none.
 
+    The head of this file lists the canonical shapes. Values on the host are checked. Values on a device are not,
+    because reading them would wait for the device.
+
     given: the tensor_amax as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
-    axis last. on_device: whether that array is on a GPU; the result is in the memory of that array. Values on the host
-    are checked. Values on a device are not, because reading them would wait for the device.
+    axis last. on_device: whether that array is on a GPU; the result is in the memory of that array.
     """
     if given is None:
         return None
@@ -67,7 +72,7 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Return a tensor_amax in host memory as float32 in its canonical shape.
+    """Return a tensor_amax in host memory as float32 in its canonical shape (see the head of this file).
 
     Raise ValueError for NaN or negative values, or if the shape does not fit moved_shape, the shape of the array to
     quantize with the quantized axis last.
@@ -124,10 +129,11 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 
 
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
-    """Return a tensor_amax, or tensor_scale, in its canonical shape. Raise ValueError if its shape does not fit.
+    """Return a tensor_amax, or tensor_scale, in its canonical shape (see the head of this file).
 
-    Axes of length 1 at the end may be missing or superfluous. moved_shape: the shape of the array to quantize, with the
-    quantized axis last. name: the name of the argument in the message.
+    Raise ValueError if no canonical shape fits. Axes of length 1 at the end may be missing or superfluous.
+
+    moved_shape: the shape of the array to quantize, with the quantized axis last. name: the argument in the message.
     """
     canonical = tensor_amax_shape(moved_shape, recipe)
     allowed = [canonical]
@@ -192,7 +198,8 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 def clip_amax(call: Any, given: Any) -> Any:
     """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if `given` is None.
 
-    Its shape is that of reshape_clip_amax. call: the parsed call. given: the limit as the caller passed it.
+    Its shape is the one that reshape_clip_amax gives it. call: the parsed call. given: the limit as the caller passed
+    it.
     """
     if given is None:
         return None

@@ -227,9 +227,9 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 
 
 def with_options(call: Call, options: QuantizeOptions) -> Call:
-    """Return the call with its fields layout, random and mask set from the options, which are checked.
+    """Return the call with its fields layout, random and mask set from the options.
 
-    The layout is not checked here; check_codes does so.
+    Rounding, seed and hadamard are checked here; check_codes checks the layout.
     """
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"

@@ -1,4 +1,4 @@
-"""amax: the largest magnitude of an array, along axes, or per block of a recipe."""
+"""Implement fp4kit.amax: the largest magnitude of an array, along axes, or per block of a recipe."""
 
 from __future__ import annotations
 

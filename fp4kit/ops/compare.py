@@ -1,4 +1,4 @@
-"""compare: where two quantized arrays, or two arrays of values, differ."""
+"""Implement fp4kit.compare, which reports where two quantized arrays, or two arrays of values, differ."""
 
 from __future__ import annotations
 
@@ -228,7 +228,7 @@ def _reader(a: Any) -> Reader:
 
 
 def _multiples(*operands: Any) -> list[int]:
-    """Return, per axis, the number of elements whose multiples are the places where the operands can be cut into boxes.
+    """Return one number of elements per axis: the operands can be cut into boxes at the multiples of this number.
 
     A Quantized is cut between its blocks, so that box_of can slice it. An array can be cut anywhere.
     """

@@ -1,4 +1,4 @@
-"""dequantize: codes and scales back to values."""
+"""Implement fp4kit.dequantize, which converts codes and scales back to values."""
 
 from __future__ import annotations
 

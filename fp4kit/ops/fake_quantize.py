@@ -1,4 +1,4 @@
-"""fake_quantize, and its straight-through gradient."""
+"""Implement fp4kit.fake_quantize and fake_quantize_backward, its straight-through gradient."""
 
 from __future__ import annotations
 

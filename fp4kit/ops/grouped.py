@@ -1,4 +1,7 @@
-"""Grouped operations: N tensors in one call, bit-identical to a loop of single calls, with a single launch on a GPU."""
+"""Implement grouped operations: one call for N tensors, bit-identical to a loop of single calls.
+
+On a GPU, a single launch computes all tensors of a dtype.
+"""
 
 from __future__ import annotations
 

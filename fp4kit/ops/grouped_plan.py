@@ -1,4 +1,4 @@
-"""GroupedPlan: grouped operations that are prepared once and run in every step."""
+"""Implement fp4kit.GroupedPlan: grouped operations that are prepared once and run in every step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ class PlanInput(NamedTuple):
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])
 
     def changed(self, value: Any) -> str | None:
-        """Return what has changed since the plan was made, as the end of an error message; None if nothing changed.
+        """Return None if nothing has changed since the plan was made, otherwise the end of an error message.
+
+        An example is "[2] was replaced after the plan was made".
 
         value: the current argument if the caller passed a new object; None if it is the plan's own object.
         """
@@ -248,7 +250,7 @@ class GroupedPlan:
         """Return the amax from which each tensor's scale is made: the caller's tensor_amax, or else one computed now.
 
         Args:
-            xs: the current sequence, if it is another object than the one that the plan was made with.
+            xs: the current sequence or stacked array; None if it is the object that the plan was made with.
 
         Returns:
             A list with one entry per tensor: float32 of shape (), or with one amax per row or block; None for recipes
@@ -265,7 +267,7 @@ class GroupedPlan:
         """Quantize each tensor into the plan's own arrays.
 
         Args:
-            xs: the current sequence, if it is another object than the one that the plan was made with.
+            xs: the current sequence or stacked array; None if it is the object that the plan was made with.
             keep_amax: True uses the amaxes in amax_vector. False computes them first.
 
         Returns:
@@ -283,7 +285,7 @@ class GroupedPlan:
         """Fake-quantize each tensor into the plan's own arrays.
 
         Args:
-            xs: the current sequence, if it is another object than the one that the plan was made with.
+            xs: the current sequence or stacked array; None if it is the object that the plan was made with.
             keep_amax: True uses the amaxes in amax_vector. False computes them first.
 
         Returns:
@@ -310,7 +312,7 @@ class GroupedPlan:
         Args:
             grads: N arrays in the shapes of xs. On a GPU, if they are the arrays of the previous call, the call does no
                 work per array.
-            xs: the current sequence, if it is another object than the one that the plan was made with.
+            xs: the current sequence or stacked array; None if it is the object that the plan was made with.
             pass_through: True returns grads unclipped. False sets them to 0 where |x| exceeds the tensor's amax: the
                 plan's tensor_amax, or else computed from x.
 

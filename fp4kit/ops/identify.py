@@ -1,4 +1,4 @@
-"""identify: find out which recipe made a quantized array.
+"""Implement fp4kit.identify, which finds out which recipe made a quantized array.
 
 To save time, recipes are first tried on a small region of a large array: a sample of about SAMPLE elements. Variations
 (a recipe with a Hadamard transform or stochastic rounding) are first tried on a probe of about PROBE elements. Recipes
@@ -127,7 +127,10 @@ def either(names: Sequence[str]) -> str:
 
 
 def _variation_verdict(variations: Sequence[Variation]) -> str:
-    """Return the verdict on variations, at least one: a sentence that names those with the first one's options."""
+    """Return the verdict on variations, at least one, as a sentence.
+
+    It names the recipes of the variations that have the options of the first variation.
+    """
     _, hadamard, stochastic = variations[0]
     names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     option = f" with hadamard={hadamard!r}" if hadamard else ""
@@ -265,7 +268,7 @@ def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Try a recipe on a box of an array with each candidate amax of the whole array, and return the best match."""
+    """Try a recipe on a box of an array with each candidate amax of the whole array, and return the best trial."""
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
     for amax in whole.for_recipe(r):

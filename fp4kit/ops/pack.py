@@ -1,4 +1,4 @@
-"""pack and unpack: 4-bit codes, two per byte or one per byte."""
+"""Implement fp4kit.pack and unpack, which store 4-bit codes two per byte or one per byte."""
 
 from __future__ import annotations
 

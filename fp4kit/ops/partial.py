@@ -1,4 +1,4 @@
-"""partial_amax and partial_cast: quantize a matrix shard by shard, with the bytes of quantizing it whole.
+"""Implement fp4kit.partial_amax and partial_cast: quantize a matrix shard by shard, with the bytes of the whole matrix.
 
 They serve processes that each own a shard of a weight matrix, as in ZeRO or FSDP.
 """

@@ -1,4 +1,4 @@
-"""quantize and quantize_both: an array to codes and scales."""
+"""Implement fp4kit.quantize and quantize_both, which convert an array to codes and scales."""
 
 from __future__ import annotations
 

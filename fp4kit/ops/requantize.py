@@ -1,4 +1,4 @@
-"""requantize: from one recipe to another, exactly where that is possible."""
+"""Implement fp4kit.requantize, which converts a quantized array to another recipe, exactly where that is possible."""
 
 from __future__ import annotations
 

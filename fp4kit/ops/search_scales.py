@@ -1,4 +1,4 @@
-"""search_scales: the block amaxes whose scales give the smallest error."""
+"""Implement fp4kit.search_scales, which finds the amaxes whose scales give the smallest error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""swizzle and unswizzle: block scales between linear and tiled layouts."""
+"""Implement fp4kit.swizzle and unswizzle, which convert block scales between linear and tiled layouts."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ def _swizzle_scales(scales: Any, layout: str) -> Any:
 
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
-    """Return a Quantized with its block scales in the given layout."""
+    """Return a Quantized with its block scales in the given layout, by a cached call if there is one."""
     key, cached = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if cached is None else cached(q)
 
 
 @returns_in_library
 def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -> Quantized:
-    """Check the arguments of swizzle or unswizzle, and return a Quantized with its scales in the given layout.
+    """Check the arguments of swizzle or unswizzle, and return `original` with its scales in the given layout.
 
     op: the public function that error messages name. key: the key under which to store a cached call for later calls;
     None stores nothing.

@@ -1,4 +1,4 @@
-"""transpose: the columnwise copy of a rowwise quantized array with square blocks, and back."""
+"""Implement fp4kit.transpose, which makes the columnwise copy of a rowwise quantized array with square blocks."""
 
 from __future__ import annotations
 

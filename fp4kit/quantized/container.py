@@ -455,11 +455,11 @@ class Quantized:
         return FUNCTIONS["Quantized.equals"](self, other)
 
     def __str__(self) -> str:
-        """Return what print(q) shows."""
+        """Return the text that print(q) shows: shapes, sizes, and statistics of codes and scales."""
         return FUNCTIONS["Quantized.__str__"](self)
 
     def _repr_html_(self) -> str | None:
-        """Return what a notebook shows."""
+        """Return the HTML that a notebook shows, or None if the arrays hold no values."""
         return FUNCTIONS["Quantized._repr_html_"](self)
 
     @property

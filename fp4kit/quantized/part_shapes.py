@@ -20,22 +20,22 @@ NEVER_NAN = ("te_primary_weight", "compressed_tensors")  # tensor rules that giv
 
 
 def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the packed codes of an array with this moved shape."""
+    """Return the shape of the packed codes of an array. moved_shape: its shape with the quantized axis last."""
     *lead, K = moved_shape
     return (*lead, recipe.element.packing.length(K))
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the block scales, in linear layout, of an array with this moved shape."""
+    """Return the shape of the linear block scales of an array. moved_shape: its shape with the quantized axis last."""
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size)
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape of the tensor amax of an array with this moved shape.
+    """Return the shape of the tensor amax of an array. moved_shape: its shape with the quantized axis last.
 
-    It is () for one amax per tensor. If the recipe has a tensor scale per row or per block, there is one amax per row
-    or block.
+    The result is () for one amax per tensor. If the recipe has a tensor scale per row or per block, there is one amax
+    per row or block.
     """
     *lead, K = moved_shape
     return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
@@ -108,7 +108,7 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
 
 
 def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes that the tensor scale of an array with this moved shape may have."""
+    """Yield the shapes that the tensor scale of an array may have. moved: its shape with the quantized axis last."""
     if r.tensor_scaling == "row":
         yield moved[:-1]
     elif r.tensor_scaling == "block":

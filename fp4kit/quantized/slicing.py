@@ -75,7 +75,7 @@ def rows_of(q: Quantized, rows: Any) -> Quantized:
 
 
 def _multiple(q: Quantized) -> int:
-    """Return the number that the ends of a slice of the first axis of x must be a multiple of, to cut no block."""
+    """Return a number n: a slice of the first axis of x cuts no block if its ends are multiples of n."""
     if q.axis == 0:
         return q.recipe.length_multiple
     return q.recipe.block_rows if len(q.shape) == 2 else 1

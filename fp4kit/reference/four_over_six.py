@@ -116,7 +116,7 @@ def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) ->
 
 
 def _decoded(scaled: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return the decoded elements, from scaled = q * scale.
+    """Return the decoded elements, from `scaled`, the products of E2M1 values and block scales.
 
     TE and fouroversix compute (scaled * tensor_amax) / (6 * scale_max). FlashInfer, whose recipes set flush, computes
     scaled * tensor.decode.
@@ -132,9 +132,9 @@ def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recip
 
         "mae": sum of |d|    "mse": sum of d * d    "max": largest |d|
 
-    d is the decoded element minus x. If recipe.fast_error is set, d = float16(q * scale) - x * tensor.encode. Errors
-    are added in the order of the elements, or in eight lanes if recipe.lane_sums is set. All arithmetic is float32,
-    without fused multiply-add.
+    d is the decoded element minus the element x. If recipe.fast_error is set, d = float16(q * scale) - x *
+    tensor.encode, where q is the E2M1 value and scale the block scale. Errors are added in the order of the elements,
+    or in eight lanes if recipe.lane_sums is set. All arithmetic is float32, without fused multiply-add.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:

@@ -13,9 +13,9 @@ from fp4kit.recipes import Recipe
 def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
     """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix at a time.
 
-    All rows are joined into a single matrix if possible, which saves calls. There is one matrix per leading index
-    instead if blocks span several rows, if joining would need a copy because `a` is not contiguous, or if per_matrix is
-    True.
+    An array of one dimension counts as a single row. All rows are joined into a single matrix if possible, which saves
+    calls. There is one matrix per leading index instead if blocks span several rows, if joining would need a copy
+    because `a` is not contiguous, or if per_matrix is True.
     """
     if a.ndim == 1:
         return a[None, None]

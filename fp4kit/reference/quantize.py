@@ -146,7 +146,8 @@ def encode_elements(
     """Return the codes of elements (m, blocks, block), scaled by the factors of their blocks as recipe.apply says.
 
     The scaled elements are rounded as the recipe says, or stochastically if random bytes are given. factor broadcasts
-    to the elements. dtype is the dtype of the elements before they were converted to float32.
+    to the elements. dtype is the dtype of the elements before they were converted to float32. tensor: the tensor scale,
+    of which some recipes apply the encode scale after the factor.
     """
     if recipe.apply == "compare" and random is None:
         return encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
