@@ -423,6 +423,7 @@ def _report_body(report: ConversionReport) -> dict[str, Any]:
     body = {"destination": report.destination, **_outcome_body(report.plan, report.destination)}
     searched = [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()]
     return body | {
+        "warnings": (*body["warnings"], *report.doubts),
         "actions": report.actions,
         "inexact": report.inexact,
         "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
@@ -517,8 +518,11 @@ def _print_gains(out: Output, report: ConversionReport) -> None:
     out.line(f"scales {search.words}: {kind}SQNR {before:.2f} dB by amax, {after:.2f} dB searched")
 
 
+_MOST_DOUBTS = 5  # how many layers with doubtful scales are listed
+
+
 def _print_losses(out: Output, report: ConversionReport) -> None:
-    """Print the layers that could not keep their codes, and how many NaN and infinite values were replaced."""
+    """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced."""
     again = [name for name in report.inexact if name not in report.changes]
     total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(again)
     if again:
@@ -538,5 +542,9 @@ def _print_losses(out: Output, report: ConversionReport) -> None:
             f"{len(report.changes)} of {total} layers have blocks whose scales do not fit;"
             " only these blocks have new codes"
         )
+    for doubt in report.doubts[:_MOST_DOUBTS]:
+        out.line(f"warning: {doubt}")
+    if len(report.doubts) > _MOST_DOUBTS:
+        out.line(f"warning: {len(report.doubts) - _MOST_DOUBTS} more layers have doubtful scales; --json lists them")
     if report.replaced:
         out.line(f"{report.replaced} values were NaN or infinite and were replaced")

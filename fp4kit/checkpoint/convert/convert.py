@@ -23,6 +23,7 @@ from fp4kit.checkpoint.model.declarations import without_declarations
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
+from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
 from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_path
@@ -39,7 +40,7 @@ from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import is_compiled
 from fp4kit.recipes import Recipe
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.gguf_file import read_any_header
 from fp4kit.storage.json_object import dump_object
 from fp4kit.storage.whole_file import write_file
@@ -60,11 +61,13 @@ class ConversionReport:
     plan: the plan that was executed.
     destination: the directory or file that was written.
     done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
+    doubts: warnings about scales of the source that can hardly be right, one per tensor.
     """
 
     plan: Plan
     destination: Path
     done: tuple[Done, ...]
+    doubts: tuple[str, ...] = ()
 
     @property
     def files(self) -> tuple[Path, ...]:
@@ -323,10 +326,10 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         return ConversionReport(plan, target, done)
     check(plan, target, options.resume)
     if options.executor is not None:
-        return ConversionReport(plan, target, _execute(plan, target, options))
+        return ConversionReport(plan, target, *_execute(plan, target, options))
     with Prefetcher(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:
         start_devices(options.devices, options.executor)
-        return ConversionReport(plan, target, _execute(plan, target, replace(options, progress=progress)))
+        return ConversionReport(plan, target, *_execute(plan, target, replace(options, progress=progress)))
 
 
 def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
@@ -340,9 +343,10 @@ def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
     return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
 
 
-def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
-    """Execute a plan in a partial directory, rename the result to ``target`` at the end, and return what each job did.
+def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ...], tuple[str, ...]]:
+    """Execute a plan in a partial directory, and rename the result to ``target`` at the end.
 
+    Return what each job did, and warnings about scales of the source that can hardly be right.
     Raise CheckpointError if a file of the source changed since the plan was made.
     """
     _check_planned(plan)
@@ -353,12 +357,13 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[Done, ...]:
         Journal(stage.folder / staging.JOURNAL, key) as journal,
     ):
         stage.is_ours = True
-        done = _Run(plan, stage.folder.absolute(), options, journal, bool(paths)).run()
+        run = _Run(plan, stage.folder.absolute(), options, journal, bool(paths))
+        done = run.run()
         if key_of(plan.source, plan.request) != key:
             raise CheckpointError(
                 f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
             )
-    return done
+    return done, tuple(run.doubts[name] for name in sorted(run.doubts))
 
 
 def _check_planned(plan: Plan) -> None:
@@ -410,11 +415,14 @@ class _Run:
     folder: the partial directory.
     journal: the record of what is done, from which an interrupted run continues.
     is_file: True to write files of tensors only; False to write configs and a manifest beside the files of tensors.
+
+    After ``run``, ``doubts`` maps source tensors to warnings about their scales.
     """
 
     def __init__(self, plan: Plan, folder: Path, options: Options, journal: Journal, is_file: bool) -> None:
         self.plan, self.folder, self.journal, self.options = plan, folder, journal, options
         self.is_file = is_file
+        self.doubts: dict[str, str] = {}
 
     def run(self) -> tuple[Done, ...]:
         """Write all files into the partial directory, and return what each job did, in the order of the plan."""
@@ -458,6 +466,9 @@ class _Run:
         found: the measurements of the job's weight.
         """
         run_job.check_finite(job, found)
+        doubt = doubt_about(found.reach, found.lost)
+        if doubt:
+            self.doubts.setdefault(job.name, f"{shown(job.name)}: {doubt}")
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:
             raise fp8_to_mxfp8.refused(job.name)
 

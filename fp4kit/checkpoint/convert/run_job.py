@@ -27,7 +27,7 @@ from fp4kit.checkpoint.model.slabs import (
     trouble_with_scales,
     values_of,
 )
-from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.job import (
     CARRY,
@@ -63,14 +63,25 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
     with Readers(tick) as readers:
         found = Measured(job.key)
         for slab in slabs(readers, job.weight, job.expert, job.span, max_bytes=job.slab_bytes):
-            found = _joined(found, _measured(job, slab))
+            found = _joined(found, _with_doubts(job, slab, _measured(job, slab)))
     return found
+
+
+def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
+    """Return the measurements of a slab, with what makes its scales doubtful if its weight is quantized."""
+    form = job.weight.container
+    if form is None or slab.codes is None or slab.scales is None:
+        return found
+    reach, lost = reach_and_lost_blocks(form, slab.codes, slab.scales, slab.tensor_scale)
+    return found._replace(reach=reach, lost=lost)
 
 
 def _joined(a: Measured, b: Measured) -> Measured:
     """Return the combined measurements of two parts of a weight, or of two weights, under the key of ``a``."""
     low, high = min(a.low, b.low), max(a.high, b.high)
-    return Measured(a.key, max(a.amax, b.amax), a.nonfinite + b.nonfinite, low, high, a.exact and b.exact)
+    nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
+    exact, reach = a.exact and b.exact, max(a.reach, b.reach)
+    return Measured(a.key, max(a.amax, b.amax), nonfinite, low, high, exact, reach, lost)
 
 
 def _measured(job: Job, slab: Slab) -> Measured:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from typing import Any
 
@@ -59,6 +59,9 @@ class StoredCounts:
         flushed_blocks: blocks among zero_blocks in which x has a nonzero element.
         signal: the sum of x^2 over finite x, in float64.
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
+
+    reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
+        zero. It is not a count: with ``+``, the larger one remains.
     """
 
     elements: int = 0
@@ -76,9 +79,11 @@ class StoredCounts:
     flushed_blocks: int = 0
     signal: float = 0.0
     noise: float = 0.0
+    reach: float = 0.0
 
     def __add__(self, other: StoredCounts) -> StoredCounts:
-        return StoredCounts(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(StoredCounts)))
+        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(StoredCounts)}
+        return StoredCounts(**{**sums, "reach": max(self.reach, other.reach)})
 
     @property
     def sqnr_db(self) -> float | None:
@@ -118,6 +123,7 @@ def tally(
         for rows in row_chunks(len(codes), codes.shape[1] * 8 // form.element.bits, height):
             part = codes[rows], scales[rows.start // height : -(-rows.stop // height)]
             counts, zero = _count_stored(form, *part)
+            counts = replace(counts, reach=_reach_of(form, part[1], tensor_scale, ~zero))
             if x is not None:
                 counts += _compare_with_source(form, *part, tensor_scale, x[rows], zero, column_scale)
             found.append(counts)
@@ -147,6 +153,60 @@ def _count_stored(
         zero_blocks=int(np.count_nonzero(zero)),
         zero_scales=int(np.count_nonzero(zero & ~empty)),
     ), zero
+
+
+# The largest value of float16. Trained weights are far smaller; values beyond it come from scales that are wrong.
+LARGEST_REACH = 65504.0
+
+
+def _reach_of(
+    form: Container, scales: np.ndarray, tensor_scale: np.float32 | None, counted: npt.NDArray[np.bool_] | None = None
+) -> float:
+    """Return the largest finite magnitude that an element can have under the given scales.
+
+    scales: as stored, one scale per block. tensor_scale: the factor to multiply by on decode; None stands for 1.
+    counted: a mask of the blocks that count; None for all.
+    """
+    values = np.abs(scales_of(form, scales).astype(np.float64))
+    finite = np.isfinite(values)
+    largest = float(values.max(initial=0, where=finite if counted is None else finite & counted))
+    factor = 1.0 if tensor_scale is None or not np.isfinite(tensor_scale) else abs(float(tensor_scale))
+    return largest * factor * float(form.element.max)
+
+
+def reach_and_lost_blocks(
+    form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray, tensor_scale: np.float32 | None
+) -> tuple[float, int]:
+    """Return what can make the scales of stored rows doubtful (see doubt_about).
+
+    These are the largest magnitude that the scales allow in blocks that are not all zero, and the number of blocks
+    whose scale is 0 although their codes are not. A magnitude up to LARGEST_REACH may be too large, because blocks of
+    zeros count.
+
+    The arguments are those of ``tally``.
+    """
+    reach = _reach_of(form, scales, tensor_scale)
+    zero = scales_of(form, scales) == 0
+    if reach <= LARGEST_REACH and not zero.any():
+        return reach, 0
+    used = ~_empty_blocks(form, codes)
+    exact = _reach_of(form, scales, tensor_scale, used) if reach > LARGEST_REACH else reach
+    return exact, int(np.count_nonzero(zero & used))
+
+
+def doubt_about(reach: float, lost: int) -> str:
+    """Return a warning about scales that can hardly be right; "" if nothing is odd about them.
+
+    reach: the largest magnitude that the scales allow. lost: the number of blocks that are 0 only by their scales.
+    """
+    if reach > LARGEST_REACH:
+        return (
+            f"its scales allow values up to {reach:.2g}, far beyond trained weights; scales that are stored as"
+            " their reciprocals look so; run fp4kit identify with the unquantized source"
+        )
+    if lost:
+        return f"the scales of {lost} blocks are 0 although their codes are not, so their values are lost"
+    return ""
 
 
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:

@@ -198,6 +198,8 @@ class Measured(NamedTuple):
     low, high: for the action "cast", the smallest and the largest scale exponent of the nonzero blocks. The defaults,
         with low > high, mean that there are none.
     exact: for the action "carry", whether all scales are powers of two; True for all other actions.
+    reach: the largest magnitude that the scales of a quantized weight allow; 0 for an unquantized one.
+    lost: the number of blocks of a quantized weight whose scales are 0 although their codes are not.
     """
 
     key: str
@@ -206,6 +208,8 @@ class Measured(NamedTuple):
     low: int = 1 << 20
     high: int = -(1 << 20)
     exact: bool = True
+    reach: float = 0.0
+    lost: int = 0
 
 
 class Changes(NamedTuple):

@@ -9,7 +9,7 @@ share a tensor scale, because loaders fuse them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import numpy as np
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, Container, OutputTensor
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container, OutputTensor
 from fp4kit.checkpoint.containers.ggml_names import RECIPE, SCALE_SEARCH, VERSION
 from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
@@ -32,6 +32,7 @@ from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.items import IGNORED, Item
 from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantized_pieces
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, Source, open_source
+from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
 from fp4kit.checkpoint.plan import gguf, kv_cache, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
@@ -481,6 +482,7 @@ class _Planner:
         warnings += self._unmeasured(shards)
         form, has_scale = self.form, self.has_input_scale
         format = "" if form is None else form.format
+        warnings += tuple(self._different_tensor_scales())
         lost = lost_column_scales(self.config, self.source.hf_quant_config, self.weights)
         warnings += (lost,) if lost else ()
         warnings += tuple(kv_cache.warnings(self.kv_cache, format, "bf16" if form is None else str(form)))
@@ -497,6 +499,27 @@ class _Planner:
             self.kv_cache if self.kv_cache.is_carried(format) else None,
             self.input_amaxes,
         )
+
+    def _different_tensor_scales(self) -> Iterator[str]:
+        """Yield a warning about fused layers whose parts keep codes and tensor scales that differ, if there are any.
+
+        The tensor scales of the source are read, because vLLM uses one of them for the whole fused layer. Experts in
+        stacks are not checked.
+        """
+        if self.form is None or self.form.format not in ("modelopt", "compressed-tensors"):
+            return
+        stored: dict[str, set[float]] = defaultdict(set)
+        with Readers() as readers:
+            for tensor, weight in self.selected.items():
+                kept = self.actions[tensor] == RENAME and len(weight.shape) == 2 and TENSOR_SCALE in weight.parts
+                if kept and weight.name in self.groups:
+                    stored[self.groups[weight.name]].add(float(scalar_of(readers, weight, TENSOR_SCALE)))
+        names = [group for group, scales in stored.items() if len(scales) > 1]
+        if names:
+            yield (
+                f"{len(names)} fused layers have parts with different tensor scales ({listed(names)}); vLLM uses one"
+                " for all parts, so values would be wrong; run fp4kit reconcile on the result"
+            )
 
     def _unmeasured(self, shards: Iterable[ShardPlan]) -> tuple[str, ...]:
         """Return a warning that names the experts without an input scale; () if every layer has one.

@@ -27,7 +27,7 @@ from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
-from fp4kit.checkpoint.model.statistics import StoredCounts
+from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes
@@ -97,6 +97,9 @@ def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
         count = getattr(tally, fact)
         if count:
             yield Issue(severity, name, text, count=count)
+    doubt = doubt_about(tally.reach, 0)
+    if doubt:
+        yield Issue("warning", name, doubt)
 
 
 def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list[Issue]:

@@ -133,15 +133,15 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
 def _layers(source: Source) -> dict[str, Weight]:
     """Return tensor name -> weight, for the layers whose tensor scale can be reconciled.
 
-    These are single layers with a tensor scale. Stacks of experts, swizzled layers and layers that store an amax as
-    tensor scale are left out.
+    These are single layers with block scales and a tensor scale. Stacks of experts, swizzled layers and layers that
+    store an amax as tensor scale are left out.
     """
     weights = weights_of(source.tensors, source.config)
     return {
         name: weight
         for name, weight in weights.items()
         if weight.container is not None
-        and weight.container.has_tensor_scale
+        and {SCALES, TENSOR_SCALE} <= set(weight.parts)
         and len(weight.shape) == 2
         and weight.container.tensor_scale_unit == 1
         and not weight.container.swizzled
@@ -185,7 +185,8 @@ def reconcile(
     layers = _layers(model)
     if not layers:
         raise CheckpointError(
-            f"{source}: no layer has a tensor scale; an NVFP4 checkpoint with tensor scales is needed"
+            f"{source}: has no layer in NVFP4 of Model-Optimizer or compressed-tensors, whose tensor scales could be"
+            " made equal; fp4kit convert --format modelopt writes such layers"
         )
     with Readers() as readers:
         wrong = disagreements(model, readers)

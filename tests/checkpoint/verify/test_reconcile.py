@@ -141,7 +141,7 @@ def test_only_a_report(quantized):
 def test_refusals(quantized, tmp_path):
     form, root = quantized
     convert(tmp_path / "in", tmp_path / "mx", "mxfp8-te", format="modelopt")
-    with synthetic.refused("no layer has a tensor scale"):
+    with synthetic.refused("has no layer in NVFP4 of Model-Optimizer or compressed-tensors"):
         reconcile(tmp_path / "mx", None)
     rewrite(root, scaled(form, {"up_proj": 0.3}))
     with synthetic.refused("exists"):

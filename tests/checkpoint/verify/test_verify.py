@@ -152,6 +152,7 @@ def naive(
         facts["zero_blocks"] += zero
         facts["zero_scales"] += bool(scale == 0 and values.any())
         facts["flushed_blocks"] += bool(zero and (source != 0).any())
+        facts["reach"] = max(facts["reach"], 0 if zero or not np.isfinite(scale) else limit)
         facts["saturated"] += (largest & (np.abs(source) > limit)).sum()
         usable = np.isfinite(source)
         facts["nonfinite"] += (~usable).sum()

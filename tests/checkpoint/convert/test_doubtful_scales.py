@@ -1,0 +1,110 @@
+"""Test that scales which can hardly be right cause warnings: reciprocals, zeros under nonzero codes, and parts of fused
+layers with different tensor scales.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import synthetic
+
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.containers.container import MODELOPT_MXFP4
+from fp4kit.checkpoint.model.statistics import LARGEST_REACH, doubt_about, reach_and_lost_blocks
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.verify.reconcile import reconcile
+from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.cli import main
+
+O_PROJ, DIFFERENT = "model.layers.0.self_attn.o_proj", "fused layers have parts with different tensor scales"
+SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scale"}
+
+
+@pytest.fixture(params=SCALE)
+def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """A model in NVFP4, as its format and its directory."""
+    synthetic.dense(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "m", f"nvfp4-{request.param}", format=request.param)
+    return request.param, tmp_path / "m"
+
+
+def change(root: Path, end: str, new: Callable[[np.ndarray], np.ndarray], dtype: type = np.float32) -> None:
+    """Replace the tensors of a checkpoint whose names end with ``end``; all bytes elsewhere stay."""
+    for path in root.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        for name, info in json.loads(data[8 : 8 + length]).items():
+            if name.endswith(end):
+                a, b = (8 + length + offset for offset in info["data_offsets"])
+                data[a:b] = new(np.frombuffer(bytes(data[a:b]), dtype)).astype(dtype).tobytes()
+        path.write_bytes(data)
+
+
+def test_reciprocals_are_doubted(quantized: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """A tensor scale stored as its reciprocal gives a warning in convert and verify; a sound one gives none."""
+    form, root = quantized
+    sound = convert(root, tmp_path / "sound", format="bf16")
+    assert not sound.doubts and not any("scales allow" in issue.text for issue in verify(root).issues)
+    change(root, f"{O_PROJ}.{SCALE[form]}", lambda scale: 1 / scale)
+    for name, format in (("decoded", "bf16"), ("renamed", form)):
+        (doubt,) = convert(root, tmp_path / name, format=format).doubts
+        assert doubt.startswith(O_PROJ) and "far beyond trained weights" in doubt
+    found = [issue for issue in verify(root).issues if "far beyond trained weights" in issue.text]
+    assert [(issue.severity, issue.subject) for issue in found] == [("warning", O_PROJ)]
+    assert main(["convert", str(root), str(tmp_path / "cli"), "--format", "bf16"]) == 0
+    assert f"warning: {doubt.split('.weight')[0]}" in capsys.readouterr().out
+    assert main(["convert", str(root), str(tmp_path / "json"), "--format", "bf16", "--json"]) == 0
+    assert any("far beyond" in text for text in json.loads(capsys.readouterr().out)["warnings"])
+
+
+def test_zero_scales_are_doubted(quantized: tuple[str, Path], tmp_path: Path) -> None:
+    """Blocks that are zero only because their scale is zero are counted in a warning."""
+    form, root = quantized
+    codes = f"{O_PROJ}.{'weight' if form == 'modelopt' else 'weight_packed'}"
+    change(root, f"{O_PROJ}.weight_scale", lambda bits: np.where(np.arange(bits.size) < 3, 0, bits), np.uint8)
+    assert convert(root, tmp_path / "out", format="bf16").doubts == (f"{codes}: {doubt_about(0, 3)}",)
+
+
+def test_reciprocals_of_fp8_blocks_are_doubted(tmp_path: Path) -> None:
+    synthetic.deepseek_fp8(tmp_path / "m")
+    assert not convert(tmp_path / "m", tmp_path / "sound", format="bf16").doubts
+    change(tmp_path / "m", "o_proj.weight_scale_inv", lambda scale: 1 / scale)
+    doubts = convert(tmp_path / "m", tmp_path / "out", format="bf16").doubts
+    assert doubts and all(".o_proj" in doubt for doubt in doubts)
+
+
+def test_blocks_of_zeros_do_not_count() -> None:
+    """A large scale is doubtful only over codes that are not zero."""
+    scales, codes = np.array([[127, 254]], np.uint8), np.zeros((1, 32), np.uint8)
+    codes[0, 0] = 7
+    assert reach_and_lost_blocks(MODELOPT_MXFP4, codes, scales, None) == (6.0, 0)
+    codes[0, 31] = 1
+    assert reach_and_lost_blocks(MODELOPT_MXFP4, codes, scales, None)[0] == 6 * 2.0**127 > LARGEST_REACH
+
+
+def test_parts_with_different_tensor_scales(quantized: tuple[str, Path], tmp_path: Path) -> None:
+    """Codes that keep different tensor scales within a fused layer give a warning; reconcile makes it go away."""
+    form, root = quantized
+    assert not any(DIFFERENT in text for text in make_plan(root, format=form).warnings)
+    change(root, f"q_proj.{SCALE[form]}", lambda scale: scale * 2)
+    (warning,) = (text for text in make_plan(root, format=form).warnings if DIFFERENT in text)
+    assert "2 fused layers" in warning and "run fp4kit reconcile on the result" in warning
+    assert not any(DIFFERENT in text for text in make_plan(root, format="bf16").warnings)
+    convert(root, tmp_path / "out", format=form)
+    reconcile(tmp_path / "out", tmp_path / "repaired")
+    assert not any(DIFFERENT in text for text in make_plan(tmp_path / "repaired", format=form).warnings)
+
+
+def test_reconcile_does_not_read_fp8_layers(tmp_path: Path) -> None:
+    """FP8 layers with different scales per layer have no block scales to change; reconcile refuses them by name."""
+    tensors: dict[str, np.ndarray] = {}
+    for number, name in enumerate("qkv"):
+        module = f"model.layers.0.self_attn.{name}_proj"
+        tensors[f"{module}.weight"] = synthetic.random(module, (64, 64), dtype=np.dtype(ml_dtypes.float8_e4m3fn))
+        tensors[f"{module}.weight_scale"] = np.array(0.01 * (number + 1), np.float32)
+    synthetic.write_model(tmp_path / "m", {"quantization_config": {"quant_method": "fp8"}}, tensors)
+    with synthetic.refused("has no layer in NVFP4 of Model-Optimizer or compressed-tensors"):
+        reconcile(tmp_path / "m", None)
