@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-# (DLDataTypeCode, bits, lanes) -> NumPy dtype
+# {(DLDataTypeCode, bits, lanes): NumPy dtype}
 DTYPES: dict[tuple[int, int, int], np.dtype[Any]] = {
     **{(0, 8 * n, 1): np.dtype(f"i{n}") for n in (1, 2, 4, 8)},
     **{(1, 8 * n, 1): np.dtype(f"u{n}") for n in (1, 2, 4, 8)},

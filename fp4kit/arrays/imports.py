@@ -90,7 +90,7 @@ def as_array(x: Any, name: str = "x") -> np.ndarray[Any, np.dtype[Any]]:
 def check_unmasked(x: Any, name: str) -> None:
     """Raise TypeError for a masked array, whose mask would be dropped silently.
 
-    Only masked arrays have a `filled` method.
+    A masked array is recognized by its method `filled`. name: how the message calls the array.
     """
     if hasattr(x, "filled"):
         variable = _variable(name)
@@ -402,7 +402,7 @@ def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
 def _one_cupy_device(arrays: Iterable[Any]) -> bool:
     """Return whether all arrays are CuPy arrays on one device.
 
-    Then the DLPack export, which costs a call of the driver, is not needed.
+    Such arrays are returned as they are, without the DLPack export, which costs a call of the driver.
     """
     kind = getattr(sys.modules.get("cupy"), "ndarray", None)
     return kind is not None and all(isinstance(a, kind) for a in arrays) and len({a.device.id for a in arrays}) == 1

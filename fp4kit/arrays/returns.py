@@ -56,7 +56,7 @@ def library_of(a: Any) -> ArrayLibrary | None:
 
 
 def first_array(a: Any) -> Any:
-    """Return the array whose library and device decide for an argument.
+    """Return the array that determines the library and device of an argument.
 
     It is the first array of a sequence, the codes of a Quantized, or the argument itself.
     """

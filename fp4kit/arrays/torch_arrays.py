@@ -238,9 +238,10 @@ def facts(on_host: bool = False) -> Callable[[Any], Hashable]:
 
 
 def allocate(size: int) -> Any:
-    """Allocate `size` bytes from PyTorch's allocator, as CuPy's allocator during a call.
+    """Allocate at least `size` bytes on the current device from PyTorch's allocator, and return CuPy's pointer to them.
 
-    Each block is a tensor, so that record_stream, CUDA graphs and PyTorch's memory pools treat it as PyTorch's own.
+    CuPy uses this function as its allocator during a call on tensors. Each block is a tensor, so that record_stream,
+    CUDA graphs and PyTorch's memory pools treat it as PyTorch's own.
     """
     cuda = imports.cupy().cuda
     device, torch = cuda.runtime.getDevice(), _module()

@@ -39,7 +39,7 @@ def panel(r: Recipe) -> Panel:
 
 
 def _scales(r: Recipe) -> str:
-    """Describe the scales of a recipe in words, from the smallest group of elements that share one to the largest."""
+    """Return the scales of a recipe as text, such as "E4M3 per 1 x 16 block, float32 per tensor"; "" for none."""
     block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
     scales = [f"{r.scale} per {block}"] if r.scale else []
     covered = {

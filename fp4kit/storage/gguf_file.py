@@ -64,6 +64,8 @@ class GgufFile(SafetensorsFile):
     Attributes:
         entries: the tensors. Their dtypes are names in GGML_TYPES; their shapes are in NumPy's order of axes.
         metadata: the value of each key as text. An array is represented by its type, length and digest.
+        version: the version of the GGUF format, 2 or 3.
+        alignment: the number of bytes at whose multiples tensors begin.
         data_start: position in the file at which the bytes of the tensors begin.
         fields: the position of each key and its value in the file.
     """
