@@ -1,4 +1,4 @@
-"""IEEE 754 arithmetic on the host, also in threads whose floating-point mode was changed.
+"""Ensure IEEE 754 arithmetic on the host, also in threads whose floating-point mode was changed.
 
 The host engines compute every number with float32 and float64 operations that round to nearest even and keep
 subnormals. A processor does so unless the mode of its thread was changed:

@@ -1,4 +1,4 @@
-"""Number formats: small frozen descriptors, from which codes, largest values and midpoints are derived.
+"""Define number formats: small frozen descriptors, from which codes, largest values and midpoints are derived.
 
 A *code* is a bit pattern, and a *value* is the number that a code stands for. Sources: OCP Microscaling Formats (MX)
 v1.0 and OCP 8-bit Floating Point (OFP8) v1.0. NVFP4 is defined as in the NVIDIA PTX ISA (cvt to e2m1x2, ue4m3 block

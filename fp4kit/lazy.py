@@ -1,4 +1,4 @@
-"""Attributes that are computed at their first access, without a lock."""
+"""Define lazy_property, for attributes that are computed at their first access, without a lock."""
 
 from __future__ import annotations
 

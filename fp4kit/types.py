@@ -1,4 +1,4 @@
-"""Types for annotations: arrays, recipe ids and the names that options accept.
+"""Define types for annotations: arrays, recipe ids and the names that options accept.
 
 Only type checkers use these types. The functions of fp4kit check their arguments themselves.
 """

@@ -1,1 +1,1 @@
-"""Arrays of other libraries: how arguments are imported without a copy, and how results return to their library."""
+"""Import arrays of other libraries without a copy, and return results as arrays of these libraries."""

@@ -1,4 +1,4 @@
-"""DLPack on the host: view the memory of another library's array as a NumPy array.
+"""View the memory of another library's array on the host as a NumPy array, through DLPack.
 
 An exporter (an array of another library) returns a capsule, a Python object that describes its memory. NumPy's own
 `from_dlpack` refuses bfloat16 and the 8-bit floats, so this module reads the capsule itself. The structures are those

@@ -267,7 +267,7 @@ def _variable(name: str) -> str:
 
 
 def _require_host(device: str, name: str) -> None:
-    """Raise NotImplementedError unless device is "cpu". name: how the message calls the array."""
+    """Raise NotImplementedError unless device, a result of device_name, is "cpu". name: the array in the message."""
     if device == "cpu":
         return
     x = _variable(name)

@@ -1,4 +1,4 @@
-"""JAX arrays: how results become JAX arrays, and which facts about JAX arguments are part of a call cache's key."""
+"""Convert results to JAX arrays, and collect the facts about JAX arguments that the call cache's keys contain."""
 
 from __future__ import annotations
 

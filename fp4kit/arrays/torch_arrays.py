@@ -1,4 +1,4 @@
-"""PyTorch tensors: which stream and allocator a call on them uses, and how results become tensors."""
+"""Convert results to PyTorch tensors, and let calls on tensors use PyTorch's stream and allocator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays without values: the shape and dtype that a compiler (torch.compile, jax.jit) knows while it traces.
+"""Define arrays without values: the shape and dtype that a compiler (torch.compile, jax.jit) knows while it traces.
 
 If the parse of a call gets an AbstractArray in place of an array, it checks everything except values. So errors appear
 while the compiler traces, not when the compiled program runs.

@@ -1,4 +1,4 @@
-"""The amaxes of a call: check the caller's amaxes, reshape them to the canonical shape, and select those of one matrix.
+"""Check the amaxes that a caller passes, reshape them to the canonical shape, and select those of one matrix.
 
 The canonical shape of a tensor_amax depends on the recipe. For an array (..., K), with the quantized axis last, it is:
 

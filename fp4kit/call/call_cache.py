@@ -1,4 +1,4 @@
-"""The cache of calls: a repeated call skips the checks, which take longer than the work on small arrays.
+"""Cache calls, so that a repeated call skips the checks, which take longer than the work on small arrays.
 
 - Key: everything that the checks and the work depend on, except values. For each array that is its type, shape, dtype,
   strides, device and alignment (its facts). All other arguments are part of the key as they are. If one call passes its

@@ -1,4 +1,4 @@
-"""Shards: check calls that quantize a part of a matrix, and say which elements each process owns.
+"""Check calls that quantize a shard of a matrix, and describe which elements each process owns.
 
 A shard is a contiguous range of elements of the flattened matrix. It may begin and end inside a row or a block.
 """

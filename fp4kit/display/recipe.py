@@ -8,7 +8,7 @@ from fp4kit.display.panel import Panel
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.table import is_listed
 
-# fields that panel() describes in words or in the title
+# The fields that panel() describes in words or in the title, so that _rules leaves them out.
 _DESCRIBED = (
     "id",
     "element",

@@ -1,4 +1,4 @@
-"""The reference engine: run parsed calls on NumPy arrays, one matrix after the other. It supports every call.
+"""Run parsed calls on NumPy arrays, one matrix after the other: the reference engine, which supports every call.
 
 Each matrix is computed by the functions in a MatrixFunctions, which are by default those of the specification
 (fp4kit.reference). The compiled engine (cpu/engine.py) calls this module with its own MatrixFunctions. cuda.engine has

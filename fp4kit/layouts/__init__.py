@@ -1,4 +1,4 @@
-"""Memory layouts of codes and scales: nibble order, scale swizzles, file formats and padding.
+"""Convert between memory layouts of codes and scales: nibble order, scale swizzles, file formats and padding.
 
 The functions rearrange the bytes of NumPy and CuPy arrays. They do not change any value.
 """

@@ -1,4 +1,4 @@
-"""Layouts of block scales: linear, and the swizzled tiles that kernels read.
+"""Convert block scales between the linear layout and the swizzled tiles that kernels read.
 
 In an (R, C) array of block scales, with tiled_columns = ceil(C / 4), scale (r, c) lies at byte offset
 

@@ -1,4 +1,4 @@
-"""The amaxes that a stored tensor scale allows, which identify tries when it quantizes with a candidate recipe."""
+"""Find the amaxes that a stored tensor scale allows. identify tries them when it quantizes with a candidate recipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requirements on the parts (the arrays) of a Quantized: their shapes, and the numbers that they may hold.
+"""Define what the parts (the arrays) of a Quantized must satisfy: their shapes, and the numbers that they may hold.
 
 A parameter "moved" or "moved_shape" is the shape of x, the quantized array, with the quantized axis moved last.
 """

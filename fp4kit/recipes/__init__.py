@@ -1,4 +1,4 @@
-"""Recipes: the complete arithmetic of each producer for a format, as data that names rules.
+"""Define recipes: the complete arithmetic of each producer for a format, as data that names rules.
 
 A producer is a library or standard that defines how to quantize. Each producer has one module here, and table.py
 collects the recipes of all modules.

@@ -73,7 +73,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_flashinfer_fp8": _POWER,
     "e8m0_modelopt": _POWER,
     "e8m0_compressed_tensors": _POWER,
-    # rules of llama.cpp and MLX
+    # Rules of llama.cpp and MLX
     "gguf": BlockRuleTraits("E4M3", "compare", one_level=True),
     "e8m0_gguf": BlockRuleTraits("E8M0", "compare"),
     "mlx": BlockRuleTraits("E4M3", "divide", encode=True, then_encode=True),
@@ -81,7 +81,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_mlx": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_0321": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_metal_0321": _POWER,
-    # rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix
+    # Rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix
     "vllm": BlockRuleTraits("E4M3", six=True),
     "vllm_cuda": BlockRuleTraits("E4M3", six=True, encode=True),
     "auto_round": BlockRuleTraits("E4M3", six=True),

@@ -1,4 +1,4 @@
-"""float32 arithmetic as GPUs do it, in NumPy: flushed subnormals and the approximate reciprocal of sm_90.
+"""Reproduce float32 arithmetic of GPUs in NumPy: flushed subnormals and the approximate reciprocal of sm_90.
 
 Names follow PTX: .ftz flushes subnormal operands and results to zero, and .rn rounds to nearest even. If a docstring
 names a PTX instruction, such as mul.ftz.f32, the function reproduces that instruction in every bit.

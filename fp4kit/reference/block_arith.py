@@ -1,4 +1,4 @@
-"""Functions that several block_rules modules share: scale decoding, exponents, and the scales of qwix."""
+"""Define functions that several block_rules modules share: scale decoding, exponents, and the scales of qwix."""
 
 from __future__ import annotations
 

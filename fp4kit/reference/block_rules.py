@@ -1,4 +1,4 @@
-"""Block rules: compute the stored scale of a block from its amax, and the factor by which its elements are scaled.
+"""Define block rules, which compute the scale of a block from its amax, and the factor that scales its elements.
 
 A rule named in recipes/rules.py is a pair of functions, here and in CUDA (cuda/kernels/rules/block_rules_*.cuh):
 

@@ -1,4 +1,4 @@
-"""E4M3 block rules of vLLM, auto-round, AMD Quark, fouroversix and qwix.
+"""Define the E4M3 block rules of vLLM, auto-round, AMD Quark, fouroversix and qwix.
 
 A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.

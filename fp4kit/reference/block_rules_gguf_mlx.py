@@ -1,4 +1,4 @@
-"""Block rules of llama.cpp and MLX, including their flaws.
+"""Define the block rules of llama.cpp and MLX, including their flaws.
 
 A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
 factor_<rule> makes the factors by which the elements are multiplied or divided, or with which they are compared.

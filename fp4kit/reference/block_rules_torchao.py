@@ -1,4 +1,4 @@
-"""E8M0 block rules of torchao 0.18: to_mx in mx_formats/mx_tensor.py.
+"""Define the E8M0 block rules of torchao 0.18: to_mx in mx_formats/mx_tensor.py.
 
 A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
 factor_<rule> makes the factors by which elements are multiplied.

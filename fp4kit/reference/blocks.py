@@ -1,4 +1,4 @@
-"""Blocks of a matrix: tiles of whole blocks, block amaxes, and scales of blocks that span several rows.
+"""Divide matrices into blocks: tiles of whole blocks, block amaxes, and scales of blocks that span several rows.
 
 A tile is a rectangle of whole blocks, small enough that the temporary arrays of a computation fit in the cache.
 """

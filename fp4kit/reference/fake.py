@@ -1,4 +1,4 @@
-"""Fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
+"""Define fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
 
 A fake quantizer returns x with the error of quantization. The functions here reproduce producers' kernels that compute
 only values, no codes. They are the fake rules of recipes/rules.py and share their arguments: x is float32 (m, k),

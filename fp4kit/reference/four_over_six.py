@@ -1,4 +1,4 @@
-"""4over6: each block is quantized with two scales, and the result with the smaller error is kept.
+"""Quantize by 4over6: try two scales for each block, and keep the result with the smaller error.
 
 One scale puts the block's amax at the E2M1 value 6, the other at 4. In the docstrings q is the E2M1 value of an
 element, scale is the value of a block's scale code, and x is the element. tensor.encode multiplies elements before

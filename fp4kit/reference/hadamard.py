@@ -1,4 +1,4 @@
-"""Randomized Hadamard transform of blocks of 16, as Transformer Engine applies it before columnwise quantization."""
+"""Apply the randomized Hadamard transform to blocks of 16, as Transformer Engine does before it quantizes columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Partial quantization: block amaxes and codes of a shard, that is a range of elements of a flattened matrix.
+"""Compute block amaxes and codes of a shard, that is a range of elements of a flattened matrix.
 
 A trainer shards its float32 weights over processes, so each process holds only the elements of its shard. A shard may
 start and end inside a row, a block or a byte.

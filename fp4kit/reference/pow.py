@@ -1,4 +1,4 @@
-"""Powers d^p in float64, for the errors d of a scale search, with the same bits on every machine.
+"""Compute powers d^p in float64, for the errors d of a scale search, with equal bits on every machine.
 
 The pow functions of C libraries and of CUDA differ in the last bit, so they cannot be used. `power` uses only +, -, *,
 /, each rounded once, and operations on bits. No producer computes such powers, so there is nothing to match. The C++

@@ -1,4 +1,4 @@
-"""Stochastic rounding with given random bytes, and Philox, the counter-based generator that supplies such bytes."""
+"""Round stochastically with given random bytes, and generate such bytes by Philox, a counter-based generator."""
 
 from __future__ import annotations
 

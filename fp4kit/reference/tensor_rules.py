@@ -1,4 +1,4 @@
-"""Tensor rules: compute the encode scale and the decode scale of a tensor from its amax.
+"""Define tensor rules, which compute the encode scale and the decode scale of a tensor from its amax.
 
 The encode scale multiplies elements before encoding. The decode scale multiplies values after decoding, and a Quantized
 stores it as tensor_scale. block_rules.py derives block scales from them. In the docstrings, encode and decode are the
@@ -25,7 +25,7 @@ TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizer
 
 
 class TensorScale(NamedTuple):
-    """Hold the scale of a tensor in both directions, and the tensor amax from which it was made.
+    """Hold the two scales of a tensor, and the tensor amax from which they were made.
 
     encode multiplies elements before encoding. decode multiplies values after decoding, and is stored as tensor_scale.
     Each field is a scalar, or an array with one entry per row or per block.

@@ -1,4 +1,4 @@
-"""Tensor types of GGUF files: for each type its number, name, elements per block and bytes per block.
+"""List the tensor types of GGUF files: for each type its number, name, elements per block and bytes per block.
 
 A row of a tensor is a whole number of blocks.
 Source: llama.cpp 0c1e57098, ggml.h and ggml-common.h; gguf 0.19.0, constants.py.
