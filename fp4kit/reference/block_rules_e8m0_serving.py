@@ -278,9 +278,10 @@ def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
 def factor_e8m0_quark_floor(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the scale s of code_e8m0_quark_floor. Quark divides elements by it, even if it was stored as 2^-126.
+    """Return the factor by which Quark divides the elements of each block with scale mode floor.
 
-    If the given code is not the one that amax gives, return the value of the given code.
+    It is the scale s that code_e8m0_quark_floor computes, even if s was stored as 2^-126. For a code that amax does not
+    give, which the caller has passed to quantize, the factor is the value of the code.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -297,9 +298,10 @@ def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def factor_e8m0_quark_ceil(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the scale s of code_e8m0_quark_ceil. Quark divides elements by it, even if it was stored as 2^-126.
+    """Return the factor by which Quark divides the elements of each block with scale mode ceil.
 
-    If the given code is not the one that amax gives, return the value of the given code.
+    It is the scale s that code_e8m0_quark_ceil computes, even if s was stored as 2^-126. For a code that amax does not
+    give, which the caller has passed to quantize, the factor is the value of the code.
     """
     return _quark_factor(codes, _quark_scale(amax, recipe, dtype, np.ceil), amax)
 
