@@ -342,7 +342,10 @@ def test_forms_are_told_apart_by_their_shapes() -> None:
 
 
 def test_experts_get_the_names_of_hugging_face(tmp_path: Path) -> None:
-    """Stacks that mlx-lm calls switch_mlp become one layer per expert; Mixtral's are called w1, w2 and w3."""
+    """The stacks that mlx-lm calls switch_mlp become one layer per expert, under the names of Hugging Face.
+
+    In block_sparse_moe, which is Mixtral's, gate_proj, up_proj and down_proj become w1, w3 and w2.
+    """
     for holder, leaves in (("mlp", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe", ("w1", "w3", "w2"))):
         parts = {}
         for leaf in ("gate_proj", "up_proj", "down_proj"):

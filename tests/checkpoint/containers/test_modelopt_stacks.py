@@ -33,8 +33,9 @@ def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) 
 
     The unquantized stacks are [E, K, N]. Return {name of a stack: one Quantized per expert}.
 
-    experts: E, the number of experts. each: True for one tensor scale per expert, False for one per stack. inputs: True
-    to store input scales, too.
+    experts: E, the number of experts
+    each: True for one tensor scale per expert, False for one per stack
+    inputs: whether to store input scales, too
     """
     config = {"model_type": "llama4_text", "num_hidden_layers": 1, "num_local_experts": experts}
     plain, stored, found = {}, {}, {}
@@ -81,8 +82,12 @@ def layers(q: Quantized) -> dict[str, tuple[fp4kit.Quantized, slice]]:
 def test_renamed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, experts: int, each: bool, inputs: bool, large: bool
 ) -> None:
-    """Converting such a stack to single experts keeps the bytes, also if a matrix is too large to be transposed in
-    memory.
+    """Converting a quantized stack to single experts keeps all bytes, also of matrices too large to transpose at once.
+
+    experts: the number of experts in the stack
+    each: whether every expert has its own tensor scale
+    inputs: whether the stack has input scales
+    large: whether the matrices count as too large to be transposed at once
     """
     if large:
         monkeypatch.setattr(slabs, "WHOLE_EXPERT", 100 * 4 * 64)
@@ -160,7 +165,9 @@ def test_interleaved_stacks_have_no_place_elsewhere(tmp_path: Path, monkeypatch:
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """Scales stored in another axis order than the codes, and a wrong number of tensor scales, are rejected."""
+    """A stack is refused if its scales have another axis order than its codes, or if it has a wrong number of tensor
+    scales.
+    """
     changes = {"_weight_scale": lambda x: np.swapaxes(x, 1, 2), "_weight_scale_2": lambda x: np.ones(2, np.float32)}
     for part, change in changes.items():
         folder = tmp_path / part

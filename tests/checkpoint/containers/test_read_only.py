@@ -88,7 +88,7 @@ def test_fp8_scales_of_other_shapes(shape: tuple[int, ...], tmp_path: Path) -> N
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8])
 def test_integers_under_float_scales_are_not_fp8(dtype: Any, tmp_path: Path) -> None:
-    """Bytes that are not declared as F8_E4M3 could be integers, so they are refused."""
+    """A weight of dtype U8 or I8 with a float scale per row is refused, because its bytes could be integers."""
     parts = {".weight": fp8().view(dtype), ".weight_scale": np.ones((256, 1), np.float32)}
     with refused("packed weights or scales in a format that fp4kit does not know"):
         make_plan(written(tmp_path / "m", parts, quant_method="compressed-tensors"), format="bf16")
@@ -143,7 +143,10 @@ def test_awq_with_a_source_is_compared_by_its_own_values(tmp_path: Path) -> None
 
 
 def test_groups_of_32(tmp_path: Path) -> None:
-    """W4A8_NVFP4_FP8 has an E4M3 scale per 32 elements; without that declaration, the layer is refused."""
+    """Layers with an E4M3 scale per 32 elements are decoded if the config declares W4A8_NVFP4_FP8.
+
+    If it declares NVFP4 with groups of 16, they are refused.
+    """
     rng = np.random.default_rng(5)
     codes = rng.integers(0, 256, (SHAPE[0], SHAPE[1] // 2), np.uint8)
     scales = rng.integers(1, 0x7F, (SHAPE[0], SHAPE[1] // 32), np.uint8).view(E4M3)
@@ -162,7 +165,10 @@ def test_groups_of_32(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("recipe", ["nvfp4-torchao", "mxfp4-torchao-rceil", "mxfp8-torchao-rceil"])
 def test_torchao(recipe: str, tmp_path: Path) -> None:
-    """torchao shows swizzled scales as [32 * tiles, 16 * tiles]; its metadata names the class of each tensor."""
+    """Layers of torchao are decoded if the file's metadata names their class and says that scales are swizzled.
+
+    Swizzled scales have the shape [32 * row tiles, 16 * column tiles]. Other metadata is refused.
+    """
     x = synthetic.random("torchao", SHAPE)
     q = fp4kit.quantize(x, recipe, scale_layout="swizzled_128x4")
     dtype = E4M3 if recipe.startswith("nvfp4") else synthetic.E8M0

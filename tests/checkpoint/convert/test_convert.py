@@ -87,9 +87,9 @@ TARGETS = st.sampled_from(
 def test_any_shape(
     data: st.DataObject, shape: tuple[int, int], target: tuple[str, str], dtype: Any, exponent: int
 ) -> None:
-    """For any number of rows and of blocks per row, any magnitude and any slab height, bytes equal those of quantize.
+    """convert writes the bytes of quantize for any number of rows and blocks, any magnitude and any slab height.
 
-    w1 and w3 share a scale.
+    The model has three matrices: w1 and w3, which share a tensor scale, and w2. Elements are about 2**exponent.
     """
     recipe, format = target
     rows, columns = shape[0], shape[1] * fp4kit.recipe(recipe).block_size

@@ -158,9 +158,9 @@ def test_q8_0_on_request(tmp_path: Path) -> None:
 
 
 def test_converting_a_quantized_file_again(tmp_path: Path) -> None:
-    """MXFP4 blocks can be kept, cast to NVFP4 without loss, or decoded.
+    """Converting a quantized GGUF file again keeps its MXFP4 blocks, or casts them to NVFP4 without loss.
 
-    NVFP4 blocks are quantized again only with --requantize.
+    The NVFP4 blocks decode to the values of the MXFP4 blocks. Quantizing them as MXFP4 takes --requantize.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "a.gguf", "mxfp4-ocp")

@@ -125,7 +125,10 @@ def test_buckets_share_scales_and_flush_proves_that_nothing_is_left():
 
 @pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
 def test_since_yields_only_what_changed(library):
-    """Tensors that equal those of an earlier call are left out; applying the rest gives the whole new version."""
+    """With since=, convert_tensors yields only the tensors whose bytes differ from those of an earlier call.
+
+    Together with the earlier tensors, they are the whole new version.
+    """
     module = None if library == "numpy" else pytest.importorskip(library)
     give = {"numpy": lambda x: x, "torch": lambda x: module.from_numpy(x), "jax": lambda x: module.device_put(x)}
     rng = np.random.default_rng(7)
@@ -260,8 +263,9 @@ def test_invalid_rules_are_rejected():
 
 
 def test_models_that_mlx_and_deepseek_v4_formats_reject():
-    """Models that would load wrongly are rejected: mlx-lm would drop the scales of these experts, and vLLM needs input
-    scales for DeepSeek-V4.
+    """Models that an engine would load wrongly are refused.
+
+    mlx-lm would drop the scales of Qwen3-MoE's experts, and vLLM needs input scales for NVFP4 experts of DeepSeek-V4.
     """
     expert = "model.layers.0.mlp.experts.0.down_proj.weight"
     rules = Rules.of("mxfp4-ocp", format="mlx", config={"model_type": "qwen3_moe"})

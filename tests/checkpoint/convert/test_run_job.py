@@ -147,7 +147,10 @@ def test_gpt_oss(tmp_path: Path, recipe: str, format: str) -> None:
 
 @pytest.mark.parametrize("model_type", ["llama4", "unheard_of"])
 def test_orientation_by_shapes(tmp_path: Path, model_type: str) -> None:
-    """For any model type, shapes [E, H, 2I] and [E, I, H] mean that stacks are transposed; gate is the first half."""
+    """Stacks of shapes [E, H, 2I] and [E, I, H] are taken as transposed for any model type, with gate as first half.
+
+    E is the number of experts, H the hidden size, and I the intermediate size.
+    """
     layer = "model.layers.0.mlp.experts"
     shapes = {f"{layer}.gate_up_proj": (4, 64, 192), f"{layer}.down_proj": (4, 96, 64)}
     tensors = {name: synthetic.random(name, shape) for name, shape in shapes.items()}

@@ -109,7 +109,10 @@ def test_nvfp4_bytes_are_those_of_an_exhaustive_search(objective: str, weighted:
 
 
 def test_mxfp4_bytes_are_those_of_an_exhaustive_search() -> None:
-    """On multiples of 1/16, all errors are exact, so ties are real: the smallest scale wins."""
+    """The search takes the block scale of the least error among all scales, and the smallest one on a tie.
+
+    Elements are multiples of 1/16, whose errors are exact in floating point, so that ties occur.
+    """
     x = (np.random.default_rng(3).integers(-120, 121, (64, 128)) / 16).astype(np.float32)
     x[0, :32] = np.tile([4, 2, 1, 0.5], 8)
     found = quantized(x, recipe("mxfp4-gguf"), "mse", None)
@@ -137,7 +140,7 @@ def test_blocks_whose_weights_are_zero_are_searched_with_equal_weights(id: str) 
 
 @pytest.mark.parametrize("id", RECIPES)
 def test_files_hold_the_searched_blocks(id: str, tmp_path: Path) -> None:
-    """Every matrix gets the bytes of the search; the header records it; verify repeats it and finds a changed byte."""
+    """A GGUF file gets the bytes of the search and records its name; verify repeats it and finds a changed byte."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "o.gguf", id, search=ScaleSearch.of("mse"))
     file = read_gguf(tmp_path / "o.gguf")

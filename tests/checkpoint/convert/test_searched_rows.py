@@ -73,7 +73,10 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 @pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bytes_are_those_of_search_and_quantize(model, tmp_path: Path, format: str, weighted: bool) -> None:
-    """Bytes equal those of search_scales and quantize, with the tensor amax of all layers that share it."""
+    """convert writes the bytes of search_scales and quantize, with the tensor amax of all layers that share a scale.
+
+    weighted: whether the search weights the errors of columns
+    """
     source, tensors = model
     weights = column_weights(tmp_path / "w.safetensors", tensors) if weighted else None
     searched(source, tmp_path / "d", weights, format=format)

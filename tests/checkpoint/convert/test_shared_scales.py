@@ -175,9 +175,9 @@ def test_exponents_of_exact_casts() -> None:
 
 
 def test_dtypes_that_get_different_scales(tmp_path: Path) -> None:
-    """compressed-tensors rounds its divisor to the dtype of the weight, so layers of two dtypes cannot share it.
+    """Layers of two dtypes cannot share a tensor scale with nvfp4-compressed-tensors, but can with nvfp4-te.
 
-    Other recipes do not round it.
+    nvfp4-compressed-tensors rounds the divisor to the dtype of the weight.
     """
     tensors = {**numbers("mlp.gate_proj", np.float32), **numbers("mlp.up_proj")}
     synthetic.write_model(tmp_path / "m", {}, tensors)
@@ -202,10 +202,10 @@ def _chain(tmp_path: Path, *steps: tuple[str, str]) -> list[oracle.Loaded]:
 
 
 def test_round_trip_of_nvfp4_names(tmp_path: Path) -> None:
-    """Converting NVFP4 between formats keeps codes and block scales.
+    """Converting NVFP4 between formats keeps codes and block scales, and changes tensor scales by at most 1 ulp.
 
-    compressed-tensors stores a divisor, the reciprocal of the tensor scale. Inverting it twice may change it by 1 ulp;
-    from compressed-tensors to compressed-tensors its bits stay.
+    compressed-tensors stores the reciprocal of a tensor scale, and two inversions may change the last bit. Between two
+    files of compressed-tensors, nothing is inverted and all bytes stay.
     """
     nvfp4_te = "nvfp4-te"
     names = [

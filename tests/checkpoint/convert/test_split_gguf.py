@@ -170,7 +170,10 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize(("recipe", "limit"), [(RECIPE, LIMIT), ("nvfp4-te", 98_304), (RECIPE, 10**9)])
 def test_the_files_are_those_of_llama_gguf_split(recipe: str, limit: int, tmp_path: Path) -> None:
-    """The files are those that llama-gguf-split makes of the single file, and one model for every command."""
+    """convert --split-max-size writes the files that llama-gguf-split makes of the single file.
+
+    Every command takes any of these files for the whole model.
+    """
     gguf_files.write_model(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "whole.gguf", recipe)
     report = convert(tmp_path / "m.gguf", tmp_path / "out.gguf", recipe, split_max_size=limit)
@@ -188,7 +191,10 @@ def test_the_files_are_those_of_llama_gguf_split(recipe: str, limit: int, tmp_pa
 
 
 def test_a_split_source_is_split_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The numbers of the source's files do not reach the result. Without the option, convert says what it writes."""
+    """A split source becomes one file, or with --split-max-size several files that are numbered anew.
+
+    Without the option, convert says that several files become one.
+    """
     paths = [str(path) for path in write_split(tmp_path)]
     gguf_files.write_model(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "whole.gguf", RECIPE)
@@ -320,7 +326,7 @@ def test_remove_stale_also_removes_renamed_files(tmp_path: Path) -> None:
 
 
 def test_an_error_between_two_files_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If a file cannot get its final name, those before it lose theirs, and the run can be resumed."""
+    """If renaming one of several files fails, none of them keeps its final name, and the run can be resumed."""
     gguf_files.write_model(tmp_path / "m.gguf")
     rename, count = os.rename, iter(range(99))
 
@@ -365,7 +371,7 @@ def test_gguf_py_reads_the_files(tmp_path: Path) -> None:
 
 
 def test_llama_cpp_runs_the_files(tmp_path: Path) -> None:
-    """llama.cpp computes the embedding of the single file in every bit, given the first of several files."""
+    """Given the first of several files, llama.cpp computes the same embedding as from the single file, bit for bit."""
     pytest.importorskip("gguf")
     pytest.importorskip("xllamacpp")
     llama_cpp.write(tmp_path / "m.gguf", llama_cpp.tensors())

@@ -160,7 +160,10 @@ def test_files_that_are_no_patch(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a kill, --resume keeps the files that are complete; without it, the leftovers are named."""
+    """An apply that was killed is completed by apply with resume=True, and refused without it.
+
+    The refusal names what the killed run left.
+    """
     old, new = two_steps(tmp_path)
     diff(old, new, tmp_path / "p")
 
@@ -229,7 +232,7 @@ def gguf_steps(root: Path, recipe: str, limit: int | None) -> list[Path]:
 
 @pytest.mark.parametrize("recipe", ["mxfp4-gguf", "nvfp4-te"])
 def test_gguf_files(recipe: str, tmp_path: Path) -> None:
-    """The flips of a GGUF layer count codes and scales apart, although they lie in the same blocks."""
+    """diff counts the changed codes and the changed scales of a GGUF layer separately, though each block holds both."""
     old, new = gguf_steps(tmp_path, recipe, None)
     report = diff(old, new, tmp_path / "p")
     assert (report.changed, report.whole) == (1, 0) and report.nbytes < new.stat().st_size / 4
@@ -253,7 +256,10 @@ def parts_of_layer(path: Path, name: str, kind: str) -> tuple[np.ndarray, np.nda
 
 
 def test_split_gguf_models(tmp_path: Path) -> None:
-    """Any file of a split model names it. Files are paired by their number, and the result is split too."""
+    """diff takes any file of a split GGUF model for the whole model, and apply writes a split model.
+
+    Files of two split models are paired by their number. A split and a single file can be compared, too.
+    """
     old, new = gguf_steps(tmp_path, "mxfp4-gguf", 60_000)
     report = diff(old, new, tmp_path / "p")
     assert report.changed > 1 and report.layers

@@ -170,7 +170,11 @@ def _ulp(a: np.ndarray, b: np.ndarray) -> int:
 
 
 def _unpacked(stored: dict[str, Any], args: Any) -> Any:
-    """Decode a layer by compressed-tensors' own code, in float32; its path for bfloat16 starts with these values."""
+    """Return the float32 values that compressed-tensors' own code decodes from a stored layer.
+
+    stored: the layer's tensors, keyed by the last part of their names, such as weight_scale
+    args: the QuantizationArgs of the layer's weight
+    """
     from compressed_tensors.compressors.mx_utils import decompress_mx_scale
     from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
     from compressed_tensors.quantization.lifecycle.forward import dequantize

@@ -202,7 +202,10 @@ def test_a_missing_tensor(container: str, name: str, suffix: str, vllm: str, sgl
 
 
 def test_what_other_engines_do_with_a_missing_tensor() -> None:
-    """A layer without codes or scales cannot be decoded. What other engines do without input scales is unknown."""
+    """The stated consequence of a missing tensor is what the engine does without it.
+
+    It may be unable to decode the layer, use zeros or uninitialized memory, or do something that is not known.
+    """
     assert (
         consequence("transformers", CT_NVFP4, Q, ".input_global_scale") == "it is not known what the engine does then"
     )

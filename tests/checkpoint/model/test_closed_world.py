@@ -303,7 +303,7 @@ def test_config_keys_of_modelopt(
     "targets", [["Linear"], ["FusedMoE"], ["re:.*proj"], ["model.layers"], ["re:.*(mlp|k_proj)", "re:.*[qvo]_proj"]]
 )
 def test_targets_that_name_all_layers(targets: list[str], sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    """Classes, patterns and parents of the layers are targets too."""
+    """Targets that cover every layer are accepted: classes, patterns of names, and parents of the layers."""
     start = sound("nvfp4-compressed-tensors", "compressed-tensors")
     config = json.loads(json.dumps(start.config))
     config["quantization_config"]["config_groups"]["group_0"]["targets"] = targets

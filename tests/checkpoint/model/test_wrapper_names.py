@@ -24,7 +24,7 @@ WRAPPED = {
 
 @pytest.mark.parametrize("name", WRAPPED)
 def test_wrapped_names(tmp_path: Path, name: str) -> None:
-    """Convert refuses them and says what to do; convert_tensors removes what the wrapper added."""
+    """convert refuses a name that a wrapper such as DDP has changed; convert_tensors removes what the wrapper added."""
     assert unwrapped(name) == PLAIN
     w = synthetic.random("w", (32, 64))
     synthetic.write_model(tmp_path / "m", {}, {name: w})

@@ -271,7 +271,7 @@ def test_auxiliary_files(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_no_whole_blocks_are_named(tmp_path: Path) -> None:
-    """Layers that stay unquantized because of their row length are a warning, one per length, with their number."""
+    """One warning per row length names the layers that stay unquantized because rows are no whole number of blocks."""
     assert plan_of(tmp_path / "a", "dense", "mxfp4-ocp").warnings == (
         "2 layers (model.layers.0.mlp.down_proj, model.layers.1.mlp.down_proj): K = 80 is not a multiple of 32;"
         " they stay BF16",

@@ -77,9 +77,9 @@ def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) ->
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS)
 def test_heads_are_unwoven_for_a_directory(recipe: str, format: str, tmp_path: Path) -> None:
-    """A directory that takes the codes of a file holds the layers quantized from its own weights.
+    """A directory that takes a GGUF file's codes gets the rows of each attention head in the order of its own weights.
 
-    A file that is made from it again has the bytes of the first file.
+    A GGUF file that takes the directory's codes in turn has the bytes of the first file.
     """
     directory(tmp_path / "unused", llama(tmp_path / "m.gguf"))
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)

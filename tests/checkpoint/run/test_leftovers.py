@@ -254,7 +254,7 @@ def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Calla
 
 
 def test_hidden_files_of_others_stay(model: Path, tmp_path: Path, called: Callable[..., Run]) -> None:
-    """Files that no run has left are kept.
+    """convert --remove-stale keeps files that no run of fp4kit has left, although they have the names of such files.
 
     These are a lock with content, a journal of another kind, a link, and files in a directory without a manifest.
     """

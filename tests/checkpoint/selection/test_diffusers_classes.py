@@ -121,7 +121,10 @@ def test_variants_beside_the_model_are_not_read(tmp_path: Path) -> None:
 
 
 def test_single_files_of_original_releases(tmp_path: Path) -> None:
-    """Modulation, inputs and outputs stay unquantized without a config, with and without ComfyUI's prefix."""
+    """In a single file of FLUX without a config, modulation, input and output layers stay unquantized.
+
+    This holds with and without the prefix that ComfyUI gives to names.
+    """
     quantized = ["double_blocks.0.img_attn.qkv", "double_blocks.0.txt_mlp.2", "single_blocks.0.linear1"]
     kept = ["double_blocks.0.img_mod.lin", "single_blocks.0.modulation.lin", "final_layer.linear", "img_in", "txt_in"]
     kept += ["final_layer.adaLN_modulation.1", "time_in.in_layer", "vector_in.in_layer", "guidance_in.out_layer"]

@@ -135,9 +135,9 @@ def test_a_subtree_is_asked_for_by_its_name(pattern: str, asks: bool) -> None:
 
 
 def test_a_subtree_is_not_asked_for_by_a_name_that_only_begins_alike() -> None:
-    """A pattern for layer 30 does not name layer 3, which is multi-token prediction here and so stays unquantized.
+    """A pattern for layer 30 does not ask for layer 3, which is multi-token prediction here and stays unquantized.
 
-    A pattern that matches all modules does not name it, either.
+    A pattern that matches all modules does not ask for it, either.
     """
     tensor = candidate("model.layers.3.mlp.up_proj.weight", "BF16", (16, 64), Model(3))
     assert not decide([tensor], Wishes(only=("model.layers.30.*", "*")), 16)[tensor.name].converted

@@ -362,8 +362,9 @@ def test_compare_one_flipped_code(tmp_path: Path) -> None:
 
 
 def test_compare_formats(tmp_path: Path) -> None:
-    """NVFP4 and MXFP4 layers have different shapes, but comparable values. Against MXFP8, all codes count as
-    different.
+    """Layers of two formats are compared by their values.
+
+    All scales count as different, and so do all codes of MXFP8 and MXFP4, which have different widths.
     """
     synthetic.bert(tmp_path / "m")
     for recipe in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te"):

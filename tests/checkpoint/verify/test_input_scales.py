@@ -102,7 +102,7 @@ def test_unusable_scales_are_named_and_judge_no_others(factor: float, tmp_path: 
 
 @pytest.mark.parametrize("format", SUFFIX)
 def test_input_scales_of_other_activations(format: str, tmp_path: Path) -> None:
-    """Given activations, every input scale must be the one that they give, to the last bit."""
+    """verify with activations reports every input scale that is not the one they give, to the last bit."""
     synthetic.moe(tmp_path / "m")
     one = Activations.of(whole(tmp_path / "m"))
     convert(tmp_path / "m", tmp_path / "out", format=format, activations=one)

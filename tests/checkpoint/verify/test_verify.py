@@ -176,8 +176,9 @@ DRAWN = (
 @pytest.mark.parametrize("form", DRAWN, ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float32, np.float16])])
 def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For random bytes as codes, scales and values, counts equal those of single elements, for any number of rows per
-    chunk.
+    """Counts over whole chunks equal those of a loop over single elements, for any number of rows per chunk.
+
+    Codes, scales and values are random bytes.
     """
     monkeypatch.setattr(import_module("fp4kit.checkpoint.model.decode"), "CHUNK_ELEMENTS", 7 * 96)
     rng = np.random.default_rng(CONTAINERS.index(form))
@@ -488,7 +489,7 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
 
 
 def without_sums(layer: LayerReport) -> LayerReport:
-    """Return the layer's report without its sums, because the order of their additions depends on the slabs."""
+    """Return the layer's report with its sums set to 0, because their rounding depends on the order of additions."""
     return replace(layer, tally=replace(layer.tally, signal=0.0, noise=0.0))
 
 
