@@ -7,7 +7,7 @@
 
 constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // number of columns per thread
 
-// The arguments of the kernel.
+// The arguments of amax_columns_kernel.
 struct AmaxColumnsArguments {
   const void* x;  // matrices x rows x columns elements, contiguous
   u32* amax;      // matrices x columns bits of float32, set to 0 before

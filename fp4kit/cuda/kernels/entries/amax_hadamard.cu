@@ -7,7 +7,7 @@
 using Bits = Input::Bits;
 constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // rows and columns of a patch
 
-// The arguments of the kernel.
+// The arguments of amax_hadamard_kernel.
 struct AmaxHadamardArguments {
   const void* x;  // rows x columns elements, contiguous
   u32* amax;      // bits of float32, set to 0 before

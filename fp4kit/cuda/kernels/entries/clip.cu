@@ -7,7 +7,7 @@
 template <class In, class GradIn>
 constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bits) == 4 ? 8 : 4;
 
-// The arguments of the kernel.
+// The arguments of clip_kernel.
 struct ClipArguments {
   const void* grad;   // count elements of the gradient's type, contiguous
   const void* x;      // count elements of x's type

@@ -4,7 +4,7 @@
 
 constexpr u32 kNan = 0x7FC00000u;  // the bits of NaN, which are above those of every other magnitude
 
-// The arguments of the kernel.
+// The arguments of count_changed_kernel.
 struct CountChangedArguments {
   const u32* x;
   const u32* y;

@@ -12,7 +12,7 @@
 #include "scale_layout.cuh"
 #include "pack.cuh"
 
-// The arguments of the kernel. "null" means that the pointer is nullptr in that case.
+// The arguments of dequantize_kernel. "null" means that the pointer is nullptr in that case.
 struct DequantizeArguments {
   const u8* packed;
   const u8* scales;           // in R's layout (null without block scales)

@@ -3,7 +3,7 @@
 // (rules/implied_amax.cuh).
 #include "implied_amax.cuh"
 
-// The arguments of the kernel. "null" means that the pointer is nullptr in that case.
+// The arguments of implied_amax_kernel. "null" means that the pointer is nullptr in that case.
 struct ImpliedAmaxArguments {
   const float* tensor_scale;
   const float* tensor_amax;  // null if not known

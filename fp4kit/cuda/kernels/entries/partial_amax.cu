@@ -4,8 +4,8 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// The arguments of both kernels. Arrays are shared by several matrices; block_at and tensor_at are the indices at which
-// this matrix begins.
+// The arguments of partial_amax_kernel, and of each member of grouped_partial_amax_kernel. Arrays are shared by several
+// matrices; block_at and tensor_at are the indices at which this matrix begins.
 struct PartialAmaxArguments {
   const void* values;  // elements [start, end) of the flattened matrix
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at

@@ -4,8 +4,8 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// The arguments of both kernels. Arrays are shared by several matrices; run_at, factor_at and tensor_at are the indices
-// at which this matrix begins.
+// The arguments of partial_cast_kernel, and of each member of grouped_partial_cast_kernel. Arrays are shared by several
+// matrices; run_at, factor_at and tensor_at are the indices at which this matrix begins.
 struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
   u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is at place run_at + i

@@ -4,7 +4,7 @@
 #include "grouped.cuh"
 #include "partial.cuh"
 
-// The arguments of the kernel.
+// The arguments of grouped_partial_place_kernel.
 struct PartialPlaceArguments {
   const u8* from;  // run i of the matrix is at place from_at + i
   u8* to;          // and goes to place to_at + i

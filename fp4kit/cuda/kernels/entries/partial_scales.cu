@@ -4,8 +4,8 @@
 #include "block.cuh"
 #include "grouped.cuh"
 
-// The arguments of both kernels. Arrays are shared by several matrices; the fields whose names end in `_at` are the
-// indices at which this matrix begins.
+// The arguments of partial_scales_kernel, and of each member of grouped_partial_scales_kernel. Arrays are shared by
+// several matrices; the fields whose names end in `_at` are the indices at which this matrix begins.
 struct PartialScalesArguments {
   const float* block_amax;   // at block_at
   const float* tensor_amax;  // at tensor_at (null without tensor scale)

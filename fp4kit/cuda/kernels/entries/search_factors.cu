@@ -12,7 +12,7 @@
 #include "runs.cuh"
 #include "summation_order.cuh"
 
-// The arguments of the kernel.
+// The arguments of search_factors_kernel.
 struct SearchFactorsArguments {
   const void* x;
   const float* tensor_amax;

@@ -6,7 +6,7 @@
 #include "scale_layout.cuh"
 #include "runs.cuh"
 
-// The arguments of the kernel.
+// The arguments of swizzle_kernel.
 struct SwizzleArguments {
   const u8* in;
   u8* out;

@@ -13,7 +13,7 @@ template <class S>
 constexpr bool kSeparateScales = S::kLayout != ScaleLayout::swizzled_128x4 && S::kScaleWords;
 constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // 5 would spill registers
 
-// The arguments of the kernel.
+// The arguments of transpose_kernel.
 struct TransposeArguments {
   const u8 *codes, *scales;
   u8 *codes_out, *scales_out;

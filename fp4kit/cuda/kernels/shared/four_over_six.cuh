@@ -130,7 +130,7 @@ FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
 template <class R, class In>
 FP4KIT_DEVICE ApproximateScale approximate_scale(u32 code, TensorScale t) {
   const float scale = decode_scale<R>(code), factor = candidate_factor<R>(scale, t), unit = decoded<R>(scale, t);
-  // Below 2^-60, the reference's squares lose bits.
+  // If u is at most 2^-60, squared errors are so small that the reference's squares lose bits.
   const bool applies = !R::kLargestError && is_ordinary(t) && unit > 0x1p-60f &&
                        magnitude_of(unit * factor - 1.0f) <= 0x1p-21f && takes_fast_path<R, In>(0u, {factor, factor});
   if (!applies) return {float_of(kInfinityBits), 0.0f, 0.0f, 0.0f};
