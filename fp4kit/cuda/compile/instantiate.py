@@ -21,7 +21,10 @@ def instantiation(file: str, struct: str = "", **names: str | bool) -> str:
 
 
 def _definitions(names: Mapping[str, str | bool]) -> list[str]:
-    """Return one C++ definition per name: of a bool constant, an enum constant ("Enum::value"), or a type alias."""
+    """Return one C++ definition per name: of a bool constant, of an enum constant ("Enum::value"), or of a type alias.
+
+    names: the value per name, as for instantiation.
+    """
     lines = []
     for name, value in names.items():
         if isinstance(value, bool):

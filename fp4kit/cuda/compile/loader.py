@@ -36,7 +36,7 @@ def files(sources: Path) -> dict[str, Path]:
 
 @cache
 def include_closure(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the text of the named kernel sources and of every file that they include, directly or not, by name."""
+    """Return the texts, by file name, of the named kernel sources and of all files that they include, directly or not."""
     found: dict[str, str] = {}
     pending = list(names)
     while pending:
@@ -70,9 +70,9 @@ def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[byt
 
 
 def cache_folder() -> Path:
-    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda if it is writable, else one in the temporary directory.
+    """Return the folder of cached cubins: ~/.cache/fp4kit/cuda or, if that is not writable, a temporary folder.
 
-    Create the folder if needed. Raise RuntimeError if neither is writable and owned by this user.
+    Create the folder if needed. Raise RuntimeError if neither folder is writable and owned by this user.
     """
     for root in (Path.home() / ".cache", Path(tempfile.gettempdir()) / f"fp4kit-{os.getuid()}"):
         folder = root / "fp4kit" / "cuda"

@@ -19,9 +19,10 @@ class CompileError(RuntimeError):
 
 
 def _candidates() -> Iterator[str]:
-    """Yield the places to look for NVRTC: first the paths in installed wheels, the newest version first.
+    """Yield the places to look for NVRTC, in the order in which they are tried.
 
-    Then yield library names, which the system's linker looks up.
+    First come the paths in installed wheels, from the newest version on, and then library names for the system's
+    linker.
     """
     for folder in sys.path:
         root = Path(folder) / "nvidia"
@@ -32,7 +33,10 @@ def _candidates() -> Iterator[str]:
 
 @cache
 def library() -> ctypes.CDLL:
-    """Load the NVRTC library and return it. Raise RuntimeError, which says what to install, if there is none."""
+    """Load the NVRTC library and return it.
+
+    Raise RuntimeError if there is none; the message says what to install.
+    """
     for path in _candidates():
         try:
             if Path(path).is_absolute():
@@ -54,7 +58,10 @@ def version() -> tuple[int, int]:
 
 
 def _check(status: int, call: str) -> None:
-    """Raise CompileError if an NVRTC call failed. status: its result. call: its name in the message."""
+    """Raise CompileError if a call of NVRTC failed.
+
+    status: the result of the call. call: the name of the function, for the message.
+    """
     if status:
         library().nvrtcGetErrorString.restype = ctypes.c_char_p
         raise CompileError(f"fp4kit.cuda: {call} failed: {library().nvrtcGetErrorString(status).decode()}")

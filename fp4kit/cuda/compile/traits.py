@@ -58,7 +58,7 @@ def has_table(r: Recipe) -> bool:
 
 
 def _recipe_facts(r: Recipe) -> dict[str, object]:
-    """Return the constants of the C++ struct R that come from the recipe's fields, as {"type name": value}."""
+    """Return the constants of the C++ struct R that depend only on the recipe, as {"type name": value}."""
     return {
         "int kBlock": r.block_size if r.block else 16,
         "int kBlockRows": r.block_rows,

@@ -28,9 +28,10 @@ _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted i
 
 
 def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
-    """Return the tensor amax of a call, on the device and in its canonical shape; None without a tensor scale.
+    """Return the tensor amax of a call, on the device and in its canonical shape, or None without a tensor scale.
 
-    This is the caller's tensor_amax, or else the amax of x after the call's Hadamard transform, if it has one.
+    It is the caller's tensor_amax, if the caller passed one. Otherwise it is the amax of x, after the Hadamard
+    transform if the call has one.
 
     x: the array of the call, contiguous. columnwise: True if the Hadamard transform runs along the columns of the
     matrices in x; False if it runs along their rows.
@@ -66,8 +67,8 @@ def block_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
 def clip_amax(call: Call) -> Any:
     """Return the clip limit of fake_quantize_backward for a caller who passes none.
 
-    These are the amaxes from which the recipe's tensor scales are made; without a tensor scale, the amax of the whole
-    array.
+    It consists of the amaxes from which the recipe's tensor scales are computed. If the recipe has no tensor scale, it
+    is the amax of the whole array.
     """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
@@ -75,7 +76,7 @@ def clip_amax(call: Call) -> Any:
 
 
 def amax(call: Call) -> Any:
-    """Return the amax of each block of call.moved; for a recipe without blocks, the tensor amaxes."""
+    """Return the amax of each block of call.moved or, for a recipe without blocks, the tensor amaxes."""
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         if needs_block_kernel(call.recipe):
@@ -137,7 +138,7 @@ def plain_amax_operands(x: Any, axis: Any) -> tuple[AmaxOperands, tuple[int, ...
 
 
 def columns_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]] | None:
-    """Return x reshaped to (B, M, K), so that a reduction over M gives the amaxes, and the shape of the result.
+    """Return x as matrices (B, M, K) whose amaxes over M are wanted, and the shape of the result, as a pair.
 
     This avoids a transposed copy. Return None if it is not possible: x must be contiguous, and the reduced axes must be
     consecutive and end before the last axis. If B > 1, each matrix must be large enough for a thread block.
@@ -158,9 +159,9 @@ def _axes(x: Any, axis: Any) -> tuple[int, ...]:
 
 
 def rows_to_reduce(x: Any, axis: Any) -> tuple[Any, tuple[int, ...]]:
-    """Return x as contiguous rows (n, m), so that one amax per row gives the result, and the shape of the result.
+    """Return x as contiguous rows (n, m) whose amaxes are wanted, and the shape of the result, as a pair.
 
-    If axis is None, return contiguous x, of which all elements are reduced to one amax, and the shape ().
+    If axis is None, all elements are reduced to one amax. Then return contiguous x and the shape ().
     """
     cupy = imports.cupy()
     if axis is None:

@@ -1,9 +1,9 @@
 """Make cached calls (call/call_cache.py) on a GPU, which repeat a call on other arrays with little work on the host.
 
 The functions quantize, fake_quantize, dequantize, transpose and swizzle take a parsed call. Each returns a cached call:
-an object that repeats the call for other arrays with the same shapes, dtypes and alignment. Calls that take one launch
-on one matrix can be cached, or two launches if an amax must be computed first. For other calls, the functions return
-None, and the other modules of this package run the call.
+an object that repeats the call for other arrays with the same shapes, dtypes and alignment. A call can be cached if it
+takes one launch on one matrix, or two launches because an amax must be computed first. For other calls, the functions
+return None, and the other modules of this package run the call.
 
 Arrays are CuPy arrays or PyTorch tensors. For tensors, memory comes from PyTorch's allocator, and launches go to
 PyTorch's current stream.
@@ -98,7 +98,8 @@ class AmaxStep(NamedTuple):
     def find(self, library: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
         """Launch the computation of the amax, if it needs a launch.
 
-        x: the address of the elements. amax: the array to write the amax to.
+        library: the functions that handle the arrays. x: the address of the elements. amax: the array to write the amax
+        to. stream: the stream to launch on.
         """
         if self.launch is not None:
             library.clear(amax, stream)
@@ -106,7 +107,10 @@ class AmaxStep(NamedTuple):
 
 
 def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
-    """Return the AmaxStep of a call; None if the caller passed the amax, or none is needed."""
+    """Return the AmaxStep of a call, or None if the caller passed the amax or the recipe needs none.
+
+    request: the LaunchRequest of the call.
+    """
     x, r = call.x, call.recipe
     if r.tensor_scaling == "none" or call.tensor_amax is not None:
         return None
@@ -126,8 +130,10 @@ _GIVEN = ("tensor_amax", "")
 def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list[int]], tuple[int, ...]]:
     """Return a function that puts addresses into the order of a kernel's arguments.
 
-    The function takes a list of addresses: of x, of the new arrays, and those of _GIVEN. It returns the values of the
-    kernel's pointers and words, with 0 for arguments without an array. new: the kernel's names of the new arrays.
+    The function takes a list of addresses: the address of x, those of the new arrays, and those of _GIVEN. It returns
+    the values of the kernel's pointers and words, with 0 for arguments without an array.
+
+    new: the names that the kernel gives to the new arrays.
     """
     # The order is reversed, so that a new tensor_amax overrides the caller's.
     known = {name: i for i, name in reversed(tuple(enumerate(("x", *new, *_GIVEN))))}
@@ -135,7 +141,10 @@ def _argument_picker(arguments: Arguments, new: Sequence[str]) -> Callable[[list
 
 
 def _kernel_names(result: QuantizedResult | None, prefix: str = "") -> tuple[str, ...]:
-    """Return the kernel's names of the arrays of a result; () if result is None. prefix: "column_" or ""."""
+    """Return the names that the kernel gives to the arrays of a result, or () if result is None.
+
+    prefix: "column_" for the arrays of a columnwise result, otherwise "".
+    """
     return () if result is None else tuple(prefix + _KERNEL_NAMES[name] for name in result.names)
 
 
@@ -208,9 +217,9 @@ class QuantizeCall:
         ]
 
     def _results(self, arrays: list[Any]) -> Any:
-        """Return the Quantized made of new arrays; for quantize_both, the pair (rowwise, columnwise).
+        """Return new arrays as a Quantized or, for quantize_both, as the pair of Quantized (rowwise, columnwise).
 
-        arrays: as `new` returns them.
+        arrays: the arrays in the order in which `new` returns them.
         """
         first, second = self.row, self.column
         one: Any = second if first is None else first
@@ -221,7 +230,7 @@ class QuantizeCall:
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return a QuantizeCall that repeats a parsed call of quantize; None if it takes several launches.
+    """Return a QuantizeCall that repeats a parsed call of quantize, or None if the call takes several launches.
 
     The call must round to nearest, without a Hadamard transform or block amaxes.
 
@@ -285,7 +294,7 @@ class FakeQuantizeCall:
 
 
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize; None if it takes several launches.
+    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize, or None if it takes several launches.
 
     The call must round to nearest, without block amaxes.
 
@@ -335,7 +344,7 @@ class DequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
-    """Return a DequantizeCall that repeats a call of dequantize; None if it takes several launches or copies.
+    """Return a DequantizeCall that repeats a call of dequantize, or None if the call takes several launches or copies.
 
     Args:
         q: the Quantized with CuPy arrays.
@@ -383,7 +392,7 @@ class MoveCall:
 
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Return a MoveCall that repeats a call of transpose; None if no kernel supports it, or if arrays must be copied.
+    """Return a MoveCall that repeats a call of transpose, or None if no kernel supports it or arrays must be copied.
 
     Args:
         q: the Quantized with CuPy arrays.

@@ -81,7 +81,7 @@ def amaxes(operands: Sequence[ShapedOperands]) -> list[Any]:
 
 
 def amax_group(calls: Sequence[tuple[Call]]) -> list[Any]:
-    """Return the results of the function amax for N calls, each in a tuple, from one launch per dtype.
+    """Return the results of the function amax for N calls, from one launch per dtype. Each call is in a tuple.
 
     Raise Declined if the recipe's blocks need one launch per array (needs_block_kernel).
     """
@@ -99,7 +99,7 @@ def plain_amax_group(calls: Sequence[tuple[Any, Any]]) -> list[Any]:
 
 
 def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
-    """Return an array if it is contiguous; otherwise an uninitialized array for a contiguous copy of it.
+    """Return an array if it is contiguous, or otherwise an uninitialized array for a contiguous copy of it.
 
     In the second case, append (array, copy) to `copies`, so that launch_all makes the copy before each launch.
     """
@@ -110,7 +110,10 @@ def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
 
 
 def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], None]]) -> None:
-    """Copy each array into its contiguous copy, and then launch all launches in order."""
+    """Update the contiguous copies of arrays, and then launch all launches in order.
+
+    copies: pairs (array, contiguous copy of it), as contiguous_or_copy appends them.
+    """
     for array, copy in copies:
         imports.cupy().copyto(copy, array)
     for call in launches:
@@ -160,7 +163,10 @@ class Group:
             self.calls, self._searches = self._find_searches()
 
     def _find_amaxes(self) -> list[Any]:
-        """Return the tensor amax of each array on the GPU: the caller's, checked, or else zeros to compute it in."""
+        """Return the tensor amax of each array, on the GPU.
+
+        These are the caller's amaxes, after a check, or otherwise arrays of zeros in which the amaxes will be computed.
+        """
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]
         if pairs[0][0] is None:
@@ -203,7 +209,7 @@ class Group:
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: the caller's, or else computed now. See the attribute amaxes."""
+        """Return the tensor amax of each array: the amax that the caller passed, or otherwise one that is computed now."""
         with self._device:
             self._update(True)
         return self.amaxes

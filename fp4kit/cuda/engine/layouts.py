@@ -19,9 +19,11 @@ from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
-    """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed, in one launch.
+    """Transpose each matrix of a Quantized q with square blocks, in one launch. Return the pair (packed, scales).
 
     Raise Declined if no kernel supports the size of the blocks.
+
+    packed, scales: the codes and block scales of q.
     """
     cupy, size = imports.cupy(), q.recipe.block_size
     *lead, M, K = q.moved_shape
@@ -57,7 +59,7 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 
 
 def pack(codes: Any) -> Any:
-    """Return 4-bit codes, which come one per byte, packed two per byte.
+    """Pack 4-bit codes, which come one per byte, two per byte. Return a new array.
 
     The high nibbles of `codes` are dropped without a check, because a check would wait for the device.
     """
@@ -66,12 +68,15 @@ def pack(codes: Any) -> Any:
 
 
 def unpack(packed: Any) -> Any:
-    """Return 4-bit codes, which come two per byte, unpacked to one per byte."""
+    """Unpack 4-bit codes, which come two per byte, to one per byte. Return a new array."""
     return _repack(pack_codes.unpack, packed, (*packed.shape[:-1], 2 * packed.shape[-1]))
 
 
 def _repack(launch: Any, array: Any, shape: tuple[int, ...]) -> Any:
-    """Return a new uint8 array of the given shape, filled by launch(array, new array). array: copied if strided."""
+    """Return a new uint8 array of the given shape, filled by launch(array, new array).
+
+    array: the codes to convert. They are copied first if they are strided.
+    """
     cupy = imports.cupy()
     with imports.making_current(array.device.id):
         out = cupy.empty(shape, np.uint8)

@@ -13,9 +13,12 @@ from fp4kit.recipes import Recipe
 
 
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
-    """Return the amax of every block of a matrix over the elements that a shard owns; 0 if it owns none of a block.
+    """Return the amax of every block of a matrix over the elements that a shard owns, or 0 if it owns none of a block.
 
     The result is float32 (ceil(M / block rows), K / block columns).
+
+    shape: the rows and columns (M, K) of the matrix. start: the index of the shard's first element in the flattened
+    matrix.
     """
     partial.check_matrices([shape], r)
     cupy = imports.cupy()
@@ -33,6 +36,8 @@ def partial_cast(
 
     Args:
         block_amax: the amaxes of all blocks of the matrix.
+        shape: the rows and columns (M, K) of the matrix.
+        start: the index of the shard's first element in the flattened matrix.
         amax: the tensor amax; None uses the largest of block_amax.
     """
     partial.check_matrices([shape], r)

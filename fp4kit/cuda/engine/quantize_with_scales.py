@@ -58,5 +58,5 @@ def _result(call: Call) -> Quantized:
 
 
 def _copied(a: Any) -> Any:
-    """Return a contiguous copy of an array; None for None."""
+    """Return a contiguous copy of an array, or None for None."""
     return None if a is None else a.copy(order="C")

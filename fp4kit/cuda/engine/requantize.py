@@ -26,9 +26,9 @@ FLOAT32 = np.dtype(np.float32)
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, Any, Any]:
     """Return q quantized by another recipe, how many of its values changed, and the largest change.
 
-    The last two stay on the device: int64 () and float32 (). The values of q are dequantized and quantized. If the
-    recipes allow it, the device finds the tensor scale for which codes can stay, and then keeps those of all blocks
-    whose new scale the target holds.
+    The last two stay on the device, as int64 () and float32 (). The values of q are dequantized and quantized again. If
+    the recipes allow it, the device finds the tensor scale for which codes can be kept, and then keeps the codes of all
+    blocks whose scale the target can represent.
     """
     with imports.making_current(q.packed.device.id):
         values = dequantize(q, FLOAT32)

@@ -161,7 +161,8 @@ def _is_pruned(r: Recipe, terms: Terms) -> bool:
 def _candidate_options(lower: int, upper: int) -> dict[str, bool]:
     """Return the options of the pruned kernel for candidate codes from `lower` to `upper` beside the code of a block.
 
-    kAll: all codes are candidates. kEight: at least 8 codes on either side are.
+    kAll is True if all codes 1 ... 126 are candidates. kEight is True if at least 8 codes on either side are
+    candidates.
     """
     return {"kAll": (lower, upper) == _ALL_OFFSETS, "kEight": lower <= -8 and upper >= 8}
 

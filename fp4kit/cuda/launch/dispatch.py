@@ -187,8 +187,8 @@ def has_patch_kernel(r: Recipe) -> bool:
 def _takes_patch(request: LaunchRequest) -> bool:
     """Return whether the kernel quantize_columns supports a request: blocks along columns, or square blocks.
 
-    It supports neither stochastic rounding nor groups, scales or block amaxes of the caller, and a Hadamard transform
-    only for columnwise blocks of 16 elements.
+    It supports a Hadamard transform only for columnwise blocks of 16 elements. It supports neither stochastic rounding,
+    nor groups, nor scales or block amaxes that the caller passes.
     """
     r, has_tall_blocks = request.recipe, request.recipe.block_rows > 1
     unit = r.block_size if has_tall_blocks else PATCH_ROW_UNIT // request.dtype.itemsize
@@ -216,7 +216,7 @@ def _takes_table(request: LaunchRequest) -> bool:
 
 
 def _by_rows(request: LaunchRequest) -> bool:
-    """Return whether a request is for rowwise codes, or their values, with scales that are computed from amaxes."""
+    """Return whether a request is for rowwise codes or values, with scales that the kernel computes from amaxes."""
     return not request.columns and not uses_fake_rule(request) and not request.scaled
 
 
@@ -350,7 +350,7 @@ KERNEL_CHOICES = (
 
 @lru_cache(CACHE_SIZE)
 def find_kernel(request: LaunchRequest) -> KernelChoice | None:
-    """Return the first kernel in KERNEL_CHOICES that supports a request; None if no kernel does."""
+    """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does."""
     if unsupported(request.recipe) or needs_search(request):
         return None
     return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)

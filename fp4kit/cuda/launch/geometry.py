@@ -31,12 +31,15 @@ def multiprocessors(device: int) -> int:
 
 
 def resident_blocks(device: int) -> int:
-    """Return how many thread blocks run on a device at a time if only the number of threads limits them."""
+    """Return how many thread blocks run on a device at the same time, if only the number of threads limits them."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
 def check_count(elements: int) -> None:
-    """Raise ValueError if a matrix has too many elements for the kernels' 32-bit indices of 4 elements each."""
+    """Raise ValueError if a matrix has too many elements for the kernels.
+
+    The 32-bit indices of the kernels count groups of 4 elements.
+    """
     if elements > MAX_ELEMENTS:
         raise ValueError(
             f"fp4kit.cuda: a matrix has {elements} elements; a kernel takes at most {MAX_ELEMENTS} (2^33); split the"
@@ -56,9 +59,9 @@ def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM)
     """Return the number of thread blocks to launch, at least 1.
 
     Args:
-        work_blocks: the number of shares of the work; a thread block takes one share at a time.
-        per_multiprocessor: the most thread blocks per multiprocessor. If there are more shares than this limit allows
-            thread blocks, a thread block takes several shares, one after the other.
+        work_blocks: the number of shares into which the work is divided. A thread block takes one share at a time.
+        per_multiprocessor: the largest number of thread blocks per multiprocessor. If this limit gives fewer thread
+            blocks than there are shares, a thread block takes several shares, one after the other.
     """
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
@@ -149,10 +152,9 @@ class Launch:
         self._free.append(slot)
 
     def _by_driver(self, slot: _Slot, stream: Any) -> bool:
-        """Launch the kernel by the driver's function, which skips CuPy's conversion of arguments. Return True.
+        """Launch the kernel by a function of the driver, which skips CuPy's conversion of arguments, and return True.
 
-        Return False, without a launch, if this fails: CuPy's function has no handle, or the thread has no CUDA context
-        yet.
+        Return False, without a launch, if CuPy's function has no handle or the thread has no CUDA context yet.
         """
         if self._handle is None:
             self._handle = getattr(getattr(self._function, "kernel", self._function), "ptr", 0)
@@ -170,7 +172,7 @@ class Launch:
 
 
 def address(array: Any) -> int:
-    """Return the address of a CuPy array; 0 for None."""
+    """Return the address of a CuPy array, or 0 for None."""
     return 0 if array is None else array.data.ptr
 
 
@@ -183,7 +185,7 @@ def aligned(array: Any, run_bytes: int) -> bool:
 
 
 def as_aligned(array: Any) -> Any:
-    """Return an array itself if it is contiguous and begins at a multiple of 16 bytes; otherwise such a copy of it.
+    """Return a contiguous array that begins at a multiple of 16 bytes: the given array, or otherwise a copy of it.
 
     Return None for None.
     """

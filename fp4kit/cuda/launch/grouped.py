@@ -69,18 +69,18 @@ class GroupedLaunch:
 
 
 def is_small(members: Sequence[Any]) -> bool:
-    """Return whether a group has so few members that their facts can be passed as kernel arguments (kSmall)."""
+    """Return whether a group has so few members that their arguments can be passed as kernel arguments (kSmall)."""
     return len(members) <= SMALL_GROUP
 
 
 def piece_counts(elements: np.ndarray, device: int, most: int = MAX_PIECE) -> np.ndarray:
-    """Return, for each tensor of a group, into how many pieces its work is divided. Pieces have about equal sizes.
+    """Return the number of pieces of about equal sizes into which the work of each tensor of a group is divided.
 
     A tensor without elements has one piece.
 
     Args:
         elements: int64, the number of elements of each tensor.
-        most: the most elements per piece.
+        most: the largest number of elements per piece.
     """
     check_count(int(elements.max()))
     share = int(elements.sum()) // (geometry.multiprocessors(device) * PIECES_PER_MULTIPROCESSOR)
@@ -196,7 +196,7 @@ def _amax_function(
 def amax_group(
     xs: Sequence[Any], outs: Sequence[Any], counted: str, by_row: bool = False, mask: int | None = None
 ) -> GroupedLaunch:
-    """Return one launch that computes launch.matrix.amax of each array in xs, and writes it into the array in outs.
+    """Return one launch that computes launch.matrix.amax of each array in xs and writes it into the array in outs.
 
     If by_row is False, outs must hold zeros before each launch. counted, by_row, mask: as for launch.matrix.amax.
     """

@@ -195,12 +195,12 @@ def _implied_function(r: Recipe, original: np.dtype, device: int) -> Any:
 
 
 def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) -> Any:
-    """Return, for each tensor scale, an amax from which the recipe makes this scale: float32 in the scales' shape.
+    """Return, for each tensor scale, an amax for which the recipe gives this scale: float32 in the shape of the scales.
 
     The result equals that of reference.implied_amax.
 
     Args:
-        amax: the stored tensor amaxes, or None. A stored amax is kept if the recipe makes the scale from it.
+        amax: the stored tensor amaxes, or None. A stored amax is kept if the recipe gives the scale for it.
         original: the dtype that was quantized.
     """
     device, count = tensor_scale.device.id, tensor_scale.size
@@ -272,7 +272,7 @@ def amax_launch(
 
 
 def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Any:
-    """Return the largest magnitude of a contiguous array, float32 (); or one per row of a matrix, float32 (M,).
+    """Return the largest magnitude of a contiguous array, float32 (), or of each row of a matrix, float32 (M,).
 
     Args:
         counted: the elements that count: "all" (so that a NaN makes the result NaN), "no_nan" or "finite".

@@ -83,7 +83,7 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
     Args:
         dtype: the dtype of the shard.
         table: the arguments of the kernel, from `arguments`.
-        work: the number of items of which a thread takes one at a time: blocks or runs, as the kernel needs.
+        work: the number of blocks or runs, as the kernel needs. A thread takes one of them at a time.
     """
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see geometry.Launch
     _function(kernel, r, dtype, False, device)((grid(_ceil_div(work, THREADS), device, PER_SM),), (THREADS,), (plain,))
@@ -97,7 +97,7 @@ def prepare(
     Args:
         dtype: the dtype of the shards.
         table: the arguments of the kernel, from `arguments`.
-        work: per matrix, the number of blocks or runs, as in launch.
+        work: the number of blocks or runs of each matrix, as the kernel needs.
         held: the arrays that the table points to, which the launch keeps alive.
     """
     function = _function(kernel, r, dtype, True, device)
@@ -127,7 +127,7 @@ def check_matrices(shapes: Sequence[tuple[int, int]], r: Recipe) -> None:
 
 
 def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]:
-    """Return the range [first, last) of the blocks that hold the elements [start, end) of a matrix.
+    """Return the range [first, last) of the blocks that contain the elements [start, end) of a matrix.
 
     If blocks have several rows, the range is extended to whole rows of blocks. columns: the columns of the matrix. The
     arguments may be arrays with one entry per matrix.
@@ -140,7 +140,7 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
 
 
 def run_count(start: Any, end: Any) -> Any:
-    """Return the number of runs that hold the elements [start, end) of a matrix."""
+    """Return the number of runs that contain the elements [start, end) of a matrix."""
     return _ceil_div(end, RUN) - start // RUN
 
 
@@ -150,7 +150,11 @@ def _ceil_div(a: Any, b: Any) -> Any:
 
 
 def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe) -> None:
-    """Write the block amaxes of a contiguous, nonempty shard into block_amax, which must hold zeros."""
+    """Write the block amaxes of a contiguous, nonempty shard into block_amax, which must hold zeros.
+
+    x: the shard. shape: the rows and columns of the matrix. start: the index of the shard's first element in the
+    flattened matrix.
+    """
     M, K = shape
     end = start + x.size
     first, last = block_span(start, end, K, r)
@@ -159,7 +163,7 @@ def amax_shard(x: Any, block_amax: Any, shape: tuple[int, int], start: int, r: R
 
 
 def factor_rows(start: int, end: int, shape: tuple[int, int], r: Recipe) -> tuple[int, int]:
-    """Return the range [first, last) of the rows of blocks that hold the elements [start, end) of a matrix.
+    """Return the range [first, last) of the rows of blocks that contain the elements [start, end) of a matrix.
 
     shape: the rows and columns of the matrix.
     """

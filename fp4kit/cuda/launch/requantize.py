@@ -28,7 +28,11 @@ _CHANGED = np.dtype([("x", "u8"), ("y", "u8"), ("changed", "u8"), ("largest", "u
 
 @cache
 def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, device: int) -> Any:
-    """Return one of the three compiled kernels of requantize.cu."""
+    """Return one of the three compiled kernels of requantize.cu as a CuPy function on a device.
+
+    kernel: the C++ name of the kernel. target: the new recipe. dtype: the dtype that was quantized. unsigned_zero: True
+    if the source's decode rule decodes -0 to +0.
+    """
     source = instantiation("requantize", recipe_struct(target), Input=TYPES[dtype], kUnsignedZero=unsigned_zero)
     return loader.function(source, kernel, device)
 
@@ -37,17 +41,19 @@ def _keep_function(kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: 
 def _keep_launch(
     kernel: str, target: Recipe, dtype: np.dtype, unsigned_zero: bool, blocks: int, source_block: int, device: int
 ) -> Launch:
-    """Return the launch of one of the kernels for `blocks` blocks of the source with source_block codes each."""
+    """Return the launch of one of the kernels for a source of `blocks` blocks, with source_block codes per block.
+
+    kernel: the C++ name of the kernel. target, dtype, unsigned_zero: as in _keep_function.
+    """
     function = _keep_function(kernel, target, dtype, unsigned_zero, device)
     return Launch(function, grid(-(-blocks // THREADS), device), _KEEP, blocks, source_block)
 
 
 class Source(NamedTuple):
-    """Hold the array whose codes may be kept.
+    """The quantized array whose codes may be kept.
 
-    codes, scales: contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout.
-    recipe, dtype: those of the array.
-    extent: the range of the scales, uint32 (3,), which power_amax finds.
+    codes, scales: its arrays, contiguous and aligned to 8 bytes; scales are E8M0 in the linear layout. recipe, dtype:
+    its recipe, and the dtype that was quantized. extent: the range of its scales, uint32 (3,), which power_amax finds.
     """
 
     codes: Any
@@ -63,25 +69,29 @@ def source_of(codes: Any, scales: Any, r: Recipe, dtype: np.dtype) -> Source:
 
 
 def power_amax(source: Source, target: Recipe, amax: Any) -> None:
-    """Overwrite the tensor amax of the source's values by one that gives the power of two for which codes can stay.
+    """Overwrite `amax`, the tensor amax of the source's values, by an amax for which codes can be kept.
 
-    amax is left unchanged if there is none.
+    That amax gives a tensor scale that is a power of two. If there is no such amax, `amax` is left unchanged.
     """
     for kernel in ("requantize_range_kernel", "requantize_amax_kernel"):
         _launch(kernel, source, target, None, None, None, amax)
 
 
 def keep_codes(source: Source, result: Quantized) -> None:
-    """Overwrite the blocks of a result whose codes can stay with the codes of the source.
+    """Overwrite the blocks of a result whose codes can be kept by the codes of the source.
 
-    result: the values of the source, quantized with the amax that power_amax left. The scales are linear.
+    result: the values of the source, quantized with the amax that power_amax left, with scales in the linear layout.
     """
     arrays = (result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     _launch("requantize_keep_kernel", source, result.recipe, *arrays)
 
 
 def _launch(kernel: str, source: Source, target: Recipe, *arrays: Any) -> None:
-    """Launch one of the kernels. arrays: packed, scales, tensor_scale and tensor_amax of the result; None if unused."""
+    """Launch one of the kernels of requantize.cu.
+
+    kernel: the C++ name of the kernel. arrays: packed, scales, tensor_scale and tensor_amax of the result; None for an
+    array that the kernel does not use.
+    """
     unsigned_zero = DECODE_RULES[source.recipe.decode_rule].unsigned_zero
     sizes = (source.scales.size, source.recipe.block_size, source.codes.device.id)
     launch = _keep_launch(kernel, target, source.dtype, unsigned_zero, *sizes)
@@ -90,7 +100,7 @@ def _launch(kernel: str, source: Source, target: Recipe, *arrays: Any) -> None:
 
 @lru_cache(CACHE_SIZE)
 def _changed_launch(count: int, device: int) -> Launch:
-    """Return the launch that compares `count` values."""
+    """Return the launch that compares the values of two arrays with `count` elements."""
     function = loader.function(instantiation("count_changed"), "count_changed_kernel", device)
     return Launch(function, grid(-(-count // (4 * THREADS)), device), _CHANGED, count)
 
@@ -98,7 +108,7 @@ def _changed_launch(count: int, device: int) -> Launch:
 def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
     """Return how many values of two contiguous float32 arrays differ, int64 (), and the largest change, float32 ().
 
-    Both stay on the device. Values differ if their bits do, except that every NaN equals every NaN.
+    Both results stay on the device. Values differ if their bits differ, except that every NaN equals every NaN.
     """
     zeros = imports.cupy().zeros
     changed, largest = zeros((), np.int64), zeros((), np.float32)

@@ -52,9 +52,11 @@ def swizzle(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, i
 
 
 def launch_of(scales: Any, layout: str, out: Any, target: str, shape: tuple[int, int, int]) -> Launch:
-    """Return the prepared launch that swizzle uses for arrays like these. Call it with the addresses of scales and out.
+    """Return the prepared launch by which `swizzle` converts arrays like these.
 
-    out: None if the array will be allocated later. shape: as in swizzle.
+    Call it with the addresses of scales and out.
+
+    out: None if the array will be allocated later. shape: the shape of the scales in the linear layout, (B, R, C).
     """
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
     size = max(prod(padded_shape(shape, name)) for name in (layout, target))

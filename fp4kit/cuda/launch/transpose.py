@@ -67,10 +67,11 @@ def transpose(
 def launch_of(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> Launch:
-    """Return the prepared launch that transpose uses for arrays like these.
+    """Return the prepared launch by which `transpose` transposes arrays like these.
 
-    Call it with the addresses of codes, scales, out and scales_out. out, scales_out: None if they will be allocated
-    later.
+    Call it with the addresses of codes, scales, out and scales_out.
+
+    out, scales_out: None if they will be allocated later.
     """
     wide_codes, wide_scales = wide_copies(codes, scales, r, layout, out, scales_out, shape)
     return _launch(r.element.packing.stored_bits, r.block_size, layout, wide_codes, wide_scales, shape, codes.device.id)
@@ -79,7 +80,10 @@ def launch_of(
 def wide_copies(
     codes: Any, scales: Any, r: Recipe, layout: str, out: Any, scales_out: Any, shape: tuple[int, int, int]
 ) -> tuple[bool, bool]:
-    """Return the flags (wide_codes, wide_scales) for a transpose of these arrays. Arguments: as in launch_of."""
+    """Return the flags (wide_codes, wide_scales) of this module for a transpose of these arrays.
+
+    The arguments are those of launch_of.
+    """
     _, M, K = shape
     bits = r.element.packing.stored_bits
     wide_codes = all(aligned(array, length * bits // 8) for array, length in ((codes, K), (out, M)))
