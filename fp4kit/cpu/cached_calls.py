@@ -40,8 +40,8 @@ class QuantizeCall:
     Calling it with (x, tensor_amax, out) returns the result, or None if the library cannot compute it.
 
     tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
-    size: number of elements of x. access: how to handle the arrays of x's library.
-    new: functions that make the arrays of a result, by field. fields: the other fields of a result.
+    size: the number of elements of x. access: the functions that handle arrays of x's library.
+    new: the functions that make the arrays of a result, by field. fields: the other fields of a result.
     library: the C function.
     """
 
@@ -73,7 +73,11 @@ def _is_whole(*arrays: Any) -> bool:
 
 
 class _MatrixCall(NamedTuple):
-    """The first two fields of QuantizeCall and of FakeQuantizeCall, which have the same meaning in both."""
+    """The first two fields of QuantizeCall and of FakeQuantizeCall.
+
+    prototype: the arguments of the call of the C library, without addresses.
+    tensor_rule: index of the compiled tensor rule; -1 for a recipe without tensor scales.
+    """
 
     prototype: EncodeCall
     tensor_rule: int

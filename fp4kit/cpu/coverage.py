@@ -1,4 +1,4 @@
-"""Tell which recipes the compiled CPU engine supports, and why it leaves others to the specification.
+"""Tell which recipes the compiled CPU engine supports, and for which reasons it leaves others to the specification.
 
 The engine contains one compiled rule per key. A key is a text that lists the fields of a recipe on which the rule's
 results depend. A recipe is supported if all its keys are compiled, even if it is a variant that no table lists.
@@ -103,7 +103,7 @@ MIN_COLUMNS = 16
 
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
-    """Return why the engine cannot encode by a recipe because of its block; None if it supports the block."""
+    """Return the reason why the engine cannot encode blocks like those of a recipe, or None if it can."""
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
             f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of"
@@ -116,7 +116,7 @@ def not_encoded(r: Recipe) -> str | None:
 
 @lru_cache(256)
 def not_faked(r: Recipe) -> str | None:
-    """Return why the engine cannot fake-quantize by a recipe; None if it can."""
+    """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
     return "a fake_rule of its own" if r.fake_rule is not None else not_encoded(r)
 
 
@@ -124,7 +124,7 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 
 
 def not_searched(r: Recipe) -> str | None:
-    """Return why the engine cannot search block amaxes as a recipe does during quantize; None if it can."""
+    """Return the reason why the engine cannot run the search of a recipe during quantize, or None if it can."""
     is_refused = r.search in FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
     return f"a search of blocks of {r.block_size}, neither 16 nor 32" if is_refused else None
 
@@ -138,7 +138,7 @@ COVERAGE_COLUMNS = ("operation", "recipes", "why")
 
 
 def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
-    """Return what the engine leaves to the specification, for the documentation.
+    """Return what the engine leaves to the specification, as rows of a table for the documentation.
 
     Each row is (operation, ids of the recipes, reason).
     """

@@ -20,7 +20,7 @@ from fp4kit.reference import dequantize as specification
 from fp4kit.reference.implied_amax import stored_tensor_scale
 from fp4kit.reference.tensor_rules import TensorScale
 
-# From this many blocks on, one table of values per scale code (256 tables) costs less than one table per block.
+# The number of blocks from which on one table of values per scale code (256 tables) costs less than one per block.
 TABLES_FROM = 256
 
 
@@ -75,7 +75,7 @@ def _spread(tensor: TensorScale) -> TensorScale:
 def _decode(
     packed: np.ndarray, scales: np.ndarray | None, r: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> Iterator[tuple[slice, slice]]:
-    """Decode a matrix by the library into out. Yield the rows and columns of each tile that it could not decode.
+    """Decode a matrix by the library into out. Yield the rows and columns of each tile that the library cannot decode.
 
     The caller decodes these tiles by the specification. The arguments are those of dequantize_matrix.
     """
@@ -109,8 +109,8 @@ def _set_tensor(call: DecodeCall, tensor: TensorScale) -> None:
 def _stored(r: Recipe, dtype: np.dtype, scale: bytes, amax: bytes | None) -> np.ndarray:
     """Return the tensor scales of a Quantized in one float32 array: all encode scales, all decode scales, all amaxes.
 
-    scale, amax: the bytes of its tensor_scale and tensor_amax. They are bytes because arguments of a function with
-    lru_cache must be hashable.
+    scale, amax: the bytes of its tensor_scale and tensor_amax; amax is None if the Quantized has no tensor_amax. They
+    are bytes because arguments of a function with lru_cache must be hashable.
     """
     given = None if amax is None else np.frombuffer(amax, np.float32)
     found = stored_tensor_scale(np.frombuffer(scale, np.float32), given, r, dtype)

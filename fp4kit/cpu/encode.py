@@ -33,7 +33,7 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 TILE_ELEMENTS = 1 << 15  # the approximate number of elements of a tile
 TILE_COLUMNS, TILE_ROWS = 512, 64  # size of a tile whose elements are gathered (see Tiles.of)
 INPUTS = {np.dtype(np.float32): 0, np.dtype(np.float16): 1, np.dtype(ml_dtypes.bfloat16): 2}
-# By input: the integer dtype of an element's bits, and the bits of infinity.
+# Maps the number of an input dtype (see INPUTS) to the integer dtype of an element's bits and the bits of infinity.
 _BITS = {0: (np.uint32, 0x7F800000), 1: (np.uint16, 0x7C00), 2: (np.uint16, 0x7F80)}
 
 
@@ -296,7 +296,7 @@ def _encode(
     scales: np.ndarray | None,
     options: EncodeOptions,
 ) -> Iterator[tuple[slice, slice]]:
-    """Encode a matrix by the library. Yield the rows and columns of each tile that it could not encode.
+    """Encode a matrix by the library. Yield the rows and columns of each tile that the library cannot encode.
 
     The caller encodes these tiles by the specification.
 
@@ -353,8 +353,8 @@ class _RandomBytes(NamedTuple):
 
     For nearest rounding, array and seed are None.
 
-    array: the bytes that the caller passed; None if a seed was passed. seed: a pointer to the seed of the stream that
-    generates the bytes.
+    array: the bytes that the caller passed, or None if a seed was passed. seed: a pointer to the seed of the stream
+    that generates the bytes, or None if bytes were passed.
     first, stride: the slab's first element is element `first` of the stream, and its rows are `stride` elements apart.
     """
 
@@ -365,7 +365,10 @@ class _RandomBytes(NamedTuple):
 
     @classmethod
     def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _RandomBytes:
-        """Return the random bytes of some rows and columns of a matrix. random: those of the matrix; None for none."""
+        """Return the random bytes of some rows and columns of a matrix.
+
+        random: those of the whole matrix; None for nearest rounding.
+        """
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):
             return cls(None, ctypes.pointer(ctypes.c_uint64(part.seed)), part.first, part.K)
@@ -414,10 +417,12 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
 def largest(
     x: np.ndarray, out: np.ndarray | None = None, block: int = SEGMENT, block_rows: int = 1, hadamard: int | None = None
 ) -> np.float32 | None:
-    """Return the largest magnitude of a matrix; None if an element is NaN or infinite.
+    """Return the largest magnitude of a matrix, or None if an element is NaN or infinite.
 
-    out: an array to write the amaxes of the blocks to; its content is invalid if the result is None. None writes none.
-    hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
+    out: an array to write the amaxes of the blocks to, or None to write none. Its content is invalid if the result is
+    None.
+    block, block_rows: the columns and rows of a block; they matter only if out is given. hadamard: the sign mask of a
+    Hadamard transform to apply first; None for no transform.
     """
     tiles = Tiles.of(x, block, block_rows, x.strides[1] != x.itemsize or hadamard is not None)
     input_kind, amax_bits = INPUTS[x.dtype], 0
@@ -465,17 +470,17 @@ def _row_slices(shape: tuple[int, int], block_rows: int = 1) -> Iterator[slice]:
 
 
 def blocks_of(columns: slice, r: Recipe) -> slice:
-    """Return the indices of the blocks that lie in some columns."""
+    """Return the slice of the blocks that are in some columns."""
     return slice(columns.start // r.block_size, columns.stop // r.block_size)
 
 
 def bytes_of(columns: slice, r: Recipe) -> slice:
-    """Return the indices of the bytes that hold the codes of some columns."""
+    """Return the slice of the bytes that hold the codes of some columns."""
     return slice(*map(r.element.packing.length, (columns.start, columns.stop)))
 
 
 def _cut(amax: np.ndarray | None, rows: slice, blocks: slice) -> np.ndarray | None:
-    """Return the part of a matrix's tensor amaxes for some rows and blocks.
+    """Return the part of a matrix's tensor amaxes for some rows and blocks, or None for None.
 
     amax: one amax per tensor, per row or per block; None for a recipe without a tensor scale.
     """

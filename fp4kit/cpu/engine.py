@@ -95,7 +95,7 @@ def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> 
 
 
 def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray]:
-    """Return q converted to another recipe, and how many values changed, as reference.requantize does."""
+    """Return q in another recipe, how many values changed, and the largest change, as reference.requantize does."""
     for r in (q.recipe, target):
         decoding.decoder_of(r, np.dtype(np.float32))
     encode.kernels_of(target)
@@ -151,13 +151,19 @@ def _cut(call: Call, index: Any) -> Call:
 
 
 def transpose(packed: np.ndarray, scales: np.ndarray, q: Quantized) -> tuple[np.ndarray, np.ndarray]:
-    """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed."""
+    """Transpose each matrix of a Quantized q with square blocks. Return the pair (packed, scales).
+
+    packed, scales: the codes and block scales of q.
+    """
     functions()
     return reference.transpose(packed, scales, q, encode.transpose_codes)
 
 
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, r: Recipe) -> np.ndarray:
-    """Return the amax of every block of a matrix over the elements that a shard owns (see ops/partial.py)."""
+    """Return the amax of every block of a matrix over the elements that a shard owns (see ops/partial.py).
+
+    shape: the rows and columns of the matrix. start: the index of the shard's first element in the flattened matrix.
+    """
     encode.kernels_of(r)
     encode.check_array(shard)
     return partial.partial_amax(shard, shape, start, r)
@@ -168,7 +174,8 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard's elements into out, the packed codes of a matrix (see ops/partial.py).
 
-    amax: the tensor amax; None uses the largest of block_amax.
+    block_amax: the amaxes of all blocks of the matrix. shape: its rows and columns. start: the index of the shard's
+    first element in the flattened matrix. amax: the tensor amax; None uses the largest of block_amax.
     """
     encode.kernels_of(r)
     encode.check_array(shard)

@@ -132,7 +132,7 @@ class CompiledLibrary(NamedTuple):
 
     functions: its C functions; None if no library can be used.
     level: its level, such as "avx2"; if no library can be used, the reason.
-    why: why no higher level is used; "" if this is the highest level that the processor supports.
+    why: the reason why no higher level is used; "" if this is the highest level that the processor supports.
     """
 
     functions: Any
@@ -269,8 +269,8 @@ def num_threads() -> int:
     """Return how many CPU threads one call may use on NumPy arrays in the current thread or task.
 
     Returns:
-        The number that the innermost `with fp4kit.threads(...)` of this thread or task sets; or else the number from
-        set_num_threads; or else the default, which set_num_threads describes.
+        The number that the innermost `with fp4kit.threads(...)` of this thread or task sets. Outside of such a block,
+        it is the number from set_num_threads or, if that was not called, the default that set_num_threads describes.
 
     Examples:
         >>> import fp4kit
@@ -321,7 +321,10 @@ def threads(count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def limited_threads(op: str, count: int) -> Iterator[None]:
-    """Return the context manager of threads(count). op: the public function with which error messages begin."""
+    """Return the context manager of threads(count).
+
+    op: the public function with which error messages begin.
+    """
     token = _threads.set(_checked(op, count))
     try:
         yield
@@ -330,7 +333,7 @@ def limited_threads(op: str, count: int) -> Iterator[None]:
 
 
 def alone() -> None:
-    """Make calls from the current thread use no other thread from now on.
+    """Let calls from the current thread use no other thread from now on.
 
     It is for worker threads of programs that already run one thread per CPU.
     """
@@ -366,5 +369,5 @@ _read = _reader()
 
 
 def address(a: np.ndarray | None) -> int | None:
-    """Return the address of an array's first element; None for None."""
+    """Return the address of an array's first element, or None for None."""
     return None if a is None else _read(a)

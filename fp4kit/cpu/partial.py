@@ -1,4 +1,4 @@
-"""partial_amax and partial_cast on a shard of a matrix, by the compiled library.
+"""Compute partial_amax and partial_cast on a shard of a matrix by the compiled library.
 
 The library computes the part of the shard that consists of whole rows of blocks. The specification computes the
 elements of the shard before and after this part.

@@ -1,4 +1,7 @@
-"""Search, for each block, the multiple of its amax with the smallest error: auto-round's recipes, compiled library."""
+"""Search, for each block, the multiple of its amax with the smallest error, by the compiled library.
+
+auto-round's recipes use this search.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ def search_matrix(
 ) -> None:
     """Search the block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
 
-    amax: the tensor amax. hadamard: sign mask of the transform; None for no transform.
+    amax: the tensor amax. hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
     factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
     kernels, decoder = kernels_of(recipe), decoder_of(recipe, np.dtype(np.float32))

@@ -19,8 +19,8 @@ from fp4kit.reference import search_factors as searches
 from fp4kit.reference import search_scales as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 
-# The time of a search, as an approximate multiple of the time of encoding: a pruned search; a full search; a full
-# search with powers other than 1, 2 and infinity.
+# The approximate time of a search, as a multiple of the time of encoding. The three searches are: a pruned search, a
+# full search, and a full search with a power other than 1, 2 and infinity.
 PRUNED_COST, FULL_COST, POWER_COST = 16, 256, 1024
 
 
@@ -93,8 +93,8 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     """Return the library's index of the block rule that gives the scale code of a block's own amax.
 
-    The candidates are the codes from offsets[0] to offsets[1] relative to this code. If offsets is None, all codes are
-    candidates, so no rule is needed: return -1. Raise Declined if the rule is not compiled.
+    The candidates are the codes from offsets[0] to offsets[1] relative to this code. If offsets is None, all codes 1
+    ... 126 are candidates. Then no rule is needed, and the result is -1. Raise Declined if the rule is not compiled.
     """
     if offsets is None:
         return -1
@@ -106,10 +106,10 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
 
 
 def _candidates(amax: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
-    """Return the search's tables by scale code, float32 (3, 128): block amaxes, scales, reciprocals of the scales.
+    """Return the tables of a search, indexed by scale code, float32 (3, 128).
 
-    The search multiplies elements by the approximate reciprocals instead of dividing by the scales. Codes that are not
-    candidates have ones. amax: the tensor amax.
+    The rows are the block amaxes, the scales, and approximate reciprocals of the scales, with which the search
+    multiplies elements instead of dividing. Codes that are not candidates have ones. amax: the tensor amax.
     """
     found = np.ones((3, 128), np.float32)
     codes = specification.CODES

@@ -36,7 +36,7 @@ def files(sources: Path) -> dict[str, Path]:
 
 @cache
 def include_closure(names: tuple[str, ...]) -> dict[str, str]:
-    """Return the texts, by file name, of the named kernel sources and of all files that they include, directly or not."""
+    """Return the texts, by file name, of the named kernel sources and of all files that they include."""
     found: dict[str, str] = {}
     pending = list(names)
     while pending:

@@ -22,8 +22,8 @@ from fp4kit.quantized.part_shapes import tensor_amax_shape
 from fp4kit.recipes import Recipe
 
 AmaxOperands = tuple[Any, str, bool]  # (array, elements that count, whether each row has its own amax)
-# {amax_nan of a recipe: the elements that count for the amax of a row or block}. Infinity counts for these amaxes
-# even if the recipe's tensor amax counts only finite elements.
+# Maps the amax_nan of a recipe to the elements that count for the amax of a row or block. Infinity counts for these
+# amaxes even if the recipe's tensor amax counts only finite elements.
 _COUNTED_BY_ROW = {name: counted.replace("finite", "no_nan") for name, counted in matrix.COUNTED.items()}
 
 

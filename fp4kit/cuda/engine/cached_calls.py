@@ -121,7 +121,7 @@ def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
     )
 
 
-# From the fields of a Quantized to the names of the kernels' arguments.
+# Maps the fields of a Quantized to the names of the kernels' arguments.
 _KERNEL_NAMES = {"packed": "packed", "block_scale": "scales", "tensor_scale": "tensor_scale"}
 # The last two addresses of every cached call: the caller's tensor_amax, and 0 for kernel arguments without an array.
 _GIVEN = ("tensor_amax", "")

@@ -209,7 +209,7 @@ class Group:
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: the amax that the caller passed, or otherwise one that is computed now."""
+        """Return the tensor amax of each array: that which the caller passed, or otherwise one computed now."""
         with self._device:
             self._update(True)
         return self.amaxes

@@ -67,13 +67,13 @@ class Arguments(NamedTuple):
         )
 
 
-# The arguments of all kernels but quantize_columns.
+# All kernels except quantize_columns take these arguments.
 ROWS = Arguments(
     ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random", "amax_out"),
     ("seed", "group"),
     ("rows", "columns"),
 )
-# The arguments of quantize_columns.
+# The kernel quantize_columns takes these arguments.
 PATCHES = Arguments(
     (
         "x",
@@ -327,23 +327,24 @@ def _scaled_grid(request: LaunchRequest, device: int) -> int:
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
-    # Values of a fake_rule, which models a producer's fake quantizer. It computes values without codes.
+    # For values by a fake_rule, which models a producer's fake quantizer. It computes values without codes.
     KernelChoice("fake_quantize", _takes_fake, _fake_grid),
-    # Codes under the caller's scales. No amax is needed; each thread computes the factor of its own elements.
+    # For codes under the caller's scales. No amax is needed; each thread computes the factor of its own elements.
     KernelChoice("quantize_with_scales", _takes_scaled, _scaled_grid),
-    # Columnwise codes (with or without rowwise codes) and square blocks. Speed relative to a copy (H200, 2026-11-21):
+    # For columnwise codes, with or without rowwise codes, and for square blocks. Speed relative to a copy (H200,
+    # 2026-11-21):
     #     request           quantize_columns   alternative
     #     columnwise        0.95
     #     both directions   0.78 to 0.82       0.4 (through a transposed copy)
     #     square blocks     0.995              0.42 (quantize_tile)
     KernelChoice("quantize_columns", _takes_patch, _patch_grid, PATCHES, _patch_sizes),
-    # 4over6 of large matrices, with tables. Speed relative to a copy (H200, 2026-11-21): 0.86; quantize_tile, 0.57.
+    # For 4over6 of large matrices. Speed relative to a copy: 0.86; by quantize_tile, 0.57 (H200, 2026-11-21).
     KernelChoice("quantize_table", _takes_table, _table_grid, threads=TABLE_THREADS),
-    # Blocks of several rows, and 4over6: several threads compute the scale of a block together.
+    # For blocks of several rows, and for 4over6. Several threads compute the scale of a block together.
     KernelChoice("quantize_tile", _takes_tile, _tile_grid),
-    # No blocks: rows of any length, with one scale per tensor or row.
+    # For recipes without blocks: rows of any length, with one scale per tensor or row.
     KernelChoice("quantize_unblocked", _takes_unblocked, _row_grid),
-    # All other blocks of one row.
+    # For all other requests with blocks of one row.
     KernelChoice("quantize", _takes_rows, _row_grid),
 )
 

@@ -20,7 +20,7 @@ BLOCKS_PER_SM = 16  # the most thread blocks per multiprocessor, unless a launch
 MAX_THREADS = 2048  # threads that run on a multiprocessor at a time
 MAX_ELEMENTS = 1 << 33  # the most elements per launch
 MAX_COLUMNS = (1 << 32) - 1  # the most elements per row, for recipes with blocks
-# As a limit of thread blocks per multiprocessor, in effect no limit: each thread block takes one share of the work.
+# A limit of thread blocks per multiprocessor that is never reached, so each thread block takes one share of the work.
 UNLIMITED = 1 << 16
 
 

@@ -289,7 +289,7 @@ def amax(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = 
     return out
 
 
-# {amax_nan of a recipe: the elements that count for its tensor amax}
+# Maps the amax_nan of a recipe to the elements that count for its tensor amax.
 COUNTED = {"ignore": "no_nan", "propagate": "all", "lanes": "finite"}
 
 

@@ -42,7 +42,7 @@ def _arguments(pointers: str, numbers: str) -> np.dtype:
     return np.dtype([(name, "u8") for name in pointers.split()] + [(name, "i8") for name in numbers.split()])
 
 
-# The structs of arguments. Each .cu file describes its struct.
+# The structs of the kernels' arguments. The .cu file of a kernel describes its fields.
 ARGUMENTS: Mapping[str, np.dtype] = {
     "partial_amax": _arguments("values block_amax tensor_amax", "start end rows columns block_at tensor_at"),
     "partial_scales": _arguments(

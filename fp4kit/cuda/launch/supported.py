@@ -36,7 +36,7 @@ def unsupported(r: Recipe) -> str | None:
 
 
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
-    """Yield one tuple per limit: whether a recipe exceeds the limit, the property that exceeds it, and what is needed."""
+    """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
     e = r.element
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
     yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} of {e}", "'rn'"
