@@ -36,6 +36,7 @@ from fp4kit.ops.grouped import (
 )
 from fp4kit.ops.grouped_plan import GroupedPlan
 from fp4kit.ops.identify import Identification, identify
+from fp4kit.ops.matmul import matmul
 from fp4kit.ops.pack import pack, unpack
 from fp4kit.ops.partial import partial_amax, partial_cast
 from fp4kit.ops.quantize import quantize, quantize_both
@@ -49,6 +50,7 @@ from fp4kit.recipes import Recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
+from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
 
 # Names that users may expect in this module: {name: end of the error message, which says where the name is}.
 _ELSEWHERE = {
@@ -95,6 +97,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Comparison",
+    "DotAdd",
+    "FloorDotAdd",
     "GroupedPlan",
     "Identification",
     "MasterWeightsPlan",
@@ -102,6 +106,7 @@ __all__ = [
     "Recipe",
     "Requantized",
     "Shard",
+    "Unit",
     "amax",
     "amax_grouped",
     "cast_master_weights",
@@ -114,6 +119,7 @@ __all__ = [
     "fake_quantize_grouped_backward",
     "identify",
     "load",
+    "matmul",
     "num_threads",
     "pack",
     "partial_amax",
@@ -131,6 +137,8 @@ __all__ = [
     "swizzle",
     "threads",
     "transpose",
+    "unit",
+    "units",
     "unpack",
     "unswizzle",
 ]

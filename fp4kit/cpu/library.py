@@ -124,6 +124,30 @@ class SearchFactorsCall(ctypes.Structure):
     ]
 
 
+class ProductOperand(ctypes.Structure):
+    """One operand of a ProductCall. source/matmul.h describes the fields."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("codes", "scales", "factors", "values", "powers", "scale_values")),
+        ("scale_powers", c_void_p),
+        *((name, c_int64) for name in ("codes_step", "scales_step", "factors_step")),
+        *((name, c_int32) for name in ("code_bits", "block")),
+    ]
+
+
+class ProductCall(ctypes.Structure):
+    """The arguments of the C function fp4kit_matmul. source/matmul.h describes the fields."""
+
+    _fields_ = [
+        ("a", ProductOperand),
+        ("b", ProductOperand),
+        *((name, c_void_p) for name in ("c", "out")),
+        *((name, c_int64) for name in ("rows", "columns", "length")),
+        *((name, c_int32) for name in ("adder", "step", "promote", "fraction_bits", "output_bits")),
+        *((name, c_int32) for name in ("zero_exponent", "group", "sums", "c_vanishes", "output", "threads")),
+    ]
+
+
 LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest
 
 
@@ -176,6 +200,7 @@ def _load(level: str) -> Any:
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
         ("search_scales", None, [POINTER(SearchScalesCall)]),
         ("search_factors", None, [POINTER(SearchFactorsCall)]),
+        ("matmul", None, [POINTER(ProductCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):
         function = getattr(functions, f"fp4kit_{name}")

@@ -19,6 +19,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
 from fp4kit.call.search_scales import Search
+from fp4kit.host.matmul import matmul
 from fp4kit.host.search import search_call
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.quantized.container import Quantized, assembled
@@ -46,6 +47,7 @@ __all__ = [
     "clip_amax",
     "dequantize",
     "fake_quantize",
+    "matmul",
     "pack",
     "partial_amax",
     "partial_cast",

@@ -4,6 +4,7 @@
 // Prototype: the arguments of a call except addresses, such as the shape, steps and recipe of a matrix. Python stores
 // it and repeats the call with new addresses (cpu/cached_calls.py).
 #include "decode_matrix.h"
+#include "matmul.h"
 #include "search_factors.h"
 #include "search_scales.h"
 #include "tensor_scale.h"
@@ -218,6 +219,13 @@ FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 colu
     }
   };
   run_tiles(tiles.count(), threads, work);
+}
+
+// Multiply two matrices as a matrix unit does (matmul.h).
+FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* call) {
+  const ProductTask task{*call};
+  auto work = [&](i64 index) { task.run(index); };
+  run_tiles(task.count(), call->threads, work);
 }
 
 }  // extern "C"

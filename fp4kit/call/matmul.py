@@ -1,0 +1,260 @@
+"""Parse the arguments of fp4kit.matmul: which unit adds, what the operands are, and where the result goes."""
+
+from __future__ import annotations
+
+import sys
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit import formats
+from fp4kit.arrays.imports import check_one_device, import_arrays, on_device
+from fp4kit.arrays.returns import first_array, library_of, numpy_dtype
+from fp4kit.formats import FLOATS, ElementFormat
+from fp4kit.layouts import unswizzle_scales
+from fp4kit.quantized.container import Quantized
+from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit_of
+
+_ARRAY_ELEMENTS = {  # dtypes of plain operands, by name -> the name of the element format
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "float8_e4m3fn": "E4M3",
+    "float8_e5m2": "E5M2",
+    "float8_e4m3fnuz": "E4M3FNUZ",
+    "float8_e5m2fnuz": "E5M2FNUZ",
+}
+_DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
+    "E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
+}
+_LEAST_EXPONENTS = {"float16": -14, "bfloat16": -126, "E4M3FNUZ": -7, "E5M2FNUZ": -15}
+_FP8, _FNUZ, _FP6_FP4 = {"E4M3", "E5M2"}, {"E4M3FNUZ", "E5M2FNUZ"}, {"E2M3", "E3M2", "E2M1"}
+_NEEDS = "needs a Quantized, or an array of " + ", ".join(_ARRAY_ELEMENTS)
+
+
+class Operand(NamedTuple):
+    """Hold one operand of a product as the engines take it: rows of codes along K.
+
+    Attributes:
+        codes: uint8 (batch, rows, K), packed as a Quantized packs them, so (batch, rows, K/2) for E2M1; uint16 bits
+            (batch, rows, K) for float16 and bfloat16.
+        element: the name of the element format: "E2M1", "E4M3", "bfloat16", ...
+        scales: the codes of the block scales in the linear layout, uint8 (batch, rows, K / block); None without them.
+        scale: their ElementFormat, E4M3 or E8M0; None without them.
+        block: elements per block scale; 1 without block scales.
+        factor: float32 (batch, rows), the tensor scale of each row; None if it is 1.
+        k: the length K.
+    """
+
+    codes: Any
+    element: str
+    scales: Any
+    scale: ElementFormat | None
+    block: int
+    factor: Any
+    k: int
+
+    def reshaped(self, *lead: int) -> Operand:
+        """Return the operand with other axes in place of (batch, rows), in the same order of elements."""
+        codes, scales, factor = self.codes, self.scales, self.factor
+        return self._replace(
+            codes=codes.reshape(*lead, codes.shape[-1]),
+            scales=None if scales is None else scales.reshape(*lead, scales.shape[-1]),
+            factor=None if factor is None else factor.reshape(lead),
+        )
+
+
+class MatmulCall(NamedTuple):
+    """Hold a parsed call of fp4kit.matmul.
+
+    Attributes:
+        a, b: the operands, with rows M and N. An operand with batch 1 belongs to all matrices of the other.
+        c: float32 (batch, M, N), the first value of the sums; None for zeros.
+        unit: the Unit.
+        step: the step of the unit for these operands; None if the unit has an order instead.
+        out_dtype: dtype of the result.
+        on_device: whether the arrays are CuPy arrays.
+    """
+
+    a: Operand
+    b: Operand
+    c: Any
+    unit: Unit
+    step: DotAdd | FloorDotAdd | None
+    out_dtype: np.dtype
+    on_device: bool
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape (batch, M, N) of the result."""
+        batches = {self.a.codes.shape[0], self.b.codes.shape[0]} - {1} or {1}
+        return (*batches, self.a.codes.shape[1], self.b.codes.shape[1])
+
+
+class Decoding(NamedTuple):
+    """Say what the codes of an element format mean.
+
+    Attributes:
+        values: the value of every code: float64, exact.
+        least: the exponent of subnormal numbers and of the smallest normal one.
+    """
+
+    values: np.ndarray
+    least: int
+
+
+@lru_cache
+def decoding_of(element: str) -> Decoding:
+    """Return the Decoding of the element format with a name, such as "E2M1" or "bfloat16"."""
+    if element in _DTYPES:
+        dtype = np.dtype(_DTYPES[element])
+        codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
+        with np.errstate(all="ignore"):
+            return Decoding(codes.view(dtype).astype(np.float64), _LEAST_EXPONENTS[element])
+    found: ElementFormat = getattr(formats, element)
+    return Decoding(found.values.astype(np.float64), found.emin)
+
+
+def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
+    """Check the arguments of fp4kit.matmul. Return the call and the shape of its result, (..., M, N)."""
+    op = "matmul"
+    u, dtype = unit_of(op, unit), numpy_dtype(op, out_dtype)
+    if dtype not in FLOATS:
+        raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
+    check_one_device(op, a=first_array(a), b=first_array(b), c=c)
+    operands = [_operand(op, name, x) for name, x in (("a", a), ("b", b))]
+    (left, right), (lead, lead_b) = operands, [x.codes.shape[:-2] for x in operands]
+    if left.k != right.k:
+        raise ValueError(
+            f"{op}: a has length {left.k} along K and b {right.k}; needs equal lengths. K is the last axis of an array"
+            " and the quantized axis of a Quantized, so b is (..., N, K)"
+        )
+    if lead and lead_b and lead != lead_b:
+        raise ValueError(
+            f"{op}: a is a stack {lead} of matrices and b a stack {lead_b}; needs equal stacks, or one matrix"
+        )
+    M, N = left.codes.shape[-2], right.codes.shape[-2]
+    step = _step(op, u, left, right)
+    if alpha is not None:
+        number = np.float32(_number(op, alpha))
+        left = left._replace(factor=_library(left.codes).full(left.codes.shape[:-1], number))
+        right = right._replace(factor=None)
+    # A stack times one matrix is a product with more rows.
+    left = left.reshaped(prod(lead), M) if lead_b and lead else left.reshaped(1, prod(lead) * M)
+    right = right.reshaped(prod(lead_b), N)
+    on_gpu = on_device(left.codes)
+    call = MatmulCall(left, right, None, u, step, dtype, on_gpu)
+    shape = (*(lead or lead_b), M, N)
+    return call._replace(c=None if c is None else _first_sums(op, c, shape).reshape(call.shape)), shape
+
+
+def _library(a: Any) -> Any:
+    """Return the module of an array: numpy or cupy."""
+    return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
+
+
+def _number(op: str, alpha: Any) -> float:
+    """Return alpha as a float. Raise TypeError if it is not a number."""
+    try:
+        return float(alpha)
+    except (TypeError, ValueError):
+        raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs a number, or None for the tensor scales") from None
+
+
+def _first_sums(op: str, c: Any, shape: tuple[int, ...]) -> Any:
+    """Return c as float32. Raise an error unless it is a float array of the shape of the result."""
+    (c,) = import_arrays(op, c=c)
+    if c.dtype not in FLOATS:
+        raise TypeError(f"{op}: c is {c.dtype}; needs float32, float16 or bfloat16")
+    if c.shape != shape:
+        raise ValueError(f"{op}: c has shape {c.shape}; needs {shape}, the shape of the result")
+    return c.astype(np.float32)
+
+
+def _operand(op: str, name: str, x: Any) -> Operand:
+    """Return an argument as an Operand whose batch axes are those of the argument. name: "a" or "b"."""
+    if isinstance(x, Quantized):
+        return _quantized_operand(op, name, x.imported(op))
+    kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
+    if kind not in _ARRAY_ELEMENTS:
+        got = kind or f"a {type(x).__name__}"
+        hint = "; quantize it, or round it to bfloat16" if kind in ("float32", "float64") else ""
+        raise TypeError(f"{op}: {name} is {got}; {_NEEDS}{hint}")
+    if "float8" in kind:  # a dtype that few libraries can export
+        library = library_of(x)
+        x = x.view(np.uint8 if library is None else getattr(sys.modules[library.name], "uint8", np.uint8))
+    (x,) = import_arrays(op, **{name: x})
+    if x.ndim < 2:
+        raise ValueError(f"{op}: {name} is {x.ndim}-d; needs (..., rows, K)")
+    codes = _library(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
+    return Operand(codes, _ARRAY_ELEMENTS[kind], None, None, 1, None, x.shape[-1])
+
+
+def _quantized_operand(op: str, name: str, q: Quantized) -> Operand:
+    """Return a Quantized of NumPy or CuPy arrays as an Operand."""
+    r, ndim = q.recipe, len(q.shape)
+    if ndim < 2 or q.axis < ndim - 2:
+        raise ValueError(f"{op}: {name} has axis {q.axis} of {ndim} axes; needs one of the last two axes to be K")
+    if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
+        raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
+    *lead, rows, k = q.moved_shape
+    scales = q.block_scale
+    if scales is not None:
+        scales = unswizzle_scales(scales, q.scale_layout, q.scale_shape)
+    factor = q.tensor_scale
+    if factor is not None:
+        missing = len(lead) + 1 - factor.ndim
+        factor = _library(factor).broadcast_to(factor.reshape(*factor.shape, *[1] * missing), (*lead, rows))
+    return Operand(q.packed, r.element.name, scales, r.scale, r.block_size if r.scale else 1, factor, k)
+
+
+def _step(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | None:
+    """Return the step of a unit for two operands; None if the unit has an order.
+
+    Raise ValueError, naming what the unit has, if it has no step for them.
+    """
+    if u.order == "float32-blocks" and not (
+        a.element == b.element == "E2M1" and a.scales is not None is not b.scales and a.block == b.block
+    ):
+        raise ValueError(
+            f"{op}: a is {_described(a)} and b {_described(b)}; float32-blocks needs E2M1 elements with block scales of"
+            " equal blocks in both"
+        )
+    if u.order:
+        return None
+    kind = _kind(u, a, b)
+    step = None if kind is None else getattr(u, kind)
+    if step is None:
+        raise ValueError(
+            f"{op}: a is {_described(a)} and b {_described(b)}; {u.id} has no instruction for that, but for"
+            f" {', '.join(u.steps())}; use another unit, unit='dequantized', or decode both to bfloat16 with"
+            " fp4kit.dequantize"
+        )
+    return step  # type: ignore[no-any-return]
+
+
+def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
+    """Return the kind of two operands: the name of a field of Unit; None if no unit multiplies such a pair."""
+    elements = {a.element, b.element}
+    if a.scales is None and b.scales is None:
+        if elements in ({"float16"}, {"bfloat16"}):
+            return elements.pop()
+        if elements <= _FNUZ:
+            return "fp8_fnuz"
+        return "fp8" if elements <= _FP8 else "fp6_fp4" if elements <= _FP8 | _FP6_FP4 else None
+    if a.scale != b.scale or a.block != b.block:
+        return None
+    layout = (a.scale.name if a.scale else "", a.block)
+    if elements == {"E2M1"} and layout in (("E4M3", 16), ("E8M0", 16), ("E8M0", 32)):
+        return "mx" if u.fp4 is None and layout == ("E8M0", 32) else "fp4"
+    return "mx" if layout == ("E8M0", 32) and elements <= _FP8 | _FP6_FP4 else None
+
+
+def _described(x: Operand) -> str:
+    """Return an operand in words: "E2M1 with E4M3 scales of 16"."""
+    return x.element if x.scale is None else f"{x.element} with {x.scale.name} scales of {x.block}"

@@ -1,0 +1,452 @@
+// Matrix products as matrix units add them, and sums in other orders (fp4kit/reference/matmul.py is the specification).
+//
+// A panel of kProductLanes columns of the result is computed at once, one lane per column. Every term is an exact
+// double. Truncating a term to F bits behind the point of the largest exponent 2^E is truncating term * 2^(F-E) to an
+// integer, so exponents are kept as powers of two.
+#pragma once
+
+#include <algorithm>
+#include <memory>
+#include <vector>
+
+#include "tiles.h"
+
+// What one operand of a product is: rows of codes along K, and tables that say what the codes mean.
+struct ProductOperand {
+  const void* codes;     // of the first row: 4-bit codes two per byte, 8-bit, or 16-bit codes
+  const u8* scales;      // block scale codes of the first row; nullptr if there are none
+  const float* factors;  // tensor scale of each row; nullptr if they are 1
+  const double* values;  // of every code
+  const double* powers;  // 2^exponent of every code
+  const double* scale_values;
+  const double* scale_powers;
+  i64 codes_step;    // bytes from one row of codes to the next
+  i64 scales_step;   // bytes from one row of scales to the next
+  i64 factors_step;  // elements from one factor to the next, 0 or 1
+  i32 code_bits;     // 4, 8 or 16
+  i32 block;         // elements per block scale
+};
+
+enum class Adder : i32 { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
+
+// A product D (rows, columns) = C + A B^T.
+struct ProductCall {
+  ProductOperand a, b;
+  const float* c;             // (rows, columns), contiguous rows; nullptr for zeros
+  void* out;                  // (rows, columns), contiguous
+  i64 rows, columns, length;  // length: K of the operands; beyond it elements count as zeros
+  Adder adder;
+  i32 step;                        // K of one step
+  i32 promote;                     // K of one chain; 0 for one chain over all of K
+  i32 fraction_bits, output_bits;  // floor: output_bits is sum_bits
+  i32 zero_exponent, group, sums, c_vanishes;
+  i32 output;  // dtype of out, as an index of with_input_type
+  i32 threads;
+};
+
+namespace {
+
+constexpr int kProductLanes = 16;
+constexpr i64 kProductRows = 64;    // rows of a task
+constexpr i64 kProductDepth = 512;  // elements of K that are decoded at once; a multiple of every step and block
+
+double power_of_two(int exponent) {
+  return __builtin_ldexp(1.0, exponent);
+}
+
+// Return x truncated toward zero to an integer. |x| must be below 2^52, infinite or NaN.
+__forceinline__ double toward_zero(double x) {
+  const double magnitude = std::fabs(x), shifted = magnitude + 0x1p52, rounded = shifted - 0x1p52;
+  return std::copysign(rounded - (rounded > magnitude ? 1.0 : 0.0), x);
+}
+
+// Return the largest integer that is not above x. |x| must be below 2^52, infinite or NaN.
+__forceinline__ double toward_minus(double x) {
+  const double truncated = toward_zero(x);
+  return truncated - (truncated > x ? 1.0 : 0.0);
+}
+
+// Return 2^exponent of a float32 as a term: 2^-126 for subnormal numbers and zeros, and for infinities and NaN.
+__forceinline__ double power_of(double c) {
+  const i64 bits = __double_as_longlong(c) & 0x7FF0000000000000;
+  const double power = __longlong_as_double(bits);
+  return bits == 0x7FF0000000000000 || power < 0x1p-126 ? 0x1p-126 : power;
+}
+
+// Return 2^shift / power for a power of two.
+__forceinline__ double over(int shift, double power) {
+  return __longlong_as_double((i64{2046 + shift} << 52) - __double_as_longlong(power));
+}
+
+// Elements of a panel of columns, or of one row, for kProductDepth elements of K, decoded. A lane is a column.
+template <int kLanes>
+struct ProductPanel {
+  double values[kProductDepth][kLanes];   // element times block scale
+  double powers[kProductDepth][kLanes];   // 2^exponent of the element, times that of its scale; 0 for zeros
+  float elements[kProductDepth][kLanes];  // element
+  double scales[kProductDepth / 16][kLanes], scale_powers[kProductDepth / 16][kLanes];  // per 16 elements; 0 for zeros
+
+  // Decode `depth` elements from element `start` of K on, for `count` rows of an operand from row `first` on. Lanes and
+  // elements beyond the operand count as zeros.
+  void decode(const ProductOperand& x, i64 first, i64 count, i64 start, i64 depth, i64 length) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const i64 row = first + (lane < count ? lane : 0), end = lane < count ? std::min(depth, length - start) : 0;
+      const u8* codes = static_cast<const u8*>(x.codes) + row * x.codes_step;
+      const u8* scale_codes = x.scales ? x.scales + row * x.scales_step : nullptr;
+      double scale = 1, power = 1;
+      for (i64 i = 0; i < depth; ++i) {
+        if (i < end && scale_codes && (i == 0 || (start + i) % x.block == 0)) {
+          const u8 code = scale_codes[(start + i) / x.block];
+          scale = x.scale_values[code];
+          power = scale == 0 ? 0 : x.scale_powers[code];
+        }
+        const unsigned code = i < end ? code_at(x, codes, start + i) : 0;
+        const double element = i < end ? x.values[code] : 0;
+        elements[i][lane] = static_cast<float>(element);
+        values[i][lane] = element * scale;
+        powers[i][lane] = element == 0 ? 0 : x.powers[code] * power;
+        if (i % 16 == 0) {
+          scales[i / 16][lane] = i < end ? scale : 0;
+          scale_powers[i / 16][lane] = i < end ? power : 0;
+        }
+      }
+    }
+  }
+
+  static unsigned code_at(const ProductOperand& x, const u8* codes, i64 k) {
+    if (x.code_bits == 4) return codes[k >> 1] >> (k & 1 ? 4 : 0) & 15;
+    return x.code_bits == 8 ? codes[k] : reinterpret_cast<const u16*>(codes)[k];
+  }
+};
+
+using Columns = ProductPanel<kProductLanes>;
+using Row = ProductPanel<1>;
+
+// Return a sum that is exact in double as an NVIDIA unit rounds it: truncated to `bits` bits behind the point, with
+// -126 as the least exponent. Zero is +0.
+__forceinline__ double truncated_sum(double sum, int bits) {
+  const double normal = __longlong_as_double(__double_as_longlong(sum) & ~((i64{1} << (52 - bits)) - 1));
+  const double tiny = toward_zero(sum * over(126 + bits, 1.0)) * over(-126 - bits, 1.0);
+  return static_cast<float>(std::fabs(sum) < 0x1p-126 ? tiny : normal) + 0.0;  // 2^128 and more are infinite
+}
+
+// The sums of one row of a panel, and the functions that add one step to them. Every function adds `call.step` products
+// per lane, from element i of the decoded K on. c holds the sums: exact values of float32, or float64.
+struct Adders {
+  const ProductCall& call;
+  const double zero_power = power_of_two(call.zero_exponent);
+  const double unit = power_of_two(-call.fraction_bits);
+
+  // Return the power of a term whose operands have these powers, of which one is 0 if the term is zero.
+  double power_of_term(double a, double b) const {
+    const double power = a * b;
+    return power == 0 ? zero_power : power;
+  }
+
+  // Every product is a term.
+  void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
+    double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
+    for (int l = 0; l < kProductLanes; ++l) largest[l] = c[l] == 0 ? zero_power : power_of(c[l]);
+    for (i64 k = i; k < i + call.step; ++k) {
+      for (int l = 0; l < kProductLanes; ++l) {
+        const double power = power_of_term(a.powers[k][0], b.powers[k][l]);
+        largest[l] = power > largest[l] ? power : largest[l];
+      }
+    }
+    for (int l = 0; l < kProductLanes; ++l) {
+      inverse[l] = over(call.fraction_bits, largest[l]);
+      sum[l] = toward_zero(c[l] * inverse[l]);
+    }
+    for (i64 k = i; k < i + call.step; ++k) {
+      for (int l = 0; l < kProductLanes; ++l) sum[l] += toward_zero(a.values[k][0] * b.values[k][l] * inverse[l]);
+    }
+    for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l] * (largest[l] * unit), call.output_bits);
+  }
+
+  // The exact sum of 16 products is a term.
+  void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
+    constexpr int kMost = 8;  // groups per step
+    double terms[kMost][kProductLanes], largest[kProductLanes];
+    for (int l = 0; l < kProductLanes; ++l) largest[l] = c[l] == 0 ? zero_power : power_of(c[l]);
+    const int groups = call.step / 16;
+    for (int g = 0; g < groups; ++g) {
+      float sum[kProductLanes] = {}, any[kProductLanes] = {};  // exact: multiples of 1/4 up to 576
+      for (i64 k = i + 16 * g; k < i + 16 * g + 16; ++k) {
+        const float value = a.elements[k][0], magnitude = std::fabs(value);
+        for (int l = 0; l < kProductLanes; ++l) {
+          sum[l] += value * b.elements[k][l];
+          any[l] += magnitude * std::fabs(b.elements[k][l]);
+        }
+      }
+      const i64 group = i / 16 + g;
+      for (int l = 0; l < kProductLanes; ++l) {
+        const double both = a.scale_powers[group][0] * b.scale_powers[group][l];
+        const double power = any[l] == 0 || both == 0 ? zero_power : both;
+        terms[g][l] = sum[l] * (a.scales[group][0] * b.scales[group][l]);
+        largest[l] = power > largest[l] ? power : largest[l];
+      }
+    }
+    for (int l = 0; l < kProductLanes; ++l) {
+      const double inverse = over(call.fraction_bits, largest[l]);
+      double sum = toward_zero(c[l] * inverse);
+      for (int g = 0; g < groups; ++g) sum += toward_zero(terms[g][l] * inverse);
+      c[l] = truncated_sum(sum * (largest[l] * unit), call.output_bits);
+    }
+  }
+
+  // CDNA3: see FloorDotAdd of fp4kit/units.py.
+  void floor(const Row& a, const Columns& b, i64 i, double* c) const {
+    for (int l = 0; l < kProductLanes; ++l) {
+      double largest[2] = {0, 0}, sums[2] = {-0.0, -0.0};
+      for (i64 k = i; k < i + call.step; ++k) {
+        double& top = largest[(k - i) % call.sums];
+        top = std::max(top, power_of_term(a.powers[k][0], b.powers[k][l]));
+      }
+      for (i64 k = i; k < i + call.step; ++k) {
+        const int s = (k - i) % call.sums;
+        double product = a.values[k][0] * b.values[k][l];
+        if (call.sums == 1 && std::fabs(product) >= 0x1p128) product *= HUGE_VAL;
+        sums[s] += toward_zero(product * over(call.fraction_bits, largest[s]));
+      }
+      const double highest = std::max(largest[0], largest[1]);
+      for (int s = 0; s < call.sums && call.sums > 1; ++s) sums[s] = toward_minus(sums[s] * (largest[s] / highest));
+      double products = (call.sums > 1 ? sums[0] + sums[1] : sums[0]) * unit;
+      const double c_power = power_of(c[l]), top = std::max(highest, c_power);
+      const double fine = power_of_two(call.output_bits + 1);
+      products = toward_minus(products * (highest / top) * fine) / fine;
+      double first = toward_minus(c[l] * over(call.fraction_bits, top)) * unit;
+      if (call.c_vanishes && c_power < top * unit / 2 && first - first == 0) first = 0;  // not infinite, not NaN
+      const double total = (products + first) * top, power = power_of(total);
+      c[l] = static_cast<float>(toward_minus(total * over(call.output_bits, power)) * (power * 2 / fine));
+    }
+  }
+
+  void add_float64(const Row& a, const Columns& b, i64 i, double* c) const {
+    for (int l = 0; l < kProductLanes; ++l) c[l] += a.values[i][0] * b.values[i][l];
+  }
+
+  void add_float32(const Row& a, const Columns& b, i64 i, double* c) const {
+    const float value = static_cast<float>(a.values[i][0]);
+    for (int l = 0; l < kProductLanes; ++l) {
+      const float product = value * static_cast<float>(b.values[i][l]);
+      c[l] = static_cast<float>(c[l]) + product;
+    }
+  }
+
+  void add_float32_blocks(const Row& a, const Columns& b, i64 i, double* c) const {
+    float sum[kProductLanes] = {};
+    for (i64 k = i; k < i + call.step; ++k) {
+      for (int l = 0; l < kProductLanes; ++l) sum[l] += a.elements[k][0] * b.elements[k][l];
+    }
+    for (int l = 0; l < kProductLanes; ++l) {
+      const float scale = static_cast<float>(a.scales[i / 16][0]) * static_cast<float>(b.scales[i / 16][l]);
+      const float product = scale * sum[l];
+      c[l] = static_cast<float>(c[l]) + product;
+    }
+  }
+
+  void add(const Row& a, const Columns& b, i64 i, double* c) const {
+    switch (call.adder) {
+      case Adder::truncate:
+        return truncate(a, b, i, c);
+      case Adder::truncate_groups:
+        return truncate_groups(a, b, i, c);
+      case Adder::floor:
+        return floor(a, b, i, c);
+      case Adder::float64:
+        return add_float64(a, b, i, c);
+      case Adder::float32:
+        return add_float32(a, b, i, c);
+      case Adder::float32_blocks:
+        return add_float32_blocks(a, b, i, c);
+      case Adder::exact:
+        return;
+    }
+  }
+};
+
+// An exact sum of doubles with exponents from -400 to 400: an integer in units of 2^-kUnit, in digits of 32 bits.
+struct ExactSum {
+  static constexpr int kDigits = 30, kUnit = 480;
+  i64 digits[kDigits] = {};
+  double special = 0;  // the sum of the infinities and NaN that were added
+  int added = 0;
+
+  void add(double x) {
+    if (!(std::fabs(x) <= 0x1.fffffffffffffp1023)) {
+      special += x;
+      return;
+    }
+    if (x == 0) return;
+    int exponent;
+    const double significand = std::frexp(x, &exponent);
+    const i64 integer = static_cast<i64>(significand * 0x1p53);
+    const int shift = exponent - 53 + kUnit, digit = shift / 32;
+    const __int128 wide = static_cast<__int128>(integer) << (shift % 32);
+    digits[digit] += static_cast<i64>(wide & 0xFFFFFFFF);
+    digits[digit + 1] += static_cast<i64>((wide >> 32) & 0xFFFFFFFF);
+    digits[digit + 2] += static_cast<i64>(wide >> 64);
+    if (++added == 1 << 29) carry();
+  }
+
+  // Make every digit but the last one non-negative and below 2^32.
+  void carry() {
+    for (int i = 0; i + 1 < kDigits; ++i) {
+      digits[i + 1] += digits[i] >> 32;
+      digits[i] &= 0xFFFFFFFF;
+    }
+    added = 0;
+  }
+
+  // Return the sum, rounded to float32 to nearest even. A sum of zero is +0.
+  float rounded() {
+    if (special != 0) return static_cast<float>(special);
+    carry();
+    const bool is_negative = digits[kDigits - 1] < 0;
+    if (is_negative) {
+      for (i64& digit : digits) digit = -digit;
+      carry();
+    }
+    // Round to odd at 64 bits, then once to float32.
+    int top = kDigits - 1;
+    while (top > 1 && digits[top] == 0) --top;
+    unsigned __int128 head = static_cast<unsigned __int128>(digits[top]) << 64 |
+                             static_cast<unsigned __int128>(digits[top - 1]) << 32 |
+                             static_cast<unsigned __int128>(top > 1 ? digits[top - 2] : 0);
+    bool rest = false;
+    for (int i = 0; i + 2 < top; ++i) rest |= digits[i] != 0;
+    int exponent = 32 * (top - 2) - kUnit;
+    while (head >> 60) {
+      rest |= head & 1;
+      head >>= 1;
+      ++exponent;
+    }
+    // float32 has 24 bits, and fewer below 2^-126: cut to these bits by hand, because ldexp would round twice.
+    u64 integer = static_cast<u64>(head);
+    if (integer == 0) return 0;
+    const int bits = 64 - __builtin_clzll(integer);
+    const int lowest = std::max(exponent + bits - 24, -149);  // exponent of the last bit that the result keeps
+    const int drop = lowest - exponent;
+    float result;
+    if (drop > 62) {
+      result = 0;
+    } else if (drop > 0) {
+      const u64 kept = integer >> drop, cut = integer & ((u64{1} << drop) - 1), half = u64{1} << (drop - 1);
+      const bool up = cut > half || (cut == half && (rest || (kept & 1)));
+      result = static_cast<float>(std::ldexp(static_cast<double>(kept + up), lowest));
+    } else {
+      result = static_cast<float>(std::ldexp(static_cast<double>(integer), exponent));
+    }
+    return is_negative ? -result : result;
+  }
+};
+
+// Store a float32 result in the dtype of the output, rounded to nearest even. NaN is 0x7FFFFFFF, or 0x7FFF.
+void store(const ProductCall& call, i64 index, float x) {
+  with_input_type(call.output, [&](auto in) {
+    using In = Input<decltype(in)>;
+    using Bits = typename In::Bits;
+    static_cast<Bits*>(call.out)[index] =
+        x != x ? static_cast<Bits>(0x7FFFFFFF >> (32 - 8 * sizeof(Bits))) : In::narrow(x);
+  });
+}
+
+// Compute a tile of at most kProductRows rows and kProductPanels panels of columns.
+struct ProductTask {
+  static constexpr int kPanels = 4;
+  const ProductCall& call;
+  Adders adders{call};
+
+  struct Memory {
+    Columns columns[kPanels];
+    Row row;
+    double sums[kProductRows][kPanels][kProductLanes], totals[kProductRows][kPanels][kProductLanes];
+  };
+
+  i64 panels() const { return (call.columns + kPanels * kProductLanes - 1) / (kPanels * kProductLanes); }
+  i64 count() const { return panels() * ((call.rows + kProductRows - 1) / kProductRows); }
+
+  void run(i64 index) const {
+    auto memory = std::make_unique<Memory>();
+    const i64 first_row = index / panels() * kProductRows, first = index % panels() * kPanels * kProductLanes;
+    const i64 rows = std::min(kProductRows, call.rows - first_row),
+              columns = std::min<i64>(kPanels * kProductLanes, call.columns - first);
+    const int used = static_cast<int>((columns + kProductLanes - 1) / kProductLanes);
+    const i64 chunk = kProductDepth / call.step * call.step;
+    std::vector<ExactSum> exact(call.adder == Adder::exact ? rows * columns : 0);
+    start(*memory, first_row, rows, first, columns, exact);
+    for (i64 k = 0; k < call.length; k += chunk) {
+      const i64 depth = std::min(chunk, (call.length - k + call.step - 1) / call.step * call.step);
+      for (int p = 0; p < used; ++p) {
+        const i64 column = first + p * kProductLanes;
+        memory->columns[p].decode(call.b, column, std::min<i64>(kProductLanes, call.columns - column), k, depth,
+                                  call.length);
+      }
+      for (i64 r = 0; r < rows; ++r) {
+        memory->row.decode(call.a, first_row + r, 1, k, depth, call.length);
+        if (call.adder == Adder::exact) {
+          add_exact(*memory, depth, columns, exact.data() + r * columns);
+        } else {
+          for (int p = 0; p < used; ++p) add_row(*memory, r, p, k, depth);
+        }
+      }
+    }
+    finish(*memory, first_row, rows, first, columns, exact);
+  }
+
+  // Set the first sums: those of C, or zeros.
+  void start(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
+    std::memset(m.sums, 0, sizeof m.sums);
+    std::memset(m.totals, 0, sizeof m.totals);
+    if (!call.c) return;
+    for (i64 r = 0; r < rows; ++r) {
+      for (i64 j = 0; j < columns; ++j) {
+        const float c = call.c[(first_row + r) * call.columns + first + j];
+        (call.promote ? m.totals : m.sums)[r][j / kProductLanes][j % kProductLanes] = c;
+        if (call.adder == Adder::exact) exact[r * columns + j].add(c);
+      }
+    }
+  }
+
+  void add_exact(const Memory& m, i64 depth, i64 columns, ExactSum* sums) const {
+    for (i64 j = 0; j < columns; ++j) {
+      const Columns& b = m.columns[j / kProductLanes];
+      for (i64 i = 0; i < depth; ++i) sums[j].add(m.row.values[i][0] * b.values[i][j % kProductLanes]);
+    }
+  }
+
+  // Add the decoded elements, which begin at element k of K, to the sums of a row of panel p.
+  void add_row(Memory& m, i64 r, int p, i64 k, i64 depth) const {
+    double* c = m.sums[r][p];
+    for (i64 i = 0; i < depth; i += call.step) {
+      adders.add(m.row, m.columns[p], i, c);
+      if (call.promote && ((k + i + call.step) % call.promote == 0 || k + i + call.step >= call.length)) {
+        for (int l = 0; l < kProductLanes; ++l) {
+          m.totals[r][p][l] = static_cast<float>(m.totals[r][p][l]) + static_cast<float>(c[l]);
+          c[l] = 0;
+        }
+      }
+    }
+  }
+
+  // Multiply the sums by the tensor scales, and store them.
+  void finish(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
+    for (i64 r = 0; r < rows; ++r) {
+      for (i64 j = 0; j < columns; ++j) {
+        const i64 row = first_row + r, column = first + j;
+        float x = static_cast<float>((call.promote ? m.totals : m.sums)[r][j / kProductLanes][j % kProductLanes]);
+        if (call.adder == Adder::exact) x = exact[r * columns + j].rounded();
+        const float* fa = call.a.factors;
+        const float* fb = call.b.factors;
+        if (fa && fb) {
+          x *= fa[row * call.a.factors_step] * fb[column * call.b.factors_step];
+        } else if (fa || fb) {
+          x *= fa ? fa[row * call.a.factors_step] : fb[column * call.b.factors_step];
+        }
+        store(call, row * call.columns + column, x);
+      }
+    }
+  }
+};
+
+}  // namespace

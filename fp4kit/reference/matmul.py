@@ -1,0 +1,263 @@
+"""Matrix products as matrix units add them, and sums in other orders: the specification.
+
+A matrix unit computes D = C + sum over k of a_k * b_k in steps. Every step adds K products to C at once, and keeps
+fewer bits than an exact sum needs. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1), whose authors tested their
+model on each architecture.
+"""
+
+from __future__ import annotations
+
+from math import fsum
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4kit.units import DotAdd, FloorDotAdd, Unit
+
+LEAST_EXPONENT = -126  # of a normal float32
+NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that a matrix unit returns
+
+
+class Terms(NamedTuple):
+    """Hold numbers as pairs: value = significand * 2^exponent.
+
+    Attributes:
+        significand: float64, exact.
+        exponent: int32, in a shape that broadcasts with that of significand.
+    """
+
+    significand: np.ndarray
+    exponent: np.ndarray
+
+
+class Factor(NamedTuple):
+    """Hold one operand of a product, decoded: the rows of a (M, K) or the rows of b (N, K).
+
+    Attributes:
+        elements: the elements as Terms, (rows, K).
+        scales: the block scales as Terms, (rows, K / block); None if the operand has no block scales.
+        block: the number of elements that share a block scale.
+    """
+
+    elements: Terms
+    scales: Terms | None
+    block: int
+
+    def values(self) -> np.ndarray:
+        """Return element * block scale: float64 (rows, K), exact."""
+        values = np.ldexp(*self.elements)
+        return values if self.scales is None else values * np.ldexp(*self.scales).repeat(self.block, axis=-1)
+
+
+def as_terms(values: np.ndarray, least: int) -> Terms:
+    """Return numbers as Terms with 1 <= |significand| < 2.
+
+    Numbers below 2^least, zero included, get the exponent `least` and a smaller significand.
+    """
+    _, exponent = np.frexp(values)
+    exponent = np.where(values == 0, least, np.maximum(exponent - 1, least)).astype(np.int32)
+    return Terms(np.ldexp(values.astype(np.float64), -exponent), exponent)
+
+
+# ---- one step of a matrix unit ----
+
+
+def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
+    """Return the terms of a step without C: Terms (M, N, K / group). a and b have the K elements of one step.
+
+    A term is a product, times the block scales of its elements. Its significand is the product of the significands,
+    which is not normalized again. With group > 1 a term is instead the exact sum p of `group` products, times the
+    block scales; its significand is p times theirs, and its exponent is the sum of their exponents. A term is zero, and
+    has the exponent zero_exponent, if its products are all zero or a block scale is zero. A sum p that cancels is not.
+    """
+    s = a.elements.significand[:, None] * b.elements.significand
+    e = a.elements.exponent[:, None] + b.elements.exponent
+    zero = s == 0
+    if isinstance(step, DotAdd) and step.group > 1:
+        grouped = np.ldexp(s, e).reshape(*s.shape[:2], -1, step.group)
+        s, zero = grouped.sum(axis=-1), (grouped == 0).all(axis=-1)
+        e = np.zeros(s.shape, np.int32)
+    for scales, block, axis in ((a.scales, a.block, 1), (b.scales, b.block, 0)):
+        if scales is not None:
+            per_term = block * s.shape[-1] // a.elements.significand.shape[-1]
+            scale_s, scale_e = (np.expand_dims(part.repeat(per_term, axis=-1), axis) for part in scales)
+            s, e, zero = s * scale_s, e + scale_e, zero | (scale_s == 0)
+    return Terms(s, np.where(zero, step.zero_exponent, e))
+
+
+def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray:
+    """Return the sum of Terms over the last axis, each truncated toward zero to a multiple of 2^(largest - bits).
+
+    The result is an exact float64, in units of 2^(largest - fraction_bits).
+    """
+    shift = t.exponent - largest[..., None] + fraction_bits
+    total: np.ndarray = np.trunc(np.ldexp(t.significand, shift)).sum(axis=-1)
+    return total
+
+
+def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
+    """Return the sum of Terms over the last axis as an NVIDIA unit adds them: float32.
+
+    The terms are truncated as DotAdd says; their sum is exact, and it is truncated toward zero to output_bits bits
+    behind the point. The least exponent of the result is -126. A sum of zero is +0, and NaN is 0x7FFFFFFF. A result of
+    2^128 or more is infinite.
+    """
+    largest = t.exponent.max(axis=-1)
+    total = np.ldexp(shifted_sum(t, largest, step.fraction_bits), largest - step.fraction_bits)
+    s, e = as_terms(total, LEAST_EXPONENT)
+    result = np.ldexp(np.trunc(np.ldexp(s, step.output_bits)), e - step.output_bits).astype(np.float32)
+    return np.where(np.isnan(result), NAN, result + np.float32(0))  # -0 + 0 is +0
+
+
+def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
+    """Return the sum of the products t and of c as CDNA3 adds them: float32, see FloorDotAdd. Zero keeps its sign."""
+    sums = [Terms(t.significand[..., i :: step.sums], t.exponent[..., i :: step.sums]) for i in range(step.sums)]
+    F, largest = step.fraction_bits, [part.exponent.max(axis=-1) for part in sums]
+    totals = [shifted_sum(part, top, F) for part, top in zip(sums, largest, strict=True)]
+    e = np.maximum.reduce(largest)
+    if step.sums > 1:
+        totals = [np.floor(np.ldexp(total, top - e)) for total, top in zip(totals, largest, strict=True)]
+    products = np.ldexp(sum(totals), -F)
+    top = np.maximum(e, c.exponent)
+    products = np.ldexp(np.floor(np.ldexp(products, e - top + step.sum_bits + 1)), -step.sum_bits - 1)
+    c_part = np.ldexp(np.floor(np.ldexp(c.significand, c.exponent - top + F)), -F)
+    if step.c_vanishes:
+        c_part = np.where((c.exponent < top - F - 1) & np.isfinite(c_part), 0, c_part)
+    s, e = as_terms(np.ldexp(products + c_part, top), LEAST_EXPONENT)
+    result = np.ldexp(np.floor(np.ldexp(s, step.sum_bits)), e - step.sum_bits).astype(np.float32)
+    return np.where(np.isnan(result), NAN, result)
+
+
+def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
+    """Return D = C + the products of one step: float32 (M, N). a and b have the K elements of the step."""
+    t, c_term = terms_of_step(a, b, step), as_terms(c, LEAST_EXPONENT)
+    if isinstance(step, FloorDotAdd):
+        if a.scales is None and step.sums == 1:  # products of 2^128 and more are infinite
+            beyond = t.exponent + (np.abs(t.significand) >= 2) >= 128
+            t = Terms(np.where(beyond, t.significand * np.inf, t.significand), t.exponent)
+        return floored_sum(t, c_term, step)
+    c_term = Terms(c_term.significand, np.where(c == 0, step.zero_exponent, c_term.exponent))
+    both = (np.concatenate([x, y[..., None]], axis=-1) for x, y in zip(t, c_term, strict=True))
+    return truncated_sum(Terms(*both), step)
+
+
+# ---- a whole product ----
+
+
+def _cut(f: Factor, start: int, stop: int) -> Factor:
+    """Return the elements start to stop of every row of a Factor, with their block scales."""
+    elements = Terms(*(part[:, start:stop] for part in f.elements))
+    if f.scales is None:
+        return Factor(elements, None, f.block)
+    scales = Terms(*(part[:, start // f.block : -(-stop // f.block)] for part in f.scales))
+    return Factor(elements, scales, f.block)
+
+
+def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
+    """Return C + A B^T in steps along K, ascending: D of a step is C of the next. K is a multiple of step.k."""
+    for start in range(0, a.elements.significand.shape[-1], step.k):
+        c = add_step(_cut(a, start, start + step.k), _cut(b, start, start + step.k), c, step)
+    return c
+
+
+def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd, promote: int) -> np.ndarray:
+    """Return C + the sum of chains over `promote` elements of K, each from zero. The sum is float32, nearest even."""
+    for start in range(0, a.elements.significand.shape[-1], promote):
+        cuts = (_cut(f, start, start + promote) for f in (a, b))
+        c = c + chain(*cuts, np.zeros_like(c), step)
+    return c
+
+
+# ---- sums in other orders ----
+
+
+def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+    """Return the exact value of C + A B^T, rounded once to float32, to nearest even.
+
+    math.fsum gives the exact sum rounded to float64. To round only once, that float64 is made odd unless it is exact:
+    its last bit is set to 1 on the side of the exact sum, so that the second rounding sees which side of a tie it is.
+    """
+    x, y, out = a.values(), b.values(), np.empty(c.shape, np.float32)
+    for m in range(len(x)):
+        for n in range(len(y)):
+            parts = [*(x[m] * y[n]).tolist(), float(c[m, n])]
+            out[m, n] = _sum_once(parts) if np.isfinite(parts).all() else np.sum(np.float64(parts))
+    return out
+
+
+def _sum_once(parts: list[float]) -> np.float32:
+    """Return the exact sum of finite numbers, rounded once to float32."""
+    total = fsum(parts)
+    rest = fsum([*parts, -total])
+    bits = np.float64(total).view(np.int64)
+    if rest and not bits & 1:
+        total = np.nextafter(total, np.copysign(np.inf, rest))
+    return np.float32(total)
+
+
+def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+    """Return C + A B^T added in float64, k ascending, each addition rounded; the result is rounded to float32."""
+    x, y, total = a.values(), b.values(), c.astype(np.float64)
+    for k in range(x.shape[-1]):
+        total = total + x[:, None, k] * y[:, k]
+    return total.astype(np.float32)
+
+
+def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+    """Return C + A B^T as Transformer Engine's reference adds NVFP4: per block, in float32, blocks ascending.
+
+    C + (scale_a * scale_b) * (the exact sum of the block's products), with each product and each sum rounded to
+    float32. Source: reference_nvfp4.py of Transformer Engine.
+    """
+    x, y = (np.ldexp(*f.elements).astype(np.float32) for f in (a, b))
+    scales = [np.ldexp(*f.scales).astype(np.float32) for f in (a, b) if f.scales is not None]
+    for i in range(scales[0].shape[-1]):
+        block = slice(i * a.block, (i + 1) * a.block)
+        c = c + (scales[0][:, None, i] * scales[1][:, i]) * (x[:, block] @ y[:, block].T)
+    return c
+
+
+def sum_float32(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
+    """Return C + A B^T added in float32, k ascending, with each product and each sum rounded to float32."""
+    x, y = (f.values().astype(np.float32) for f in (a, b))
+    for k in range(x.shape[-1]):
+        c = c + x[:, None, k] * y[:, k]
+    return c
+
+
+_ORDERS = {
+    "exact": sum_exact,
+    "float64": sum_float64,
+    "float32-blocks": sum_float32_blocks,
+    "dequantized": sum_float32,
+}
+
+
+def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
+    """Return C + A B^T as a unit adds it: float32 (M, N).
+
+    c: float32 (M, N). step: the step of the unit for these operands, whose K is a multiple of step.k; None if the unit
+    has an order.
+    """
+    if unit.order is not None:
+        return _ORDERS[unit.order](a, b, c)
+    assert step is not None
+    return chain(a, b, c, step) if unit.promote is None else promoted_chain(a, b, c, step, unit.promote)
+
+
+def scaled(total: np.ndarray, factor_a: np.ndarray | None, factor_b: np.ndarray | None) -> np.ndarray:
+    """Return sums (M, N) times the product of the tensor scales of a (M,) and b (N,), in float32. None means 1."""
+    if factor_a is not None and factor_b is not None:
+        total = total * (factor_a[:, None] * factor_b)
+    elif factor_a is not None:
+        total = total * factor_a[:, None]
+    elif factor_b is not None:
+        total = total * factor_b
+    return total
+
+
+def rounded(total: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Return float32 numbers in the dtype of a result, to nearest even. NaN is 0x7FFFFFFF, or 0x7FFF in 16 bits."""
+    result = total.astype(dtype)
+    result.view(f"u{dtype.itemsize}")[np.isnan(total)] = 0x7FFFFFFF >> (32 - 8 * dtype.itemsize)
+    return result

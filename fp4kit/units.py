@@ -1,0 +1,284 @@
+"""Matrix units, and other orders of addition, as data: what fp4kit.matmul needs to give the bits of a product.
+
+A *step* is what one instruction adds at once: D = C + sum over k of a_k * b_k. A Unit says how wide a step is and which
+bits it keeps, for each kind of operands. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal, get_args
+
+Order = Literal["exact", "float64", "float32-blocks", "dequantized"]
+ORDERS: tuple[str, ...] = get_args(Order)
+
+
+@dataclass(frozen=True)
+class DotAdd:
+    """Describe one step of an NVIDIA matrix unit.
+
+    The terms of a step are C and the products of K pairs of elements. All terms are shifted to the largest exponent
+    among them, and truncated toward zero to fraction_bits bits behind the point. Their sum is exact; it is normalized
+    and truncated toward zero to output_bits bits behind the point.
+
+    Args:
+        k: number of products per step.
+        fraction_bits: bits behind the point that a shifted term keeps, 1 to 40.
+        output_bits: bits behind the point that the result keeps, 1 to 23.
+        zero_exponent: the exponent of a term that is zero.
+        group: number of products whose exact sum is one term. It is 1, or 16 for block-scaled FP4. k is a multiple.
+
+    Raises:
+        TypeError: a field is not an int.
+        ValueError: a field is out of range.
+    """
+
+    k: int
+    fraction_bits: int
+    output_bits: int
+    zero_exponent: int
+    group: int = 1
+
+    def __post_init__(self) -> None:
+        limits = {
+            "k": (1, 128),
+            "fraction_bits": (1, 40),
+            "output_bits": (1, 23),
+            "zero_exponent": (-900, 0),
+            "group": (1, 128),
+        }
+        _check_ints(self, limits)
+        if self.k % self.group:
+            raise ValueError(f"DotAdd: k is {self.k} and group {self.group}; needs k to be a multiple of group")
+
+
+@dataclass(frozen=True)
+class FloorDotAdd:
+    """Describe one step of a matrix unit of AMD's CDNA3.
+
+    The products are divided into `sums` sums: product k belongs to sum k % sums. The products of a sum are shifted to
+    their largest exponent, truncated toward zero to fraction_bits bits behind the point, and added exactly. The sums are
+    then added to C with rounding down (floor): the sum of products keeps sum_bits + 1 bits behind the point, C
+    fraction_bits, and their total sum_bits. The total is rounded to float32, to nearest even.
+
+    Args:
+        k: number of products per step.
+        fraction_bits, sum_bits: see above, 1 to 40.
+        sums: 1 or 2.
+        c_vanishes: True if C counts as 0 where its exponent is more than fraction_bits + 1 below the largest.
+        zero_exponent: the exponent of a product that is zero.
+
+    Raises:
+        TypeError: a field is of another type.
+        ValueError: a field is out of range.
+    """
+
+    k: int
+    fraction_bits: int
+    sum_bits: int
+    sums: int = 1
+    c_vanishes: bool = False
+    zero_exponent: int = -900
+
+    def __post_init__(self) -> None:
+        _check_ints(
+            self,
+            {"k": (1, 128), "fraction_bits": (1, 40), "sum_bits": (1, 40), "sums": (1, 2), "zero_exponent": (-900, 0)},
+        )
+
+
+def _check_ints(step: Any, limits: dict[str, tuple[int, int]]) -> None:
+    """Raise an error unless the named fields of a step are ints within their limits, which are inclusive."""
+    name = type(step).__name__
+    for field, (low, high) in limits.items():
+        value = getattr(step, field)
+        if type(value) is not int:
+            raise TypeError(f"{name}: {field} is {value!r:.60}; needs an int")
+        if not low <= value <= high:
+            raise ValueError(f"{name}: {field} is {value}; needs {low} to {high}")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Describe a matrix unit by its steps, one per kind of operands; or an order of addition that is no hardware's.
+
+    `dataclasses.replace` makes a variant: `replace(fp4kit.unit("sm90"), promote=128)` adds as cuBLASLt does with slow
+    accumulation.
+
+    Args:
+        id: a nonempty name, such as "sm90".
+        float16, bfloat16: the step for two operands of that dtype; None if the unit has no such instruction.
+        fp8: the step for E4M3 and E5M2 operands without block scales, in any pair.
+        fp8_fnuz: the step for AMD's E4M3FNUZ and E5M2FNUZ operands, in any pair.
+        fp6_fp4: the step for pairs of E4M3, E5M2, E2M3, E3M2 and E2M1 without block scales, of which at least one has 6
+            or 4 bits.
+        mx: the step for pairs of these five formats with E8M0 scales of 32 elements.
+        fp4: the step for two E2M1 operands with E4M3 scales of 16 elements, or E8M0 scales of 16 or 32. If it is None,
+            operands with E8M0 scales of 32 use `mx`.
+        promote: None for one chain of steps over all of K. Otherwise chains over `promote` elements of K start from
+            zero, and their results are added in float32, rounded to nearest even. It is a multiple of the step's k.
+        order: None for a matrix unit. "exact", "float64", "float32-blocks" or "dequantized" for the orders that
+            fp4kit.matmul describes; the other fields besides id and checked are then None.
+        checked: what was compared with hardware, or "no".
+
+    Raises:
+        TypeError: a field is of another type.
+        ValueError: the fields do not fit together; the message says why.
+
+    Examples:
+        >>> import fp4kit
+        >>> from dataclasses import replace
+        >>> sm90 = fp4kit.unit("sm90")
+        >>> sm90.fp8.k, sm90.fp8.fraction_bits, sm90.fp4
+        (32, 13, None)
+        >>> slow = replace(sm90, promote=128)
+    """
+
+    id: str
+    float16: DotAdd | FloorDotAdd | None = None
+    bfloat16: DotAdd | FloorDotAdd | None = None
+    fp8: DotAdd | FloorDotAdd | None = None
+    fp8_fnuz: DotAdd | FloorDotAdd | None = None
+    fp6_fp4: DotAdd | FloorDotAdd | None = None
+    mx: DotAdd | None = None
+    fp4: DotAdd | None = None
+    promote: int | None = None
+    order: Order | None = None
+    checked: str = "no"
+
+    def __post_init__(self) -> None:
+        for name in ("id", "checked"):
+            if type(getattr(self, name)) is not str or not getattr(self, name):
+                raise TypeError(f"Unit: {name} is {getattr(self, name)!r:.60}; needs a nonempty str")
+        if self.order is not None:
+            if self.order not in ORDERS:
+                raise ValueError(
+                    f"Unit {self.id}: order is {self.order!r:.60}; needs None or one of {', '.join(ORDERS)}"
+                )
+            if self.steps() or self.promote is not None:
+                raise ValueError(f"Unit {self.id}: it has an order, and steps or promote too; needs one of the two")
+            return
+        if not self.steps():
+            raise ValueError(f"Unit {self.id}: it has no step and no order; needs one of the two")
+        for kind, step in self.steps().items():
+            self._check_step(kind, step)
+
+    def _check_step(self, kind: str, step: Any) -> None:
+        """Raise an error unless the step of a kind has the right type and fits the other fields."""
+        if type(step) is not DotAdd and (type(step) is not FloorDotAdd or kind in ("mx", "fp4")):
+            needed = "a DotAdd" if kind in ("mx", "fp4") else "a DotAdd or a FloorDotAdd"
+            raise TypeError(f"Unit {self.id}: {kind} is {step!r:.60}; needs {needed}, or None")
+        group = step.group if type(step) is DotAdd else 1
+        if (group > 1) != (kind == "fp4"):
+            raise ValueError(f"Unit {self.id}: the step {kind} has group {group}; needs {16 if kind == 'fp4' else 1}")
+        if kind == "fp4" and (group != 16 or step.k % 32):
+            raise ValueError(
+                f"Unit {self.id}: the step fp4 has k {step.k} and group {group}; needs a multiple of 32, and 16"
+            )
+        if kind == "mx" and step.k % 32:
+            raise ValueError(f"Unit {self.id}: the step mx has k {step.k}; needs a multiple of 32")
+        if self.promote is not None and (type(self.promote) is not int or self.promote < 1 or self.promote % step.k):
+            raise ValueError(
+                f"Unit {self.id}: promote is {self.promote!r:.60}; needs a positive multiple of {step.k}, the k of {kind}"
+            )
+
+    def steps(self) -> dict[str, Any]:
+        """Return the steps that the unit has, by kind of operands, in the order of KINDS."""
+        return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) is not None}
+
+
+KINDS = ("float16", "bfloat16", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4")
+
+_NO = "no; the model is MMA-Sim's, whose authors tested it on hardware"
+_HOPPER_16 = DotAdd(k=16, fraction_bits=25, output_bits=23, zero_exponent=-133)
+_AMPERE_16 = DotAdd(k=8, fraction_bits=24, output_bits=23, zero_exponent=-132)
+_BLACKWELL_8 = DotAdd(k=32, fraction_bits=25, output_bits=23, zero_exponent=-133)
+_CDNA3_16 = FloorDotAdd(k=8, fraction_bits=24, sum_bits=31)
+
+UNITS: Mapping[str, Unit] = {
+    unit.id: unit
+    for unit in (
+        Unit(
+            "sm100",
+            float16=_HOPPER_16,
+            bfloat16=_HOPPER_16,
+            fp8=_BLACKWELL_8,
+            fp6_fp4=_BLACKWELL_8,
+            mx=_BLACKWELL_8,
+            fp4=DotAdd(k=64, fraction_bits=35, output_bits=23, zero_exponent=-139, group=16),
+            checked=_NO,
+        ),
+        Unit(
+            "sm90",
+            float16=_HOPPER_16,
+            bfloat16=_HOPPER_16,
+            fp8=DotAdd(k=32, fraction_bits=13, output_bits=13, zero_exponent=-133),
+            checked="on an H100: cuBLASLt's FP8 products with fast accumulation (with slow accumulation as promote=128),"
+            " and mma.sync of bfloat16",
+        ),
+        Unit(
+            "sm89",
+            float16=_AMPERE_16,
+            bfloat16=_AMPERE_16,
+            fp8=DotAdd(k=16, fraction_bits=13, output_bits=13, zero_exponent=-132),
+            checked=_NO,
+        ),
+        Unit("sm80", float16=_AMPERE_16, bfloat16=_AMPERE_16, checked=_NO),
+        Unit("sm75", float16=_AMPERE_16, checked=_NO),
+        Unit("sm70", float16=DotAdd(k=4, fraction_bits=23, output_bits=23, zero_exponent=-131), checked=_NO),
+        Unit(
+            "cdna3",
+            float16=_CDNA3_16,
+            bfloat16=_CDNA3_16,
+            fp8_fnuz=FloorDotAdd(k=16, fraction_bits=24, sum_bits=31, sums=2, c_vanishes=True),
+            checked=_NO,
+        ),
+        *(Unit(order, order=order, checked="no hardware adds in this order") for order in get_args(Order)),
+    )
+}
+
+
+def unit(id: str) -> Unit:
+    """Return a Unit by its id.
+
+    Args:
+        id: an id that fp4kit.units() lists, such as "sm100".
+
+    Raises:
+        TypeError: id is not a str.
+        ValueError: there is no such unit; the message names the nearest ones.
+
+    Examples:
+        >>> import fp4kit
+        >>> fp4kit.unit("sm100").fp4
+        DotAdd(k=64, fraction_bits=35, output_bits=23, zero_exponent=-139, group=16)
+    """
+    return unit_of("unit", id)
+
+
+def unit_of(op: str, given: Any) -> Unit:
+    """Return a Unit that was given as such or by its id. op: the public function that error messages name."""
+    if type(given) is Unit:
+        return given
+    if type(given) is not str:
+        raise TypeError(f"{op}: unit is {given!r:.60}; needs a Unit or an id, such as 'sm100'")
+    if given not in UNITS:
+        near = get_close_matches(given, UNITS, 3)
+        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        raise ValueError(f"{op}: unit is {given!r:.60}; needs one of {', '.join(UNITS)}{hint}")
+    return UNITS[given]
+
+
+def units() -> tuple[Unit, ...]:
+    """Return all units that fp4kit.matmul knows by id. `checked` says which of them were compared with hardware.
+
+    Examples:
+        >>> import fp4kit
+        >>> [u.id for u in fp4kit.units()][:3]
+        ['sm100', 'sm90', 'sm89']
+        >>> [u.id for u in fp4kit.units() if u.checked.startswith("on")]
+        ['sm90']
+    """
+    return tuple(UNITS.values())
