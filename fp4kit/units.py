@@ -59,8 +59,8 @@ class FloorDotAdd:
     """Describe one step of a matrix unit of AMD's CDNA3.
 
     The products are divided into `sums` sums: product k belongs to sum k % sums. The products of a sum are shifted to
-    their largest exponent, truncated toward zero to fraction_bits bits behind the point, and added exactly. The sums are
-    then added to C with rounding down (floor): the sum of products keeps sum_bits + 1 bits behind the point, C
+    their largest exponent, truncated toward zero to fraction_bits bits behind the point, and added exactly. The sums
+    are then added to C, each rounded down (floor): the sum of products keeps sum_bits + 1 bits behind the point, C
     fraction_bits, and their total sum_bits. The total is rounded to float32, to nearest even.
 
     Args:
@@ -181,7 +181,8 @@ class Unit:
             raise ValueError(f"Unit {self.id}: the step mx has k {step.k}; needs a multiple of 32")
         if self.promote is not None and (type(self.promote) is not int or self.promote < 1 or self.promote % step.k):
             raise ValueError(
-                f"Unit {self.id}: promote is {self.promote!r:.60}; needs a positive multiple of {step.k}, the k of {kind}"
+                f"Unit {self.id}: promote is {self.promote!r:.60}; needs a positive multiple of {step.k}, the"
+                f" k of {kind}"
             )
 
     def steps(self) -> dict[str, Any]:
@@ -215,8 +216,8 @@ UNITS: Mapping[str, Unit] = {
             float16=_HOPPER_16,
             bfloat16=_HOPPER_16,
             fp8=DotAdd(k=32, fraction_bits=13, output_bits=13, zero_exponent=-133),
-            checked="on an H100: cuBLASLt's FP8 products with fast accumulation (with slow accumulation as promote=128),"
-            " and mma.sync of bfloat16",
+            checked="on an H100: cuBLASLt's FP8 products with fast accumulation, those with slow accumulation as"
+            " promote=128, and mma.sync of bfloat16",
         ),
         Unit(
             "sm89",

@@ -228,14 +228,14 @@ def _step(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | No
     if u.order:
         return None
     kind = _kind(u, a, b)
-    step = None if kind is None else getattr(u, kind)
+    step: DotAdd | FloorDotAdd | None = None if kind is None else getattr(u, kind)
     if step is None:
         raise ValueError(
             f"{op}: a is {_described(a)} and b {_described(b)}; {u.id} has no instruction for that, but for"
             f" {', '.join(u.steps())}; use another unit, unit='dequantized', or decode both to bfloat16 with"
             " fp4kit.dequantize"
         )
-    return step  # type: ignore[no-any-return]
+    return step
 
 
 def _kind(u: Unit, a: Operand, b: Operand) -> str | None:

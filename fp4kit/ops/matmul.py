@@ -26,7 +26,72 @@ def matmul(
     c: Any = None,
     threads: int | None = None,
 ) -> Any:
-    """TODO"""
+    """Return the product of two quantized arrays as a matrix unit adds it: D = alpha * (C + A B^T), bit for bit.
+
+        D[..., m, n] = alpha * (c[..., m, n] + sum over k of a[..., m, k] * b[..., n, k])
+
+    A matrix unit adds the products in steps along K, and each step keeps a limited number of bits. `unit` names the
+    hardware whose bits are returned, on any machine. fp4kit.units() lists the units, with what was compared with
+    hardware.
+
+    Args:
+        a: the rows of A along K: a Quantized with float elements whose quantized axis, one of the last two, is K (so
+            axis=-2 gives the transposed use); or an array (..., M, K) of bfloat16, float16, float8_e4m3fn, float8_e5m2,
+            float8_e4m3fnuz or float8_e5m2fnuz. Its axes before the last two are a stack of matrices.
+        b: the rows of B along K, likewise, (..., N, K). It is one matrix, or a stack as in a.
+        unit: a Unit or its id. "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
+            "sm70" (Volta) and "cdna3" (MI300) add as that hardware does. The others add in a stated order:
+
+            - "exact": the exact sum, rounded once to float32.
+            - "float64": in float64, k ascending, each sum rounded; then rounded to float32.
+            - "float32-blocks": per block, blocks ascending, c += (scale_a * scale_b) * (exact sum of the block's
+              products), each product and each sum rounded to float32, as Transformer Engine's reference adds NVFP4.
+              Both operands need E2M1 elements with blocks of one size.
+            - "dequantized": both operands are decoded to bfloat16, tensor scales included; then in float32, k
+              ascending, each product and each sum rounded.
+        out_dtype: float32, float16 or bfloat16.
+        alpha: a number by which the sums are multiplied. None means the tensor scale of a times that of b; one that is
+            missing counts as 1.
+        c: an array of the result's shape, float32, float16 or bfloat16, with which the sums begin; None means zeros.
+        threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
+
+    Returns:
+        An array (..., M, N) of out_dtype, in the library and on the device of a.
+
+    Raises:
+        TypeError: an operand, c, alpha or a dtype is of another kind.
+        ValueError: shapes or lengths along K differ, the unit is unknown, or it has no instruction for these operands.
+            The message says which operands the unit multiplies.
+
+    Numerics:
+        - K is padded with zeros to a whole number of steps. A step is one instruction; see DotAdd.
+        - alpha: the tensor scales are multiplied in float32; the sum times their product is rounded to float32, then to
+          out_dtype, to nearest even.
+        - Signs of E4M3 block scales are ignored.
+        - NVIDIA's units: a sum of zero is +0, and results of 2^128 and more are infinite. Subnormal elements, sums and
+          scales are kept.
+        - Infinities and NaN in the operands give what IEEE 754 gives. Every NaN of the result is 0x7FFFFFFF in float32,
+          and 0x7FFF in 16 bits.
+
+    Exact:
+        Equals MMA-Sim 2.1.1 for every unit, and an H100 for "sm90": cuBLASLt's FP8 products with fast accumulation
+        (torch._scaled_mm with use_fast_accum=True), those with slow accumulation as
+        `dataclasses.replace(fp4kit.unit("sm90"), promote=128)`, and mma.sync of bfloat16. The other units were not
+        compared with hardware here. A kernel that splits K, or adds in another order, gives other bits.
+
+    Source:
+        MMA-Sim, arXiv 2511.10909.
+
+    Examples:
+        >>> import fp4kit, ml_dtypes, numpy as np
+        >>> a = np.full((1, 4096), 1.125, ml_dtypes.float8_e4m3fn)
+        >>> b = np.full((1, 4096), 1.25, ml_dtypes.float8_e4m3fn)
+        >>> fp4kit.matmul(a, b, unit="exact"), fp4kit.matmul(a, b, unit="sm90")
+        (array([[5760.]], dtype=float32), array([[5080.]], dtype=float32))
+        >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4-te")
+        >>> fp4kit.matmul(q, q, unit="sm100").shape
+        (32, 32)
+    """
     return _matmul(a, b, unit, out_dtype, alpha, c)
 
 

@@ -163,8 +163,8 @@ def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np
 def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd, promote: int) -> np.ndarray:
     """Return C + the sum of chains over `promote` elements of K, each from zero. The sum is float32, nearest even."""
     for start in range(0, a.elements.significand.shape[-1], promote):
-        cuts = (_cut(f, start, start + promote) for f in (a, b))
-        c = c + chain(*cuts, np.zeros_like(c), step)
+        stop = start + promote
+        c = c + chain(_cut(a, start, stop), _cut(b, start, stop), np.zeros_like(c), step)
     return c
 
 

@@ -18,7 +18,7 @@ import fp4kit
 LAYERS = (
     {"startup", "registered"},
     {"arguments", "arithmetic", "lazy", "rounding", "types"},
-    {"formats"},
+    {"formats", "units"},
     {"recipes"},
     {"arrays"},
     {"layouts"},

@@ -18,6 +18,7 @@ from fp4kit.cuda.engine.fake_quantize import clip, fake_quantize
 from fp4kit.cuda.engine.group import Group, amax_group, plain_amax_group
 from fp4kit.cuda.engine.layouts import pack, swizzle, transpose, unpack
 from fp4kit.cuda.engine.master_weights import DeviceStages
+from fp4kit.cuda.engine.matmul import matmul
 from fp4kit.cuda.engine.partial import partial_amax, partial_cast
 from fp4kit.cuda.engine.quantize import quantize, quantize_both
 from fp4kit.cuda.engine.quantize_with_scales import quantize_with_scales
@@ -34,6 +35,7 @@ __all__ = [
     "clip_amax",
     "dequantize",
     "fake_quantize",
+    "matmul",
     "pack",
     "partial_amax",
     "partial_cast",

@@ -1,0 +1,139 @@
+"""Test that the compiled engine multiplies matrices with the bits of the specification."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exhaustive import exhaustive
+from products import drawn, recorded
+
+import fp4kit
+from fp4kit.cpu import engine
+
+PAIRS = [
+    *((u, "nvfp4", "nvfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
+    *((u, "mxfp4", "mxfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
+    ("sm100", "mxfp4-block16", "mxfp4-block16"),
+    *(("sm100", f"mx-{a}", f"mx-{b}") for a, b in (("e4m3", "e5m2"), ("e2m1", "e3m2"), ("e2m3", "e2m3"))),
+    *(("sm100", a, b) for a, b in (("e2m1", "e4m3"), ("e3m2", "e2m3"), ("e4m3", "e5m2"))),
+    *((u, "bf16", "bf16") for u in ("sm100", "sm90", "sm80", "cdna3", "exact", "float64", "dequantized")),
+    *((u, "f16", "f16") for u in ("sm100", "sm90", "sm89", "sm75", "sm70", "cdna3")),
+    *((u, "e4m3", "e5m2") for u in ("sm90", "sm89", "exact")),
+    *(("cdna3", a, "e4m3fnuz") for a in ("e4m3fnuz", "e5m2fnuz")),
+    ("exact", "f16", "bf16"),
+    ("exact", "mx-e4m3", "nvfp4"),
+]
+
+
+def assert_same_bits(x, y) -> None:
+    bits = f"u{x.dtype.itemsize}"
+    np.testing.assert_array_equal(x.view(bits), y.view(bits))
+
+
+def arguments(rng, unit):
+    """Draw the options of a call: promotion, c, alpha, out_dtype."""
+    unit = fp4kit.unit(unit)
+    if unit.order is None and rng.random() < 0.3:
+        unit = replace(unit, promote=int(rng.choice([128, 384])))
+    alpha = None if rng.random() < 0.6 else float(rng.standard_normal())
+    dtype = rng.choice([np.float32, np.float32, np.float16, ml_dtypes.bfloat16])
+    return {"unit": unit, "alpha": alpha, "out_dtype": dtype}
+
+
+def drawn_c(rng, shape):
+    if rng.random() < 0.4:
+        return None
+    c = (rng.standard_normal(shape) * 2.0 ** rng.integers(-rng.integers(1, 149), 60, shape)).astype(np.float32)
+    c[rng.random(shape) < 0.1] = 0
+    c[rng.random(shape) < 0.01] = rng.choice([np.inf, np.nan, -0.0, 3e38])
+    return c
+
+
+def both(a, b, **options) -> None:
+    with np.errstate(all="ignore"):
+        d = fp4kit.matmul(a, b, **options)
+        with fp4kit.specification():
+            assert_same_bits(d, fp4kit.matmul(a, b, **options))
+
+
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 25))])
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_drawn_products(pair, seed) -> None:
+    unit, left, right = pair
+    rng = np.random.default_rng([seed, len("-".join(pair))])
+    M, N = (int(rng.integers(1, n)) for n in (80, 100))
+    blocks = any(kind.startswith(("nv", "mx")) for kind in (left, right))
+    K = int(rng.integers(1, 24)) * 32 if blocks else int(rng.integers(1, 700))
+    K = min(K, 128) if unit == "exact" else K + K % 2
+    a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
+    both(a, b, c=drawn_c(rng, (M, N)), **arguments(rng, unit))
+
+
+@pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((2, 3, 5, 64), (7, 64)), ((5, 64), (3, 7, 64))], ids=str)
+def test_stacks(shapes) -> None:
+    """A stack equals its products one by one, with the tensor scale of each expert."""
+    rng = np.random.default_rng(3)
+    x, y = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
+    a, b = (fp4kit.quantize(array, "nvfp4-te") for array in (x, y))
+    both(a, b, unit="sm100")
+    d = fp4kit.matmul(a, b)
+    first = fp4kit.matmul(part(a), part(b))
+    assert_same_bits(d[(0,) * (d.ndim - 2)], first)
+
+
+def part(q):
+    """Return the first matrix of a Quantized with two axes or more."""
+    while len(q.shape) > 2:
+        q = fp4kit.Quantized(
+            q.packed[0], q.block_scale[0], q.tensor_scale, None, q.shape[1:], q.dtype, q.axis - 1, q.recipe
+        )
+    return q
+
+
+def test_k_is_the_quantized_axis() -> None:
+    rng = np.random.default_rng(4)
+    x, y = rng.standard_normal((64, 8)).astype(np.float32), rng.standard_normal((6, 64)).astype(np.float32)
+    columns, rows = fp4kit.quantize(x, "mxfp4", axis=0), fp4kit.quantize(np.ascontiguousarray(x.T), "mxfp4")
+    other = fp4kit.quantize(y, "mxfp4")
+    assert_same_bits(fp4kit.matmul(columns, other), fp4kit.matmul(rows, other))
+
+
+def test_scale_layouts_and_tensor_scales_per_row() -> None:
+    rng = np.random.default_rng(5)
+    x, y = (rng.standard_normal((n, 128)).astype(np.float32) for n in (9, 5))
+    a, b = (fp4kit.quantize(v, "nvfp4-te-rowscaled") for v in (x, y))
+    both(a, b)
+    plain = fp4kit.matmul(*(fp4kit.quantize(v, "nvfp4-te") for v in (x, y)))
+    swizzled = fp4kit.matmul(*(fp4kit.quantize(v, "nvfp4-te", scale_layout="swizzled_128x4") for v in (x, y)))
+    assert_same_bits(plain, swizzled)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 64), (3, 0, 64), (2, 3, 0)], ids=str)
+def test_empty_operands(shape) -> None:
+    M, N, K = shape
+    a, b = np.ones((M, K), ml_dtypes.bfloat16), np.ones((N, K), ml_dtypes.bfloat16)
+    both(a, b, c=np.full((M, N), -0.0, np.float32))
+    assert fp4kit.matmul(a, b).shape == (M, N)
+
+
+def test_threads_change_nothing() -> None:
+    rng = np.random.default_rng(6)
+    a, b = drawn(rng, "nvfp4", 300, 640), drawn(rng, "nvfp4", 333, 640)
+    assert_same_bits(fp4kit.matmul(a, b, threads=1), fp4kit.matmul(a, b, threads=3))
+
+
+@pytest.mark.parametrize("case", [*recorded("mma_sim"), *recorded("h100")], ids=lambda case: case.name)
+def test_recorded_products(case) -> None:
+    dtype = ml_dtypes.bfloat16 if case.d.dtype.itemsize == 2 else np.float32
+    assert_same_bits(fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, out_dtype=dtype), case.d.view(dtype))
+
+
+def test_the_engine_does_it(monkeypatch) -> None:
+    """The compiled engine multiplies without the specification. Otherwise the tests would compare it with itself."""
+    monkeypatch.setattr("fp4kit.host.engine.matmul", None)
+    assert callable(engine.matmul)
+    a = np.ones((2, 32), ml_dtypes.bfloat16)
+    assert fp4kit.matmul(a, a)[0, 0] == 32

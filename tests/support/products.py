@@ -1,0 +1,120 @@
+"""Provide recorded matrix products, and draw operands of matmul of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import fp4kit
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.units import Unit
+
+DATA = Path(__file__).parents[1] / "data" / "matmul"
+BF16 = ml_dtypes.bfloat16
+_DTYPES = {
+    "bf16": BF16,
+    "f16": np.float16,
+    "e4m3": ml_dtypes.float8_e4m3fn,
+    "e5m2": ml_dtypes.float8_e5m2,
+    "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
+    "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+}
+_MX = {
+    "e4m3": "mxfp8-te",
+    "e5m2": "mxfp8-te-e5m2",
+    "e2m1": "mxfp4-ocp",
+    "e2m3": "mxfp6-torchao-floor-e2m3",
+    "e3m2": "mxfp6-torchao-floor-e3m2",
+}
+
+
+class Recorded(NamedTuple):
+    """Hold a recorded product: the arguments of fp4kit.matmul, and its result."""
+
+    name: str
+    a: Any
+    b: Any
+    unit: Unit
+    c: np.ndarray | None
+    d: np.ndarray
+
+
+def recorded(file: str) -> Iterator[Recorded]:
+    """Yield the products of a file in tests/data/matmul, without its suffix."""
+    with np.load(DATA / f"{file}.npz") as arrays:
+        found = dict(arrays)
+    for name in sorted({key.rpartition("/")[0] for key in found}):
+        case = {key.rpartition("/")[2]: found[key] for key in found if key.startswith(f"{name}/")}
+        kinds, unit = _kinds(name.partition("/")[0])
+        operands = [_operand(kind, case[x], case.get(f"scale_{x}")) for kind, x in zip(kinds, "ab", strict=True)]
+        yield Recorded(name, *operands, unit, case.get("c"), case["d"])
+
+
+def _kinds(case: str) -> tuple[list[str], Unit]:
+    """Return the kinds of the two operands of a recorded case, such as "nvfp4", "mx-e4m3" or "bf16", and the unit."""
+    if case.startswith("fp8-cublaslt"):
+        sm90 = fp4kit.unit("sm90")
+        return ["e4m3", "e4m3"], replace(sm90, promote=128) if "slow" in case else sm90
+    *parts, unit = case.removeprefix("mx-").replace("bf16-mma", "bf16").split("-")
+    if parts[0] in ("nvfp4", "mxfp4"):
+        return ["-".join(parts)] * 2, fp4kit.unit(unit)
+    if case.startswith("mx-"):
+        u = fp4kit.unit(unit)
+        return [f"mx-{part}" for part in parts], replace(u, fp4=None)  # E2M1 is multiplied as other MX formats, too
+    return (parts * 2)[:2], fp4kit.unit(unit)
+
+
+def _operand(kind: str, codes: np.ndarray, scales: np.ndarray | None) -> Any:
+    """Return an operand of matmul from recorded codes, one per byte, and block scales."""
+    if kind in _DTYPES:
+        return np.ascontiguousarray(codes).view(_DTYPES[kind])
+    return quantized(recipe_of(kind), codes, scales)
+
+
+def recipe_of(kind: str) -> Recipe:
+    """Return a recipe for a kind of operand: "nvfp4", "mxfp4", "mxfp4-block16", "mx-<element>", or a plain element."""
+    if kind == "nvfp4":
+        return RECIPES["nvfp4-te"]
+    if kind.startswith("mxfp4"):
+        return replace(RECIPES["mxfp4-ocp"], block=(1, 16 if kind.endswith("16") else 32))
+    if kind.startswith("mx-"):
+        return RECIPES[_MX[kind.removeprefix("mx-")]]
+    return replace(RECIPES["fp8-modelopt"], element=getattr(fp4kit.formats, kind.upper()), nan_code=None)
+
+
+def quantized(r: Recipe, codes: np.ndarray, scales: np.ndarray | None, tensor_scale: Any = None) -> Quantized:
+    """Return a Quantized of given codes, one per byte, and block scales. Its axis is the last one."""
+    packed = fp4kit.pack(codes) if r.element.bits == 4 else codes
+    if r.tensor_scaling != "none" and tensor_scale is None:
+        tensor_scale = np.float32(1)
+    tensor = None if tensor_scale is None else np.asarray(tensor_scale, np.float32)
+    return Quantized(packed, scales, tensor, None, codes.shape, np.dtype(np.float32), codes.ndim - 1, r)
+
+
+KINDS = ("nvfp4", "mxfp4", "mxfp4-block16", *(f"mx-{e}" for e in _MX), "e2m1", "e2m3", "e3m2", *_DTYPES)
+
+
+def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
+    """Draw an operand of a kind: all codes, or ordinary numbers; sometimes with rows of zeros and any block scale."""
+    wild = rng.random() < 0.4
+    if kind in _DTYPES:
+        dtype = np.dtype(_DTYPES[kind])
+        if wild:
+            return rng.integers(0, 256**dtype.itemsize, shape).astype(f"u{dtype.itemsize}").view(dtype)
+        return rng.standard_normal(shape).astype(np.float32).astype(dtype)
+    r = recipe_of(kind)
+    codes = rng.integers(0, 2**r.element.bits, shape, np.uint8)
+    if r.element.bits == 8:
+        codes = codes if wild else rng.integers(0x20, 0x60, shape, np.uint8)
+    codes[..., rng.random(shape[-1]) < rng.choice([0, 0.5, 1], p=[0.6, 0.3, 0.1])] = 0
+    if r.scale is None:
+        return quantized(r, codes, None, np.float32(rng.random() + 0.5))
+    low, high = (0, 256) if wild else (0x20, 0x70) if r.scale.name == "E4M3" else (100, 150)
+    scales = rng.integers(low, high, (*shape[:-1], shape[-1] // r.block_size), np.uint8)
+    return quantized(r, codes, scales, None if r.tensor_scaling == "none" else np.float32(rng.random() + 0.5))
