@@ -11,7 +11,7 @@ for the other model types, the lists below are from reading the code.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from fp4kit.checkpoint.containers.container import MLX_GLOBAL, MLX_MXFP4, MLX_MXFP8, MLX_NVFP4, Container
@@ -102,27 +102,6 @@ def check(form: Container | None, config: Mapping[str, Any], modules: Collection
             f"model_type {shown(repr(kind))}: not supported by --format mlx, because fp4kit does not know how"
             f" {ENGINE} loads it; supported are {usable}"
         )
-
-
-# last part of the name of a layer that only mlx-lm has -> that of the Hugging Face layer from which mlx-lm makes it
-_REWRITTEN = {"embed_q": "kv_b_proj", "unembed_out": "kv_b_proj"}
-
-
-def check_source(form: Container | None, modules: Iterable[str]) -> None:
-    """Raise CheckpointError if the source has layers that only mlx-lm can load, but the output is not for mlx-lm.
-
-    form: the container to write; None for unquantized output.
-    modules: the names of the source's layers.
-    """
-    if form is not None and form.format == FORMAT:
-        return
-    for name in modules:
-        leaf = name.rpartition(".")[2]
-        if leaf in _REWRITTEN:
-            raise CheckpointError(
-                f"{shown(name)}: mlx-lm made it from {_REWRITTEN[leaf]}, which other engines need and which is not"
-                " restored here; convert the original model"
-            )
 
 
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:

@@ -34,6 +34,8 @@ class Piece:
     total_rows: the number of rows of the output layer, counted over all matrices of a stack.
     first_row: the index of this piece's first row among these total_rows.
     transposed: True if unquantized outputs are written transposed, as [K, N].
+    height: the number of rows of the output layer that the piece becomes, for pieces of different heights and for
+        transposed parts of a matrix; 0 for the rows of the span.
     """
 
     weight: Weight
@@ -45,6 +47,7 @@ class Piece:
     total_rows: int
     first_row: int = 0
     transposed: bool = False
+    height: int = 0
 
     @property
     def number(self) -> int:
@@ -52,6 +55,8 @@ class Piece:
 
         It is the index of the piece in its output layer. If the piece is the whole layer, it is ``expert``.
         """
+        if self.height:
+            return self.first_row
         height = self.span[1] - self.span[0]
         return self.expert if self.total_rows == height else self.first_row // height
 
@@ -60,7 +65,7 @@ class Piece:
 
         nbytes: the size of the whole output tensor in bytes. Every row takes an equal share.
         """
-        rows = self.span[1] - self.span[0]
+        rows = self.height or self.span[1] - self.span[0]
         return nbytes * self.first_row // self.total_rows, nbytes * rows // self.total_rows
 
 

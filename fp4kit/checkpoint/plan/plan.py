@@ -39,6 +39,7 @@ from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, target_of
+from fp4kit.checkpoint.plan.kv_b_proj import split_layers
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes, fused_layers
@@ -311,18 +312,23 @@ class _Planner:
     def __init__(
         self, source: Source, request: Request, weights: Mapping[str, Weight], items: tuple[Item, ...]
     ) -> None:
-        self.source, self.request, self.weights = source, request, weights
+        self.source, self.request = source, request
         self.config = source.config
         self.items = items
         self.left_out = {item.name for item in items if item.group == IGNORED}
         self.form = request.form_for(self.config)
-        mlx.check_source(self.form, [weight.name for weight in weights.values()])
+        for_mlx = self.form is not None and self.form.format == mlx.FORMAT
+        self.restored = {} if for_mlx else split_layers(source.tensors, weights)
+        self.absorbed = {name for layer in self.restored.values() for name in layer.tensors}
+        self.weights = {name: weight for name, weight in weights.items() if name not in self.absorbed}
         self.kv_cache = kv_cache.kv_cache_of(source)
         if not self.kv_cache.is_carried("" if self.form is None else self.form.format):
             self.left_out |= set(self.kv_cache.tensors)
         self.decisions = self._decisions()
         self.selected = {
-            name: weights[name] for name in weights if name in self.decisions and self.decisions[name].converted
+            name: weight
+            for name, weight in self.weights.items()
+            if name in self.decisions and self.decisions[name].converted
         }
         self.has_input_scale = self._has_input_scale()
         mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
@@ -349,7 +355,7 @@ class _Planner:
         if experts_only(self.form) and wishes.preset != "experts":
             wishes = replace(wishes, preset="experts")
         facts = model_facts(self.config)
-        parts = part_names(self.weights.values()) - set(self.weights)
+        parts = (part_names(self.weights.values()) - set(self.weights)) | self.absorbed
         found = [
             self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts
         ]
@@ -462,7 +468,7 @@ class _Planner:
         Raises CheckpointError if nothing is converted, if two output tensors have the same name, or if a scale search
         does not fit the layers.
         """
-        if not any(True for _ in self.selected):
+        if not self.selected and not self.restored:
             raise CheckpointError(
                 "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
                 " format than bf16"
@@ -558,6 +564,7 @@ class _Planner:
         recorded: the id of the recipe to record in the metadata; "" to record none.
         """
         parts = (part_names(self.weights.values()) - set(self.weights)) | self.left_out
+        parts |= self.absorbed - set(self.restored)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
         if gguf.is_gguf_config(self.config) and self.request.search is not None:
@@ -573,6 +580,8 @@ class _Planner:
         A selected weight is converted. Any other quantized weight is decoded, or stays in its container for
         DeepSeek-V4. All other tensors are copied.
         """
+        if entry.name in self.restored:
+            return self._restored(entry.name)
         weight = self.weights.get(entry.name)
         if weight is not None and entry.name in self.selected:
             return self._converted(weight)
@@ -587,6 +596,13 @@ class _Planner:
             renamed, reason = self.kv_cache.name(entry.name, self.form.format), "scale of the KV cache"
         place = located(file, entry)
         return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
+
+    def _restored(self, tensor: str) -> TensorPlan:
+        """Return the plan to write kv_b_proj unquantized, made of two stacks of mlx-lm. tensor: that of embed_q."""
+        layer = self.restored[tensor]
+        reason = "embed_q and unembed_out of mlx-lm: put together as kv_b_proj"
+        found = tuple(layer.pieces())
+        return TensorPlan(tensor, layer.keys.dtype, layer.keys.shape, DEQUANTIZE, reason, layer.nbytes, found)
 
     def _stays_quantized(self) -> bool:
         """Return whether quantized layers that are not converted stay in their containers. Otherwise they are decoded.
@@ -663,6 +679,12 @@ class _Planner:
             for why, names in rows.items()
         ]
 
+    def _restored_layers(self) -> list[str]:
+        """Return a warning that names the kv_b_proj layers that stay unquantized, or [] if there are none."""
+        names = [layer.name for layer in self.restored.values()]
+        why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
+        return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
+
     def _exclusions(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return (exclusion list, warnings about layers that loaders may treat wrongly).
 
@@ -681,8 +703,9 @@ class _Planner:
         kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
         declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
+        modules += [layer.name for layer in self.restored.values()]
         warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
-        warnings += _kept_stacks(self.decisions)
+        warnings += _kept_stacks(self.decisions) + self._restored_layers()
         warnings += [*self._rows_of_other_length(), *filter(None, [diffusers_classes.warning(self.config)])]
         if declared is None or declared.syntax is None:
             return (), tuple(warnings)

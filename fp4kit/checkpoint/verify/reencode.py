@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, VALUES
 from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.model.model_files import Source
@@ -24,6 +24,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
+from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection import fused_layers
@@ -55,9 +56,10 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
             origin = None if weight.container is None else by_form[weight.container].get((weight.name, e))
             if unquantized is not None and unquantized.shape == weight.shape:
                 origin = Origin(unquantized, e, (0, unquantized.shape[-2]))
-            if origin is None and weight.container is not None:  # other tools use other names
+            if origin is None and (weight.container is not None or unquantized is None):  # other tools use other names
                 other = counterparts.of(weight, e)
-                origin = None if isinstance(other, TurnedOrigin) else other
+                is_made = weight.container is not None or (other is not None and other.weight.container is not None)
+                origin = None if isinstance(other, TurnedOrigin) or not is_made else other
             if origin is not None and origin.shape == weight.shape[-2:]:
                 found[weight.name, e] = origin
     return found
@@ -187,6 +189,37 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
             number += 1
             job, why = _job(weight, e, origin, groups.get(weight.name, weight.name), settings, device)
             yield Check(weight, e, origin, job, why, settings.nonfinite is None)
+
+
+def checks_of_restored(
+    stored: Iterable[Weight], layers: Mapping[str, SplitLayer], settings: Settings
+) -> Iterator[Check]:
+    """Yield a Check per part of every unquantized kv_b_proj that was put together from two stacks of mlx-lm.
+
+    stored: the weights of the checkpoint.
+    layers: the layers of the source that are stored as two stacks, from split_layers.
+    settings: how the checkpoint was made.
+    """
+    found = {weight.name: weight for weight in stored if weight.container is None}
+    for layer in layers.values():
+        weight = found.get(layer.name)
+        if weight is None or weight.shape != layer.shape:
+            continue
+        place = weight.located
+        for piece in layer.pieces():
+            target = Target(VALUES, place.file.path, *piece.share(place.entry.nbytes), place.entry.dtype)
+            origin = Origin(piece.weight, piece.expert, piece.span)
+            job = Job(
+                f"{weight.name}#{piece.number}",
+                DEQUANTIZE,
+                piece.weight,
+                (target,),
+                piece.expert,
+                piece.span,
+                nonfinite="keep",
+                transposed=piece.transposed,
+            )
+            yield Check(weight, piece.number, origin, job, "", settings.nonfinite is None)
 
 
 def _groups(stored: Iterable[Weight]) -> dict[str, str]:

@@ -25,6 +25,7 @@ from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
+from fp4kit.checkpoint.plan.kv_b_proj import is_split, split_layers
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
@@ -328,7 +329,11 @@ class _SourceComparison:
     def __init__(self, model: Checkpoint, original: Source, settings: Settings) -> None:
         self._model, self._original = model, original
         weights = model.weights.values()
-        self.checks = tuple(reencode.checks_of(weights, reencode.origins_of(weights, original), settings))
+        checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original), settings))
+        if not any(is_split(name) for name in model.tensors):
+            split = split_layers(original.tensors, weights_of(original.tensors, original.config))
+            checks += reencode.checks_of_restored(weights, split, settings)
+        self.checks = tuple(checks)
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
         self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
         self._transposed = reencode.transposed_from(weights, original)

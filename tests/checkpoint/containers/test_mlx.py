@@ -367,12 +367,110 @@ def test_experts_get_the_names_of_hugging_face(tmp_path: Path) -> None:
         assert {name: x.tobytes() for name, x in have.items()} == {name: x.tobytes() for name, x in want.items()}
 
 
-def test_attention_that_mlx_lm_rewrote_is_refused(tmp_path: Path) -> None:
+HEADS, NOPE, VALUE, RANK = 3, 32, 64, 64
+ATTENTION = "model.layers.0.self_attn"
+
+
+def mla(root: Path, id: str | None, embed_q: np.dtype = synthetic.BF16) -> np.ndarray:
+    """Write an MLX model whose kv_b_proj is stored as mlx-lm stores it. Return the values of kv_b_proj.
+
+    id: the recipe of its quantized layers; None for an unquantized model. embed_q: the dtype of an unquantized embed_q.
+    """
+    mode = (id or "mxfp4-mlx-cpu").partition("-")[0]
+    size, bits, _ = next(sizes for sizes in RECIPES.values() if sizes[2] == mode)
+    own = {"quantization": {"group_size": size, "bits": bits, "mode": mode}} if id else {}
+    stacks = {"embed_q": (HEADS, RANK, NOPE), "unembed_out": (HEADS, VALUE, RANK)}
+    parts: synthetic.Tensors = {"model.norm.weight": np.ones(64, synthetic.BF16)}
+    values = {}
+    for leaf, shape in {**stacks, "o_proj": (64, HEADS * VALUE)}.items():
+        x = synthetic.random(leaf, shape)
+        if id is None or (leaf == "embed_q" and embed_q != synthetic.BF16):
+            values[leaf] = parts[f"{ATTENTION}.{leaf}.weight"] = x.astype(embed_q if leaf == "embed_q" else x.dtype)
+            continue
+        q = fp4kit.quantize(x, id)
+        values[leaf] = fp4kit.dequantize(q, np.float32)
+        parts |= {f"{ATTENTION}.{leaf}.weight": q.packed.view(np.uint32), f"{ATTENTION}.{leaf}.scales": q.block_scale}
+    synthetic.write_model(root, config("deepseek_v3", **own), parts, lambda name: int("unembed_out" in name))
+    halves = (values["embed_q"].swapaxes(1, 2), values["unembed_out"])
+    return np.concatenate([half.astype(np.float32) for half in halves], axis=1).reshape(-1, RANK)
+
+
+@pytest.mark.parametrize("id", ["mxfp4-mlx-cpu", "nvfp4-mlx-cpu", "mxfp8-mlx-cpu", None])
+@pytest.mark.parametrize("format", ["bf16", "compressed-tensors"])
+def test_kv_b_proj_is_put_together(id: str | None, format: str, tmp_path: Path) -> None:
+    """The two stacks that mlx-lm makes of kv_b_proj become kv_b_proj again, with the decoded values in every bit.
+
+    The layer is unquantized in every format, in the exclusion list, and compared by verify.
+    """
+    wanted = mla(tmp_path / "q", id)
+    recipe = "mxfp8-te" if id == "mxfp8-mlx-cpu" else "mxfp4-ocp"
+    plan = convert(tmp_path / "q", tmp_path / "out", recipe, format=format, requantize=True).plan
+    found = arrays_of(tmp_path / "out")[1]
+    assert found[f"{ATTENTION}.kv_b_proj.weight"].astype(np.float32).tobytes() == wanted.tobytes()
+    assert not [name for name in found if "embed" in name]
+    report = verify(tmp_path / "out", tmp_path / "q")
+    assert report.clean, report.issues
+    assert (f"{ATTENTION}.kv_b_proj" in plan.ignore) == (format != "bf16")
+    named = [line for line in plan.warnings if line.startswith(f"{ATTENTION}.kv_b_proj: put together from mlx-lm's")]
+    assert len(named) == (format != "bf16")
+
+
+def test_verify_finds_a_changed_part_of_kv_b_proj(tmp_path: Path) -> None:
+    mla(tmp_path / "q", "mxfp4-mlx-cpu")
+    convert(tmp_path / "q", tmp_path / "out", format="bf16")
+    model = open_checkpoint(tmp_path / "out")
+    file, entry = model.tensors[f"{ATTENTION}.kv_b_proj.weight"]
+    data = bytearray(file.path.read_bytes())
+    for row in (0, NOPE + VALUE + NOPE):  # a row of embed_q of head 0, and one of unembed_out of head 1
+        data[entry.start + row * RANK * 2 + 1] ^= 0x80
+    file.path.write_bytes(data)
+    (layer,) = (layer for layer in verify(tmp_path / "out", tmp_path / "q").layers if "kv_b" in layer.name)
+    assert layer.differing == 2
+
+
+def test_an_unquantized_embed_q_keeps_its_dtype(tmp_path: Path) -> None:
+    """mlx-lm leaves embed_q unquantized if its rows are no whole blocks; unembed_out is then rounded to its dtype."""
+    wanted = mla(tmp_path / "q", "mxfp4-mlx-cpu", np.dtype("f4"))
+    convert(tmp_path / "q", tmp_path / "out", format="bf16")
+    found = arrays_of(tmp_path / "out")[1][f"{ATTENTION}.kv_b_proj.weight"]
+    assert found.dtype == np.float32 and found.tobytes() == wanted.tobytes()
+    assert verify(tmp_path / "out", tmp_path / "q").clean
+
+
+def test_mlx_lm_splits_the_restored_layer_again(tmp_path: Path) -> None:
+    """mlx-lm's own sanitize makes the decoded stacks of the restored kv_b_proj."""
+    pytest.importorskip("mlx.core")
+    deepseek = pytest.importorskip("mlx_lm.models.deepseek_v3")
+    import mlx.core as mx
+
+    mla(tmp_path / "q", "nvfp4-mlx-cpu")
+    convert(tmp_path / "q", tmp_path / "out", format="bf16")
+    weights = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        weights |= mx.load(str(path))
+    sizes = {"num_attention_heads": HEADS, "qk_nope_head_dim": NOPE, "v_head_dim": VALUE, "kv_lora_rank": RANK}
+    made = deepseek.ModelArgs(num_hidden_layers=1, n_routed_experts=0, **sizes)
+    model = type("Model", (), {"args": made})()
+    again = deepseek.Model.sanitize(model, weights)
+    for leaf in ("embed_q", "unembed_out"):
+        q = fp4kit.quantize(
+            synthetic.random(leaf, {"embed_q": (HEADS, RANK, NOPE)}.get(leaf, (HEADS, VALUE, RANK))), "nvfp4-mlx-cpu"
+        )
+        values = np.array(again[f"{ATTENTION}.{leaf}.weight"].astype(mx.float32))
+        assert values.tobytes() == fp4kit.dequantize(q, np.float32).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "text"), [("missing", "unembed_out is missing"), ("shape", "[H, v, K] are needed")]
+)
+def test_stacks_that_do_not_fit_together_are_refused(changed: str, text: str, tmp_path: Path) -> None:
     q = fp4kit.quantize(synthetic.random("embed", (2, 64, 64)), "nvfp4-mlx-cpu")
-    module = "model.layers.0.self_attn.embed_q"
+    module = f"{ATTENTION}.embed_q"
     own = {"quantization": {"group_size": 16, "bits": 4, "mode": "nvfp4"}}
     parts = {f"{module}.weight": q.packed.view(np.uint32), f"{module}.scales": q.block_scale}
+    if changed == "shape":
+        parts[f"{ATTENTION}.unembed_out.weight"] = np.ones((3, 64, 64), synthetic.BF16)
     synthetic.write_model(tmp_path / "q", config("deepseek_v3", **own), parts)
     for form in ("bf16", "modelopt"):
-        with synthetic.refused(f"{module}: mlx-lm made it from kv_b_proj"):
+        with synthetic.refused(text):
             convert(tmp_path / "q", tmp_path / "out", format=form)
