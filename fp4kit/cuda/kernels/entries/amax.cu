@@ -12,7 +12,7 @@ constexpr u32 kWarp = 32, kRowsAtOnce = 4;
 // The arguments of amax_kernel and amax_rows_kernel.
 struct AmaxArguments {
   const void* x;  // rows x columns elements, contiguous
-  u32* amax;      // bits of float32: one, set to 0 before; or one per row
+  u32* amax;      // bits of float32: one amax, set to 0 before; or one amax per row
   i64 rows, columns;
 };
 

@@ -10,10 +10,10 @@ constexpr int kThreadColumns = kAligned ? 16 / sizeof(Input::Bits) : 1;  // numb
 // The arguments of amax_columns_kernel.
 struct AmaxColumnsArguments {
   const void* x;  // matrices x rows x columns elements, contiguous
-  u32* amax;      // matrices x columns bits of float32, set to 0 before
+  u32* amax;      // matrices x columns amaxes, as bits of float32, set to 0 before
   i64 matrices, rows, columns;
   i64 lanes;      // threads per row of a tile: a power of two that divides kThreads
-  i64 tile_rows;  // rows of a tile, below 2^32
+  i64 tile_rows;  // rows of a tile; less than 2^32
 };
 
 // Raise largest[j] to the bits of the largest magnitude in column j of kCount neighboring columns. There are `rows`

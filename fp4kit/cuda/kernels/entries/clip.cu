@@ -11,7 +11,7 @@ constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bit
 struct ClipArguments {
   const void* grad;   // count elements of the gradient's type, contiguous
   const void* x;      // count elements of x's type
-  const float* amax;  // one per `covered` consecutive elements
+  const float* amax;  // one amax per `covered` consecutive elements
   void* out;          // count elements of the gradient's type
   i64 count, covered;
 };

@@ -17,11 +17,11 @@ struct DequantizeArguments {
   const u8* packed;
   const u8* scales;           // in R's layout (null without block scales)
   void* values;               // rows x columns elements of the output type
-  const float* tensor_scale;  // one, one per row or one per block, by R::kTensorScaling (null without)
-  const float*
-      tensor_amax;  // one per tensor scale, if known (null otherwise); per row or block: from implied_amax_kernel
+  const float* tensor_scale;  // one, one per row or one per block (R::kTensorScaling); null without tensor scale
+  const float* tensor_amax;   // one amax per tensor scale, if known (null otherwise); from implied_amax_kernel if per
+                              // row or block
   i64 rows, columns;
-  i64 ahead;  // how many steps codes are prefetched into the L2 cache before they are read
+  i64 ahead;  // how many steps ahead codes are prefetched into the L2 cache
 };
 
 // The sizes of runs and steps for a recipe R and an output type Out.

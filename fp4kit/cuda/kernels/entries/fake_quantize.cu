@@ -128,7 +128,7 @@ FP4KIT_DEVICE void fake_unblocked(const QuantizeArguments& a, Grid grid) {
   for (i64 from = grid.block * kStep; from < runs; from += grid.blocks * kStep) {
     const u32 start = static_cast<u32>(from);
     Run<In, kRun> x[kFakeUnroll<R>];
-    u32 rows[kFakeUnroll<R>], columns[kFakeUnroll<R>];  // of the runs; columns are counted in runs
+    u32 rows[kFakeUnroll<R>], columns[kFakeUnroll<R>];  // the rows of the runs, and their columns, counted in runs
 #pragma unroll
     for (u32 k = 0; k < kFakeUnroll<R>; ++k) {
       const u32 run = minimum(start + k * kThreads + threadIdx.x, runs - 1);

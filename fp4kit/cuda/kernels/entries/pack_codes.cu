@@ -8,7 +8,7 @@ constexpr int kInFlight = 4;  // number of loads in flight per thread
 struct PackArguments {
   const u8* in;
   u8* out;
-  i64 bytes;  // of packed codes
+  i64 bytes;  // number of bytes of packed codes
 };
 
 // Return the packed form of 16 codes: from one code per byte to 8 bytes of two codes each. The high nibbles of the

@@ -11,7 +11,7 @@ struct PartialAmaxArguments {
   u32* block_amax;     // bits of float32, set to 0 before; those of this matrix begin at block_at
   u32* tensor_amax;    // bits of float32, set to 0 before; at tensor_at (null: not wanted)
   i64 start, end;
-  i64 rows, columns;  // of the matrix
+  i64 rows, columns;  // rows and columns of the matrix
   i64 block_at, tensor_at;
 };
 

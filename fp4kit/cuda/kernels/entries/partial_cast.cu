@@ -8,11 +8,11 @@
 // matrices; run_at, factor_at and tensor_at are the indices at which this matrix begins.
 struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
-  u8* packed;                // codes, a multiple of a run's bytes; run i of the matrix is at place run_at + i
-  const float* factors;      // of all blocks, at factor_at: the result of partial_scales
-  const float* tensor_amax;  // at tensor_at (null without tensor scale)
+  u8* packed;                // codes; run i of the matrix is run run_at + i of this array
+  const float* factors;      // the factors of all blocks from factor_at on, computed by partial_scales
+  const float* tensor_amax;  // the tensor's amax, at index tensor_at (null without tensor scale)
   i64 start, end;
-  i64 columns;  // of the matrix
+  i64 columns;  // columns of the matrix
   i64 run_at, factor_at, tensor_at;
 };
 
@@ -45,7 +45,7 @@ FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&wor
 template <class R>
 struct Walk {
   static constexpr u32 kRuns = R::kBlock / kRun;
-  u32 runs, row, column;  // runs per row; where the walk is
+  u32 runs, row, column;  // runs: runs per row; row, column: the current run
   // The numbers of rows and of runs by which one step advances.
   u32 rows_on, columns_on;
 

@@ -6,8 +6,8 @@
 
 // The arguments of grouped_partial_place_kernel.
 struct PartialPlaceArguments {
-  const u8* from;  // run i of the matrix is at place from_at + i
-  u8* to;          // and goes to place to_at + i
+  const u8* from;  // the received codes; run i of the matrix is run from_at + i of this array
+  u8* to;          // the codes of the matrices; run i of the matrix becomes run to_at + i
   i64 start, end;  // elements of the matrix that the sender owns
   i64 from_at, to_at;
 };

@@ -7,12 +7,12 @@
 // The arguments of partial_scales_kernel, and of each member of grouped_partial_scales_kernel. Arrays are shared by
 // several matrices; the fields whose names end in `_at` are the indices at which this matrix begins.
 struct PartialScalesArguments {
-  const float* block_amax;   // at block_at
-  const float* tensor_amax;  // at tensor_at (null without tensor scale)
-  float* factors;            // one per block, at factor_at
-  u8* scales;                // rows x columns / kBlock, at scale_at (null: not wanted)
-  float* tensor_scale;       // the decode scale, at tensor_at (null: not wanted)
-  i64 rows, columns;         // of the matrix
+  const float* block_amax;   // the block amaxes of this matrix, from index block_at on
+  const float* tensor_amax;  // the tensor's amax, at index tensor_at (null without tensor scale)
+  float* factors;            // output: one factor per block, from index factor_at on
+  u8* scales;                // output: rows x columns / kBlock scale codes, from index scale_at on (null: not wanted)
+  float* tensor_scale;       // output: the decode scale, at index tensor_at (null: not wanted)
+  i64 rows, columns;         // rows and columns of the matrix
   i64 block_at, factor_at, scale_at, tensor_at;
 };
 

@@ -20,7 +20,7 @@ struct QuantizeTraits {
   static constexpr bool kOneScale =
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kSwizzled = R::kLayout != ScaleLayout::linear;
-  static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // no position needs its row
+  static constexpr bool kFlat = !kSwizzled && R::kTensorScaling != TensorScaling::row;  // RunPosition needs no row
   // True if threads take the runs in the order of swizzled scales. A warp then fills 32-byte sectors of scales and
   // still loads whole lines of x. The runs of a thread are in neighboring scale tiles, and so in one row. For nvfp4-te
   // on 16384 x 16384 bfloat16, swizzled scales take 1.09 of the time of linear scales in the order of x, and 1.02 in
@@ -82,7 +82,7 @@ FP4KIT_DEVICE Walk<R, In> walk_of(const QuantizeArguments& a) {
 // another thread also has. It then stores nothing or the same bits.
 struct RunPosition {
   u32 run, row, block;  // number of the run in the matrix; its row, and its block in the row (both 0 if kFlat)
-  u64 scale;            // where the block's scale lies
+  u64 scale;            // offset of the block's scale
   bool inside;
 };
 
@@ -224,7 +224,7 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
       if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
       amaxes[k] = tensor_amax_of<R, In>(a, place);
     }
-    Words random[Traits::kUnroll] = {};  // of all runs at once, so that they share the keys of the rounds
+    Words random[Traits::kUnroll] = {};  // computed for all runs at once, so that they share the keys of the rounds
 #pragma unroll
     for (int k = 0; k < Traits::kUnroll && Traits::kHasFastPath && R::kStochastic; ++k)
       random[k] = random_words(a, static_cast<i64>(run_position<R, In>(walk, step, k).run) * Traits::kRun);
@@ -232,10 +232,10 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
     TensorScale t = whole_scale;
 #pragma unroll
     for (int k = 0; k < Traits::kUnroll; ++k) {
-      const u32 own = Traits::kHasFastPath ? transform_run<R>(x[k]) : 0u;  // after all loads
+      const u32 own = Traits::kHasFastPath ? transform_run<R>(x[k]) : 0u;  // transform after all loads
       const RunPosition place = run_position<R, In>(walk, step, k);
       if (!Traits::kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
-        t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions: once for the runs of a row
+        t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions, once for the runs of a row
       if (!Traits::kHasFastPath || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
         pending |= place.inside << k;
     }

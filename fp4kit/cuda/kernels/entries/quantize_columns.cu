@@ -15,8 +15,8 @@
 template <class P>
 struct TileRuns {
   static constexpr int kAcross = P::kTileColumns / 16, kStep = kThreads / kAcross, kCount = kTileRows / kStep;
-  i32 row, column;  // of the first run
-  int inside;       // how many are in the matrix
+  i32 row, column;  // row and column of the first run
+  int inside;       // how many of the runs are in the matrix
 
   FP4KIT_DEVICE_MEMBER TileRuns(const PatchArguments& a, Tile tile)
       : row(tile.row + static_cast<i32>(threadIdx.x / kAcross)),
@@ -77,7 +77,7 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
       } else {
         x[i] = read_run<In, 16, kAligned>(from);
         from = advanced(from, opaque(i + 1 < runs.inside ? static_cast<u32>(a.columns) : 0u),
-                        runs.kStep);  // stays in place if no run follows
+                        runs.kStep);  // the address does not change if no run follows
       }
     }
 #pragma unroll

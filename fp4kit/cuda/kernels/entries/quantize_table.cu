@@ -57,7 +57,7 @@ FP4KIT_DEVICE void store_found(const QuantizeArguments& a, u32 run, u32 scale_at
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows_by_table(const QuantizeArguments& a, const PairTable& table, TensorScale t,
                                           bool has_table) {
-  constexpr bool kFlat = R::kLayout == ScaleLayout::linear;  // the number of a row is not needed
+  constexpr bool kFlat = R::kLayout == ScaleLayout::linear;  // true if the row of a block is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
   const u32 step = gridDim.x * kTableThreads;
   u32 run = blockIdx.x * kTableThreads + threadIdx.x;
@@ -207,7 +207,7 @@ FP4KIT_DEVICE void quantize_squares_by_table(const QuantizeArguments& a, PairTab
       }
     }
     quantize_squares_any<R, In, kAligned>(a, team, BlockRow{row, block, blocks}, inside, x, t);
-    next = load(next_row, next_block);  // load it again, so that it took no registers meanwhile
+    next = load(next_row, next_block);  // load it again, so that it takes no registers during the exact path
   }
 }
 

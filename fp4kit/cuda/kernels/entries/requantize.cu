@@ -15,7 +15,7 @@
 // The arguments of the three kernels.
 struct RequantizeArguments {
   const u8* source;         // packed codes of the source, two per byte, aligned to 8 bytes
-  const u8* source_scales;  // one per source_block codes
+  const u8* source_scales;  // one scale code per source_block codes
   // Set to zeros before the first launch. extent[0] and extent[1] describe the blocks with nonzero values: the largest
   // scale code + 1, and 256 - the smallest scale code. extent[2] is 1 if a scale is NaN.
   u32* extent;

@@ -58,7 +58,7 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
   widen_run(run, block.a);
 #pragma unroll
   for (int j = 0; j < kSearchBlockSize; ++j)
-    block.a[j] = float_of(opaque(bits_of(block.a[j]) & 0x7FFFFFFFu));  // once, not for each use
+    block.a[j] = float_of(opaque(bits_of(block.a[j]) & 0x7FFFFFFFu));  // opaque: clear the sign once, not for each use
   if constexpr (kWeighted)
     load_run<Float32, kSearchBlockSize, true>(a.column_weights + i % blocks * kSearchBlockSize, block.w);
   return block;

@@ -12,14 +12,14 @@
 // The arguments of row_losses_kernel and least_losses_kernel. "null" means that the pointer is nullptr in that case.
 struct SearchAmaxesArguments {
   const void* x;             // rows x columns elements
-  const float* tensor_amax;  // one per rows_of_amax rows
-  const float* weights;      // one per column (null without weights)
-  const float* multiples;    // all candidates
-  double* losses;            // rows x count, for the multiples first ... first + count - 1
-  double* least;             // per amax: the smallest loss of the multiples so far
-  float* out;                // per amax: the amax times the multiple of that loss
+  const float* tensor_amax;  // one amax per rows_of_amax rows
+  const float* weights;      // one weight per column (null without weights)
+  const float* multiples;    // the candidates: the amax is multiplied with them
+  double* losses;            // rows x count losses, for the multiples first ... first + count - 1
+  double* least;             // for each amax: the smallest loss of the multiples tried so far
+  float* out;                // for each amax: the amax times the multiple with that loss
   i64 rows, columns, rows_of_amax, first, count;
-  double power;  // of |d|, for losses of powers
+  double power;  // the exponent p of losses |d|^p
 };
 
 // The rule that quantizes and decodes elements under a given amax, without a fake quantizer. with_amax returns the rule

@@ -22,7 +22,7 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
   if (threadIdx.x < 32u && is_positive(h, static_cast<float>(threadIdx.x) * 0x1p-5f)) atomicMax(&positive, threadIdx.x);
   __syncthreads();
   const bool is_usual = shared.ordinary && amax_of_tensor > 0x1p-20f &&
-                        keeps_squares(h, shared);  // below, stored scales differ from those of their codes
+                        keeps_squares(h, shared);  // below 2^-20, stored scales differ from those of their codes
   const float margin = is_usual ? static_cast<float>(positive) * 0x1p-5f - 0x1p-12f : 0.0f;
   const TensorScale t = R::TensorRule::template scale<R, Float32>(amax_of_tensor);
   u64 unproven = 0;
@@ -35,7 +35,7 @@ FP4KIT_DEVICE void search_hessian(const SearchArguments& a) {
     for (int j = 0; j < kSearchBlockSize; ++j) largest = maximum(largest, bits_of(magnitude_of(x[j])));
     const float amax = float_of(largest);
     const CandidateRange range = candidate_range<R>(a, amax, t);
-    const float block_margin =            // with infinities, a Hessian may give any candidate the smallest loss
+    const float block_margin =
         is_finite(amax) ? margin : 0.0f;  // with infinities, a Hessian may give any candidate the smallest loss
     u32 code = range.low;
     if (amax != 0.0f)

@@ -10,7 +10,7 @@
 struct SwizzleArguments {
   const u8* in;
   u8* out;
-  i64 matrices, rows, columns;  // linear shape: of the scales without padding
+  i64 matrices, rows, columns;  // rows and columns of scales, without padding
 };
 
 constexpr bool kFromLinear = kFrom == ScaleLayout::linear;

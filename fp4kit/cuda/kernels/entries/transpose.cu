@@ -17,7 +17,7 @@ constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // 5 would spill regi
 struct TransposeArguments {
   const u8 *codes, *scales;
   u8 *codes_out, *scales_out;
-  i64 matrices, rows, columns;  // of codes
+  i64 matrices, rows, columns;  // rows and columns are counted in codes
 };
 
 // Return shared memory for a tile of codes. All functions of one kernel that call this get the same memory.

@@ -36,7 +36,8 @@ struct SumOf {
 // more than 32 blocks.
 template <class R, class Operation, int kPart, int kCount>
 FP4KIT_DEVICE void reduce_rows(TileMemory<R>& tile, float (&values)[kCount], int column) {
-  constexpr int kColumns = TileMemory<R>::kColumns, kWarps = kColumns > 32 ? kColumns / 32 : 1;  // kWarps: per row
+  constexpr int kColumns = TileMemory<R>::kColumns,
+                kWarps = kColumns > 32 ? kColumns / 32 : 1;  // kWarps: warps per row of the tile
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, first = kWarps > 1 ? column / 32 : 0;
 #pragma unroll
   for (int k = 0; k < kCount; ++k) {

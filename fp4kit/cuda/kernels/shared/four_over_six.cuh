@@ -98,10 +98,10 @@ FP4KIT_DEVICE void store_chosen(const QuantizeArguments& a, i64 first, u64 codes
 
 // The numbers of a scale that the fast path needs. Lengths are in units of amax_power(t). u is defined above.
 struct alignas(16) ApproximateScale {
-  float factor;  // infinite if the fast path does not apply
+  float factor;  // infinite if the fast path must not be used
   float small;   // factor * 2^-126
   float unit;    // u * 2^126
-  float slack;   // how far both sums can be off together: the part that depends on the larger u
+  float slack;   // the part of the sums' combined error that depends on the larger u of the two scales
 };
 
 // Return true if all blocks share one tensor scale, so that a table of all block scales is worthwhile.
@@ -176,7 +176,7 @@ FP4KIT_DEVICE void approximate_errors(const Run<In, R::kBlock>& run, const Appro
 // Return true if the approximate sums of errors prove which of the two scales is better.
 template <class R>
 FP4KIT_DEVICE bool is_decided(const ApproximateScale& six, const ApproximateScale& four, const float (&errors)[2]) {
-  const float slack = four.slack;  // the larger one, because four's scale is not less than six's
+  const float slack = four.slack;  // the larger slack of the two, because four's scale is at least six's
   return fabsf(errors[1] - errors[0]) > (R::kSquaredError ? fma_rn(errors[0] + errors[1], 0x1p-15f, slack) : slack);
 }
 

@@ -18,9 +18,9 @@ constexpr u32 kSmallGroup = 32u;
 // A tensor of a group: the arguments and the number of pieces.
 template <class Arguments>
 struct Member {
-  Arguments arguments;  // those of the kernel for one tensor
-  u32 pieces;           // of this tensor
-  u32 aligned;          // what kAligned says for one tensor; some kernels store flags here
+  Arguments arguments;  // the arguments of the kernel for one tensor
+  u32 pieces;           // number of pieces of this tensor
+  u32 aligned;          // the value of kAligned for this tensor alone; some kernels store flags here
 };
 
 // A piece: the index of its member, and its number among the pieces of that member.
@@ -73,10 +73,10 @@ FP4KIT_DEVICE void for_each_piece(const SmallGroup<Arguments>& group, Body body)
 // does for a SmallGroup.
 template <bool kBackwards = false, class Arguments, class Body>
 FP4KIT_DEVICE void for_each_piece(const Group<Arguments>& group, Body body) {
-  __shared__ Member<Arguments> member;  // a copy in each thread would take registers
+  __shared__ Member<Arguments> member;  // in shared memory, because a copy in each thread would take registers
   const Piece* pieces = reinterpret_cast<const Piece*>(group.members + group.count);
   constexpr int kWords = sizeof(member) / sizeof(u64);
-  const u32 count = static_cast<u32>(group.pieces);  // 32 bits, because body would hold 64 in one register more
+  const u32 count = static_cast<u32>(group.pieces);  // 32 bits, because 64 bits would take one register more in `body`
   for (u32 turn = blockIdx.x; turn < count; turn += gridDim.x) {
     const u32 i = kBackwards ? count - 1u - turn : turn;
     const Piece piece = pieces[i];

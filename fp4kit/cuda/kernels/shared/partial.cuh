@@ -18,8 +18,8 @@ struct Shard {
 
   const Bits* values;
   i64 start, end;
-  u32 shift;        // bytes from a multiple of 16 to each run, the same for all runs of the matrix
-  i64 first, last;  // whole runs between these elements may be loaded 16 bytes at a time, neighboring elements included
+  u32 shift;        // address of a run modulo 16, in bytes; equal for all runs of the matrix
+  i64 first, last;  // runs within [first, last) may be loaded 16 bytes at a time, neighboring elements included
 };
 
 // Return the Shard of elements [start, end), which begin at the address `values`.

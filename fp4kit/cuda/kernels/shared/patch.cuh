@@ -13,7 +13,7 @@ struct PatchArguments {
   u8 *packed, *scales;                // codes and block scales along rows (null: not wanted)
   u8 *column_packed, *column_scales;  // codes and block scales along columns: columns x rows (null: not wanted)
   void* values;                       // fake_quantize of square blocks: elements of x's type (null otherwise)
-  const float* tensor_amax;           // one (null without tensor scale)
+  const float* tensor_amax;           // one amax (null without tensor scale)
   float *tensor_scale, *column_tensor_scale;
   float *amax_out, *column_amax_out;  // receive copies of tensor_amax (null: no copy)
   i64 rows, columns;
@@ -29,12 +29,12 @@ struct PatchTraits {
   static constexpr int kPatchRows = kSquare ? 8 : 16;                                // rows of a patch
   static constexpr int kPatchColumns = kSquare ? 8 : 8 / sizeof(typename In::Bits);  // columns of a patch
   static constexpr int kPatchesDown =
-      R::kBlock / kPatchRows;  // patches below each other in a warp: together the rows of a block
+      R::kBlock / kPatchRows;  // patches below each other in a warp; together they have the rows of a block
   static constexpr int kPatchesAcross = 32 / kPatchesDown;            // patches beside each other in a warp
-  static constexpr int kPatchesPerBlock = R::kBlock / kPatchColumns;  // of those, the patches of a square block
+  static constexpr int kPatchesPerBlock = R::kBlock / kPatchColumns;  // patches beside each other in a square block
   // The numbers of warps of a tile below each other and beside each other.
   static constexpr int kWarpsDown = kTileRows / (kPatchesDown * kPatchRows),
-                       kWarpsAcross = kThreads / 32 / kWarpsDown;                     // warps
+                       kWarpsAcross = kThreads / 32 / kWarpsDown;                     // warps beside each other
   static constexpr int kTileColumns = kWarpsAcross * kPatchesAcross * kPatchColumns;  // columns of a tile
   static constexpr int kBits = R::Element::kStoredBits, kPerWord = 32 / kBits;
   // The numbers of words that hold the codes of one row and of one column of a patch.

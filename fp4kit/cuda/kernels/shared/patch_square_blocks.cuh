@@ -15,7 +15,7 @@ FP4KIT_DEVICE u8* first_codes(const PatchArguments& a, const PatchPosition& s) {
 // rows among them. `inside` is the number of rows of the matrix from the patch on.
 template <class R, class P>
 FP4KIT_DEVICE void store_scales(const PatchArguments& a, const PatchPosition& s, int inside, u32 code) {
-  constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // per lane
+  constexpr int kRows = P::kPatchRows / P::kPatchesPerBlock;  // rows per lane
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, block = static_cast<u32>(s.column) / R::kBlock;
   const int first = s.column / P::kPatchColumns % P::kPatchesPerBlock * kRows;
   u8* out = a.scales + scale_offset<R::kLayout, u32>(s.row + first, block, blocks);

@@ -90,7 +90,7 @@ FP4KIT_DEVICE Run<In, 16> tile_run(const TileElements<P>& elements, int row, int
 // of 16 bytes, 16 bytes are stored at a time.
 template <class P>
 FP4KIT_DEVICE void write_codes(const PatchArguments& a, const Staging<P>& staging, Tile tile) {
-  const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // per column
+  const u32 bytes = static_cast<u32>(a.rows) / 8 * P::kBits;  // bytes of codes per column
 #pragma unroll
   for (int start = 0; start < P::kTileColumns / 2 * P::kQuads; start += kThreads) {
     const int item = start + threadIdx.x, quad = item % P::kQuads, tile_column = item / P::kQuads * 2;
@@ -130,10 +130,10 @@ FP4KIT_DEVICE void write_scales(const PatchArguments& a, const Staging<P>& stagi
   const u32 column = tile.column + 4 * four, block = tile.row / R::kBlock + tile_block,
             blocks = static_cast<u32>(a.rows) / R::kBlock;
   const bool whole = block + kCount <= blocks && (R::kLayout != ScaleLayout::linear || blocks % kCount == 0);
-  u32 codes[4][kCount / 4];  // per column: the scales of its blocks
+  u32 codes[4][kCount / 4];  // for each of four columns: the scales of its blocks
 #pragma unroll
   for (int part = 0; part < kCount / 4; ++part) {
-    u32 square[4];  // per block: the scales of four columns; after transposing, per column: the scales of four blocks
+    u32 square[4];  // square[i]: scales of block i in four columns; transposed: of column i in four blocks
 #pragma unroll
     for (int i = 0; i < 4; ++i)
       square[i] = reinterpret_cast<const u32*>(staging.scales[tile_block + 4 * part + i])[four];

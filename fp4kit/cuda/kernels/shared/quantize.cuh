@@ -12,12 +12,12 @@ struct QuantizeArguments {
   u8* packed;                // codes (null for fake_quantize)
   u8* scales;                // block scales in R's layout (null without block scales)
   void* values;              // fake_quantize: elements of x's type (null otherwise)
-  const float* tensor_amax;  // one, one per row or one per block, by R::kTensorScaling (null without tensor scale)
+  const float* tensor_amax;  // one, one per row or one per block (R::kTensorScaling); null without tensor scale
   float* tensor_scale;       // the decode scales, one per tensor_amax (null for fake_quantize)
   const float* block_amax;   // calibrated amaxes of all blocks (null: computed from x)
   const u8* random;          // random bytes of all elements (null: generated from the seed)
   float* amax_out;           // receives a copy of tensor_amax (null: no copy)
-  u64 seed, counter;         // counter: of x's first 16 elements in the stream of the seed
+  u64 seed, counter;         // counter: index of x's first group of 16 elements in the seed's stream
   i64 rows, columns;
 };
 

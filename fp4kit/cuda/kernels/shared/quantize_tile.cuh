@@ -48,7 +48,7 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
   } else {
     u32 six_code, four_code;
     scales_of<R>(quotient_by(amax[0], 6.0f, kInv6), t, six_code,
-                 four_code);  // exact except near subnormals, to which the fast path does not apply
+                 four_code);  // exact except near subnormals, for which the fast path is not used
     const ApproximateScale six = table ? table[six_code % kTableSize] : approximate_scale<R, In>(six_code, t);
     const ApproximateScale four = table ? table[four_code % kTableSize] : approximate_scale<R, In>(four_code, t);
     float errors[2];
@@ -181,7 +181,7 @@ template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_rows(const QuantizeArguments& a, Grid grid, const ApproximateScale* table,
                                  TileMemory<R>& tile) {
   constexpr bool kOneScale = has_one_scale<R>();
-  constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // the number of a row is not needed
+  constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;  // true if the row of a block is not needed
   const u32 blocks = static_cast<u32>(a.columns) / R::kBlock, runs = static_cast<u32>(a.rows) * blocks;
   const TensorScale whole_scale = kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, blocks) : TensorScale{};
   const auto block_row_of = [&](u32 run) {

@@ -32,9 +32,9 @@
 // The arguments of the searches for block amaxes.
 struct SearchArguments {
   const void* x;
-  const float *tensor_amax, *column_weights;  // column_weights: one per column, or a Hessian per 16 columns
+  const float *tensor_amax, *column_weights;  // column_weights: one weight per column, or one Hessian per 16 columns
   float* block_amax;
-  u64* unproven;  // the number of blocks for which every candidate was tried is added (null: not wanted)
+  u64* unproven;                    // incremented by the number of blocks that had a full search (null: not wanted)
   i64 rows, columns, lower, upper;  // candidates are the codes from `lower` to `upper` beside the code of amax / 6;
                                     // -126 ... 126 for all codes
 };
@@ -44,9 +44,9 @@ struct SearchArguments {
 struct Candidates {
   Candidate by_code[128];
   float amaxes[128];
-  float per_amax;           // codes of values above amax times this have scales above amax / 7
-  float per_ordinary_amax;  // the same if the bounds hold, else NaN
-  bool ordinary;            // whether the bounds hold
+  float per_amax;           // codes whose values are above amax * per_amax have scales above amax / 7
+  float per_ordinary_amax;  // per_amax if `ordinary`, otherwise NaN
+  bool ordinary;            // true if the scales are in the range for which the bounds are proven
 };
 
 // Fill the candidates (codes 1 ... kLastCandidate) under a tensor amax. All threads of a thread block must call this

@@ -63,7 +63,7 @@ FP4KIT_DEVICE void make_pruning_tables(PruningTables<kWeighted>& tables) {
 // ranks, or 0 if some codes cannot be tried, so that nothing can be proven.
 struct Screened {
   OpenCodes::Least least;
-  u32 base, end, open = 0u;  // open: bit j if code base + j may win; base: 24 below the first code
+  u32 base, end, open = 0u;  // open: bit j is set if code base + j may win; base: first code - 24
 
   // Return the code with the smallest rank.
   FP4KIT_DEVICE_MEMBER u32 best() const { return base + 16u + (least.rank - base & 15u); }
@@ -88,11 +88,11 @@ FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, Candi
   const u32 likely = index_of_smallest(sums);
   const float loss = loss_of<false>(block, shared.by_code[first + likely], 1.0f);
   const u32 above = codes_within(sums, loss * reciprocal * reciprocal) & ~(0x1000000u << likely);
-  const float threshold = amax - sqrt_approx(loss);  // 6 scales of a code that may win are not less
+  const float threshold = amax - sqrt_approx(loss);  // if a code may win, 6 times its scale is at least this
   const i32 low = maximum(normal_code_at_least(threshold * (shared.per_amax * (7.0f / 6.0f - 0x1p-11f))),
                           static_cast<i32>(range.low));
   const i32 lost = low - static_cast<i32>(first) +
-                   7;  // of the seven codes below first; at most 10, because threshold is at most amax
+                   7;  // how many of the seven codes below `first` cannot win, counted from the lowest one; 10 at most
   const u32 below = 0xFE0000u << maximum(lost, 0) & 0xFE0000u;
   return {{rank_of(loss, first + likely), lost < unsure ? 0u : kInfinityBits}, first - 24u, end, above | below};
 }

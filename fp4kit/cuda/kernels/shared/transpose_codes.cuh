@@ -41,7 +41,7 @@ FP4KIT_DEVICE void store_chunk(u8* to, int count, const Chunk& chunk) {
 struct CodeMatrix {
   const u8* in;
   u8* out;
-  i64 rows, columns;  // of codes
+  i64 rows, columns;  // rows and columns are counted in codes
 };
 
 // The sizes of a tile and of the transposed tile, for 256 threads. The rows (lines) of both consist of chunks of 16
@@ -50,8 +50,8 @@ template <int kBits>
 struct CodeTile {
   static constexpr int kRows = 256, kLine = 8, kColumns = kLine * 128 / kBits, kOutLine = kRows * kBits / 128;
   static constexpr int kChunks = kRows * kLine;
-  static constexpr int kCodes = 32 / kBits;    // codes per word; a square is kCodes words
-  static constexpr int kSquares = 8 / kCodes;  // squares that a thread has below each other, for each of its 4 words
+  static constexpr int kCodes = 32 / kBits;    // codes per word; a square consists of kCodes words
+  static constexpr int kSquares = 8 / kCodes;  // squares below each other in each of the 4 words of a thread
 
   // Return a reference to chunk `chunk` of line `line` of the transposed tile. The order of chunks is permuted so that
   // there are no bank conflicts, neither when words are stored nor when chunks are loaded.

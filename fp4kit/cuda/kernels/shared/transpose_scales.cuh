@@ -11,7 +11,7 @@
 struct ScaleMatrix {
   const u8* in;
   u8* out;
-  i64 rows, columns;  // of codes
+  i64 rows, columns;  // rows and columns are counted in codes
 };
 
 // The kTall x kWide scales of a tile of kRows x kColumns codes. They are kept transposed in shared memory, as kWide
