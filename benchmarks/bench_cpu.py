@@ -191,7 +191,7 @@ def recipes(bench: Bench) -> None:
 
 
 def operations(bench: Bench) -> None:
-    """Time the remaining operations and dtypes of the recipes in SEVEN."""
+    """Time, for the recipes in SEVEN, the operations and dtypes that `recipes` does not time."""
     shape = (bench.args.size, bench.args.size)
     x = normal(shape)
     for recipe in _seven(bench):

@@ -119,8 +119,9 @@ def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
-    """Yield the cases of the remaining operations: other axes and roundings, quantize_both, partial_cast, amax of
-    blocks and, for recipes with square blocks, transpose.
+    """Yield the cases that `of_recipe` does not have: other axes and roundings, quantize_both, and more.
+
+    Transpose is among them for recipes with square blocks only.
     """
     yield quantize(recipe, x, "quantize along columns", axis=0)
     yield fake_quantize(recipe, x)

@@ -122,11 +122,11 @@ class Collector:
         return tuple(self._entries("layers"))
 
     def columns(self) -> dict[str, int]:
-        """Return layer -> K, its number of inputs per token."""
+        """Return {layer: K}, where K is the number of inputs per token."""
         return {name: entry.columns for name, entry in self._entries("columns").items()}
 
     def tokens(self) -> dict[str, int]:
-        """Return layer -> the number of tokens that it saw. Experts that saw none have 0."""
+        """Return {layer: number of tokens that it saw}, which is 0 for experts that saw none."""
         return {name: entry.tokens for name, entry in self._entries("tokens").items()}
 
     def amaxes(self, rule: Rule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
@@ -139,7 +139,7 @@ class Collector:
                 must have seen an input other than zero in any case.
 
         Returns:
-            Layer -> amax, a positive float32.
+            {layer: amax}. Amaxes are positive float32 numbers.
 
         Raises:
             TypeError: if an argument has the wrong type.
@@ -189,7 +189,7 @@ class Collector:
             unseen: as for amaxes.
 
         Returns:
-            Layer -> input scale, a float32. See fp4kit.calibration.input_scale; input_global_scale gives the divisor of
+            {layer: input scale}, float32. See fp4kit.calibration.input_scale; input_global_scale gives the divisor of
             compressed-tensors.
 
         Raises:
@@ -210,7 +210,7 @@ class Collector:
             The Collector: largest amaxes, sums of tokens and of histograms.
 
         Raises:
-            TypeError: if something is not a Collector.
+            TypeError: if an entry of `collectors` is not a Collector.
             ValueError: if there is none, if only some have histograms, or if a layer has different numbers of columns.
         """
         members = as_entries("merge", "collectors", collectors)
@@ -343,9 +343,12 @@ class Collector:
 
 
 def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, np.float32]:
-    """Return layer -> amax after applying a policy to the layers and experts whose amax is 0 (see Collector.amaxes).
+    """Return {layer: amax} after applying a policy to the layers and experts whose amax is 0.
 
+    amaxes: {layer: amax}, where 0 stands for no token, or only zeros.
+    unseen: the policy, as for Collector.amaxes.
     op: the beginning of error messages.
+
     Raises ValueError, with the names, if layers still have no amax.
     """
     if unseen not in UNSEEN:

@@ -80,7 +80,7 @@ def encode(entries: Mapping[str, Entry], histogram: bool) -> bytes:
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, Entry], bool]:
-    """Return (layer -> entry, whether there are histograms) from the bytes of a file.
+    """Return ({layer: Entry}, whether there are histograms) from the bytes of a file.
 
     Raises ValueError, which begins with ``label``, if these are not the bytes of a file that ``encode`` writes.
     """
@@ -145,7 +145,7 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> st
 
 
 def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return layer -> entry from the arrays and facts of a file."""
+    """Return {layer: Entry} from the arrays and facts of a file."""
     table = np.zeros((len(facts["layers"]), BINS), np.int64) if facts["histogram"] else None
     if table is not None:
         table[tuple(arrays["bins"].T)] = arrays["counts"]

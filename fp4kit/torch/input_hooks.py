@@ -113,7 +113,8 @@ def _hook(
 ) -> None:
     """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch.
 
-    layers: the names under which the inputs are collected. args, kwargs: the arguments of the layer's forward.
+    layers: the names under which the inputs are collected.
+    args, kwargs: the arguments of the layer's forward.
     """
     x = args[0] if args else kwargs["input"]
     for layer in layers:
@@ -147,8 +148,9 @@ def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stac
 def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple[str, ...], ...]:
     """Return, for each expert of a stack, the names of its layers in the checkpoint.
 
-    saved: the names of the tensors that the stack is saved as. name: the name of the stack in the model. experts: the
-    number of experts.
+    saved: the names of the tensors that the stack is saved as.
+    name: the name of the stack in the model.
+    experts: the number of experts.
     """
     separate = [tuple(n for n in saved if f".experts.{e}." in f".{n}") for e in range(experts)]
     if all(separate):

@@ -119,7 +119,11 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
 
 
 def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise TypeError if a parameter is a DTensor, as fully_shard makes it. name: its full name."""
+    """Raise TypeError if a module's parameter is a DTensor, as fully_shard makes it.
+
+    name: the parameter's full name in the model, for the error.
+    leaf: its name in `module`.
+    """
     if is_distributed(module._parameters.get(leaf)):
         raise TypeError(
             f"fake_quantize_model: {name} is a DTensor; call fake_quantize_model before fully_shard, which then gathers"

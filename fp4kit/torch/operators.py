@@ -127,7 +127,9 @@ def check_fake(
 ) -> Call:
     """Check the arguments of fake_quantize by shapes and dtypes, and return the parsed call.
 
-    amaxes: tensor_amax and block_amax. random: rounding and seed. clip: the amax of the gradient, and pass_through.
+    amaxes: tensor_amax and block_amax.
+    random: rounding and seed.
+    clip: the amax of the gradient, and pass_through.
     """
     r, (rounding, seed), (amax, pass_through) = from_spec(recipe), random, clip
     check_rounding(op, r, rounding, seed_outline(seed))

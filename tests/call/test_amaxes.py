@@ -32,7 +32,8 @@ def zeros(shape):
 def same_for_both(call, zero, negative):
     """Assert that `call` gives the same bits for amaxes of +0 and of -0, as a first call and as a cached call.
 
-    call: takes the amax. zero, negative: amaxes of +0 and of -0, as `zeros` returns them.
+    call: a function that takes the amax and makes a call with it.
+    zero, negative: amaxes of +0 and of -0, as `zeros` returns them.
     """
     call_cache._CALLS.clear()
     expected = call(zero)

@@ -38,7 +38,7 @@ def amaxes() -> list[float]:
     """Return tensor amaxes whose divisors expose wrong rounding, and random ones.
 
     - Some have few significant bits.
-    - NARROW is described above.
+    - For NARROW, the product with a divisor's reciprocal is on the other side of a midpoint than the quotient.
     - For some, the tensor scale is a power of two, or 3, 5, 7, 15 or 35 times a power of two.
     - For some, a divisor has the largest significand.
     """

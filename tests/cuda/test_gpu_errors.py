@@ -28,7 +28,8 @@ def grouped(function, recipe="nvfp4-te", second=A, **options):
 
     The returned function takes `put`, which moves an array to the device.
 
-    function: the name in fp4kit. second, options: the argument that is wrong is among them.
+    function: the name of a grouped function, or of the class of a plan, in fp4kit.
+    second, options: the second tensor and the options, among which is the wrong argument.
     """
     given = options.pop("grads", None)
 

@@ -360,7 +360,8 @@ def balanced(blocks: int, columns: int, pair: list[float], ratio: float, spread:
     the second only. The weights of the second value are `ratio` times those of the first, so both sums are equal up to
     rounding.
 
-    columns: the elements per block. spread: the largest exponent, positive or negative, of a weight.
+    columns: the elements per block.
+    spread: the largest exponent, positive or negative, of a weight.
     """
     rng = np.random.default_rng(columns)
     first = rng.random((blocks, columns // 2)) * 2.0 ** rng.integers(-spread, spread + 1, (blocks, columns // 2))

@@ -52,7 +52,8 @@ SEEN = f"{DIFFERS}|{ORDER}|{OUTSIDE}"
 def transformed(dtype: np.dtype, kind: str, part: int = 0) -> Callable[[], None]:
     """Return a function that asserts that the kernels' Hadamard transforms equal the specification's.
 
-    dtype, kind: the runs to transform (see hadamard_runs.Runs). part: 0 for the code along rows, 1 along columns.
+    dtype, kind: the runs to transform (see hadamard_runs.Runs).
+    part: 0 for the code along rows, 1 along columns.
     """
 
     def check() -> None:

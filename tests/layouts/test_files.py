@@ -21,7 +21,8 @@ def random_bytes(*shape):
 def stated_bytes(codes, scales, format):
     """Yield the bytes of GGUF blocks one by one, as documented for pack_gguf.
 
-    codes, scales: those of one row. format: a key of GGUF_BLOCKS.
+    codes, scales: the codes, one per element, and the block scales of one row.
+    format: a key of GGUF_BLOCKS.
     """
     block, half = layouts.GGUF_BLOCKS[format], HALF[format]
     for first in range(0, len(codes), block.elements):

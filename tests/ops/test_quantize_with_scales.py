@@ -30,7 +30,8 @@ AMBIGUOUS += ("nvfp4-mlx-cpu-global", "nvfp4-mlx-metal-global")
 def again(x, q, name=None, **options):
     """Return x quantized with the scales, axis and layout of q.
 
-    name: the recipe, or None for that of q. options: further arguments of quantize.
+    name: the recipe, or None for that of q.
+    options: further arguments of quantize.
     """
     with np.errstate(all="ignore"):
         r, given = name or q.recipe, {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}

@@ -46,7 +46,8 @@ def losses(x: np.ndarray, amax: float, scale_max: float, weights=1.0, power: flo
 
     The error is the sum of weights * |difference|^power, or the largest weights * |difference| if `power` is infinite.
 
-    amax: the tensor amax. scale_max: the largest block scale of the recipe.
+    amax: the tensor amax.
+    scale_max: the largest block scale of the recipe.
     """
     wide, every = np.abs(np.float64(x)), []
     for scale in SCALES * (amax / scale_max / 6):
@@ -67,7 +68,8 @@ def code_of(found: np.ndarray, amax: float, scale_max: float) -> np.ndarray:
 def assert_smallest_loss(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUNDING) -> None:
     """Assert that the chosen candidate of each block loses least, up to rounding.
 
-    every: the losses of all candidates. chosen: the index of the chosen one.
+    every: the losses of all candidates.
+    chosen: the index of the chosen one.
     """
     loss = np.take_along_axis(every, chosen[None], axis=0)[0]
     assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
@@ -241,7 +243,8 @@ def test_inputs_are_not_written_to() -> None:
 def power_losses(x: np.ndarray, recipe: str, steps: range, weights=1.0) -> np.ndarray:
     """Return the squared errors of blocks if their amaxes are multiplied by powers of two: float64 (steps, M, blocks).
 
-    steps: the exponents of the powers. weights: the weights of the elements' errors.
+    steps: the exponents of the powers.
+    weights: the weights of the elements' errors.
     """
     size, every = fp4kit.recipe(recipe).block_size, []
     own = fp4kit.amax(x, recipe)

@@ -39,8 +39,9 @@ def a_row(
 ):
     """Return a CpuRow with the given times in microseconds.
 
-    peers: {name of another library's function: time}. nbytes: the bytes that a call reads and writes. times: {name of
-    an implementation: time}.
+    peers: {name of another library's function: time}.
+    nbytes: the bytes that a call reads and writes.
+    times: {name of an implementation: time}.
     """
     timed, others = ({name: timing.Time(us, us) for name, us in found.items()} for found in (times, peers or {}))
     return row_records.CpuRow(

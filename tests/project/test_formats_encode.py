@@ -49,7 +49,8 @@ def magnitudes_of(fmt):
 def index_of(a, magnitudes, rounding, negative):
     """Return the index in `magnitudes` to which the fraction a >= 0 rounds, or the last index if a is beyond the last.
 
-    magnitudes: as magnitudes_of returns them. negative: True if the number is -a, which reverses directed rounding.
+    magnitudes: as magnitudes_of returns them.
+    negative: True if the number is -a, which reverses directed rounding.
     """
     low = bisect_right(magnitudes, a) - 1
     if low < 0:  # E8M0 has no value below its smallest one

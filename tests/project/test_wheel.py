@@ -89,8 +89,9 @@ def installation(wheel):
 def run(installed, *arguments, command=COMMAND):
     """Run fp4kit in a new process that imports the installed wheel and no CuPy. Return (exit code, output, errors).
 
-    installed: the folder of the installation. arguments: of the command line. command: the program to run; by default
-    the fp4kit command.
+    installed: the folder of the installation.
+    arguments: the arguments of the command line.
+    command: the program to run; by default the fp4kit command.
     """
     needed = {Path(find_spec(name).origin).parent.parent for name in ("numpy", "ml_dtypes", "safetensors", "rich")}
     code = command.format(folders=[str(folder) for folder in (installed, *sorted(needed))])

@@ -47,7 +47,9 @@ def amaxes():
 def stated(amax, mode, element):
     """Return (scale byte of a block, factor of its elements), by the steps of torchao 0.18.0's mx_tensor.py.
 
-    amax: of the block. mode: the scale mode, such as "floor". element: the element format.
+    amax: the amax of the block.
+    mode: the scale mode, such as "floor".
+    element: the element format.
     """
     if math.isnan(amax):
         return 255, math.nan if mode == "rceil" else 0.0

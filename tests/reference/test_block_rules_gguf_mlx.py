@@ -275,7 +275,8 @@ def test_products_that_overflow_are_not_near(either_engine):
 def exponent_of_mlx(amax, largest, dtype, old):
     """Return the exponent n of MLX's scale: the integer nearest to log2(s) for s = amax / largest in the input dtype.
 
-    largest: the largest value of an element. old: True for MLX before 0.32.2; later versions add 1 if 2^n < s.
+    largest: the largest value of an element.
+    old: True for MLX before 0.32.2; later versions add 1 if 2^n < s.
     """
     s = dtype(dtype(amax) / dtype(largest))
     if s == 0:

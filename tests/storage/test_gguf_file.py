@@ -165,7 +165,8 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
 def blocks(kind: str, shape: tuple[int, ...], seed: int = 0) -> gguf_files.Info:
     """Return a tensor of random blocks in which every scale byte occurs, in the form that gguf_files.write takes.
 
-    kind: "mxfp4" or "nvfp4". shape: the shape of the decoded tensor.
+    kind: "mxfp4" or "nvfp4".
+    shape: the shape of the decoded tensor.
     """
     size, elements = (17, 32) if kind == "mxfp4" else (36, 64)
     raw = np.random.default_rng(seed).integers(0, 256, (int(np.prod(shape)) // elements, size)).astype(np.uint8)

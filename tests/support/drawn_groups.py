@@ -48,7 +48,8 @@ def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dt
 
     Tensors have one to three dimensions. Some have no rows, and some are not contiguous.
 
-    names: the recipes to draw from. dtypes: the dtypes of tensors to draw from.
+    names: the recipes to draw from.
+    dtypes: the dtypes of tensors to draw from.
     """
     name = draw(st.sampled_from(names))
     r, n = RECIPES[name], draw(st.integers(1, 5))

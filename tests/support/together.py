@@ -27,7 +27,8 @@ def together(
 
     All cases get the same fixtures. A case may not skip.
 
-    name: the argument that takes the case. ids: the function that names a case.
+    name: the argument that takes the case.
+    ids: the function that names a case.
     """
     cases = list(cases)
     assert cases, "no cases"

@@ -121,7 +121,7 @@ def test_a_key_that_is_no_string_is_not_there():
 
 
 def test_experts_that_no_rank_has():
-    """`count` says how many experts there must be, so that experts that no rank has are an error."""
+    """Experts must be numbered 0 to `count` - 1: one that no rank has is an error, and so is a surplus one."""
     for count in (1, 1 << 40):
         text = f"gather: '*' matches no expert on any rank; needs experts 0 to {count - 1}"
         with pytest.raises(ValueError, match=re.escape(text)):

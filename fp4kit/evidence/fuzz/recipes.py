@@ -193,10 +193,7 @@ def _scale_max(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _apply(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.apply, "multiply" or "divide", as {field: value}; {} if there is a block rule.
-
-    A block rule determines the field.
-    """
+    """Return {"apply": "multiply" or "divide"} at random; {} if the recipe has a block rule, which fixes the field."""
     return {"apply": _pick(rng, ("multiply", "divide"))} if r.block_rule is None else {}
 
 

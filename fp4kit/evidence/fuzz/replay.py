@@ -70,7 +70,7 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
     program ends there without an error.
 
     Args:
-        program: the generator function.
+        program: a generator function of a Place, which makes calls on that engine and yields (name, result) pairs.
         modules: numpy for the specification, then the libraries of the engines to compare with it: cupy, or numpy again
             for the host's compiled engine.
     """
@@ -145,5 +145,5 @@ def ended(raised: list[Exception | None]) -> Ended:
 
 
 def _text(error: Exception | None) -> str:
-    """Return the type and message of an exception."""
+    """Return the type and the message of an exception as one text, "<type>: <message>"."""
     return f"{type(error).__name__}: {error}"

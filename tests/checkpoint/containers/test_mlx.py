@@ -32,7 +32,8 @@ synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
 def config(kind: str, **more: Any) -> dict[str, object]:
     """Return a config.json with the fields that mlx-lm needs for a small model.
 
-    kind: the model type. more: further fields of the config.
+    kind: the model type.
+    more: further fields of the config.
     """
     found: dict[str, object] = {
         "model_type": kind,
@@ -54,7 +55,8 @@ def config(kind: str, **more: Any) -> dict[str, object]:
 def qwen3(root: Path, kind: str = "qwen3") -> synthetic.Tensors:
     """Write a complete Qwen3-like model, which mlx-lm can load. Return its tensors by name.
 
-    root: the new directory. kind: the model type in config.json.
+    root: the new directory.
+    kind: the model type in config.json.
     """
     tensors: synthetic.Tensors = {}
     shapes = {"model.embed_tokens": (128, 64), "lm_head": (128, 64)}

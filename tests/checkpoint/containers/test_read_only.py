@@ -26,7 +26,8 @@ def written(
 ) -> Path:
     """Write a model with the single layer NAME to the new directory `root`. Return the directory.
 
-    tensors: {suffix: array} of the layer's parts, such as ".weight_scale". metadata: of the safetensors file.
+    tensors: {suffix: array} of the layer's parts, such as ".weight_scale".
+    metadata: the metadata of the safetensors file.
     declared: the entries of quantization_config.
     """
     root.mkdir(parents=True)

@@ -38,7 +38,9 @@ def allow_every_pair(monkeypatch: pytest.MonkeyPatch) -> None:
 def check(report: ConversionReport, tensors: synthetic.Tensors, columns: bool = False) -> None:
     """Assert that the tensors of a converted model equal those that oracle.expected computes.
 
-    report: of the conversion. tensors: the tensors of the source. columns: True if stacks are stored as [E, K, N].
+    report: the report of the conversion.
+    tensors: the tensors of the source.
+    columns: True if stacks are stored as [E, K, N].
     """
     plan = report.plan
     decoded = [tensor.name for tensor in plan.tensors if tensor.action == "dequantize"]

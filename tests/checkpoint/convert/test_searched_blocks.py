@@ -45,7 +45,8 @@ def exhaustive_errors(x: np.ndarray, kind: str, power: float, weights: np.ndarra
     Each element is rounded to the nearest value. The error is the sum of |difference|^power, weighted per element, or
     the largest weighted |difference| if `power` is infinite.
 
-    kind: "nvfp4" or "mxfp4". weights: one per column, or None for weights of 1.
+    kind: "nvfp4" or "mxfp4".
+    weights: one per column, or None for weights of 1.
     """
     size = 16 if kind == "nvfp4" else 32
     blocks = x.astype(np.float64).reshape(len(x), -1, size)
@@ -140,7 +141,10 @@ def test_blocks_whose_weights_are_zero_are_searched_with_equal_weights(id: str) 
 
 @pytest.mark.parametrize("id", RECIPES)
 def test_files_hold_the_searched_blocks(id: str, tmp_path: Path) -> None:
-    """A GGUF file gets the bytes of the search and records its name; verify repeats it and finds a changed byte."""
+    """A GGUF file gets the bytes that the search gives and records its name.
+
+    verify repeats the search and so finds a changed byte.
+    """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     convert(tmp_path / "m.gguf", tmp_path / "o.gguf", id, search=ScaleSearch.of("mse"))
     file = read_gguf(tmp_path / "o.gguf")

@@ -43,7 +43,8 @@ def column_weights(
 ) -> Path:
     """Write a safetensors file with one random weight per column of every layer in CONVERTED. Return its path.
 
-    tensors: the model's tensors. by_module: True to use names of modules as keys, False to use names of tensors.
+    tensors: the model's tensors.
+    by_module: True to use names of modules as keys, False to use names of tensors.
     changed: {last part of a module's name: vector to write instead, or None to leave the module out}.
     """
     rng, found = np.random.default_rng(5), {}

@@ -37,7 +37,8 @@ def write_split(folder: Path, parts: int = 3, **changed: Any) -> list[Path]:
 
     The first file has all keys, and the other files have only the three keys that begin with "split.".
 
-    parts: the number of files. changed: {end of a "split." key: value} to change in the last file.
+    parts: the number of files.
+    changed: {end of a "split." key: value} to change in the last file.
     """
     tensors = gguf_files.model()
     names = list(tensors)

@@ -25,8 +25,10 @@ def quantized(
 ) -> Fp8Layer:
     """Return x quantized to FP8 with a plain loop over blocks, with the roundings that tools use.
 
-    scaling: "tensor", "row" or "block" (128 x 128). scale_dtype: the dtype to which scales are rounded. quotient_dtype:
-    the dtype to which x / scale is rounded before encoding. amax: the smallest amax of a block.
+    scaling: "tensor", "row" or "block" (128 x 128).
+    scale_dtype: the dtype to which scales are rounded.
+    quotient_dtype: the dtype to which x / scale is rounded before encoding.
+    amax: the smallest amax of a block.
     """
     rows, columns = x.shape
     height, width = {"tensor": (rows, columns), "row": (1, columns), "block": (128, 128)}[scaling]

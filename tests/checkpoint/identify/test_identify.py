@@ -227,7 +227,8 @@ def test_nothing_and_no_layers() -> None:
 def pairs_of(gate, up, recipe="nvfp4-te", moved=None):
     """Yield LayerPairs for gate_proj and up_proj, which are quantized together and then split.
 
-    gate, up: the source matrices. moved: for each stored row, its index in [gate; up]; None for the usual order.
+    gate, up: the source matrices.
+    moved: for each stored row, its index in [gate; up]; None for the usual order.
     """
     amax = np.float32(max(np.abs(gate).max(), np.abs(up).max())) if RECIPES[recipe].tensor_rule else None
     q = fp4kit.quantize(np.concatenate([gate, up]), recipe, tensor_amax=amax)

@@ -316,7 +316,8 @@ def heads_of(name: str) -> int:
 def woven(x: np.ndarray, heads: int, weaves: bool) -> np.ndarray:
     """Return x with its rows in llama.cpp's order (LlamaModel.permute), or back in Hugging Face's order.
 
-    heads: the number of heads; 0 leaves x unchanged. weaves: True to convert to llama.cpp's order.
+    heads: the number of heads; 0 leaves x unchanged.
+    weaves: True to convert to llama.cpp's order.
     """
     pairs = (2, -1) if weaves else (-1, 2)
     return x.reshape(heads, *pairs, x.shape[1]).swapaxes(1, 2).reshape(x.shape) if heads else x

@@ -45,8 +45,10 @@ def layers(count: int, of: str = "model") -> list[str]:
 def wrong(container: str, patterns: Iterable[str], copied: Iterable[str], converted: Iterable[str]) -> list[str]:
     """Return the texts of all findings that an engine misreads an exclusion list.
 
-    container: the container, whose engines are checked. patterns: the exclusion list. copied: the modules that are not
-    quantized. converted: the quantized modules.
+    container: the container, whose engines are checked.
+    patterns: the exclusion list.
+    copied: the modules that are not quantized.
+    converted: the quantized modules.
     """
     return [str(found) for found in check(container, patterns, copied, converted)]
 
@@ -208,7 +210,8 @@ units = st.sampled_from(["mlp", "attention", "mla", "experts", "shared", "mixtra
 def modules_of(kind: str, layer: str) -> list[list[str]]:
     """Return the modules of one part of a model, in groups that are converted together or not at all.
 
-    kind: the kind of part, such as "mlp". layer: the name of the decoder layer.
+    kind: the kind of part, such as "mlp".
+    layer: the name of the decoder layer.
     """
     return {
         "mlp": [mlp(f"{layer}.mlp")[:2], mlp(f"{layer}.mlp")[2:]],

@@ -34,7 +34,8 @@ CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
     """Return {tensor name: (dtype, shape)} for a layer of shape [96, 64] in a container. The table is written by hand.
 
-    name: the module's name. lead: leading dimensions, such as the number of experts.
+    name: the module's name.
+    lead: leading dimensions, such as the number of experts.
     """
     packed, codes = (*lead, 96, 32), (*lead, 96, 64)
     by_16, by_32, scalar = (*lead, 96, 4), (*lead, 96, 2), lead

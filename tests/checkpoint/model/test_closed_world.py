@@ -369,7 +369,8 @@ def test_entries_elsewhere_in_the_config(
 ) -> None:
     """An entry about quantization that contradicts the tensors is rejected wherever it is in config.json.
 
-    key: the name of the entry. text: a part of the error.
+    key: the name of the entry.
+    text: a part of the error.
     """
     start = sound("nvfp4-modelopt", "modelopt")
     with refused(text) as caught:

@@ -25,7 +25,8 @@ RECIPES = {"modelopt": "nvfp4-modelopt", "compressed-tensors": "nvfp4-compressed
 def with_cache(root: Path, form: str, scheme: dict[str, object] = SCHEME) -> Path:
     """Write a quantized checkpoint with the scales 0.5, 0.75, ... of a KV cache. Return its directory.
 
-    form: the container format. scheme: the entry kv_cache_scheme of quantization_config.
+    form: the container format.
+    scheme: the entry kv_cache_scheme of quantization_config.
     """
     synthetic.dense(root / "m")
     convert(root / "m", root / "q", RECIPES[form], format=form)

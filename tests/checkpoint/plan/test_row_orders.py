@@ -131,7 +131,8 @@ def stacks(root: Path, tensors: dict[str, np.ndarray], kind: str) -> dict[str, n
     gate_up_proj is [E, 2I, H], with the rows of gate before those of up. For gpt_oss, these rows alternate, and both
     stacks are transposed.
 
-    tensors: the experts' tensors of a GGUF file. kind: the model type.
+    tensors: the experts' tensors of a GGUF file.
+    kind: the model type.
     """
     gate, up, down = (tensors[f"blk.1.ffn_{part}_exps.weight"] for part in ("gate", "up", "down"))
     both = np.concatenate([gate, up], axis=1)

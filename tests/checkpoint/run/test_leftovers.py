@@ -150,7 +150,8 @@ MOMENTS = [
 def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
     """Run a conversion that is killed just after the result got its final name. Return the source and the result.
 
-    kind: "file" for a GGUF file, or "directory". event: the number of the event at which the process is killed.
+    kind: "file" for a GGUF file, or "directory".
+    event: the number of the event at which the process is killed.
     """
     source, out = (folder / "m.gguf", folder / "out.gguf") if kind == "file" else (folder / "m", folder / "out")
     if kind == "file":

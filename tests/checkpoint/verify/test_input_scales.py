@@ -25,7 +25,8 @@ SUFFIX = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}
 def issues(root: Path, format: str, amaxes: dict[str, float], others: float = 1.0) -> list[Issue]:
     """Convert a model with input scales and return what verify says about these scales.
 
-    amaxes: {layer: amax of its inputs}. others: the amax of all other layers.
+    amaxes: {layer: amax of its inputs}.
+    others: the amax of all other layers.
     """
     synthetic.moe(root / "m")
     layers = dict.fromkeys(whole(root / "m").layers, others)

@@ -41,8 +41,8 @@ def rewrite(root, change):
 def scaled(form, factors):
     """Return a function for `rewrite` that multiplies the decoded tensor scales of some layers.
 
-    form: "modelopt", which stores the scale, or a format that stores its reciprocal. factors: {end of a layer's name:
-    factor}.
+    form: "modelopt", which stores the scale, or a format that stores its reciprocal.
+    factors: {end of a layer's name: factor}.
     """
 
     def change(name, data):

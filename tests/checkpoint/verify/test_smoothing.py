@@ -21,8 +21,8 @@ def smoothed(root: Path, spread: float, undo: bool) -> tuple[Path, Path]:
 
     Return (quantized model without a recorded recipe, source without the division).
 
-    spread: the standard deviation of the exponents. undo: True to multiply the columns of the next layers by the
-    factors, as SmoothQuant does.
+    spread: the standard deviation of the exponents.
+    undo: True to multiply the columns of the next layers by the factors, as SmoothQuant does.
     """
     tensors = synthetic.dense(root / "m", index=False)
     rng = np.random.default_rng(3)

@@ -74,9 +74,10 @@ def errors(report: VerifyReport) -> list[Issue]:
 
 
 def poke(model: Path, name: str, at: int, change: Callable[[int], int]) -> None:
-    """Change one byte of a stored tensor.
+    """Change one byte of the tensor `name` in a checkpoint.
 
-    at: its index in the tensor. change: a function from the old byte to the new one.
+    at: the index of the byte in the tensor.
+    change: a function from the old byte to the new one.
     """
     file, entry = open_source(model).tensors[name]
     data = bytearray(file.path.read_bytes())
@@ -123,7 +124,9 @@ def naive(
 ) -> StoredCounts:
     """Return the StoredCounts that `tally` must give for a layer, counted block by block with plain NumPy.
 
-    form: the container. codes, scales, tensor_scale: the stored layer. x: the source's values.
+    form: the container.
+    codes, scales, tensor_scale: the stored layer.
+    x: the source's values.
     """
     bits, (height, width) = form.element.bits, form.block
     low, high = codes & 15, codes >> 4

@@ -43,8 +43,8 @@ def plain(x: np.ndarray) -> Info:
 def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | None = None, alignment: int = 32) -> None:
     """Write a GGUF file of version 3.
 
-    keys: header keys, in addition to an architecture and a layer count. alignment: the multiple of bytes at which
-        tensors begin.
+    keys: header keys, in addition to an architecture and a layer count.
+    alignment: the multiple of bytes at which tensors begin.
     """
     keys = {"general.architecture": "llama", "llama.block_count": LAYERS, **(keys or {})}
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(key(*pair) for pair in keys.items())

@@ -63,8 +63,10 @@ class Parts(NamedTuple):
 class Layer(NamedTuple):
     """Describe one layer of the source.
 
-    x: its values, unquantized or decoded to float32. kind: its quantization, such as "nvfp4"; "" if it is unquantized.
-        The other fields are the stored parts of a quantized layer.
+    x: its values, unquantized or decoded to float32.
+    kind: its quantization, such as "nvfp4"; "" if it is unquantized.
+
+    The other fields are the stored parts of a quantized layer.
     """
 
     x: np.ndarray
@@ -93,7 +95,9 @@ def arrays(loaded: Loaded) -> Tensors:
 def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None = None) -> np.ndarray:
     """Return value(code) * (block_scale * tensor_scale) in float32.
 
-    kind: the quantization, such as "nvfp4". codes: (..., N, bytes). scales: float32 numbers, or uint8 codes of scales.
+    kind: the quantization, such as "nvfp4".
+    codes: packed codes, uint8 (..., N, bytes).
+    scales: float32 numbers, or uint8 codes of scales.
     """
     if kind in ("nvfp4", "mxfp4"):
         elements = formats.E2M1.values[np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)]
@@ -230,7 +234,8 @@ def carried(layer: Layer) -> Parts:
 def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
     """Return the tensors that store the layer `name` in a checkpoint format, as `load` would return them.
 
-    kind: the quantization, such as "nvfp4". parts: the codes and scales of the layer.
+    kind: the quantization, such as "nvfp4".
+    parts: the codes and scales of the layer.
     """
     codes, scales, tensor_scale, divisor = parts
     *lead, rows, width = codes.shape
@@ -298,7 +303,8 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
 def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
     """Return the tensor of a layer that the conversion decodes to bfloat16, as `load` would return it.
 
-    layers_of: {module: layer} with one layer. columns: True to store a stack as [E, K, N].
+    layers_of: {module: layer} with one layer.
+    columns: True to store a stack as [E, K, N].
     """
     ((module, layer),) = layers_of.items()
     stack = layer.x.ndim == 3

@@ -100,7 +100,9 @@ def qwen3_moe() -> list[Candidate]:
 def stacked(model_type: str, router: str, biases: bool = False, stored: str | None = None) -> list[Candidate]:
     """Return a model with stacks of experts, whose tensor names do not end in ".weight".
 
-    router: the name of the router's tensor. biases: True to add biases of the stacks. stored: as for _candidates.
+    router: the name of the router's tensor.
+    biases: True to add biases of the stacks.
+    stored: as for _candidates.
     """
 
     def specs() -> Iterator[Spec]:

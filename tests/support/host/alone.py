@@ -44,7 +44,8 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
     """Write the lower bounds of losses that search_loss_bounds.cuh computes for each block of x to `out`.
 
-    first: per block, the E4M3 code of the smallest candidate scale. reciprocals: per block, 1 / that scale.
+    first: per block, the E4M3 code of the smallest candidate scale.
+    reciprocals: per block, 1 / that scale.
     """
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
     text += (HERE / "bounds.cu").read_text()
