@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, other_file, shown
 
 MAX_BYTES = 256 << 20  # far above real files: the largest published checkpoint index is below 20 MB
 
@@ -52,7 +52,11 @@ def load_object(path: Path, label: str) -> dict[str, Any]:
     size = path.stat().st_size
     if size > MAX_BYTES:
         raise CheckpointError(f"{label}: {size} bytes; at most {MAX_BYTES} are read from a JSON file")
-    return parse_object(path.read_bytes(), label)
+    text = path.read_bytes()
+    other = None if text.lstrip()[:1] == b"{" else other_file(path)
+    if other is not None:
+        raise CheckpointError(f"{label}: not a JSON file: {other}")
+    return parse_object(text, label)
 
 
 def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:

@@ -159,16 +159,15 @@ _REFUSED_TENSORS = {
     "qzeros": "zero points, which no 4-bit float format has",
     "biases": "offsets of an integer format (MLX affine), which is not supported",
 }
-_ADAPTERS = (
-    "lora_A",
-    "lora_B",
-    "lora_embedding_A",
-    "lora_embedding_B",
-    "lora_magnitude_vector",
-    "lora_down",
-    "lora_up",
+# A part of a tensor's name by which adapters are recognised: those of PEFT, of kohya's scripts and of LyCORIS.
+_ADAPTER = re.compile(
+    r"(lora|ia3|vera|boft|oft|hada|lokr|hra|fourierft|vblora|randlora|shira|waveft)_\w+"
+    r"|dora_scale|bone_block|miss_block|c3a_kernel|trainable_tokens_\w+|modules_to_save"
 )
-_ADAPTER_LEAVES = ("dora_scale", "hada_w1_a", "hada_w2_a", "lokr_w1", "lokr_w2", "oft_diag", "oft_blocks")
+# The last part of the name of a tensor that may transform weights, or the inputs of layers.
+_TRANSFORMS = re.compile(
+    r"\w*(hadamard|rotation)\w*|R[1-4]|smooth(quant|ing)?_(scale|scales|factor|factors)|\w*pre_quant_scale|act_scales?"
+)
 
 
 def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
@@ -199,6 +198,9 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
             yield _beside(name, rest, entry, weight)
         elif rest_of_kv(name):
             yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[name.rpartition(".")[2]])
+        elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
+            why = "may transform weights or the inputs of quantized layers, which is not supported"
+            yield Item(REFUSED, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
         elif looks_quantized(entry):
             what = f"{entry.dtype} {list(entry.shape)}"
             yield Item(REFUSED, "tensor", name, _unknown_format(name, tensors), what)
@@ -220,17 +222,29 @@ def rest_of_kv(name: str) -> bool:
 
 def adapter_trouble(name: str) -> str:
     """Return the reason to refuse a tensor of an adapter, such as LoRA; "" for all other tensors."""
-    pieces = name.split(".")
-    if any(piece in _ADAPTERS for piece in pieces) or pieces[-1] in _ADAPTER_LEAVES:
+    if any(_ADAPTER.fullmatch(piece) for piece in name.split(".")):
         return "a tensor of an adapter (LoRA), not of a model; merge the adapter into its model first"
     return ""
+
+
+def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
+    """Raise CheckpointError if a tensor belongs to an adapter. ignore: globs of names that are not checked."""
+    patterns = tuple(ignore)
+    found = [
+        Item(REFUSED, "tensor", name, adapter_trouble(name), f"{entry.dtype} {list(entry.shape)}")
+        for name, (_, entry) in tensors.items()
+        if adapter_trouble(name) and not any(fnmatchcase(name, pattern) for pattern in patterns)
+    ]
+    if found:
+        raise CheckpointError(refusal(found))
 
 
 def _layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str] | None:
     """Find the quantized layer whose name is the beginning of a tensor's name.
 
     Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
-    rest follows a dot; for a stack of experts, it may also follow an underscore. Return None if there is no such layer.
+    rest follows a dot. It may follow an underscore for a stack of experts, and if it is in _REFUSED_TENSORS.
+    Return None if there is no such layer.
 
     quantized: module name -> quantized weight.
     """
@@ -243,8 +257,9 @@ def _layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, st
     at = leaf.rfind("_")
     while at > 0:
         module = f"{parent}.{leaf[:at]}"
-        if module in quantized and len(quantized[module].shape) == 3:
-            return quantized[module], leaf[at + 1 :]
+        rest = leaf[at + 1 :]
+        if module in quantized and (len(quantized[module].shape) == 3 or rest in _REFUSED_TENSORS):
+            return quantized[module], rest
         at = leaf.rfind("_", 0, at)
     return None
 
@@ -274,6 +289,9 @@ def _recognised(name: str, tensors: Tensors) -> str:
     there is no such container either.
     """
     module = next((name.removesuffix(suffix) for suffix in _SUFFIXES if name.endswith(suffix)), name)
+    tool = next((tool for suffix, tool in _OTHER_TOOLS.items() if module + suffix in tensors), "")
+    if tool:
+        return tool
     has = {suffix: tensors[module + suffix][1] for suffix in _SUFFIXES if module + suffix in tensors}
     if ".biases" in has and ".scales" in has:
         return "MLX affine integers"
@@ -288,6 +306,8 @@ def _recognised(name: str, tensors: Tensors) -> str:
         return "INT4 of Model-Optimizer"
     if scale is not None and ".weight" in has and _is_mxfp6(has[".weight"], scale):
         return "MXFP6"
+    if set(has) == {".weight"} and has[".weight"].dtype.startswith("F8_"):
+        return "8-bit floats without scales, as a plain cast writes them"
     if ".comfy_quant" in has:
         return "a ComfyUI format other than nvfp4, mxfp8 and float8_e4m3fn"
     return _nearest_container(module, tensors)
@@ -343,6 +363,20 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
     return best
 
 
+# Suffix of a tensor beside codes -> the tool or format that stores such layers. None of them is read.
+_OTHER_TOOLS = {
+    ".weight.absmax": "bitsandbytes",
+    ".SCB": "bitsandbytes INT8",
+    ".W_q": "HQQ",
+    ".q_weight": "EXL2",
+    ".trellis": "EXL3",
+    ".codebooks": "AQLM",
+    ".weight._data": "quanto",
+    ".wscales": "SVDQuant of Nunchaku",
+    ".forward_hadamard_matrix": "FP-Quant, whose weights are rotated",
+    ".scale_weight": "scaled FP8 of older ComfyUI versions",
+}
+
 _SUFFIXES = (
     ".weight_packed",
     ".weight_scale_inv",
@@ -358,6 +392,11 @@ _SUFFIXES = (
     ".input_scale",
     ".comfy_quant",
     ".pre_quant_scale",
+    ".W_q",
+    ".q_weight",
+    ".trellis",
+    ".codes",
+    ".weight._data",
 )
 
 

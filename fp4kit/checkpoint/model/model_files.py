@@ -222,7 +222,7 @@ def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
             if owner.setdefault(entry.name, file.label) != file.label:
                 raise CheckpointError(
                     f"{shown(entry.name)}: is in both {owner[entry.name]} and {file.label}; "
-                    "remove the file that is not part of the model"
+                    "remove the file that is not part of the model; shards of tensor parallelism must be merged first"
                 )
 
 
@@ -254,6 +254,10 @@ _OTHER_MODELS = {
     ".npz": "load the arrays with NumPy and write safetensors with safetensors.numpy.save_file",
     ".pth": "load the model with PyTorch and write safetensors with model.save_pretrained(DIR)",
     ".onnx": "use the safetensors model that the ONNX file was exported from",
+    ".distcp": "merge the shards of torch.distributed, and write safetensors with model.save_pretrained(DIR)",
+    ".incomplete": "the download has not ended; run hf download again",
+    ".nemo": "export the model to Hugging Face's format with NeMo",
+    ".engine": "use the safetensors model that the TensorRT engine was built from",
 }
 
 
@@ -289,6 +293,15 @@ def _hint_on_directory(root: Path) -> str:
         return "; this is a pipeline without models in safetensors; download it again" if is_pipeline else ""
     kind = "a pipeline" if is_pipeline else "a directory of models"
     return f"; this is {kind}; pass the directory of one model in it: {listed([f'{root / name}' for name in folders])}"
+
+
+def _hint_on_config(root: Path) -> str:
+    """Return advice for an error message about a directory without config.json."""
+    if os.path.lexists(root / "adapter_config.json"):
+        return "this is an adapter (PEFT), not a model; merge it into its model with merge_and_unload() first"
+    if os.path.lexists(root / "params.json"):
+        return "this is a release in its author's own format; use the one for transformers, which has a config.json"
+    return "download or copy it again"
 
 
 def _has_safetensors(folder: Path) -> bool:
@@ -343,6 +356,8 @@ def open_source(root: Path) -> Source:
         state = "is a file" if root.exists() else "does not exist"
         raise CheckpointError(f"{root}: {state}; a Hugging Face model directory is needed{hint_on_path(root)}")
     files, ignored, has_index = open_model_files(root)
+    if not os.path.lexists(root / CONFIG):
+        raise CheckpointError(f"{CONFIG}: is missing in {root}; {_hint_on_config(root)}")
     config = load_object(existing_file(root, CONFIG), CONFIG)
     return Source(root, config, files, ignored, has_index)
 

@@ -57,6 +57,14 @@ _QUANTIZED_NAMES = (
     ".qzeros",
     "_svdquant_lora_a",
     "_svdquant_lora_b",
+    ".SCB",
+    ".W_q",
+    ".q_weight",
+    ".trellis",
+    ".absmax",
+    ".wscales",
+    ".weight._data",
+    ".scale_weight",
 )
 COMFY_TAG = ".comfy_quant"
 COMFY_METADATA = "_quantization_metadata"

@@ -1,7 +1,8 @@
 """Recognize the components that wrappers of PyTorch add to the names of a state dict.
 
-torch.compile adds ``_orig_mod``, and DistributedDataParallel adds ``module`` at the beginning. The wrappers of FSDP and
-of activation checkpointing add components of their own. Engines do not find tensors under such names.
+torch.compile adds ``_orig_mod``, DistributedDataParallel ``module`` at the beginning, and PEFT ``base_model.model`` and
+``base_layer``. The wrappers of FSDP, Lightning and activation checkpointing add components of their own. Engines do not
+find tensors under such names.
 """
 
 from __future__ import annotations
@@ -15,8 +16,13 @@ _WRAPPERS = {
     "_orig_mod": "torch.compile",
     "_fsdp_wrapped_module": "FSDP",
     "_checkpoint_wrapped_module": "activation checkpointing",
+    "_forward_module": "Lightning",
+    "base_layer": "PEFT",
 }
 _LEADING = {"module": "DistributedDataParallel"}  # only at the beginning of a name
+_PEFT = ["base_model", "model"]  # the beginning of all names of a model that PEFT wraps
+_SAVE = "save the state dict of the model inside the wrapper"
+_MERGE = "merge the adapter with merge_and_unload() and save the result"
 
 
 def unwrapped(name: str) -> str:
@@ -24,16 +30,26 @@ def unwrapped(name: str) -> str:
     parts = [part for part in name.split(".") if part not in _WRAPPERS]
     while len(parts) > 1 and parts[0] in _LEADING:
         del parts[0]
-    return ".".join(parts)
+    return ".".join(parts[2:] if parts[:2] == _PEFT and len(parts) > 2 else parts)
+
+
+def trouble(names: Iterable[str]) -> tuple[str, str]:
+    """Return (name, reason) for the first tensor whose name a wrapper has changed; ("", "") if there is none."""
+    for name in names:
+        plain = unwrapped(name)
+        if plain != name:
+            known = (text for part, text in {**_WRAPPERS, **_LEADING}.items() if part in name.split("."))
+            wrapper = next(known, "PEFT")
+            way = _MERGE if wrapper == "PEFT" else _SAVE
+            return name, (
+                f"{wrapper} has added to this name, so no engine finds the tensor; {way}, which calls it"
+                f" {shown(plain)}, or rename the tensors"
+            )
+    return "", ""
 
 
 def check(names: Iterable[str]) -> None:
     """Raise CheckpointError if a tensor's name contains components that a wrapper has added."""
-    for name in names:
-        plain = unwrapped(name)
-        if plain != name:
-            wrapper = next(text for part, text in {**_WRAPPERS, **_LEADING}.items() if part in name.split("."))
-            raise CheckpointError(
-                f"{shown(name)}: {wrapper} has added to this name, so no engine finds the tensor; save the state dict"
-                f" of the model inside the wrapper, which calls it {shown(plain)}, or rename the tensors"
-            )
+    name, why = trouble(names)
+    if why:
+        raise CheckpointError(f"{shown(name)}: {why}")

@@ -285,8 +285,9 @@ def make_plan(
         split_max_size=split_max_size,
     )
     model = open_source(Path(source))
-    wrapper_names.check(model.tensors)
     weights = weights_of(model.tensors, model.config)
+    closed_world.check_no_adapter(model.tensors, request.ignore)
+    wrapper_names.check(model.tensors)
     items = closed_world.check_model(model, weights, request.ignore)
     check_declared(model, weights)
     if codes is None:

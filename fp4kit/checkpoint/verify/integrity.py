@@ -22,6 +22,7 @@ from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_l
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
+from fp4kit.checkpoint.model import wrapper_names
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
@@ -57,6 +58,13 @@ class Issue:
     def sentence(self) -> str:
         """The text, followed by ": " and the count if the count is not 0."""
         return f"{self.text}: {self.count}" if self.count else self.text
+
+
+def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
+    """Yield an error if a wrapper of PyTorch has added parts to names, so that no engine finds the tensors."""
+    name, why = wrapper_names.trouble(model.tensors)
+    if why:
+        yield Issue("error", name, why)
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:

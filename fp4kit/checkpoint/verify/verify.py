@@ -37,6 +37,7 @@ from fp4kit.checkpoint.verify.integrity import (
     loader_issues,
     refused_items,
     stored_issues,
+    wrapped_names,
 )
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
@@ -225,7 +226,7 @@ def prepare(
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
     refused = refused_items(items_of(model, model.weights, ignore))
-    issues = [*refused, *doubtful_declarations(model), *loader_issues(model, scales)]
+    issues = [*refused, *doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scales)]
     issues += input_scale_issues(model.layers.values(), scales)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     settings, settings_issues = _settings(model, recipe, options or Options(), search)

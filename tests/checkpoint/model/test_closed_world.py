@@ -415,12 +415,78 @@ def test_factors_per_column_that_are_declared_but_missing(sound: Callable[[str, 
 
 
 def test_a_method_that_is_not_read(tmp_path: Path) -> None:
-    """A config that declares EXL3 over unknown tensors is refused with the method's name, also by verify."""
-    tensors = {f"{LAYER}.trellis": ("I16", (4, 4), bytes(32)), "model.norm.weight": ("BF16", (4,), bytes(8))}
-    model = write(tmp_path / "m", tensors, {"quantization_config": {"quant_method": "exl3"}}, {"format": "pt"})
-    with refused("declares quant_method 'exl3', which fp4kit does not read; convert the unquantized release"):
+    """A config that declares an unknown method over unknown tensors is refused with its name, also by verify."""
+    tensors = {f"{LAYER}.words": ("I16", (4, 4), bytes(32)), "model.norm.weight": ("BF16", (4,), bytes(8))}
+    model = write(tmp_path / "m", tensors, {"quantization_config": {"quant_method": "spqr"}}, {"format": "pt"})
+    with refused("declares quant_method 'spqr', which fp4kit does not read; convert the unquantized release"):
         make_plan(model, format="bf16")
-    assert any("'exl3'" in issue.text and issue.severity == "error" for issue in verify(model).issues)
+    assert any("'spqr'" in issue.text and issue.severity == "error" for issue in verify(model).issues)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "beside", "tool"),
+    [
+        (".weight", ".weight.absmax", "bitsandbytes"),
+        (".weight", ".SCB", "bitsandbytes INT8"),
+        (".W_q", ".W_q", "HQQ"),
+        (".q_weight", ".q_weight", "EXL2"),
+        (".trellis", ".trellis", "EXL3"),
+        (".weight._data", ".weight._data", "quanto"),
+        (".qweight", ".wscales", "SVDQuant of Nunchaku"),
+        (".qweight", ".forward_hadamard_matrix", "FP-Quant, whose weights are rotated"),
+    ],
+)
+def test_layers_of_other_tools_are_refused_by_name(suffix: str, beside: str, tool: str, tmp_path: Path) -> None:
+    """Without a config that declares them, such layers are not copied as if they were no weights."""
+    packed = ("I8" if suffix == ".weight" else "U8", (16, 16), bytes(256))
+    tensors = {f"{LAYER}{beside}": ("F32", (4,), bytes(16)), f"{LAYER}{suffix}": packed}
+    plain = {"model.layers.1.mlp.up_proj.weight": ("BF16", (32, 64), bytes(4096))}
+    with refused(f"in a format that fp4kit does not know ({tool})"):
+        make_plan(write(tmp_path / "m", {**plain, **tensors}, {"model_type": "llama"}, {"format": "pt"}))
+
+
+def test_plain_casts_to_8_bits(tmp_path: Path) -> None:
+    tensors = {"blocks.0.qkv.weight": ("F8_E4M3", (16, 64), bytes(1024))}
+    with refused("8-bit floats without scales, as a plain cast writes them"):
+        make_plan(write(tmp_path / "m", tensors, {}, {"format": "pt"}), format="bf16")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        f"{LAYER}.ia3_l",
+        f"{LAYER}.vera_lambda_b",
+        f"{LAYER}.lokr_w1_a",
+        f"{LAYER}.lora_embedding_A.default",
+        "lora_unet_blocks_0.lora_down.weight",
+        "blocks.0.qkv.dora_scale",
+    ],
+)
+def test_tensors_of_adapters(name: str, tmp_path: Path) -> None:
+    """A model with an adapter that is not merged is refused, also if it is not quantized."""
+    tensors = {f"{LAYER}.weight": ("BF16", (32, 64), bytes(4096)), name: ("F32", (4,), bytes(16))}
+    model = write(tmp_path / "m", tensors, {"model_type": "llama"}, {"format": "pt"})
+    with refused(f"{name} (F32 [4]): a tensor of an adapter"):
+        make_plan(model)
+    make_plan(model, ignore=[name])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.R1",
+        "model.layers.0.self_attn.hadamard_matrix",
+        f"{LAYER}_pre_quant_scale",
+        "model.layers.0.mlp.smoothing_factor",
+        "model.online_rotation.weight",
+    ],
+)
+def test_tensors_that_may_transform_weights(name: str, sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """Rotations and factors that lie under no layer are refused in a quantized model."""
+    start = sound("nvfp4-modelopt", "modelopt")
+    tensors = {**start.tensors, name: ("F32", (4,), bytes(16))}
+    with refused(f"{name} (F32 [4])"):
+        make_plan(write(tmp_path / "m", tensors, start.config, start.metadata), format="bf16")
 
 
 def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:

@@ -365,6 +365,7 @@ def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("pytorch_model.bin", "load the model with transformers and write safetensors with model.save_pretrained(DIR)"),
         ("model.gguf", "pass the GGUF file itself"),
         ("model.onnx", "use the safetensors model that the ONNX file was exported from"),
+        ("rank0.engine", "use the safetensors model that the TensorRT engine was built from"),
     ],
 )
 def test_directories_with_other_model_files(tmp_path: Path, name: str, text: str) -> None:
@@ -374,6 +375,22 @@ def test_directories_with_other_model_files(tmp_path: Path, name: str, text: str
         tmp_path,
         f"no .safetensors file; a Hugging Face model directory with safetensors is needed; there is {name}: {text}",
     )
+
+
+def test_directories_without_config(tmp_path: Path) -> None:
+    """An adapter, and a release in its author's own format, are named in the message."""
+    synthetic.write_file(tmp_path / "adapter_model.safetensors", {"a.lora_A.weight": np.ones((4, 4), np.float32)})
+    _refused(tmp_path, "config.json: is missing in")
+    (tmp_path / "params.json").write_text("{}")
+    _refused(tmp_path, "this is a release in its author's own format; use the one for transformers")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    _refused(tmp_path, "this is an adapter (PEFT), not a model; merge it into its model with merge_and_unload() first")
+
+
+def test_a_config_that_is_a_pointer(tmp_path: Path) -> None:
+    synthetic.write_file(tmp_path / "model.safetensors", {"a.weight": np.ones((4, 4), np.float32)})
+    (tmp_path / "config.json").write_text(POINTER)
+    _refused(tmp_path, "config.json: not a JSON file: it is a Git LFS pointer, not the file; run git lfs pull")
 
 
 def test_directories_around_a_model(tmp_path: Path) -> None:
@@ -411,6 +428,8 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     for name, text in (
         ("pytorch_model.bin", "save_pretrained(DIR)"),
         ("m.onnx", "that the ONNX file was exported"),
+        ("__0_0.distcp", "merge the shards of torch.distributed"),
+        ("model.safetensors.incomplete", "the download has not ended"),
         ("m.ckpt", "PyTorch"),
         ("m.npz", "save_file"),
     ):

@@ -11,6 +11,7 @@ from synthetic import refused
 
 from fp4kit.checkpoint import Rules, convert_tensors, make_plan
 from fp4kit.checkpoint.model.wrapper_names import unwrapped
+from fp4kit.checkpoint.verify.verify import verify
 
 PLAIN = "model.layers.0.self_attn.o_proj.weight"
 WRAPPED = {
@@ -18,6 +19,9 @@ WRAPPED = {
     "model.layers.0._orig_mod.self_attn.o_proj.weight": "torch.compile",
     "module.model.layers.0.self_attn.o_proj.weight": "DistributedDataParallel",
     "module._orig_mod.model.layers.0.self_attn.o_proj.weight": "torch.compile",
+    "_forward_module.model.layers.0.self_attn.o_proj.weight": "Lightning",
+    "base_model.model.model.layers.0.self_attn.o_proj.weight": "PEFT",
+    "base_model.model.model.layers.0.self_attn.o_proj.base_layer.weight": "PEFT",
     "_fsdp_wrapped_module.model.layers.0._checkpoint_wrapped_module.self_attn.o_proj.weight": "FSDP",
 }
 
@@ -31,6 +35,7 @@ def test_wrapped_names(tmp_path: Path, name: str) -> None:
     with refused(f"{name}: {WRAPPED[name]} has added to this name") as found:
         make_plan(tmp_path / "m", "nvfp4-te")
     assert PLAIN in str(found.value)
+    assert any(issue.severity == "error" and issue.subject == name for issue in verify(tmp_path / "m").issues)
     rules = Rules.of("nvfp4-te")
     expected = dict(convert_tensors([(PLAIN, w)], rules))
     stripped = dict(convert_tensors([(name, w)], rules))
