@@ -1,4 +1,4 @@
-"""Multiply matrices by the compiled library."""
+"""Multiply matrices by the compiled library, as the matrix units of processors add (source/matmul.h)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ TERMS_PER_CALL = 1 << 30  # products per call of the library, between which Pyth
 
 
 def matmul(call: MatmulCall) -> np.ndarray:
-    """Return the result of a call: (batch, M, N) of call.out_dtype."""
+    """Return the product of a call of fp4kit.matmul: an array (batch, M, N) of call.out_dtype.
+
+    The library computes some rows of one matrix per call, because Python can handle Ctrl-C only between calls.
+    """
     product = _prototype(call)
     out = np.empty(call.shape, call.out_dtype)
     batch, M, N = call.shape
@@ -36,7 +39,7 @@ def matmul(call: MatmulCall) -> np.ndarray:
 
 
 def _prototype(call: MatmulCall) -> ProductCall:
-    """Return a ProductCall with all fields that do not depend on the rows."""
+    """Return a ProductCall whose fields are set, except those that depend on the matrix and its rows."""
     step = call.step
     product = ProductCall(length=call.a.k, output=INPUTS[call.out_dtype], step=1, sums=1)
     if isinstance(step, DotAdd):
@@ -56,26 +59,32 @@ def _prototype(call: MatmulCall) -> ProductCall:
 
 @lru_cache
 def _tables(element: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of all codes of an element format, and 2^exponent of each: float64."""
+    """Return the values of all codes of an element format, and 2^exponent of each value, as two float64 arrays."""
     decoding = decoding_of(element)
     return decoding.values, _powers(decoding.values, decoding.least)
 
 
 @lru_cache
 def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
-    """Return the values of all codes of a format of block scales, without sign, and 2^exponent of each: float64."""
+    """Return the magnitudes of all codes of a block scale format, and 2^exponent of each, as two float64 arrays."""
     values = np.abs(scale.values.astype(np.float64))
     return values, _powers(values, scale.emin)
 
 
 @np.errstate(all="ignore")
 def _powers(values: np.ndarray, least: int) -> np.ndarray:
-    """Return 2^exponent of numbers, as as_terms finds the exponents."""
+    """Return 2^exponent of each number, with the exponents of reference.matmul.as_terms.
+
+    least: the smallest exponent; smaller numbers and zeros get it.
+    """
     return np.ldexp(1.0, as_terms(values, least).exponent)
 
 
 def _operand(x: Operand, i: int, start: int) -> ProductOperand:
-    """Return matrix i of an operand, from row `start` on."""
+    """Return matrix i of an operand, from row `start` on, in the form that the library takes.
+
+    If the operand has one matrix for the whole batch, return that matrix.
+    """
     i = min(i, x.codes.shape[0] - 1)
     values, powers = _tables(x.element)
     operand = ProductOperand(
