@@ -21,8 +21,9 @@ WHOLE_CODES, WORD_SCALES = 1, 2  # flags in a member's `aligned`, see grouped_tr
 class TransposeMatrix(NamedTuple):
     """The arrays of one matrix to transpose, all contiguous.
 
-    codes, scales: those of the matrix. out, scales_out: the arrays for its transposed copy. shape: the rows and columns
-    of the matrix.
+    codes, scales: the codes and the block scales of the matrix.
+    out, scales_out: the arrays for the codes and the block scales of its transposed copy.
+    shape: the rows and columns of the matrix.
     """
 
     codes: Any
@@ -37,7 +38,7 @@ def _function(bits: int, block: int, all_wide: bool, small: bool, device: int) -
     """Return the compiled kernel as a CuPy function on a device.
 
     Args:
-        bits, block: as in transpose.source.
+        bits, block: the bits per code and the columns of a block, as in transpose.source.
         all_wide: True if both flags of wide_copies are True for every matrix.
         small: the result of is_small.
     """
