@@ -294,6 +294,8 @@ class Collector:
     def _key(self, op: str, layer: str, columns: int, experts: int | None) -> _Key:
         """Check the name and sizes of a layer, add the layer if it is new, and return its key in ``_totals``.
 
+        op: the beginning of error messages.
+        columns: K, the number of inputs per token.
         experts: the number of experts of the layer, or None if the layer has none or is itself one expert.
         """
         name, k = as_word(op, "layer", layer), as_index(op, "columns", columns)
@@ -316,7 +318,9 @@ class Collector:
         return places[device]
 
     def _entries(self, op: str) -> dict[str, Entry]:
-        """Return what was collected per layer, each expert by itself, in sorted order.
+        """Return {layer: Entry}, sorted by name, of all that was collected. Each expert is an entry of its own.
+
+        op: the name of the calling method, with which error messages begin.
 
         Raises ValueError if an input on a GPU was NaN or infinite.
         """
@@ -335,7 +339,11 @@ class Collector:
         return dict(sorted(found.items()))
 
     def _include(self, entries: Mapping[str, Entry], op: str) -> None:
-        """Add the entries of another collector, or of a file, to what this collector holds."""
+        """Add the entries of another collector, or of a file, to what this collector holds.
+
+        entries: {layer: Entry}.
+        op: the beginning of error messages.
+        """
         for name, entry in entries.items():
             places = self._totals[self._key(op, name, entry.columns, None)]
             whole = places.setdefault(None, Totals.empty(1, self.histogram))
@@ -373,7 +381,12 @@ def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, 
 
 
 def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
-    """Return the error message for layers without an amax, with what to do."""
+    """Return the error message for layers without an amax, with what to do.
+
+    op: the beginning of the message.
+    missing: the names of these layers.
+    unseen: the policy that was asked for; if it was "error", the message names the policy "layer".
+    """
     fill = " For experts, unseen='layer' takes the largest amax of the layer's experts."
     more = fill if unseen == "error" and any(map(expert_of, missing)) else ""
     verb = "s have" if len(missing) > 1 else " has"
@@ -384,7 +397,7 @@ def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
 
 
 def rule_of(op: str, rule: Any) -> Headroom | None:
-    """Return the Headroom of a rule, or None for "max". Raises ValueError for an unknown rule."""
+    """Return the Headroom of a rule, or None for "max". Raises ValueError, which begins with `op`, for other rules."""
     if isinstance(rule, Headroom):
         return rule
     if not isinstance(rule, str) or rule not in RULES:
@@ -405,7 +418,7 @@ def _detached(x: Any) -> Any:
 def _block_amaxes(op: str, x: Any) -> Any:
     """Return the bit patterns of the block amaxes of inputs (..., K) as uint32 (tokens, blocks).
 
-    Raises ValueError if a NumPy array holds NaN or infinity.
+    Raises ValueError, which begins with `op`, if a NumPy array holds NaN or infinity. Arrays on a GPU are not checked.
     """
     try:
         blocks = amax(pad(x, BLOCK), _RECIPE)

@@ -63,7 +63,11 @@ class Entry(NamedTuple):
 
 
 def encode(entries: Mapping[str, Entry], histogram: bool) -> bytes:
-    """Return the bytes of a file. ``entries`` are in sorted order. Equal input gives equal bytes."""
+    """Return the bytes of a file, the same for equal input.
+
+    entries: {layer: Entry}, sorted by name.
+    histogram: True if every entry has a histogram, False if none has.
+    """
     found = list(entries.values())
     counted = [entry.histogram for entry in found if entry.histogram is not None]
     table = np.array(counted, np.int64).reshape(-1, BINS)
@@ -109,7 +113,11 @@ def _foreign(label: str) -> ValueError:
 
 
 def _fault(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> str:
-    """Return a description of the first fault in the contents of a file, or "" if they are valid."""
+    """Return a description of the first fault in the contents of a file, or "" if they are valid.
+
+    arrays: the file's tensors.
+    facts: the JSON object in its metadata, as ``encode`` writes it.
+    """
     names = facts.get("layers")
     if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
         return "its layers have no names"
@@ -145,7 +153,7 @@ def _wrong_values(arrays: Mapping[str, npt.NDArray[Any]], histogram: bool) -> st
 
 
 def _entries(arrays: Mapping[str, npt.NDArray[Any]], facts: Mapping[str, Any]) -> dict[str, Entry]:
-    """Return {layer: Entry} from the arrays and facts of a file."""
+    """Return {layer: Entry} from the arrays and facts (see _fault) of a file."""
     table = np.zeros((len(facts["layers"]), BINS), np.int64) if facts["histogram"] else None
     if table is not None:
         table[tuple(arrays["bins"].T)] = arrays["counts"]

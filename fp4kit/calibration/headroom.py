@@ -123,6 +123,8 @@ def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int)
     """Return the center of the first bin, from ``first`` on, up to which ``percentile`` percent of the blocks lie.
 
     Return 0 if these bins are empty. Counts, their sums and the target are float32 numbers, as in the producer.
+
+    histogram: the number of blocks per bin, int64 (512,).
     """
     counts = histogram.astype(np.float32).astype(np.float64)
     counts[:first] = 0

@@ -38,7 +38,12 @@ class Totals:
 
     @classmethod
     def empty(cls, experts: int, histogram: bool, xp: Any = np) -> Totals:
-        """Return the totals of no inputs. xp: the library of the arrays, numpy or cupy."""
+        """Return the totals of no inputs.
+
+        experts: the number of experts; 1 for a layer without experts.
+        histogram: whether to have histograms.
+        xp: the library of the arrays, numpy or cupy.
+        """
         counts = xp.zeros((experts, BINS), xp.int64) if histogram else None
         return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
 
@@ -62,7 +67,11 @@ class Totals:
             self._count(xp, blocks, expert)
 
     def _count(self, xp: Any, blocks: Any, expert: Any) -> None:
-        """Count the nonzero block amaxes of one call in the histogram of their experts."""
+        """Count the nonzero block amaxes of one call in the histogram of their experts.
+
+        xp: the library of the arrays, numpy or cupy.
+        blocks, expert: as for include.
+        """
         bins = xp.searchsorted(xp.asarray(edges()), blocks.reshape(-1), side="right").reshape(blocks.shape)
         if isinstance(expert, int):
             self.histogram[expert] += xp.bincount(bins[blocks > 0], minlength=BINS)

@@ -79,9 +79,7 @@ class ComparedEngine:
         return nullcontext()
 
     def apply(self, function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
-        """Call ``function`` on this engine, with arrays that are already in its library. The result stays in the
-        library.
-        """
+        """Call ``function`` on this engine, with arrays of the engine's library, and return its result unchanged."""
         with self.computing():
             return function(*arguments, **options)
 
@@ -123,8 +121,11 @@ def compare(found: Any, expected: Any, what: str) -> Outcome:
 
 
 def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
-    """Compare two Quantized objects, first their fields such as shape and layout, then their arrays. Return the
-    Outcome.
+    """Compare two Quantized objects, first their fields such as shape and layout, then their arrays.
+
+    Return the Outcome. It counts a wrong field as one value, and anything but a Quantized as one difference.
+
+    what: the name of the result, with which descriptions of differences begin.
     """
     if not isinstance(found, Quantized):
         return Outcome(1, 1, f"{what}: {type(found).__name__} instead of Quantized")
@@ -138,7 +139,12 @@ def _compare_quantized(found: Any, expected: Quantized, what: str) -> Outcome:
 
 
 def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outcome:
-    """Compare two arrays in shape, dtype and bits, and return the Outcome. Any NaN equals any other NaN."""
+    """Compare two arrays in shape, dtype and bits, and return the Outcome. Any NaN equals any other NaN.
+
+    If shape or dtype differs, every value counts as different.
+
+    what: the name of the array, with which the description of a difference begins.
+    """
     if found.shape != expected.shape or found.dtype != expected.dtype:
         got = f"{found.dtype} {found.shape} instead of {expected.dtype} {expected.shape}"
         return Outcome(expected.size, max(expected.size, 1), f"{what}: {got}")

@@ -54,7 +54,10 @@ def like(a: Any) -> jax.ShapeDtypeStruct:
 def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
     """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results.
 
-    results: the shapes and dtypes of the results. Under vmap the call becomes a loop. Results have no gradients.
+    Under vmap the call becomes a loop. Results have no gradients.
+
+    results: the shapes and dtypes of the results.
+    arguments: the arguments of the function by name. Arrays among them may be traced.
     """
     arrays: list[Array] = []
     text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])

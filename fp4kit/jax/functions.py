@@ -131,7 +131,10 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
 def static_options(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
 ) -> tuple[StaticOptions, Any]:
-    """Return the arguments that JAX treats as static, and the seed if it is an array, otherwise None."""
+    """Return the arguments that JAX treats as static, and the seed if it is an array, otherwise None.
+
+    op: the public function, with which error messages begin. The other arguments are those of this function.
+    """
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
@@ -159,7 +162,7 @@ def seed_of(static: StaticOptions, given: Any) -> Any:
 
 
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
-    """Raise an error if the arguments of a fake quantization are invalid.
+    """Raise an error, which begins with `op`, if the arguments of a fake quantization are invalid.
 
     Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
     """

@@ -325,7 +325,10 @@ def _module(a: Any) -> Any:
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
-    """Return the view of the elements in ``whole``, a buffer that guarded() made."""
+    """Return the view of the elements in ``whole``, a buffer of bytes that guarded() made.
+
+    shape, step, dtype: as in Guarded.buffers. Elements are ``step`` elements apart along the last axis.
+    """
     return whole[MARGIN:-MARGIN].view(dtype).reshape(*shape, step)[..., 0]
 
 
@@ -376,7 +379,10 @@ def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte
 
 
 def _one_per_byte(a: Any, per_byte: int) -> Any:
-    """Return packed codes as a flat array with one code per byte."""
+    """Return packed codes as a flat array with one code per byte.
+
+    per_byte: the number of codes in a byte of ``a``, 1 or 2. Of two, the first is in the low four bits.
+    """
     flat = a.reshape(-1).copy()
     if per_byte == 1:
         return flat

@@ -204,8 +204,9 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare what a call returned and wrote on the engines. Return a verdict if a value differs, otherwise
-        None.
+        """Compare what a call returned and wrote on two engines. Return a Verdict if a value differs, otherwise None.
+
+        runs: the runs of the program on the engines, which have executed the call. With only one, nothing is compared.
         """
         if len(runs) < 2 or not comparable(runs[0].names[statement.target]):
             return None
@@ -218,7 +219,12 @@ class RunsInStep:
         return self.verdict("differs", outcome.first, statement.function) if outcome.differing else None
 
     def _same(self, statement: Same, runs: list[EngineRun]) -> Verdict | None:
-        """Check a Same statement on every engine. Return a verdict if its two values differ, otherwise None."""
+        """Check on every engine that the two values of a Same statement are equal.
+
+        Return a Verdict if they differ on an engine, otherwise None.
+
+        runs: the runs of the program, one per engine.
+        """
         for run in runs:
             outcome = compare(run.host(statement.a), run.host(statement.b), str(statement.a))
             self.total += outcome

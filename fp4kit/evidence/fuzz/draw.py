@@ -281,7 +281,7 @@ class Draw:
     def array(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> DrawnArray:
         """Return a description of a random array that suits the operation, the recipe and the options.
 
-        If options.stacked is True, the first axis counts experts.
+        If options.stacked is True, the array has one more axis than ``ndim``, the first, which counts experts.
         """
         shape = self.shape(operation, r, ndim, axis % ndim, options)
         if options.stacked:
@@ -294,10 +294,10 @@ class Draw:
         return DrawnArray(kind, dtype, shape, int(self.rng.integers(1 << 40)), view)
 
     def shape(self, operation: str, r: Recipe, ndim: int, axis: int, options: DrawnOptions) -> tuple[int, ...]:
-        """Return random axis lengths near multiples of the tile sizes of kernels.
+        """Return ``ndim`` random axis lengths near multiples of the tile sizes of kernels.
 
         The length of the quantized axis is a multiple of the block size. If the operation quantizes along both axes,
-        both lengths are. A few shapes have an axis of length 0.
+        both lengths are. A few shapes have an axis of length 0. The options decide about further multiples.
         """
         shape = [int(self.pick(LENGTHS)) for _ in range(ndim)]
         multiple = lcm(r.length_multiple, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)
@@ -319,10 +319,10 @@ class Draw:
         return tuple(shape)
 
     def view(self, ndim: int, flat: bool) -> View:
-        """Return a memory layout. Half of the layouts are contiguous; the others may have permuted axes, steps
-        other than 1, and an offset.
+        """Return a random memory layout of an array of ``ndim`` axes.
 
-        If ``flat`` is True, only the offset may differ from a contiguous layout.
+        Half of the layouts are contiguous. The others may have permuted axes, steps other than 1, and an offset; if
+        ``flat`` is True, only an offset.
         """
         view = View.plain(ndim)
         if self.chance(0.5):

@@ -73,7 +73,12 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 
 
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
-    """Run the fuzzer in this process with its own seed, and return its report."""
+    """Run the fuzzer in this process with its own seed, and return its report.
+
+    work: the engine, limits and pool, which are the same for all processes.
+
+    Raises OSError if the work is for a GPU and this process finds none.
+    """
     engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
     if work.device == "gpu" and engine is None:
         raise OSError("fuzz: this process finds no GPU, although the first process found one; run with --processes 1")
@@ -100,7 +105,7 @@ def _work(work: WorkerTask, seed: int) -> fuzz.Report:
 
 
 def _report(done: list[int]) -> None:
-    """Add [calls, failures] of this process to the shared counters."""
+    """Add `done`, the numbers [calls, failures] of this process since its last report, to the shared counters."""
     with _counters.get_lock():
         for i, number in enumerate(done):
             _counters[i] += number

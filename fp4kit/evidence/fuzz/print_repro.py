@@ -43,6 +43,9 @@ def script(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None) -> 
     """Return a Python program that reproduces a failing case.
 
     The program raises an error as long as the failure exists, and ends without one once it is fixed.
+
+    verdict: what failed and in which statement; later statements are left out.
+    engine: the engine that is compared with the specification, or None if the specification alone ran.
     """
     statements = program(case)[: verdict.step + 1]
     used_statements = statements if verdict.kind == "written" else needed(statements)
@@ -120,7 +123,10 @@ def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
 
 
 def _made(statement: Make, writable: set[str]) -> str:
-    """Return the Python expression for the array or recipe of a Make statement."""
+    """Return the Python expression for the array or recipe of a Make statement.
+
+    writable: the names of the arrays that a call of the program writes to.
+    """
     value = statement.value
     if isinstance(value, Variant):
         return text(value)

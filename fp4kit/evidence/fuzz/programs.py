@@ -66,7 +66,9 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
     """Append calls that quantize up to three experts of x separately, each with its own amax.
 
     Each result must equal the expert's part of ``q``, the result for the whole x. Nothing is appended unless the case
-    has an amax per expert.
+    has an amax per expert and rounds to nearest.
+
+    options: the options with which x was quantized.
     """
     amax, ndim = options["tensor_amax"], case.x.ndim
     alone = isinstance(amax, Ref) and case.r.tensor_scaling == "tensor" and case.x.shape[0] > 1 and case.axis % ndim > 0
@@ -225,7 +227,10 @@ def _plan(p: Program, case: DrawnCase) -> None:
 
 
 def _overwrite(p: Program, case: DrawnCase, members: list[Ref]) -> None:
-    """Append calls that overwrite the arrays of a group in place with new random values."""
+    """Append calls that overwrite the arrays of a group in place with new random values.
+
+    members: references to the arrays, as _members returns them.
+    """
     for i, x in enumerate(members):
         stacked = case.options.stacked
         a = case.arrays[0 if stacked else i]

@@ -97,6 +97,9 @@ def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
     """Return what a program yields next, None at its end, or the exception that it raises.
 
     An AssertionError is raised, because it means that a check in the program failed.
+
+    steps: the running program on one engine.
+    place: the engine that it runs on.
     """
     try:
         with place.engine.computing():
@@ -108,8 +111,10 @@ def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
 
 
 def _compare(steps: list[Any], places: list[Place]) -> None:
-    """Raise AssertionError unless the results of one step are equal on all engines. ``steps`` has (name, result) per
-    engine.
+    """Raise AssertionError unless the results of one step are equal on all engines.
+
+    steps: what the program yielded, (name, result), per engine.
+    places: the engines in the same order. The first one gives the expected result.
     """
     (name, expected), *others = (
         (name, place.engine.get(value)) for (name, value), place in zip(steps, places, strict=True)

@@ -80,7 +80,10 @@ class Report:
         return sum(counts[name] for counts in self.operations.values())
 
     def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
-        """Add a case to the counts. ``refused`` is the number of variants that Recipe rejected while it was drawn."""
+        """Add a case and its verdict to the counts.
+
+        refused: the number of variants that Recipe rejected while the case was drawn.
+        """
         counts = self.operations.setdefault(case.operation, Counter())
         counts.update(cases=1, calls=verdict.calls, values=verdict.values, failed=int(verdict.failed))
         self.redrawn += refused
@@ -160,7 +163,12 @@ def run(
 def run_case(
     engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
 ) -> Report:
-    """Draw and check the single case of the integer ``number``. If it fails, the report has its reproduction."""
+    """Draw and check the single case of the integer ``number``. If it fails, the report has its reproduction.
+
+    engine: the engine to compare with the specification, or None to run the specification alone.
+    pool: what the case is drawn from, or None for Pool().
+    shrink_seconds: the time limit for making a failing case smaller.
+    """
     report, start = Report(), time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -172,7 +180,11 @@ def run_case(
 
 
 def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
-    """Draw the case of the integer ``number``, check it, and add it to the report. Return (case, verdict)."""
+    """Draw the case of the integer ``number``, check it, and add it to the report. Return (case, verdict).
+
+    engine: the engine to compare with the specification, or None to run the specification alone.
+    pool: what the case is drawn from.
+    """
     case, refused = draw(number, pool)
     verdict = check(case, engine)
     report.count(case, verdict, refused)
@@ -182,8 +194,13 @@ def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Po
 def reproduced(
     case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None, number: int, seconds: float
 ) -> Failure:
-    """Return the Failure of a failing case: shrunk for at most ``seconds``, with a Python program that
-    reproduces it.
+    """Return the Failure of a failing case, shrunk for at most ``seconds``, with a Python program that reproduces it.
+
+    If the shrunk case does not fail again in the same way, the case itself is reported.
+
+    verdict: how the case failed.
+    engine: the engine that was compared with the specification, or None.
+    number: the integer that the case was drawn from.
     """
     smaller = shrink_case(case, verdict, engine, seconds)
     last = check(smaller, engine)
@@ -195,7 +212,11 @@ def reproduced(
 
 
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
-    """Check ``cases`` cases on an engine and return the counts as an Outcome, for `fp4kit selftest`."""
+    """Check ``cases`` cases on an engine and return the counts as an Outcome, for `fp4kit selftest`.
+
+    pool: what the cases are drawn from.
+    seed: case i is drawn from seed * CASES_PER_SEED + i.
+    """
     total, report = Outcome(), Report()
     for number in range(seed * CASES_PER_SEED, seed * CASES_PER_SEED + cases):
         case, verdict = checked(report, engine, number, pool)

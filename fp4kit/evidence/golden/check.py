@@ -270,7 +270,9 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Ite
 
 def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
     """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences.
-    ``name`` is the recipe's id.
+
+    name: the recipe's id.
+    golden: the recorded arrays.
     """
     results = [check_row(row, golden, ops) for row in ROWS if row.recipe == name]
     results.append(check_bytes(name, golden, ops))

@@ -47,7 +47,8 @@ BYTES = (
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
     """Yield (file, Compared tuple) for each array of the recipe ``name`` that was recorded from codes and scales alone.
 
-    ``dequantize`` is the function whose decoded values are compared.
+    golden: the recorded arrays.
+    dequantize: the function whose decoded values are compared.
     """
     for each in BYTES:
         if each.recipe == name:
@@ -56,7 +57,10 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 
 
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's values, recorded values) of all codes under all scales, in each dtype that was recorded."""
+    """Yield (key, fp4kit's values, recorded values) of all codes under all scales, in each dtype that was recorded.
+
+    each: the entry of BYTES. golden, dequantize: as for byte_arrays.
+    """
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"
         if key in golden.keys(each.file):
@@ -66,8 +70,13 @@ def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> I
 
 
 def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
-    """Yield (key, fp4kit's array, recorded array) of blocks of files. The blocks are compared with packed codes and
-    scales. Blocks that a converter made are also unpacked, and compared with the codes and scales.
+    """Yield (key, fp4kit's array, recorded array) of blocks as they are in GGUF files.
+
+    Recorded blocks are compared with those that pack_gguf makes from the recorded codes and scales. Blocks that a
+    converter made are also unpacked, and compared with these codes and scales.
+
+    each: the entry of BYTES, which names the blocks.
+    golden: the recorded arrays.
     """
     for key in golden.keys(each.file):
         head, _, part = key.rpartition("/")

@@ -58,8 +58,9 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 
 
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
-    """Return a mask of the elements that differ in a bit. A NaN value equals any other NaN, but uint8 codes must be
-    equal. If shape or dtype differs, all elements differ.
+    """Return a mask, in the shape of ``recorded``, of the elements in which two arrays differ in a bit.
+
+    A NaN value equals any other NaN, but uint8 codes must be equal. If shape or dtype differs, all elements differ.
     """
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)

@@ -198,7 +198,7 @@ def _per_element(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.nd
 
 
 def _near(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
-    """Return floats at most ULPS bit patterns away from the given ones, nonnegative and finite."""
+    """Return floats at random distances of at most ULPS bit patterns from `numbers`, nonnegative and finite."""
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
     return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
@@ -250,6 +250,8 @@ def _amax_range(
 
     The range covers 20 powers of two below the highest amax. For scales other than E4M3 it begins at 0 in half of the
     cases.
+
+    tensor: the tensor amax, which is the highest; None takes the highest of the dtype or of the scale format.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor

@@ -159,7 +159,10 @@ def run(
 
 
 def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], reason: str) -> ProducerResult:
-    """Store the reason why the producer did not run in ``result``, and return ``result``."""
+    """Store the reason why the producer did not run in ``result``, and return ``result``.
+
+    ids: the requested recipes. Those that the adapter has calls for are stored as left out.
+    """
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
     return result
@@ -180,10 +183,10 @@ def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
 
 
 def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult) -> Iterator[tuple[str, ProducerCall]]:
-    """Yield (recipe id, call) for the calls to run.
+    """Yield (recipe id, call) for the calls to run, those of the requested recipes ``ids``.
 
     If a recipe is not stated for the installed versions, its call is not run, and the reason is stored in
-    result.left_out.
+    result.left_out. The counts of the others are set up in result.recipes.
     """
     for id, call in adapter.calls.items():
         if id not in ids:
@@ -222,10 +225,10 @@ def _key(version: str) -> tuple[int, ...]:
 
 
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
-    """Compare the producer with fp4kit on the input with this number, and count the result. Return the seconds spent on
-    shrinking.
+    """Compare the producer with fp4kit on input ``number`` of the recipe ``id``, and count the result in ``result``.
 
-    A difference is shrunk only if it is the first with its recipe, dtype and parts, and at most MAX_SHRUNK per recipe.
+    Return the seconds spent on shrinking. A difference is shrunk only if it is the first with its recipe, dtype and
+    parts, and at most MAX_SHRUNK per recipe.
     """
     case = _drawn(id, call, seed, number)
     compared, failure = case.attempt(case.value)
@@ -250,8 +253,9 @@ def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerR
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
-    """Return the input with this number as a LiveCase. If the producer has a decoder, every fourth input is a Quantized
-    to decode; the others are arrays to quantize.
+    """Return input ``number`` of the recipe ``id`` as a LiveCase, drawn with the given seed.
+
+    If the producer has a decoder, every fourth input is a Quantized to decode. The others are arrays to quantize.
     """
     r = fp4kit.recipe(id)
     if call.decode is not None and number % 4 == 3:
@@ -311,7 +315,9 @@ class LiveCase:
 def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerResult) -> tuple[str, str]:
     """Shrink the value of a case that differs. Return (the difference as text, a Python program that shows it).
 
-    ``failure`` is the producer's error, or "" if it raised none.
+    compared: the comparison in which the case differed.
+    failure: the producer's error, or "" if it raised none.
+    result: has the producer's versions and the time spent on shrinking so far, which limits the time for this case.
     """
     parts = differing_parts(compared.differences)
 
@@ -358,7 +364,11 @@ def adapters() -> tuple[Adapter, ...]:
 
 
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
-    """Return the results as JSON data, for `fp4kit recipes --live --json`. ``ids`` are the requested recipes."""
+    """Return the results as JSON data, for `fp4kit recipes --live --json`.
+
+    ids: the requested recipes.
+    seconds: the running time.
+    """
     return {
         "fp4kit": fp4kit.__version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -394,7 +404,7 @@ def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, st
 
 
 def _without(id: str) -> str:
-    """Return the reason why no adapter has a call for a recipe."""
+    """Return the reason why no adapter has a call for the recipe ``id``."""
     from fp4kit.evidence.live.producers import WITHOUT
 
     return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")

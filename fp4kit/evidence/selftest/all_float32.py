@@ -84,8 +84,12 @@ def codes(module: Any, sweep: Float32Sweep, bits: Any) -> Any:
 
 
 def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
-    """Return the amax arguments of quantize that make every block scale and the tensor scale 1. Return an empty dict if
-    the recipe has no tensor scale, because then the sweep's anchor sets the block scale.
+    """Return the amax arguments of quantize that make every block scale and the tensor scale 1.
+
+    Return an empty dict if the recipe has no tensor scale, because then the sweep's anchor sets the block scale.
+
+    module: the library of the arrays, numpy or cupy.
+    rows: the number of blocks, one per row.
     """
     r = sweep.target
     if r.tensor_scaling == "none":
@@ -192,8 +196,11 @@ def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
 
 
 def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
-    """Yield ranges for a quick sweep: every STEP-th bit pattern below ``limit``, then all patterns near the start of a
-    run.
+    """Yield ranges of bit patterns for a quick sweep.
+
+    They are every STEP-th pattern below ``limit``, ``chunk`` at a time, then all patterns near each of ``starts``.
+
+    starts: the patterns at which another code begins.
     """
     yield from _pieces(limit, chunk, STEP)
     yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))

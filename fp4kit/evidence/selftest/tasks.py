@@ -106,7 +106,7 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
-    """Compare an engine's results with every recorded producer output of a recipe."""
+    """Compare an engine's results with every recorded producer output of the recipe ``id``. golden: the recordings."""
     ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
@@ -122,10 +122,10 @@ def _checked(check: Callable[..., GoldenResult], *arguments: Any) -> Outcome:
 
 
 def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
-    """Compare an engine with the specification on the inputs of ``inputs`` in each dtype: quantize, then dequantize.
+    """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``.
 
-    If ``quick`` is True, each result is decoded to the input's dtype only. Otherwise it is decoded to all dtypes, and
-    fake_quantize is compared too.
+    They are called on the arrays that the function ``inputs`` yields for each dtype. If ``quick`` is True, each result
+    is decoded to the input's dtype only. Otherwise it is decoded to all dtypes, and fake_quantize is compared too.
     """
     total = Outcome()
     for dtype in FLOATS:
@@ -154,7 +154,7 @@ def round_trip(
 
 
 def _fake(engine: ComparedEngine, x: np.ndarray, r: Recipe, what: str) -> Outcome:
-    """Compare an engine's fake_quantize of x with the specification's."""
+    """Compare an engine's fake_quantize of x with the specification's. what: begins the text of a difference."""
     return compare(engine.call(fake_quantize, x, r), SPECIFICATION.call(fake_quantize, x, r), f"{what}: fake_quantize")
 
 

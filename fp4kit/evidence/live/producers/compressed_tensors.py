@@ -53,7 +53,10 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
-    """Compress x in an MX format. Return (tensors that the compressor stores, values that it decodes from them)."""
+    """Compress x in the MX format with elements of `bits` bits.
+
+    Return (tensors that the compressor stores, values that it decodes from them).
+    """
     from compressed_tensors.quantization.utils import calculate_qparams
 
     scheme, weight = _scheme(bits), to_torch(x)

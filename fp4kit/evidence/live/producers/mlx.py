@@ -50,7 +50,7 @@ def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
-    """Return the values that mx.dequantize decodes from q, in q's dtype."""
+    """Return the values that mx.dequantize decodes from q, in q's dtype. mode: MLX's name of the format."""
     import mlx.core as mx
 
     with mx.stream(mx.cpu):

@@ -20,7 +20,7 @@ def _prepare() -> None:
 
 
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
-    """Return the blocks of x, one per row, followed by rows of zeros.
+    """Return the blocks of x, of `size` elements each, one per row, followed by rows of zeros.
 
     Padded arrays have the same shape for every x of at most MAX_ELEMENTS elements, so that XLA compiles only once.
     """
