@@ -2,54 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import drawn, recorded
+from products import PAIRS, drawn, drawn_c, drawn_options, recorded
 
 import fp4kit
 from fp4kit.cpu import engine
-
-PAIRS = [
-    *((u, "nvfp4", "nvfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
-    *((u, "mxfp4", "mxfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
-    ("sm100", "mxfp4-block16", "mxfp4-block16"),
-    *(("sm100", f"mx-{a}", f"mx-{b}") for a, b in (("e4m3", "e5m2"), ("e2m1", "e3m2"), ("e2m3", "e2m3"))),
-    *(("sm100", a, b) for a, b in (("e2m1", "e4m3"), ("e3m2", "e2m3"), ("e4m3", "e5m2"))),
-    *((u, "bf16", "bf16") for u in ("sm100", "sm90", "sm80", "cdna3", "exact", "float64", "dequantized")),
-    *((u, "f16", "f16") for u in ("sm100", "sm90", "sm89", "sm75", "sm70", "cdna3")),
-    *((u, "e4m3", "e5m2") for u in ("sm90", "sm89", "exact")),
-    *(("cdna3", a, "e4m3fnuz") for a in ("e4m3fnuz", "e5m2fnuz")),
-    ("exact", "f16", "bf16"),
-    ("exact", "mx-e4m3", "nvfp4"),
-]
 
 
 def assert_same_bits(x, y) -> None:
     bits = f"u{x.dtype.itemsize}"
     np.testing.assert_array_equal(x.view(bits), y.view(bits))
-
-
-def arguments(rng, unit):
-    """Draw the options of a call: promotion, c, alpha, out_dtype."""
-    unit = fp4kit.unit(unit)
-    if unit.order is None and rng.random() < 0.3:
-        unit = replace(unit, promote=int(rng.choice([128, 384])))
-    alpha = None if rng.random() < 0.6 else float(rng.standard_normal())
-    dtype = rng.choice([np.float32, np.float32, np.float16, ml_dtypes.bfloat16])
-    return {"unit": unit, "alpha": alpha, "out_dtype": dtype}
-
-
-def drawn_c(rng, shape):
-    if rng.random() < 0.4:
-        return None
-    c = (rng.standard_normal(shape) * 2.0 ** rng.integers(-rng.integers(1, 149), 60, shape)).astype(np.float32)
-    c[rng.random(shape) < 0.1] = 0
-    c[rng.random(shape) < 0.01] = rng.choice([np.inf, np.nan, -0.0, 3e38])
-    return c
 
 
 def both(a, b, **options) -> None:
@@ -69,7 +34,7 @@ def test_drawn_products(pair, seed) -> None:
     K = int(rng.integers(1, 24)) * 32 if blocks else int(rng.integers(1, 700))
     K = min(K, 128) if unit == "exact" else K + K % 2
     a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
-    both(a, b, c=drawn_c(rng, (M, N)), **arguments(rng, unit))
+    both(a, b, c=drawn_c(rng, (M, N)), **drawn_options(rng, unit))
 
 
 @pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((2, 3, 5, 64), (7, 64)), ((5, 64), (3, 7, 64))], ids=str)

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 
 import fp4kit
+from fp4kit import formats
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.units import Unit
@@ -85,7 +86,7 @@ def recipe_of(kind: str) -> Recipe:
         return replace(RECIPES["mxfp4-ocp"], block=(1, 16 if kind.endswith("16") else 32))
     if kind.startswith("mx-"):
         return RECIPES[_MX[kind.removeprefix("mx-")]]
-    return replace(RECIPES["fp8-modelopt"], element=getattr(fp4kit.formats, kind.upper()), nan_code=None)
+    return replace(RECIPES["fp8-modelopt"], element=getattr(formats, kind.upper()), nan_code=None)
 
 
 def quantized(r: Recipe, codes: np.ndarray, scales: np.ndarray | None, tensor_scale: Any = None) -> Quantized:
@@ -118,3 +119,49 @@ def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
     low, high = (0, 256) if wild else (0x20, 0x70) if r.scale.name == "E4M3" else (100, 150)
     scales = rng.integers(low, high, (*shape[:-1], shape[-1] // r.block_size), np.uint8)
     return quantized(r, codes, scales, None if r.tensor_scaling == "none" else np.float32(rng.random() + 0.5))
+
+
+# (unit, kind of a, kind of b): every adder, and every kind of operands.
+PAIRS = [
+    *((u, "nvfp4", "nvfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
+    *((u, "mxfp4", "mxfp4") for u in ("sm100", "exact", "float64", "float32-blocks", "dequantized")),
+    ("sm100", "mxfp4-block16", "mxfp4-block16"),
+    *(("sm100", f"mx-{a}", f"mx-{b}") for a, b in (("e4m3", "e5m2"), ("e2m1", "e3m2"), ("e2m3", "e2m3"))),
+    *(("sm100", a, b) for a, b in (("e2m1", "e4m3"), ("e3m2", "e2m3"), ("e4m3", "e5m2"))),
+    *((u, "bf16", "bf16") for u in ("sm100", "sm90", "sm80", "cdna3", "exact", "float64", "dequantized")),
+    *((u, "f16", "f16") for u in ("sm100", "sm90", "sm89", "sm75", "sm70", "cdna3")),
+    *((u, "e4m3", "e5m2") for u in ("sm90", "sm89", "exact")),
+    *(("cdna3", a, "e4m3fnuz") for a in ("e4m3fnuz", "e5m2fnuz")),
+    ("exact", "f16", "bf16"),
+    ("exact", "mx-e4m3", "nvfp4"),
+]
+
+
+def drawn_options(rng: np.random.Generator, unit: str) -> dict[str, Any]:
+    """Draw options of a call with a unit: promotion, alpha and out_dtype."""
+    u = fp4kit.unit(unit)
+    if u.order is None and rng.random() < 0.3:
+        u = replace(u, promote=int(rng.choice([128, 384])))
+    alpha = None if rng.random() < 0.6 else float(rng.standard_normal())
+    return {"unit": u, "alpha": alpha, "out_dtype": rng.choice([np.float32, np.float32, np.float16, BF16])}
+
+
+def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | None:
+    """Draw what the sums begin with: None, or numbers of many sizes with zeros, infinities and NaN among them."""
+    if rng.random() < 0.4:
+        return None
+    c = (rng.standard_normal(shape) * 2.0 ** rng.integers(-rng.integers(1, 149), 60, shape)).astype(np.float32)
+    c[rng.random(shape) < 0.1] = 0
+    c[rng.random(shape) < 0.01] = rng.choice([np.inf, np.nan, -0.0, 3e38])
+    return c
+
+
+def as_quantized(x: Any) -> Any:
+    """Return a float8 array as a Quantized with tensor scale 1, since CuPy has no float8 arrays; others unchanged.
+
+    Return None for AMD's FNUZ formats, which no recipe has.
+    """
+    kind = str(getattr(x, "dtype", ""))
+    if isinstance(x, Quantized) or "float8" not in kind:
+        return x
+    return None if "fnuz" in kind else quantized(recipe_of(kind[7:11]), x.view(np.uint8), None)

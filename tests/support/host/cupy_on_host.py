@@ -239,6 +239,11 @@ def ascontiguousarray(a: ndarray) -> ndarray:
     return a if a.flags.c_contiguous else a.copy()
 
 
+def broadcast_to(a: ndarray, shape: Any) -> ndarray:
+    """Return a read-only view of an array in a larger shape, with steps of 0 along repeated axes."""
+    return _apply(lambda x: np.broadcast_to(x, shape), a)
+
+
 def asfortranarray(a: ndarray) -> ndarray:
     """Return the array itself if its first axis is innermost, else such a copy."""
     return a if a.flags.f_contiguous else a.copy(order="F")
