@@ -14,9 +14,12 @@ from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
 from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import Launch, address, grid
+from fp4kit.reference.matmul import LEAST_EXPONENT
 from fp4kit.units import DotAdd, FloorDotAdd
 
-TILE = 32  # rows and columns of the results that a thread block computes at a time
+# Rows and columns of the results that a thread block of matmul.cu and of matmul_fp4.cu computes at a time.
+TILE, FP4_TILE = 32, 64
+_HEADER = '#include "matmul.cuh"\n'  # defines Adder, which the instantiation names
 _KINDS = {"E2M1": 0, "float16": 2, "bfloat16": 3}  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
 _ADDERS = {"exact": "exact", "float64": "float64", "float32-blocks": "float32_blocks", "dequantized": "float32"}
 _POINTERS = ("codes", "scales", "factors", "values", "scale_values")
@@ -57,15 +60,41 @@ def _adder(call: MatmulCall) -> tuple[str, Step]:
 
 @cache
 def _function(adder: str, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device."""
-    source = instantiation("matmul", kAdder=f"Adder::{adder}", Output=TYPES[dtype])
+    """Return the compiled kernel of matmul.cu as a CuPy function on a device."""
+    source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", Output=TYPES[dtype])
     return loader.function(source, "matmul_kernel", device)
 
 
+@cache
+def _fp4_function(scales_are_e8m0: bool, dtype: np.dtype, device: int) -> Any:
+    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device."""
+    source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, Output=TYPES[dtype])
+    return loader.function(source, "matmul_fp4_kernel", device)
+
+
 @lru_cache(CACHE_SIZE)
-def _launch(adder: str, dtype: np.dtype, tiles: int, device: int) -> Launch:
-    """Return the launch of the kernel for a number of tiles."""
-    return Launch(_function(adder, dtype, device), grid(tiles, device), _PRODUCT)
+def _launch(adder: str, dtype: np.dtype, shape: tuple[int, int, int], device: int) -> Launch:
+    """Return the launch of the kernel for results of a shape (batch, M, N). adder: from _adder or _fp4_adder."""
+    is_fp4 = adder.startswith("fp4")
+    tile = FP4_TILE if is_fp4 else TILE
+    batch, M, N = shape
+    function = _fp4_function(adder == "fp4 E8M0", dtype, device) if is_fp4 else _function(adder, dtype, device)
+    return Launch(function, grid(batch * -(-M // tile) * -(-N // tile), device), _PRODUCT)
+
+
+def _fp4_adder(call: MatmulCall, arrays: list[Any]) -> str | None:
+    """Return the name of the kernel in matmul_fp4.cu that serves a call; None if none does.
+
+    arrays: the codes of both operands, contiguous.
+    """
+    step = call.step
+    if not isinstance(step, DotAdd) or call.unit.promote or call.a.scale is None:
+        return None
+    is_step = (step.k, step.fraction_bits, step.output_bits, step.group) == (64, 35, 23, 16)
+    if not is_step or step.zero_exponent > LEAST_EXPONENT or call.a.k == 0:
+        return None
+    is_aligned = all(codes.data.ptr % 16 == 0 and codes.shape[-1] % 16 == 0 for codes in arrays)
+    return f"fp4 {call.a.scale.name}" if is_aligned else None
 
 
 @lru_cache(64)
@@ -108,10 +137,9 @@ def multiply(call: MatmulCall, out: Any) -> None:
     """Write the product of a call into out, a contiguous array (batch, M, N) of call.out_dtype."""
     device = out.device.id
     adder, step = _adder(call)
-    batch, M, N = call.shape
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
     c = None if call.c is None else imports.cupy().ascontiguousarray(call.c)
-    tiles = batch * -(-M // TILE) * -(-N // TILE)
-    launch = _launch(adder, call.out_dtype, tiles, device)
-    launch(*(value & (2**64 - 1) for value in (*a, *b, address(c), address(out), batch, call.a.k, *step)))
+    adder = _fp4_adder(call, [a_arrays[0], b_arrays[0]]) or adder
+    launch = _launch(adder, call.out_dtype, call.shape, device)
+    launch(*(value & (2**64 - 1) for value in (*a, *b, address(c), address(out), call.shape[0], call.a.k, *step)))
     del a_arrays, b_arrays

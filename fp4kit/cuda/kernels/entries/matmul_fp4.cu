@@ -41,10 +41,15 @@ struct Step {
   Lines rows, columns;
 };
 
+// Sixteen bytes of codes: 32 elements.
+struct alignas(16) Codes {
+  u32 words[4];
+};
+
 // What a thread loads of one line: half of a step's codes, and perhaps its scales.
 struct Loaded {
-  u32 codes[4];  // 32 codes
-  u32 scales;    // a code per group
+  Codes codes;
+  u32 scales;  // a code per group
 };
 
 // Return four elements in units of 1/2, as signed bytes, from four E2M1 codes in the lower 16 bits.
@@ -107,11 +112,7 @@ FP4KIT_DEVICE Loaded load_line(const ProductOperand& x, i64 matrix, i64 row, i64
   if (row >= x.rows) return l;
   const i64 index = row_index(x, matrix, row);
   if (first < length) {
-    const uint4 codes = *reinterpret_cast<const uint4*>(x.codes + index * x.row_bytes + first / 2);
-    l.codes[0] = codes.x;
-    l.codes[1] = codes.y;
-    l.codes[2] = codes.z;
-    l.codes[3] = codes.w;
+    l.codes = *reinterpret_cast<const Codes*>(x.codes + index * x.row_bytes + first / 2);
   }
   if (half == 0) {
 #pragma unroll
@@ -134,7 +135,7 @@ FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Loaded& l)
     Group group;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const u32 codes = l.codes[2 * g + i / 2];
+      const u32 codes = l.codes.words[2 * g + i / 2];
       group.words[i] = static_cast<i32>(integers_of(i % 2 ? codes >> 16 : codes & 0xFFFFu));
     }
     lines.groups[half * (kGroups / 2) + g][line] = group;
