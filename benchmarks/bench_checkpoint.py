@@ -108,8 +108,9 @@ def generate(root: Path, nbytes: int) -> None:
 
 
 def alone(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Call the function once per tuple of arguments, each in a new process, all at the same time. Return the results in
-    order.
+    """Call the function once per tuple of arguments, each in a new process, all at the same time.
+
+    Return the results in order.
     """
     with ProcessPoolExecutor(len(calls), mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(function, *zip(*calls, strict=True)))
@@ -137,8 +138,12 @@ def quantize_share(root: str, recipe: str, names: list[str]) -> ProcessCost:
 
 
 def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
-    """Time the bytes alone: read the model, then write, fsync and hash as many bytes as the result has, file by file,
-    in one thread.
+    """Time the bytes of a conversion alone: read the model, and write, fsync and hash as many bytes as the result has.
+
+    This is done file by file, in one thread.
+
+    plan: the plan of the conversion.
+    folder: where to write a file, which is removed.
     """
     start, before, buffer = time.perf_counter(), time.process_time(), memoryview(bytearray(CHUNK))
     share = plan.bytes_out / plan.bytes_in
@@ -155,8 +160,9 @@ def bytes_run(plan: Plan, folder: Path) -> ProcessCost:
 
 
 def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> ProcessCost:
-    """Time a conversion, from making the plan to the rename of the finished directory, workers included. Then remove
-    the result.
+    """Time a conversion, from making the plan to the rename of the finished directory, workers included.
+
+    Then remove the result.
     """
     start, before = time.perf_counter(), os.times()
     execute(make_plan(source, recipe), folder / "out", Options(workers))
@@ -168,8 +174,9 @@ def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Proces
 
 
 def names_run(recipe: str) -> tuple[int, float]:
-    """Return (number of tensor names, seconds). The seconds are the best of five times that the rules of
-    convert_tensors take to decide on all names.
+    """Return (number of tensor names, seconds).
+
+    The seconds are the best of five times that the rules of convert_tensors take to decide on all names.
     """
     leaves = ("gate_proj", "up_proj", "down_proj")
     names = [

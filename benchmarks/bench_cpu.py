@@ -57,8 +57,9 @@ SPARE = 1 << 30  # bytes of memory that stay free while a large array is timed
 
 
 class Peers:
-    """Run the other libraries in a separate process (cpu_peers.py) and time their calls on demand. `about` holds the
-    process's first answer: {"calls", "missing", "versions"}.
+    """Run the other libraries in a separate process (cpu_peers.py) and time their calls on demand.
+
+    `about` holds the process's first answer: {"calls", "missing", "versions"}.
     """
 
     def __init__(self, python: str, size: int, threads: int, quick: bool) -> None:
@@ -78,8 +79,9 @@ class Peers:
         return found
 
     def seconds(self, name: str) -> float:
-        """Make one call in the process and return its seconds. Raises RuntimeError with the call's error if it
-        failed.
+        """Make one call in the process and return its seconds.
+
+        Raises RuntimeError with the call's error if it failed.
         """
         assert self.process.stdin is not None
         self.process.stdin.write(name + "\n")
@@ -91,8 +93,9 @@ class Peers:
         return float(answer["seconds"])
 
     def _rest(self) -> None:
-        """Wait, at most a second, until the threads of the process are idle. Some libraries let their threads spin long
-        after a call, which would slow the next call to be timed.
+        """Wait, at most a second, until the threads of the process are idle.
+
+        Some libraries let their threads spin long after a call, which would slow the next call to be timed.
         """
         for _ in range(50):
             before = self._ticks()
@@ -106,8 +109,9 @@ class Peers:
         return stat.read_text().rpartition(")")[2].split()[11:15] if stat.exists() else []
 
     def watches(self, operation: str, kind: str) -> tuple[dict[str, Watch], dict[str, str]]:
-        """Return ({library: watch}, {library: error}) for an operation and kind of format. Each call is tried once; the
-        second dict has the libraries whose call failed.
+        """Return ({library: watch}, {library: error}) for an operation and kind of format.
+
+        Each call is tried once; the second dict has the libraries whose call failed.
         """
         found: dict[str, Watch] = {}
         failed: dict[str, str] = {}
@@ -138,8 +142,9 @@ class Bench:
         self.extra: dict[str, Any] = {}
 
     def watches(self, case: CpuCase, specification: bool = True, warm_below: float = WARMED) -> dict[str, Watch]:
-        """Return {key of CpuRow.times: watch} for a case. A watch is a function that makes a call and returns its
-        seconds.
+        """Return {key of CpuRow.times: watch} for a case.
+
+        A watch is a function that makes a call and returns its seconds.
 
         Args:
             case: the case, timed on one thread and on all threads
@@ -154,8 +159,10 @@ class Bench:
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: CpuCase, recipe: str, x: np.ndarray, beside: bool = False) -> None:
-        """Check a case, time it and keep its row. If `beside` is true, also time the matching calls of the other
-        libraries.
+        """Check a case, time it and keep its row.
+
+        group: the part of the record that the row belongs to.
+        beside: whether to time the matching calls of other libraries, too.
         """
         check(case)
         others, failed = {}, {}
@@ -222,16 +229,18 @@ def _seven(bench: Bench) -> Iterator[str]:
 
 
 def touch() -> None:
-    """Write once to all available memory except SPARE bytes, so that `sizes` does not time the allocation of pages. The
-    host of a virtual machine may provide pages only at their first write, at half a gigabyte per second.
+    """Write once to all available memory except SPARE bytes, so that `sizes` does not time the allocation of pages.
+
+    The host of a virtual machine may provide pages only at their first write, at half a gigabyte per second.
     """
     memory = np.empty(max(available() - SPARE, 0), np.uint8)
     memory[::4096] = 1
 
 
 def sizes(bench: Bench) -> None:
-    """Time quantize of 1 MiB to 8 GiB of input, next to a streaming loop over as many bytes. Sizes that do not fit in
-    memory are left out and recorded in bench.extra.
+    """Time quantize of 1 MiB to 8 GiB of input, next to a streaming loop over as many bytes.
+
+    Sizes that do not fit in memory are left out and recorded in bench.extra.
     """
     left_out = bench.extra.setdefault("left out", {})
     if not bench.args.quick:
@@ -272,8 +281,9 @@ def sizes(bench: Bench) -> None:
 
 
 def ggml(bench: Bench) -> None:
-    """Time ggml on float32 with one thread, next to fp4kit on bfloat16 and float32 with one thread. Does nothing
-    without --ggml.
+    """Time ggml on float32 with one thread, next to fp4kit on bfloat16 and float32 with one thread.
+
+    Does nothing without --ggml.
     """
     if bench.args.ggml is None:
         return

@@ -47,8 +47,12 @@ def shapes_of(elements: int) -> list[tuple[int, int]]:
 
 
 def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
-    """Return the element indices at which each matrix is cut into shards, of shape (processes + 1, matrices). `sizes`
-    are the matrices' numbers of elements.
+    """Return the element indices at which each matrix is cut into shards, of shape (processes + 1, matrices).
+
+    Inner cuts are odd, so that they are inside bytes and blocks.
+
+    partition: "each" to divide every matrix among the processes; "flat" to divide all matrices as one buffer.
+    sizes: the matrices' numbers of elements.
     """
     total, ends = sum(sizes), np.cumsum(sizes)
     if partition == "each":
@@ -74,8 +78,9 @@ class Rank:
         self._flag = cupy.zeros(1, np.uint32)
 
     def run(self, partition: str) -> dict[str, Any]:
-        """Cast the weights in a partition, compare the results with the whole matrices, and time the stages. Return
-        this partition's part of the record.
+        """Cast the weights in a partition, compare the results with the whole matrices, and time the stages.
+
+        Return this partition's part of the record.
         """
         from fp4kit import MasterWeightsPlan, Shard
 
@@ -101,8 +106,9 @@ class Rank:
         }
 
     def compare(self, result: Sequence[Any]) -> int:
-        """Compare every matrix with quantize of the whole matrix, and return the number of bytes compared. Raises
-        AssertionError if a byte differs.
+        """Compare every matrix with quantize of the whole matrix, and return the number of bytes compared.
+
+        Raises AssertionError if a byte differs.
         """
         import fp4kit
 
@@ -126,8 +132,9 @@ class Rank:
         self.comm.all_reduce_max(self._flag)
 
     def time(self, calls: Sequence[tuple[str, Any]]) -> dict[str, float]:
-        """Return {name: median microseconds on the slowest rank} of the (name, call) pairs, which are called in
-        order.
+        """Return {name: median microseconds on the slowest rank} of calls that are made one after the other.
+
+        calls: (name, call) pairs in order.
         """
         cuda = self.cupy.cuda
         times: dict[str, list[float]] = {name: [] for name, _ in calls}
@@ -157,8 +164,9 @@ class Rank:
 
 
 def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> None:
-    """Run the benchmark in one process. `path` is the file through which the processes exchange NCCL's id. Rank 0
-    prints the record as one line of JSON.
+    """Run the benchmark in one process.
+
+    `path` is the file through which the processes exchange NCCL's id. Rank 0 prints the record as one line of JSON.
     """
     import cupy
     import cupy.cuda.nccl
@@ -186,8 +194,9 @@ def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> Non
 
 
 def spawn(args: argparse.Namespace) -> dict[str, Any]:
-    """Start the processes and return the record that rank 0 prints. If one process fails, kill the others and raise
-    SystemExit.
+    """Start the processes and return the record that rank 0 prints.
+
+    If one process fails, kill the others and raise SystemExit.
     """
     with tempfile.TemporaryDirectory() as folder:
         command = [

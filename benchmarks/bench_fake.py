@@ -37,8 +37,11 @@ FROM_F32 = ("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "int8-modelopt-channel
 
 
 def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
-    """Time fake_quantize and add its row to `bench`. The tensor or row amax that the recipe needs is computed before
-    the clock starts.
+    """Time fake_quantize and add its row to `bench`.
+
+    The tensor or row amax that the recipe needs is computed before the clock starts.
+
+    target: the efficiency that the row should reach.
     """
     scaling = fp4kit.recipe(recipe).tensor_scaling
     amax = {"tensor": fp4kit.amax(x), "row": fp4kit.amax(x, axis=1)}.get(scaling)
@@ -58,8 +61,12 @@ def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
 
 
 def backward(bench: Bench, recipe: str, x: Any, grad: Any, amax: Any) -> None:
-    """Time fake_quantize_backward and add its row to `bench`. With a clip mask, the gradient is zero where x is
-    clipped. The call reads x and the gradient, and writes a gradient.
+    """Time fake_quantize_backward and add its row to `bench`.
+
+    The gradient becomes zero where |x| exceeds amax. The call reads x and the gradient, and writes a gradient.
+
+    grad: the upstream gradient.
+    amax: the limit of |x|, of the tensor or of each row.
     """
     out = fp4kit.fake_quantize_backward(grad, x, recipe, amax=amax, pass_through=False)
 
@@ -75,8 +82,9 @@ def backward(bench: Bench, recipe: str, x: Any, grad: Any, amax: Any) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Time the calls of all recipes and add their rows to `bench`. Calls are grouped by dtype so that only one large
-    input is in memory at a time.
+    """Time the calls of all recipes and add their rows to `bench`.
+
+    Calls are grouped by dtype so that only one large input is in memory at a time.
     """
     x = bench.normal(F32)
     for recipe in FROM_F32:

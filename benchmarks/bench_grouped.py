@@ -74,7 +74,11 @@ def one_launch(x: Any, r: fp4kit.Recipe, fake: bool, amax: Any) -> Call:
 
 
 def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> None:
-    """Raise AssertionError unless the last rows of every few tensors' results equal what the CPU computes."""
+    """Raise AssertionError unless the last rows of the results of some tensors equal what the CPU computes.
+
+    results: the results of a grouped call, one per tensor.
+    amaxes: the tensor amaxes that the call used, one per tensor, or None if the recipe has none.
+    """
     by_row = fp4kit.recipe(recipe).tensor_scaling == "row"
     for i in range(0, len(tensors.xs), max(len(tensors.xs) // 4, 1)):
         x, result = tensors.xs[i][-32:].get(), results[i]
@@ -91,7 +95,10 @@ def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> Non
 
 def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop) -> None:
     """Time a GroupedPlan with given amaxes and add its row to `bench`: fake_quantize if `fake` is true, else quantize.
+
     For recipes of WITH_AMAX, also add a row with computed amaxes.
+
+    loop: Model-Optimizer's quantizers, whose calls in a loop are timed beside fake_quantize.
     """
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
@@ -114,8 +121,9 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
 
 
 def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Call, traffic: Traffic) -> None:
-    """Time a grouped call that computes the amaxes, and add its row to `bench`. It is compared with a single call on
-    the concatenated tensors. Each takes two launches.
+    """Time a grouped call that computes the amaxes, and add its row to `bench`.
+
+    It is compared with a single call on the concatenated tensors. Each takes two launches.
     """
     single = fp4kit.fake_quantize if name.startswith("fake") else fp4kit.quantize
     one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).median, AT_MOST)
@@ -133,8 +141,9 @@ def amaxes_alone(bench: Bench, tensors: Tensors) -> None:
 
 
 def clipped(bench: Bench, tensors: Tensors) -> None:
-    """Time the grouped backward pass with a clip mask, and add its row to `bench`. The gradient is zero where x is
-    clipped.
+    """Time the grouped backward pass with a clip mask, and add its row to `bench`.
+
+    The gradient is zero where x is clipped.
     """
     whole, grad, amax = tensors.whole, tensors.whole.copy(), fp4kit.amax(tensors.whole) / 2
     grads = tensors.parts(grad)
@@ -153,8 +162,9 @@ def clipped(bench: Bench, tensors: Tensors) -> None:
 
 
 def host(bench: Bench) -> None:
-    """Time grouped calls on the host and add their rows to `bench`. The time does not depend on the sizes of the
-    tensors. A call that computes amaxes makes two launches.
+    """Time grouped calls on the host and add their rows to `bench`.
+
+    The time does not depend on the sizes of the tensors. A call that computes amaxes makes two launches.
     """
     tensors = Tensors(bench, STEP, False, (16, EXPERT[1]))
     for recipe in (*FAKE, CODES[0]):
@@ -165,8 +175,9 @@ def host(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Time all grouped calls and add their rows to `bench`. Experts of equal sizes come last, because by then
-    Model-Optimizer's extensions have been compiled in the background.
+    """Time all grouped calls and add their rows to `bench`.
+
+    Experts of equal sizes come last, because by then Model-Optimizer's extensions have been compiled in the background.
     """
     loop = Loop(bench)
     host(bench)

@@ -80,8 +80,9 @@ def traffic(recipe: str, x: Any) -> Any:
 
 
 def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
-    """Time quantize without a given amax, and add its row to `bench`. The call reads x twice: for the amax, then for
-    the codes.
+    """Time quantize without a given amax, and add its row to `bench`.
+
+    The call reads x twice: for the amax, then for the codes.
     """
     q = fp4kit.quantize(x, recipe)
     others = {}
@@ -96,8 +97,9 @@ def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Time the calls of all recipes and add their rows to `bench`. Calls are grouped by dtype so that only one large
-    input is in memory at a time.
+    """Time the calls of all recipes and add their rows to `bench`.
+
+    Calls are grouped by dtype so that only one large input is in memory at a time.
     """
     for dtype in (F32, F16):
         for recipe, target in EVERY_DTYPE.items():

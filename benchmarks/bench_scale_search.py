@@ -61,7 +61,10 @@ def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
 
 def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, dict[str, float]]:
     """Return {"weights" or "outputs": {"signal" or a way: sum of squares}}, of the signal and of each way's error.
+
     Outputs are the input rows times the weights x.
+
+    ways: {name of a way to choose scales: x quantized in this way}.
     """
     wide, inputs = x.astype(np.float64), rows.astype(np.float64)
     found: dict[str, dict[str, float]] = {"weights": {"signal": float(np.square(wide).sum())}}
@@ -74,13 +77,19 @@ def sums(x: np.ndarray, rows: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> 
 
 
 def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict[str, Any]:
-    """Return a block to plot: the first where 4over6 has less than 0.8 of the squared error of amax, and mse has less
-    than 0.6 of the squared error of 4over6.
+    """Return a block to plot, in which three ways to choose the scale have clearly different errors.
+
+    It is the first block in which 4over6 has less than 0.8 of the squared error of amax, and mse has less than 0.6 of
+    that of 4over6.
+
+    Args:
+        name: the name of the layer.
+        x: its weights.
+        ways: {name of a way to choose scales: x quantized in this way}.
 
     Returns:
         {"name", "row", "block", "values", "amax", "scales"}: where the block is, its 16 values, the tensor's amax, and
-        the
-        block's scale for each way
+        the block's scale for each way.
     """
     shown = ("amax", "4over6", "mse")
     scales = {way: E4M3.values[ways[way].block_scale] * np.float64(ways[way].tensor_scale) for way in shown}

@@ -28,6 +28,9 @@ def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> d
 
     Without a Hessian, raise AssertionError unless the result of the sweep equals `found`, the block amaxes of
     search_scales.
+
+    amax: the tensor amax.
+    hessian: one 16 x 16 Hessian per block of columns, or None for a search without weights.
     """
     module = peers.module(SWEEP) if bench.peers and peers.torch() is not None else None
     if module is None:
@@ -43,8 +46,9 @@ def sweep(bench: Bench, x: Any, amax: Any, found: Any, hessian: Any = None) -> d
 
 
 def hessians(bench: Bench, columns: int) -> Any:
-    """Return one symmetric 16 x 16 Hessian per block of columns, from normally distributed activations. Its shape is
-    (columns / 16, 16, 16).
+    """Return one symmetric 16 x 16 Hessian per block of columns, from normally distributed activations.
+
+    Its shape is (columns / 16, 16, 16).
     """
     samples = np.random.default_rng(1).standard_normal((columns // 16, 64, 16))
     return bench.cupy.asarray((samples.transpose(0, 2, 1) @ samples / 64).astype(np.float32))

@@ -29,8 +29,9 @@ COLUMNS_US = 25  # target for either library: along columns, both directions, sw
 
 
 def run(bench: Bench) -> None:
-    """Time quantize and dequantize into preallocated results, then calls on CuPy arrays and torch tensors. Add a row
-    for each.
+    """Time quantize and dequantize into preallocated results, then calls on CuPy arrays and torch tensors.
+
+    Add a row for each.
     """
     x = bench.normal(BF16, SHAPE)
     y = bench.cupy.empty_like(x)
@@ -52,8 +53,9 @@ def run(bench: Bench) -> None:
 
 
 def calls(x: Any) -> Iterator[tuple[str, str, Callable[[], object], bool | None]]:
-    """Yield (operation, recipe, call, slow) for calls on x. `slow` is True for calls with the target COLUMNS_US, and
-    None for calls without a target.
+    """Yield (operation, recipe, call, slow) for calls on x.
+
+    `slow` is True for calls with the target COLUMNS_US, and None for calls without a target.
     """
     for recipe in ("mxfp4-ocp", "nvfp4-te"):
         out = fp4kit.quantize(x, recipe)
@@ -100,8 +102,9 @@ def print_in_torch(repeat: int) -> None:
 
 
 def in_torch(bench: Bench) -> None:
-    """Time calls on a torch tensor on the host and add their rows to `bench`. Does nothing if torch is not
-    installed.
+    """Time calls on a torch tensor on the host and add their rows to `bench`.
+
+    Does nothing if torch is not installed.
     """
     try:
         import torch

@@ -120,7 +120,10 @@ def _at_least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]]
 
 
 def _at_most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
-    """Return a bar that holds if the largest figure of the (row, figure) pairs is at most `wanted`."""
+    """Return a bar that holds if the largest figure of the (row, figure) pairs in `found` is at most `wanted`.
+
+    text: what the figure is.
+    """
     text = f"{text}: at most {wanted:g}"
     if not found:
         return Bar(text, "", "", None)
@@ -129,8 +132,9 @@ def _at_most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar
 
 
 def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
-    """Return a bar for the speed-up over ggml of at least `least`. Both use one thread and preallocated results; ggml
-    reads or writes float32.
+    """Return a bar that holds if fp4kit is at least `least` times as fast as ggml in every row of an operation.
+
+    Both use one thread and preallocated results. ggml reads or writes float32.
     """
     found = [
         (row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation
@@ -149,8 +153,7 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
 
 
 def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str) -> Bar:
-    """Return a bar for how the time per byte grows with size: the largest size compared with the smallest size of at
-    least `least` bytes.
+    """Return a bar for the growth of the time per byte from the smallest size of at least `least` bytes to the largest.
 
     The smallest times are compared, because every call that takes a second meets some disturbance. If the time per byte
     of a streaming loop grows too, the growth is divided by the loop's growth.
@@ -175,8 +178,9 @@ def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str)
 
 
 def _growth(rows: list[CpuRow], name: str) -> float:
-    """Return the smallest time per byte of the last row divided by that of the first row. Return 1 if either row lacks
-    the time `name`.
+    """Return the smallest time per byte of the last row divided by that of the first row.
+
+    Return 1 if either row lacks the time `name`, of fp4kit or of another library.
     """
     first, last = (row.times | row.peers for row in (rows[0], rows[-1]))
     return (

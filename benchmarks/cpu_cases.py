@@ -34,8 +34,9 @@ class CpuCase(NamedTuple):
 
     @property
     def calls(self) -> dict[str, Call]:
-        """Return {suffix: call}: "" for `call` and, unless `into` is None, " into" for `into`. The key of a time in
-        CpuRow.times ends with this suffix, as in "all into".
+        """Return {suffix: call}: "" for `call` and, unless `into` is None, " into" for `into`.
+
+        The key of a time in CpuRow.times ends with this suffix, as in "all into".
         """
         return {"": self.call} if self.into is None else {"": self.call, " into": self.into}
 
@@ -69,8 +70,9 @@ def check(case: CpuCase) -> None:
 
 
 def same(actual: Any, wanted: Any, name: str) -> None:
-    """Raise AssertionError unless two results, or two tuples of results, are bit-identical. `name` begins the
-    message.
+    """Raise AssertionError unless two results, or two tuples of results, are bit-identical.
+
+    `name` begins the message.
     """
     if not isinstance(wanted, tuple):
         assert_same_bits(actual, wanted, name)
@@ -81,6 +83,7 @@ def same(actual: Any, wanted: Any, name: str) -> None:
 
 def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> CpuCase:
     """Return the case of quantize with these options, timed both with a new result and into a preallocated one.
+
     `operation` is its name in the record.
     """
     target = copy.deepcopy(fp4kit.quantize(x, recipe, **options))
@@ -89,8 +92,10 @@ def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options:
 
 
 def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of quantize for a very large array. At most two results exist at a time: the target, and the new
-    result of a call. (`quantize` above needs one more for a moment, because it copies the target.)
+    """Return the case of quantize for a very large array.
+
+    At most two results exist at a time: the target, and the new result of a call. (`quantize` above needs one more for
+    a moment, because it copies the target.)
     """
     target = fp4kit.quantize(x, recipe)
     into = lambda: fp4kit.quantize(x, recipe, out=target)  # noqa: E731
@@ -136,8 +141,9 @@ def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of partial_cast. Its flat shard is the whole matrix except the first element, so that it begins
-    inside a byte and a block.
+    """Return the case of partial_cast.
+
+    Its flat shard is the whole matrix except the first element, so that it begins inside a byte and a block.
     """
     shard = x.reshape(-1)[1:]
     amax = fp4kit.partial_amax(shard, x.shape, 1, recipe)
@@ -151,8 +157,9 @@ def partial_cast(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def check_rows(q: fp4kit.Quantized, x: np.ndarray, rows: int = 64) -> None:
-    """Raise AssertionError unless the first and the last `rows` rows of q equal the specification's. This spares a
-    large array the slow specification.
+    """Raise AssertionError unless the first and the last `rows` rows of q equal the specification's.
+
+    This spares a large array the slow specification.
     """
     for part in (slice(rows), slice(-rows, None)):
         with fp4kit.specification():

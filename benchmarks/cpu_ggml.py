@@ -31,6 +31,7 @@ const char * ggml_type_name(int type) { abort(); }
 
 def build(folder: Path, target: Path) -> ctypes.CDLL:
     """Compile ggml-quants.c from ggml's source folder, with the optimization flags of ggml's own build, and load it.
+
     The library is written to the target folder.
     """
     (target / "stubs.c").write_text(STUBS)
@@ -86,8 +87,9 @@ class Ggml:
 
 
 def calls(library: ctypes.CDLL, kind: str, x: np.ndarray) -> dict[str, Callable[[], object]]:
-    """Return {"quantize": call, "dequantize": call} of ggml on x. Raises AssertionError if the decoded values are
-    wrong.
+    """Return {"quantize": call, "dequantize": call} of ggml on x.
+
+    Raises AssertionError if the decoded values are wrong.
     """
     found = Ggml(library, kind, x)
     found.check()

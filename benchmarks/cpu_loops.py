@@ -64,8 +64,9 @@ def _part(a: np.ndarray, i: int, parts: int) -> np.ndarray:
 
 
 def two_passes(x: np.ndarray, quarter: np.ndarray | None, threads: int, pool: ThreadPoolExecutor) -> Call:
-    """Return the loop "two passes" over x, an array of 8-byte words, in `threads` threads of a pool. It writes to
-    `quarter`, an array a quarter as long, or to a new array per call if `quarter` is None.
+    """Return the loop "two passes" over x, an array of 8-byte words, in `threads` threads of a pool.
+
+    It writes to `quarter`, an array a quarter as long, or to a new array per call if `quarter` is None.
     """
     words = range(threads)
 
@@ -96,8 +97,9 @@ def loops(nbytes: int, threads: int, pool: ThreadPoolExecutor) -> dict[str, Call
 
 
 def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return {"one" or "all": {loop: GB/s}} for one thread and for all threads. A rate comes from the median of
-    `rounds` times. nbytes must be a multiple of 32 * threads.
+    """Return {"one" or "all": {loop: GB/s}} for one thread and for all threads.
+
+    A rate comes from the median of `rounds` times. nbytes must be a multiple of 32 * threads.
     """
     found: dict[str, dict[str, float]] = {}
     for name, count in (("one", 1), ("all", threads)):

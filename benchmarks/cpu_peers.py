@@ -62,8 +62,9 @@ def _float32(y: Any) -> np.ndarray:
 
 
 def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield torchao's to_mx with to_dtype, and its NVFP4Tensor with and without a tensor scale. If `quick` is false,
-    yield each also with torch.compile.
+    """Yield torchao's to_mx with to_dtype, and its NVFP4Tensor with and without a tensor scale.
+
+    If `quick` is false, yield each also with torch.compile.
     """
     import torch
     from torchao.prototype.mx_formats import mx_tensor as mx
@@ -189,8 +190,9 @@ class Timed:
         return self.last
 
     def _try(self) -> None:
-        """Check the peer's values, then keep the call to time in `self.call`. Raises ValueError if the values are
-        wrong.
+        """Check the peer's values, then keep the call to time in `self.call`.
+
+        Raises ValueError if the values are wrong.
         """
         peer, made = self.peer, self.peer.fake or self.peer.quantize
         assert made is not None
@@ -204,8 +206,9 @@ class Timed:
 
 
 def found(x: np.ndarray, threads: int, quick: bool) -> tuple[dict[str, Timed], dict[str, str]]:
-    """Return ({"operation/kind/library": call to time}, {library: error}). The second dict has the libraries that could
-    not be loaded.
+    """Return ({"operation/kind/library": call to time}, {library: error}).
+
+    The second dict has the libraries that could not be loaded.
     """
     calls, missing = {}, {}
     for library in LIBRARIES:

@@ -107,8 +107,9 @@ def _bar_cells(bar: Bar) -> tuple[str, ...]:
 
 
 def _machine(record: Record) -> list[str]:
-    """Return the Markdown lines about memory throughput and about the first calls of a fresh process. Parts that were
-    not measured are left out.
+    """Return the Markdown lines about memory throughput and about the first calls of a fresh process.
+
+    Parts that were not measured are left out.
     """
     lines = []
     if "loops" in record:
@@ -268,8 +269,9 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -> None:
-    """Plot GB/s over recipe, on all threads, on one thread and by the specification. `names` are the recipes in
-    order.
+    """Plot GB/s over recipe, on all threads, on one thread and by the specification.
+
+    `names` are the recipes in order.
     """
     marks = {"quantize": "o", "dequantize": "D", "fake_quantize": "s"}
     colours = {"all": COLOURS["bfloat16"], "one": COLOURS["float16"], "specification": COLOURS["uint8"]}

@@ -47,8 +47,9 @@ MOST_DECLINED = 1 << 14
 
 
 def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
-    """Yield functions that make the cases of a recipe on x. A function raises ValueError if the recipe does not accept
-    the shape of x.
+    """Yield functions that make the cases of a recipe on x.
+
+    A function raises ValueError if the recipe does not accept the shape of x.
     """
     r, few = fp4kit.recipe(recipe), x.size <= MOST_DECLINED
     if not r.fake_only:
@@ -60,8 +61,9 @@ def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
 
 
 def ratio(case: CpuCase) -> float:
-    """Return the specification's time divided by the engine's time, each the smallest of several timings. Small ratios
-    are measured longer, so that noise does not make a call look slower.
+    """Return the specification's time divided by the engine's time, each the smallest of several timings.
+
+    Small ratios are measured longer, so that noise does not make a call look slower.
     """
     fast = min(_seconds(case.call) for _ in range(3))
     with fp4kit.specification():
@@ -106,8 +108,9 @@ def sweep(recipes: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) ->
 
 
 def _ratios(recipe: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[str, float]]:
-    """Yield the name and ratio of every case of a recipe, dtype and shape. Each result is first compared with the
-    specification's. Shapes that the recipe does not accept yield no case.
+    """Yield the name and ratio of every case of a recipe, dtype and shape.
+
+    Each result is first compared with the specification's. Shapes that the recipe does not accept yield no case.
     """
     for make in cases(recipe, normal(shape, dtype)):
         try:

@@ -88,8 +88,9 @@ def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
 
 
 def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
-    """Return the kernel that quantizes along columns, in both directions, and in square blocks. `mask` is the sign mask
-    of the Hadamard transform, or None for no transform.
+    """Return the kernel that quantizes along columns, in both directions, and in square blocks.
+
+    `mask` is the sign mask of the Hadamard transform, or None for no transform.
     """
     source = instantiation("quantize_columns", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
     return Kernel("quantize_columns_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)
@@ -104,8 +105,10 @@ def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
 
 
 def kernels() -> Iterator[Kernel]:
-    """Yield the kernels of the report. Every recipe has its bfloat16 kernel; a few recipes have also those for other
-    dtypes and options, for dequantize, amax, shards and layouts.
+    """Yield the kernels of the report.
+
+    Every recipe has its bfloat16 kernel; a few recipes have also those for other dtypes and options, for dequantize,
+    amax, shards and layouts.
     """
     for r in RECIPES.values():
         if not r.fake_only:
@@ -174,16 +177,20 @@ class Usage(NamedTuple):
 
     @property
     def resident_threads(self) -> int:
-        """The number of threads that fit on a multiprocessor. Registers are allocated in multiples of eight per
-        thread.
+        """The number of threads that fit on a multiprocessor.
+
+        Registers are allocated in multiples of eight per thread.
         """
         blocks = 65536 // (-(-self.registers // 8) * 8 * THREADS)
         return min(blocks * THREADS, 2048)
 
 
 def usage(kernel: Kernel, arch: str) -> Usage:
-    """Compile a kernel for an architecture, and return the resources that the assembler reports. Raises ValueError if
-    the report cannot be parsed.
+    """Compile a kernel for an architecture, and return the resources that the assembler reports.
+
+    arch: the architecture, such as "sm_90".
+
+    Raises ValueError if the report cannot be parsed.
     """
     headers = loader.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
     options = (*loader.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
@@ -199,8 +206,10 @@ def usage(kernel: Kernel, arch: str) -> Usage:
 
 
 def table(rows: list[tuple[Kernel, Usage]], arch: str) -> str:
-    """Return the report as a Markdown table with one line per kernel. `arch` is the architecture that it was compiled
-    for.
+    """Return the report as a Markdown table with one line per kernel.
+
+    rows: the kernels with the resources that they use.
+    arch: the architecture that they were compiled for, such as "sm_90".
     """
     version = ".".join(map(str, nvrtc.version()))
     spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]

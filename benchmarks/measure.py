@@ -90,6 +90,7 @@ def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
 
 def check_rows(actual: Any, expected: Callable[[slice], Any], name: str) -> None:
     """Raise AssertionError unless the first and the last rows of a CuPy array equal the NumPy array `expected(rows)`.
+
     `name` begins the message.
     """
     for rows in CHECKED:
@@ -124,8 +125,9 @@ class Bench:
         return self.cupy.zeros(1 << 28, np.uint8), self.cupy.zeros(1 << 28, np.uint8)
 
     def normal(self, dtype: Any, shape: tuple[int, ...] | None = None) -> Any:
-        """Return an array of normally distributed values, of shape (size, size) by default. Calls with the same
-        arguments return the same array, so do not write to it.
+        """Return an array of normally distributed values, of shape (size, size) by default.
+
+        Calls with the same arguments return the same array, so do not write to it.
         """
         shape = (self.size, self.size) if shape is None else shape
         key = np.dtype(dtype), shape
@@ -145,8 +147,9 @@ class Bench:
             sys.modules["torch"].cuda.empty_cache()
 
     def time(self, *calls: Call) -> Time:
-        """Return the device time of one call, measured by CUDA events. If several calls are given (on different
-        buffers), they take turns.
+        """Return the device time of one call, measured by CUDA events.
+
+        If several calls are given (on different buffers), they take turns.
         """
         for call in (*calls, *calls):
             call()
@@ -155,8 +158,9 @@ class Bench:
         return Time.of(self._events(turns) * 1e-6 for _ in range(self.repeat))
 
     def _events(self, calls: Sequence[Call]) -> float:
-        """Return the device time of the calls in microseconds per call. Copies are queued before them, so that the
-        device does not wait for the host.
+        """Return the device time of the calls in microseconds per call.
+
+        Copies are queued before them, so that the device does not wait for the host.
         """
         start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         for _ in range(LEAD_COPIES):
@@ -188,8 +192,9 @@ class Bench:
         return self.host_times([call])[0]
 
     def host_times(self, calls: Sequence[Call], batch: int = 200) -> list[Time]:
-        """Return the time on the host of each call. Calls take turns in batches; the device is idle when a batch
-        begins.
+        """Return the time on the host of each call.
+
+        Calls take turns in batches; the device is idle when a batch begins.
 
         Rows report the smallest of these times, as timeit does, because the speed of a shared host varies: x * 2 of
         PyTorch takes 7.5 us at one moment and 11.5 us a second later.
@@ -199,8 +204,9 @@ class Bench:
         return [*alternate(watches, 2 * self.repeat, float("inf")).values()]
 
     def copy_us(self, nbytes: int) -> float:
-        """Return the microseconds of a device-to-device copy that reads and writes nbytes in total. Each size is
-        measured once per run.
+        """Return the microseconds of a device-to-device copy that reads and writes nbytes in total.
+
+        Each size is measured once per run.
         """
         if nbytes not in self._copies:
             source, target = (self.cupy.zeros(max(nbytes // 2, 1), np.uint8) for _ in range(2))
@@ -300,8 +306,9 @@ def describe() -> dict[str, Any]:
 
 
 def main(run: Callable[[Bench], None]) -> None:
-    """Run the benchmark of one script by itself, with the options of its command line, and print its rows. `run` is the
-    script's function.
+    """Run the benchmark of one script by itself, with the options of its command line, and print its rows.
+
+    `run` is the script's function.
     """
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--size", type=int, default=SIZE)

@@ -41,8 +41,9 @@ def tokens_of(text: str, folder: Path) -> list[int]:
 
 
 def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
-    """Yield the vocabulary pieces of a word, from its start, each as long as possible. If no piece matches the rest,
-    yield "[UNK]" for it. `known` maps a piece to its id.
+    """Yield the vocabulary pieces of a word, from its start, each as long as possible.
+
+    If no piece matches the rest, yield "[UNK]" for it. `known` maps a piece to its id.
     """
     start = 0
     while start < len(word):
@@ -56,8 +57,9 @@ def _pieces(word: str, known: Mapping[str, int]) -> Iterator[str]:
 
 
 def run(tensors: Mapping[str, np.ndarray], tokens: list[int], seen: Seen) -> None:
-    """Run the encoder on consecutive sequences of LENGTH tokens, with GELU in its tanh form. Call `seen` for every
-    linear layer of each sequence. Tokens after the last whole sequence are ignored.
+    """Run the encoder on consecutive sequences of LENGTH tokens, with GELU in its tanh form.
+
+    Call `seen` for every linear layer of each sequence. Tokens after the last whole sequence are ignored.
     """
     for start in range(0, len(tokens) - LENGTH + 1, LENGTH):
         e = "embeddings"
@@ -69,7 +71,11 @@ def run(tensors: Mapping[str, np.ndarray], tokens: list[int], seen: Seen) -> Non
 
 
 def _layer(tensors: Mapping[str, np.ndarray], p: str, x: np.ndarray, seen: Seen) -> np.ndarray:
-    """Return the output of one encoder layer with input x. `p` is the prefix of its tensors' names."""
+    """Return the output of one encoder layer with input x.
+
+    p: the prefix of its tensors' names.
+    seen: called with the name and the input of each linear layer.
+    """
 
     def linear(name: str, x: np.ndarray) -> np.ndarray:
         seen(f"{p}.{name}.weight", x)

@@ -43,8 +43,9 @@ class Loop:
 
     @cached_property
     def _modules(self) -> tuple[Any, ...]:
-        """The modules `nn` and `config` of Model-Optimizer's quantization, after its extensions are loaded. Empty if
-        Model-Optimizer is not installed.
+        """The modules `nn` and `config` of Model-Optimizer's quantization, after its extensions are loaded.
+
+        Empty if Model-Optimizer is not installed.
         """
         names = ("nn", "config", "extensions")
         found = [peers.module(f"modelopt.torch.quantization.{name}") for name in names] if self._builds else [None]
@@ -56,8 +57,9 @@ class Loop:
 
     @staticmethod
     def _load(extension: Any, build: subprocess.Popen[bytes]) -> None:
-        """Load an extension once its build has finished. If the build failed, mark the extension as missing, so that
-        Model-Optimizer does not try to build it again.
+        """Load an extension once its build has finished.
+
+        If the build failed, mark the extension as missing, so that Model-Optimizer does not try to build it again.
         """
         try:
             built = build.wait(PATIENCE) == 0
@@ -71,8 +73,9 @@ class Loop:
             extension()
 
     def calls(self, recipe: str, xs: Sequence[Any], amaxes: Sequence[Any]) -> dict[str, Call]:
-        """Return {name: call} of a loop that quantizes the tensors `xs` with their amaxes. The dict is empty if
-        Model-Optimizer is not installed or has no quantizer for the recipe.
+        """Return {name: call} of a loop that quantizes the tensors `xs` with their amaxes.
+
+        The dict is empty if Model-Optimizer is not installed or has no quantizer for the recipe.
         """
         if recipe not in ATTRIBUTES or not self._modules:
             return {}

@@ -52,8 +52,9 @@ def tensor(x: Any) -> Any:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled by torch.compile, for the one shape and dtype of its first call. The function must
-    not call functions of this module.
+    """Return the function compiled by torch.compile, for the one shape and dtype of its first call.
+
+    The function must not call functions of this module.
     """
     return torch().compile(function, dynamic=False, fullgraph=True)
 
@@ -104,8 +105,9 @@ def quantize_mx(bench: Bench, x: Any, recipe: str) -> dict[str, Call]:
 
 
 def dequantize_mx(bench: Bench, q: Any, dtype: Any) -> dict[str, Call]:
-    """Return calls of torchao's to_dtype on the codes and scales of q. The dict is empty for recipes that MX_MODES
-    lacks.
+    """Return calls of torchao's to_dtype on the codes and scales of q.
+
+    The dict is empty for recipes that MX_MODES lacks.
     """
     if q.recipe.id not in MX_MODES or not _has_torchao(bench):
         return {}
@@ -118,8 +120,9 @@ def dequantize_mx(bench: Bench, q: Any, dtype: Any) -> dict[str, Call]:
 
 @cache
 def _nvfp4(given: bool) -> Callable[..., Any]:
-    """Return a function that calls torchao's nvfp4_quantize with a tensor scale. If `given` is true, the function takes
-    the tensor amax as second argument; otherwise it computes the amax.
+    """Return a function that calls torchao's nvfp4_quantize with a tensor scale.
+
+    If `given` is true, the function takes the tensor amax as second argument; otherwise it computes the amax.
     """
     nv = module("torchao.prototype.mx_formats.nvfp4_tensor")
     quantize, scale = nv.nvfp4_quantize, nv.per_tensor_amax_to_scale

@@ -43,8 +43,9 @@ def head_text(record: Record) -> str:
 
 
 def pyplot(path: Path) -> Any:
-    """Return matplotlib's pyplot, configured so that plotting a record twice gives the same bytes. `path` is the file
-    to plot to. Raises ImportError if matplotlib is not installed.
+    """Return matplotlib's pyplot, configured so that plotting a record twice gives the same bytes.
+
+    `path` is the file to plot to. Raises ImportError if matplotlib is not installed.
     """
     import matplotlib
 
@@ -64,8 +65,9 @@ def save(figure: Any, path: Path) -> None:
 def write(
     record: Record, folder: Path, name: str, page: str, plot: Callable[[Record, Path], None] | None = None
 ) -> list[Path]:
-    """Write the record to NAME.json and the Markdown text `page` to NAME.md. If `plot` is given and matplotlib is
-    installed, also write NAME.svg. Return the paths of the written files.
+    """Write the record to NAME.json and the Markdown text `page` to NAME.md.
+
+    If `plot` is given and matplotlib is installed, also write NAME.svg. Return the paths of the written files.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{name}{suffix}" for suffix in (".json", ".md", ".svg")]
@@ -82,8 +84,9 @@ def write(
 
 
 def rewrite(write_all: Callable[[Record, Path], list[Path]]) -> None:
-    """Write page and plot again for every record file that the command line names. `write_all` takes a record and its
-    folder.
+    """Write page and plot again for every record file that the command line names.
+
+    `write_all` takes a record and its folder.
     """
     for name in sys.argv[1:]:
         print(*write_all(json.loads(Path(name).read_text()), Path(name).parent), sep="\n")

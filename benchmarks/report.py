@@ -45,8 +45,9 @@ def heading(record: Record) -> str:
 
 
 def target_text(row: BenchmarkRow) -> str:
-    """Return a row's targets as text, followed by "(missed)" if the row misses one. Return "" if the row has no
-    target.
+    """Return a row's targets as text, followed by "(missed)" if the row misses one.
+
+    Return "" if the row has no target.
     """
     parts = [] if row.target is None else [f"{row.target:.2f}"]
     if row.target_us is not None:
@@ -111,6 +112,7 @@ def markdown(record: Record) -> str:
 
 def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASONS) -> list[str]:
     """Return the Markdown section on rows that miss their target: the reason, and the other designs that were tried.
+
     Return an empty list if no row misses its target.
     """
     found: dict[Reason | None, list[BenchmarkRow]] = {}
@@ -203,8 +205,9 @@ SUMMARY_COLUMNS = ("operation", "recipe", "from", "time", "efficiency", "fastest
 
 
 def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str, ...]]:
-    """Return the README's rows: one per wanted (operation, recipe) pair, from rows of kind "kernel". If a pair was
-    timed from several dtypes, the last row that is not float32 is used, which is bfloat16 in a whole run.
+    """Return the README's rows: one per wanted (operation, recipe) pair, from rows of kind "kernel".
+
+    If a pair was timed from several dtypes, the last row that is not float32 is used, which is bfloat16 in a whole run.
 
     Raises:
         ValueError: the record lacks a wanted pair.
@@ -230,8 +233,9 @@ def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
 
 
 def write(record: Record, folder: Path, plotted: bool = True) -> list[Path]:
-    """Write the record's JSON, page and, if `plotted` is true, plot into a folder. Return the paths of the written
-    files.
+    """Write the record's JSON, page and, if `plotted` is true, plot into a folder.
+
+    Return the paths of the written files.
     """
     return records.write(record, folder, slug(record), markdown(record), plot if plotted else None)
 

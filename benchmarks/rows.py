@@ -20,8 +20,9 @@ Traffic = Mapping[str, Fraction]
 
 
 class Beside(NamedTuple):
-    """State another time of the run that a row is compared with. The row meets its target if its time is at most
-    `at_most` times `us`.
+    """State another time of the run that a row is compared with.
+
+    The row meets its target if its time is at most `at_most` times `us`.
 
     Attributes:
         name: what took the other time, such as "one launch"
@@ -218,5 +219,5 @@ def formula(traffic: Traffic) -> str:
 
 
 def traffic_bytes(traffic: Traffic, n: int) -> int:
-    """Return the bytes that n elements move."""
+    """Return the number of bytes that n elements move, given the bytes per element of each array."""
     return int(n * sum(traffic.values(), Fraction(0)))

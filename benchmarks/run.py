@@ -54,8 +54,9 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None]) -> dict[str, str]:
-    """Run the chosen benchmarks, and call `save(errors)` after each. Return {name: error} for the benchmarks that
-    raised an exception.
+    """Run the chosen benchmarks, and call `save(errors)` after each.
+
+    Return {name: error} for the benchmarks that raised an exception.
     """
     errors = {}
     for name in chosen:
@@ -74,8 +75,9 @@ def run(bench: Bench, chosen: list[str], save: Callable[[dict[str, str]], None])
 
 
 def main() -> int:
-    """Run the benchmarks, print their rows and write the record. Return 1 if a benchmark raised an exception,
-    else 0.
+    """Run the benchmarks, print their rows and write the record.
+
+    Return 1 if a benchmark raised an exception, else 0.
     """
     args = parser().parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)

@@ -79,8 +79,9 @@ def markdown(record: Record) -> str:
 
 
 def losses(values: Any, scales: Any) -> np.ndarray:
-    """Return the sum of squared errors of blocks under given scales. Each value is rounded to the nearest E2M1 value
-    times its block's scale.
+    """Return the sum of squared errors of blocks under given scales.
+
+    Each value is rounded to the nearest E2M1 value times its block's scale.
 
     Args:
         values: blocks of shape (..., 16)
@@ -138,7 +139,7 @@ def plot_block(axes: Any, block: Record) -> None:
 
 
 def plot_layers(pair: Any, record: Record) -> None:
-    """Plot the SQNR of every layer: weights on the first of two axes, outputs on the second."""
+    """Plot the SQNR of every layer: weights on the first of a pair of matplotlib axes, outputs on the second."""
     rows = np.arange(len(record["layers"]))[::-1]
     names = [layer["name"].removeprefix("encoder.layer.").removesuffix(".weight") for layer in record["layers"]]
     for axes, of, labels in zip(pair, ("weights", "outputs"), (names, []), strict=True):

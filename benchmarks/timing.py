@@ -55,8 +55,9 @@ def watch(
     lasting: float = BATCH_SECONDS,
     warm_below: float = 0.0,
 ) -> Watch:
-    """Return a watch that makes a call inside a context, in batches of about `lasting` seconds. The call is made once
-    or twice right away, to warm up and to find the size of a batch.
+    """Return a watch that makes a call inside a context, in batches of about `lasting` seconds.
+
+    The call is made once or twice right away, to warm up and to find the size of a batch.
 
     Args:
         call: the call to time
@@ -76,8 +77,9 @@ def watch(
 
 
 def alternate(watches: Mapping[Any, Watch], rounds: int, budget: float = BUDGET) -> dict[Any, Time]:
-    """Return {name: time} of the watches, which take turns for a number of rounds. From the fourth round on, a watch
-    that has used `budget` seconds is left out.
+    """Return {name: time} of the watches, which take turns for a number of rounds.
+
+    From the fourth round on, a watch that has used `budget` seconds is left out.
     """
     found: dict[Any, list[float]] = {name: [] for name in watches}
     spent = dict.fromkeys(watches, 0.0)

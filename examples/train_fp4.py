@@ -112,8 +112,10 @@ def on_grid(x: Any, xp: Any) -> Any:
 
 
 def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
-    """Return (codes times block scales, tensor scale) as float64. Their product is the decoded weight. The first factor
-    is a multiple of WEIGHT_UNIT, so that `product` can add it exactly.
+    """Return (codes times block scales, tensor scale) as float64.
+
+    Their product is the decoded weight. The first factor is a multiple of WEIGHT_UNIT, so that `product` can add it
+    exactly.
     """
     codes = xp.asarray(E2M1.values, np.float64)[fp4kit.unpack(q.packed)]
     scales = xp.asarray(E4M3.values, np.float64)[q.block_scale]
@@ -137,7 +139,10 @@ def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
 
 
 def data(xp: Any) -> tuple[Any, Any, Any]:
-    """Return inputs, target outputs of a teacher network, and initial master weights (flat, float32)."""
+    """Return inputs, target outputs of a teacher network, and initial master weights (flat, float32).
+
+    xp: the library of the arrays, numpy or cupy.
+    """
     rng = np.random.default_rng(4)
     x = rng.integers(-8, 9, (SAMPLES, SHAPES[0][1])) * INPUT_UNIT
     a, b = (on_grid(uniform(rng, *shape), np) for shape in SHAPES)
@@ -148,21 +153,24 @@ def data(xp: Any) -> tuple[Any, Any, Any]:
 
 
 def uniform(rng: np.random.Generator, m: int, k: int) -> np.ndarray:
-    """Return uniformly distributed values of shape (m, k) and variance 1 / k. They are made from integers, because
-    normal values need logarithms, which differ between machines.
+    """Return uniformly distributed values of shape (m, k) and variance 1 / k.
+
+    They are made from integers, because normal values need logarithms, which differ between machines.
     """
     return rng.integers(-(2**15), 2**15, (m, k)) * (2.0**-15 * np.sqrt(3 / k))
 
 
 def cuts(total: int, size: int) -> list[int]:
-    """Return the boundaries of the ranks' parts of the flat buffer. Inner boundaries are odd, so they fall inside bytes
-    and blocks, which is the hardest case for `sharded`.
+    """Return the boundaries of the ranks' parts of the flat buffer.
+
+    Inner boundaries are odd, so they fall inside bytes and blocks, which is the hardest case for `sharded`.
     """
     return [0, *((total * rank // size) | 1 for rank in range(1, size)), total]
 
 
 def shards_of(flat: Any, start: int) -> list[Shard]:
     """Return, for each matrix, the shard that lies in `flat`, a part of the flat buffer that begins at element `start`.
+
     A shard may be empty.
     """
     shards, begin = [], 0
@@ -210,8 +218,9 @@ def train(steps: int, quantizer: Quantizer, comm: Communicator | None = None, xp
 
 
 class Thread:
-    """Act as one rank in a group of threads. Implements fp4kit.training.communicators.Communicator. If a rank fails,
-    the other ranks stop waiting for it.
+    """Act as one rank in a group of threads.
+
+    Implements fp4kit.training.communicators.Communicator. If a rank fails, the other ranks stop waiting for it.
     """
 
     def __init__(self, rank: int, barrier: threading.Barrier, slots: list[Any]) -> None:
@@ -265,8 +274,10 @@ def on_threads(size: int, work: Callable[[Communicator], Any]) -> list[Any]:
 
 
 def ways(ranks: Sequence[int], gpu: bool) -> dict[str, Callable[[int], list[Result]]]:
-    """Return {name: function} of the ways to train. A function takes the number of steps and returns the results of all
-    ranks. If `gpu` is true, ways with CuPy are included.
+    """Return {name: function} of the ways to train.
+
+    A function takes the number of steps and returns the results of all ranks. If `gpu` is true, ways with CuPy are
+    included.
     """
 
     def group(size: int, xp: Any) -> Callable[[int], list[Result]]:
@@ -290,7 +301,10 @@ def all_results(mine: Result, comm: Communicator) -> list[Result]:
 
 
 def report(name: str, results: list[Result], expected: Result, seconds: float) -> None:
-    """Print whether the results of all ranks equal the expected losses and codes."""
+    """Print whether the results of all ranks equal the expected losses and codes, after the name of the way to train.
+
+    seconds: the running time, which is printed, too.
+    """
     if all(result == expected for result in results):
         verdict = "every loss and the last codes are equal in every bit"
     else:

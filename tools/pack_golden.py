@@ -58,8 +58,9 @@ def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[s
 
 
 def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
-    """Return the dtype, shape and bytes of an array. Arrays are compared by these, so that NaNs are compared by their
-    bits.
+    """Return the dtype, shape and bytes of an array.
+
+    Arrays are compared by these, so that NaNs are compared by their bits.
     """
     return array.dtype.name, array.shape, array.tobytes()
 
@@ -72,8 +73,9 @@ def similarity(key: str) -> tuple[str, str, str]:
 
 
 def rank(name: str) -> tuple[int, str]:
-    """Return the sort key that orders files. A file is stored as differences only to files of BASES that come before
-    it.
+    """Return the sort key that orders files.
+
+    A file is stored as differences only to files of BASES that come before it.
     """
     return (BASES.index(name) if name in BASES else len(BASES)), name
 
@@ -105,8 +107,10 @@ class Nearest:
         return key.split("/")[0], array.dtype.name, array.size
 
     def __call__(self, key: str, array: np.ndarray) -> tuple[tuple[str, str], np.ndarray] | None:
-        """Return ((file, key), bytes) of the nearest base array. Return None if MAX_DIFFERING or more of the bytes
-        differ from every base array, or if the array is smaller than MIN_BYTES.
+        """Return ((file, key), bytes) of the nearest base array.
+
+        Return None if MAX_DIFFERING or more of the bytes differ from every base array, or if the array is smaller than
+        MIN_BYTES.
         """
         if array.nbytes < MIN_BYTES:
             return None
@@ -150,8 +154,9 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def write(members: dict[str, bytes], path: Path) -> None:
-    """Write the members as a zip file, first under a temporary name. Dates and modes are fixed, so that equal members
-    give equal bytes.
+    """Write the members as a zip file, first under a temporary name.
+
+    Dates and modes are fixed, so that equal members give equal bytes.
     """
     temporary = path.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w") as archive:
@@ -183,16 +188,18 @@ def verify(source: Arrays, packed: GoldenSet, name: str) -> None:
 
 
 def dependents(directory: Path, name: str, changed: Iterable[str]) -> list[str]:
-    """Return the names of packed files that store an array as a difference to a changed key of file `name`. They must
-    be packed again.
+    """Return the names of packed files that store an array as a difference to a changed key of file `name`.
+
+    They must be packed again.
     """
     gone = {(name, key) for key in changed}
     return [path.stem for path in sorted(directory.glob("*.npz")) if gone & set(references(path).values())]
 
 
 def add(directory: Path, name: str, new: Arrays, replace: bool = False) -> list[str]:
-    """Add the arrays of one producer to its packed file in a directory, and pack dependent files again. Return the
-    names of the files that were written.
+    """Add the arrays of one producer to its packed file in a directory, and pack dependent files again.
+
+    Return the names of the files that were written.
 
     Raises ValueError if an array differs from the recorded one and `replace` is false.
     """

@@ -46,7 +46,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
-    """Return an SVG text element. `kind` names CSS classes of STYLE."""
+    """Return an SVG text element with the text `words` at (x, y). `kind` names CSS classes of STYLE."""
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
 
 
@@ -56,7 +56,7 @@ def box(x: float, y: float, width: float, height: float, kind: str) -> str:
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
-    """Return an SVG line."""
+    """Return an SVG line from (x1, y1) to (x2, y2). `kind` names CSS classes of STYLE."""
     return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="{kind}"/>'
 
 

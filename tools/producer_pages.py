@@ -137,8 +137,9 @@ def _tensor_source(rule: str) -> str:
 
 @cache
 def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (codes, block scales) of the matrix of `_drawn`, so that recipes can be compared. Return None if the
-    recipe is a fake quantizer, has no block scales, searches scales, or has square blocks.
+    """Return (codes, block scales) of the matrix of `_drawn`, so that recipes can be compared.
+
+    Return None if the recipe is a fake quantizer, has no block scales, searches scales, or has square blocks.
     """
     if r.fake_only or r.scale is None or r.search or r.block != (1, r.block_size):
         return None

@@ -121,8 +121,10 @@ PARTS = {one.__name__: one for one in ALL}
 
 
 def with_output(text: str) -> str:
-    """Return the text with the current output of its example. The example is the code after `<!-- example -->`; its
-    output replaces the block after `<!-- output -->`. A text without an example is returned unchanged.
+    """Return the text with the current output of its example.
+
+    The example is the code after `<!-- example -->`; its output replaces the block after `<!-- output -->`. A text
+    without an example is returned unchanged.
     """
     example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.DOTALL)
     if example is None:

@@ -162,8 +162,10 @@ def _compare_arrays(found: np.ndarray, expected: np.ndarray, what: str) -> Outco
 
 
 def attempt(call: Callable[[], Outcome], what: str) -> Outcome:
-    """Return the Outcome of ``call()``. If the engine has no kernel for the call, which it says by raising
-    NotImplementedError, return an Outcome that lists ``what`` as skipped.
+    """Return the Outcome of ``call()``.
+
+    If the engine has no kernel for the call, which it says by raising NotImplementedError, return an Outcome that lists
+    ``what`` as skipped.
     """
     try:
         return call()

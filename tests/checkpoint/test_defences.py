@@ -347,7 +347,7 @@ def test_file_beside_that_becomes_a_link(tmp_path: Path) -> None:
 
 
 def quantized(folder: Path, recipe: str, form: str) -> Path:
-    """Write a quantized model with two layers; return its directory."""
+    """Write a model with two layers, quantize it to the format `form`, and return the directory of the result."""
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (32, 64)) for i in range(2)}
     synthetic.write_model(folder / "m", {"model_type": "llama", "num_hidden_layers": 2}, tensors)
     return convert(folder / "m", folder / "q", recipe, format=form).destination

@@ -136,8 +136,9 @@ print(*(one.exitcode for one in children))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_process_that_is_forked_while_threads_compute():
-    """A process that is forked during a call can compute. If a lock were held over the fork, the child would wait
-    forever.
+    """A process that is forked during a call can compute.
+
+    If a lock were held over the fork, the child would wait forever.
     """
     found = subprocess.run([sys.executable, "-c", UNDER_LOAD], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["0"] * 20, found.stderr

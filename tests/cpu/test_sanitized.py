@@ -76,7 +76,12 @@ library.fp4kit_transpose(c_void_p(codes.ctypes.data), c_void_p(out.ctypes.data),
 
 
 def sanitized(folder: Path, kind: str) -> tuple[Path, str]:
-    """Build the library with a sanitizer, under the names of all levels; return it and the sanitizer's own library."""
+    """Build the library with a sanitizer, and copy it to the names of all processor levels in the folder.
+
+    Return the paths of the library and of the sanitizer's own library. Skip the test if the compiler has no sanitizer.
+
+    kind: a key of KINDS.
+    """
     compiler = find_compiler(folder)
     command = compiler if isinstance(compiler, str) else compiler.command[0]
     runtime = "" if isinstance(compiler, str) else output(command, f"-print-file-name={KINDS[kind][1]}")

@@ -111,8 +111,9 @@ OBJECTIVES = ("p2.4", "mae", "max", "p3", "p16", "p1.0001")
 @pytest.mark.parametrize("objective", every(3, OBJECTIVES))
 @pytest.mark.parametrize("side", ["", "weights with zeros"])
 def test_objectives(objective, side, monkeypatch):
-    """The library searches for every objective. Some losses are zero, infinite or NaN, and some blocks have several
-    rows.
+    """The library searches for every objective.
+
+    Some losses are zero, infinite or NaN, and some blocks have several rows.
     """
     given = SIDES[side] | {"objective": objective}
     for dtype, amax in ((np.float32, 4.0), (BF16, 1e-12), (np.float16, 0.03)):

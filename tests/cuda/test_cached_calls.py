@@ -125,7 +125,10 @@ def gpu(monkeypatch):
 
 
 def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **parts):
-    """Return a Quantized to pass as out=, with some of its arrays replaced by those in `parts`."""
+    """Return a Quantized to pass as out= for an x of the given shape, dtype, axis and scale layout.
+
+    parts: arrays to take instead of those of right shape, by name.
+    """
     r = fp4kit.recipe(recipe)
     scales = fp4kit.layouts.padded_shape(scale_shape(shape, r), layout)
     arrays = {"packed": Array(packed_shape(shape, r), np.uint8), "block_scale": Array(scales, np.uint8)}
@@ -137,7 +140,7 @@ def result(recipe, shape=(64, 256), dtype=BF16, axis=-1, layout="linear", **part
 
 
 def logged(gpu, call):
-    """Return (the launches that a call makes, its result)."""
+    """Return (the launches that a call makes, its result). gpu: the fixture, which records launches."""
     gpu.log.clear()
     value = call()
     return list(gpu.log), value

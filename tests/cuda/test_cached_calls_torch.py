@@ -68,7 +68,9 @@ class Launched:
 def quantize_call(recipe, arguments, row, column, amax):
     """Return a cached call of quantize for PyTorch tensors, with a kernel that only records its launches.
 
+    arguments: the kernel's arguments.
     row, column: True to write rowwise and columnwise results.
+    amax: the step that computes the tensor amax, or None, as for QuantizeCall.of.
     """
     launch, on = Launched((*arguments.pointers, *arguments.words)), cached_calls.library_of(tensor())
     axes = ((1, row), (0, column))

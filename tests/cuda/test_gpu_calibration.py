@@ -16,7 +16,10 @@ EXPERTS = 5
 
 
 def inputs(dtype, columns=40):
-    """Return rows of magnitudes from subnormals to the largest of the dtype, with zeros."""
+    """Return 300 rows of inputs, whose magnitudes are from subnormal to nearly the largest of the dtype.
+
+    Every seventh row is zero.
+    """
     rng = np.random.default_rng(0)
     low, high = (-20, 12) if dtype == np.float16 else (-140, 120)
     x = np.ldexp(rng.standard_normal((300, columns)), rng.integers(low, high, (300, 1)))
@@ -45,7 +48,11 @@ def contents(collector):
 
 
 def collected(x, owner, convert):
-    """Return a Collector of x as a layer, as one expert, and as tokens of several experts."""
+    """Return a Collector of x as a layer, as one expert, and as tokens of several experts.
+
+    owner: the expert of each token.
+    convert: a function that moves an array to the library whose arrays are collected.
+    """
     collector = Collector()
     collector.collect("a", convert(x))
     collector.collect(STACK, convert(x[:9]), expert=3, experts=EXPERTS)

@@ -166,7 +166,12 @@ def test_graph_capture() -> None:
 
 
 def same_gradient(grad: np.ndarray, x: np.ndarray, name: str, amax=None, **options) -> None:
-    """Assert that the clipped gradient of fake_quantize has equal bits on CPU and GPU."""
+    """Assert that the clipped gradient of fake_quantize has equal bits on CPU and GPU.
+
+    grad: the upstream gradient.
+    amax: the limit of |x|, a number or an array; None for the amax that the recipe computes.
+    options: further arguments of fake_quantize_backward.
+    """
     given = cupy.asarray(amax) if isinstance(amax, np.ndarray) else amax
     gpu = fp4kit.fake_quantize_backward(
         cupy.asarray(grad), cupy.asarray(x), name, amax=given, pass_through=False, **options
@@ -307,7 +312,7 @@ def test_compare_and_identify_take_what_is_on_a_gpu() -> None:
 
 
 def where_it_is(seen, *arguments):
-    """Call best_match and record the x that it gets in `seen`, to see on which device it is."""
+    """Call best_match with the arguments, and append its x to the list `seen`, to see on which device it is."""
     seen.append(arguments[1])
     return best_match(*arguments)
 

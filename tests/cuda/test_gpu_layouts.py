@@ -33,6 +33,8 @@ def square_blocks(r: Recipe, layout: str, shape: tuple[int, ...]) -> fp4kit.Quan
     """Return a Quantized with random codes and with scales that are equal in all rows of a block.
 
     The padding of its scales is not zero.
+
+    layout: the layout of the scales.
     """
     linear = scale_shape(shape, r)
     scales = np.repeat(random_bytes((*linear[:-2], linear[-2] // r.block_size, linear[-1])), r.block_size, axis=-2)

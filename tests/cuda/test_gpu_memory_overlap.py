@@ -159,7 +159,10 @@ def test_tensors_of_pytorch():
 
 
 def bytes_of(shape, strides, itemsize):
-    """Count the bytes of all elements one by one; if elements overlap, they have fewer distinct bytes."""
+    """Return the number of distinct bytes that the elements of an array occupy, counted one by one.
+
+    If elements overlap, it is less than the number of elements times their size.
+    """
     starts = np.zeros(1, int)
     for n, step in zip(shape, strides, strict=True):
         starts = np.add.outer(starts, np.arange(n) * step).ravel()

@@ -61,7 +61,7 @@ def check_compiles(case: KernelCall, arch: str) -> None:
 
 
 def make_cubin(source: str, arch: str, path: Path) -> None:
-    """Compile a kernel to the file `path`; assert that the compiler gives no warning."""
+    """Compile a kernel for the architecture `arch` to the file `path`; assert that the compiler gives no warning."""
     cubin, log = loader.compile_source(source, arch)
     assert log == ""
     path.write_bytes(cubin)

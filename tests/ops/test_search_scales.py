@@ -68,8 +68,9 @@ def code_of(found: np.ndarray, amax: float, scale_max: float) -> np.ndarray:
 def assert_smallest_loss(every: np.ndarray, chosen: np.ndarray, tolerance: float = ROUNDING) -> None:
     """Assert that the chosen candidate of each block loses least, up to rounding.
 
-    every: the losses of all candidates.
-    chosen: the index of the chosen one.
+    every: the losses of all candidates, one per block along the other axes.
+    chosen: the index of the chosen one, per block.
+    tolerance: the relative excess of the loss that is put down to rounding.
     """
     loss = np.take_along_axis(every, chosen[None], axis=0)[0]
     assert (loss <= every.min(axis=0) * (1 + tolerance)).all()
@@ -360,7 +361,10 @@ def best_multiples(
 ) -> np.ndarray:
     """Return the factor in `grid` by which the amax is multiplied for the smallest squared error, per amax.
 
-    Errors are computed with the public fake_quantize. axis: the axes of x that share one amax, or None for all axes.
+    Errors are computed with the public fake_quantize.
+
+    weights: factors of the squared errors, in a shape that broadcasts to x.
+    axis: the axes of x that share one amax, or None for all axes.
     """
     every = []
     for factor in grid:

@@ -39,9 +39,9 @@ def a_row(
 ):
     """Return a CpuRow with the given times in microseconds.
 
-    peers: {name of another library's function: time}.
+    peers: {name of another library's function: time}; None for no other library.
     nbytes: the bytes that a call reads and writes.
-    times: {name of an implementation: time}.
+    times: {key of CpuRow.times: time}.
     """
     timed, others = ({name: timing.Time(us, us) for name, us in found.items()} for found in (times, peers or {}))
     return row_records.CpuRow(

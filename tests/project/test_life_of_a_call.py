@@ -44,7 +44,10 @@ def drawn(engine: str, later: bool) -> set[str]:
 
 
 def entered(engine: str) -> list[list[str]]:
-    """Run entered_files.py in a new process. Return [files that a first call enters, files of a later call]."""
+    """Return [files that a first call of quantize enters, files that a later call enters], found in a new process.
+
+    engine: "compiled" for NumPy arrays, "torch" for PyTorch tensors, "specification" or "cuda".
+    """
     script = ROOT / "tests" / "support" / "entered_files.py"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(script.parent)])}
     result = subprocess.run(

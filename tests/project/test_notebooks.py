@@ -107,8 +107,9 @@ def test_stored_notebook_is_a_clean_run(notebook):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_fresh_run_prints_what_is_stored(name, tmp_path):
-    """A new run gives no error, nothing on stderr, and the stored texts. For figures, only their presence is
-    compared.
+    """A new run gives no error, nothing on stderr, and the stored texts.
+
+    For figures, only their presence is compared.
     """
     notebook = ROOT / "notebooks" / f"{name}.ipynb"
     run_in_subprocess(notebook, tmp_path / notebook.name, tmp_path)

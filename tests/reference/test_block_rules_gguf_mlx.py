@@ -288,8 +288,9 @@ def exponent_of_mlx(amax, largest, dtype, old):
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-mlx-cpu-0321", "mxfp8-mlx-cpu-0321"])
 def test_scales_of_mlx(name, dtype, either_engine):
-    """Scale bytes equal those of MLX's steps, also if the byte wraps. Wrapping does not affect the largest element's
-    code.
+    """Scale bytes equal those of MLX's steps, also if the byte wraps.
+
+    Wrapping does not affect the largest element's code.
     """
     scalar, largest = np.dtype(dtype).type, RECIPES[name].element.max
     top = {4: 120.0, 2: 15.0 if dtype == np.float16 else 120.0}[np.dtype(dtype).itemsize]

@@ -18,6 +18,10 @@ def four_over_six(x, amax, error, scale_max):
 
     The block's largest element becomes 6, or 4 if that has the smaller error. Errors are summed along each row in
     order. The sums of 16 rows are added as a tree: row i with i + 8, then + 4, + 2, + 1.
+
+    amax: the tensor amax.
+    error: "mae" to sum absolute errors, "mse" to sum their squares.
+    scale_max: the largest block scale of the recipe, 448 or 256.
     """
     f, full = np.float32, np.float32(6 * scale_max)
     encode_scale = full / amax

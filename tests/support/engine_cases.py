@@ -26,8 +26,9 @@ NEEDS_ENGINE = pytest.mark.skipif(
 
 
 def covered(r: Recipe) -> bool:
-    """Return whether the compiled engine quantizes with a recipe itself. Otherwise calls fall back to the
-    specification.
+    """Return whether the compiled engine quantizes with a recipe itself.
+
+    Otherwise calls fall back to the specification.
     """
     try:
         encode.kernels_of(r)

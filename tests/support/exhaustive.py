@@ -20,8 +20,9 @@ _PARAMETER = type(pytest.param())
 
 
 def exhaustive(cases: Iterable[Any]) -> list[Any]:
-    """Return the cases as pytest parameters that only exhaustive runs take. Cases that already are parameters stay
-    unchanged.
+    """Return the cases as pytest parameters that only exhaustive runs take.
+
+    Cases that already are parameters stay unchanged.
     """
     return [
         case if isinstance(case, _PARAMETER) else pytest.param(case, marks=pytest.mark.exhaustive) for case in cases

@@ -53,8 +53,9 @@ def plant(monkeypatch, name, fault):
 
 
 def executed(text):
-    """Run a script that the fuzzer printed to reproduce a fault. Return the message of its AssertionError, or "" if it
-    passes.
+    """Run a script that the fuzzer printed to reproduce a fault.
+
+    Return the message of its AssertionError, or "" if it passes.
     """
     try:
         exec(compile(text, "reproduction", "exec"), {})

@@ -33,7 +33,7 @@ class Runs(NamedTuple):
     mask: int = TE_SIGN_MASK
 
     def signs(self, j: int) -> np.ndarray:
-        """Return the 16 signs with which the elements of a run are added to give y_j."""
+        """Return the 16 signs with which the elements of a run are added to give y_j, element j of the transform."""
         return SYLVESTER[j] * (1 - 2 * (self.mask >> np.arange(BLOCK) & 1))
 
     def of_kind(self, kind: str) -> np.ndarray:

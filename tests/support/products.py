@@ -72,7 +72,10 @@ def _kinds(case: str) -> tuple[list[str], Unit]:
 
 
 def _operand(kind: str, codes: np.ndarray, scales: np.ndarray | None) -> Any:
-    """Return an operand of matmul from recorded codes, one per byte, and block scales."""
+    """Return an operand of matmul from recorded codes, one per byte, and block scales.
+
+    kind: the name of a dtype, for an array without scales, or of a block format, for a Quantized.
+    """
     if kind in _DTYPES:
         return np.ascontiguousarray(codes).view(_DTYPES[kind])
     return quantized(recipe_of(kind), codes, scales)

@@ -99,7 +99,7 @@ def nearly_equal_blocks() -> np.ndarray:
 
 
 def hessians(K: int, seed: int = 0) -> np.ndarray:
-    """Return a Hessian per block of columns: usual ones and a low-rank one.
+    """Return a Hessian per block of 16 columns, for K columns: usual ones and a low-rank one.
 
     For more than four blocks, there are also a diagonal one with zeros, the identity, and one with negative diagonal
     elements.

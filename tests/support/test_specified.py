@@ -59,8 +59,10 @@ def test_a_test_with_a_fixture_of_another_engine_runs_on_it(away):
 
 
 def test_helpers_of_tests_have_names_of_their_own():
-    """Check that helper files have unique names. Python searches tests/support, tests/support/checkpoint and benchmarks
-    in turn, so the second of two files with one name would never be imported.
+    """Check that helper files have unique names.
+
+    Python searches tests/support, tests/support/checkpoint and benchmarks in turn, so the second of two files with one
+    name would never be imported.
     """
     folders = (TESTS / "support", TESTS / "support" / "checkpoint", TESTS.parent / "benchmarks")
     names = [path.stem for folder in folders for path in folder.glob("*.py")]

@@ -38,8 +38,9 @@ TE_CODES = [27 + 8 * k for k in range(12)]
 
 
 def blocks_at_ties(dtype: np.dtype) -> np.ndarray:
-    """Return a matrix (12, 16) of one block per row. Block k has the amax 2^k TIE, which every input dtype
-    represents.
+    """Return a matrix (12, 16) of one block per row.
+
+    Block k has the amax 2^k TIE, which every input dtype represents.
     """
     x = np.outer(np.exp2(np.arange(12)) * TIE, np.linspace(-0.5, 1, 16))
     return x.astype(dtype)

@@ -126,8 +126,9 @@ def test_amaxes_of_experts_and_rows_clip_too():
 
 
 def test_gradients_are_those_of_the_rule():
-    """The Jacobian is diagonal, with ones or the mask of clipped elements. The derivative of the gradient is this mask
-    again.
+    """The Jacobian is diagonal, with ones or the mask of clipped elements.
+
+    The derivative of the gradient is this mask again.
     """
     x = to_torch(X[:2, :32]).requires_grad_()
     jacobian = torch.autograd.functional.jacobian(lambda x: ft.fake_quantize(x, "nvfp4-te"), x).reshape(64, 64)

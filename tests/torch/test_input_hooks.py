@@ -17,7 +17,11 @@ from fp4kit.checkpoint.verify.verify import verify
 
 
 def model_of(kind, **sizes):
-    """Return a small model of transformers with random weights, in bfloat16."""
+    """Return a small model of transformers with random weights, in bfloat16.
+
+    kind: the architecture as in class names, such as "Llama".
+    sizes: further fields of its config.
+    """
     transformers = pytest.importorskip("transformers")
     common = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     common |= {"num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 96, **sizes}
@@ -35,7 +39,7 @@ def tokens(seed, shape=(2, 17)):
 
 
 def run(model, *seeds, **options):
-    """Return the Collector of a model that ran on random tokens."""
+    """Return the Collector of a model that ran once per seed, on random tokens. options: arguments of collect."""
     with fp4kit.torch.collect(model, **options) as collector, torch.no_grad():
         for seed in seeds:
             model(tokens(seed))

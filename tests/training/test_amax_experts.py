@@ -25,7 +25,11 @@ RANKS = st.integers(1, 5)
 
 
 def local(values, held, base=FC1):
-    """Return the state of a rank that holds the experts `held`, which it numbers 0, 1, ..."""
+    """Return the state of a rank that holds the experts `held`, which it numbers 0, 1, ...
+
+    values: {name: amax} of all experts.
+    base: the name of the quantizer, without the number of the expert.
+    """
     return state_of({f"{base}.{i}": values[f"{base}.{number}"] for i, number in enumerate(held)})
 
 

@@ -85,7 +85,11 @@ def test_other_tensors_and_dtypes(tmp_path):
 
 
 def write_raw(path, tensors, metadata=None, twice=False):
-    """Write a safetensors file byte by byte from {key: (dtype, shape, bytes)}."""
+    """Write a safetensors file byte by byte from {key: (dtype, shape, bytes)}.
+
+    metadata: the entry __metadata__; None for none.
+    twice: True to list every tensor twice in the header.
+    """
     items, data = [] if metadata is None else [f'"__metadata__":{json.dumps(metadata)}'], b""
     for key, (dtype, shape, raw) in tensors.items():
         entry = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(raw)]}

@@ -16,8 +16,9 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 
 
 def with_fault(case: DrawnCase) -> DrawnCase:
-    """Return the case with its fault applied if the fault is a wrong length, axis or dtype. Otherwise return the case
-    unchanged.
+    """Return the case with its fault applied if the fault is a wrong length, axis or dtype.
+
+    Otherwise return the case unchanged.
 
     The functions below, which build options, apply all other faults.
     """
@@ -83,8 +84,9 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
 
 
 def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options rounding and seed of the case's call, or {} for rounding to nearest. For random bytes, append
-    the statement that makes them to the program ``p``.
+    """Return the options rounding and seed of the case's call, or {} for rounding to nearest.
+
+    For random bytes, append the statement that makes them to the program ``p``.
     """
     o = case.options
     if o.fault == "seed":
@@ -100,8 +102,9 @@ def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 
 
 def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
-    """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed. Options
-    that have their default are left out.
+    """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed.
+
+    Options that have their default are left out.
     """
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout

@@ -97,8 +97,9 @@ class DrawnArray:
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """Return the values as a view of a larger array. ``asarray`` moves the larger array to a library, such as
-    cupy.asarray.
+    """Return the values as a view of a larger array.
+
+    ``asarray`` moves the larger array to a library, such as cupy.asarray.
     """
     flat, cut = memory(values, view)
     return cut(asarray(flat))

@@ -72,8 +72,9 @@ class Verdict(NamedTuple):
 
     @property
     def key(self) -> tuple[str, str]:
-        """The kind and function of a failure. Two failures with equal keys count as one failure when a case is
-        shrunk.
+        """The kind and function of a failure.
+
+        Two failures with equal keys count as one failure when a case is shrunk.
         """
         return self.kind, self.function
 
@@ -86,8 +87,9 @@ class Verdict(NamedTuple):
 
 
 class EngineRun:
-    """Run the statements of a program on one engine. ``names`` maps names to the results so far. ``host`` is True for
-    the specification.
+    """Run the statements of a program on one engine.
+
+    ``names`` maps names to the results so far. ``host`` is True for the specification.
     """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
@@ -108,8 +110,9 @@ class EngineRun:
             self.names[name] = self.place.array(value.values(), value.view, name)
 
     def call(self, statement: ProgramCall) -> Exception | None:
-        """Execute a ProgramCall and store its result. Return the exception that the call raised, or None if it
-        returned.
+        """Execute a ProgramCall and store its result.
+
+        Return the exception that the call raised, or None if it returned.
         """
         options = {name: self.value(value) for name, value in statement.options.items()}
         arguments = [self.value(a) for a in statement.arguments]

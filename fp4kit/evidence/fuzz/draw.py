@@ -101,8 +101,9 @@ class Pool:
 
 @dataclass(frozen=True)
 class DrawnOptions:
-    """Hold the options of a case: all that is not its operation, recipe, arrays and axis. Every default is the simplest
-    choice.
+    """Hold the options of a case: all that is not its operation, recipe, arrays and axis.
+
+    Every default is the simplest choice.
 
     Random bytes and amaxes are drawn from ``seed``.
     """
@@ -172,8 +173,9 @@ class DrawnCase:
 
 
 class Draw:
-    """Draw the parts of one case, in a fixed order, from an integer. ``refused`` counts variants that Recipe
-    rejected.
+    """Draw the parts of one case, in a fixed order, from an integer.
+
+    ``refused`` counts variants that Recipe rejected.
     """
 
     def __init__(self, seed: int, pool: Pool) -> None:

@@ -79,8 +79,9 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 
 def needed(statements: list[Statement]) -> list[Statement]:
-    """Return the last statement and those that it depends on, in order. Other statements are not needed to reproduce a
-    failure of the last one.
+    """Return the last statement and those that it depends on, in order.
+
+    Other statements are not needed to reproduce a failure of the last one.
     """
     needed_statements = [statements[-1]]
     names = _names(statements[-1])

@@ -21,8 +21,9 @@ class Ref:
     path: tuple[Any, ...] = ()
 
     def __getitem__(self, part: Any) -> Ref:
-        """Return a reference to a part of this result. A string means an attribute, as in ref["packed"]; an index or
-        slice means an item.
+        """Return a reference to a part of this result.
+
+        A string means an attribute, as in ref["packed"]; an index or slice means an item.
         """
         return Ref(self.name, (*self.path, part))
 

@@ -83,8 +83,9 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 
 
 def _quantize_both(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize along both axes: one call of quantize_both and two calls of quantize. The results must
-    be equal.
+    """Append calls that quantize along both axes: one call of quantize_both and two calls of quantize.
+
+    The results must be equal.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case)
@@ -101,8 +102,9 @@ def _quantize_both(p: Program, case: DrawnCase) -> None:
 
 
 def _decode(p: Program, case: DrawnCase) -> None:
-    """Append calls that decode random codes under random block scales. Padding in swizzled scales holds random bytes
-    too.
+    """Append calls that decode random codes under random block scales.
+
+    Padding in swizzled scales holds random bytes too.
     """
     x, o = p.make("x", case.x), case.options
     q = p.call("q", "fp4kit.quantize", x, Ref("r"), **codes_options(p, case), tensor_amax=tensor_amax(p, case))
@@ -119,8 +121,9 @@ def _decode(p: Program, case: DrawnCase) -> None:
 
 
 def _fake_quantize(p: Program, case: DrawnCase) -> None:
-    """Append calls that fake-quantize x. If the recipe has no fake rule, the result must equal
-    dequantize(quantize(x)).
+    """Append calls that fake-quantize x.
+
+    If the recipe has no fake rule, the result must equal dequantize(quantize(x)).
     """
     x, r = p.make("x", case.x), case.r
     options = {
@@ -162,8 +165,9 @@ def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str
 
 
 def _grouped(p: Program, case: DrawnCase) -> None:
-    """Append calls that quantize or fake-quantize a group of arrays at once, and each array by itself. The results must
-    be equal.
+    """Append calls that quantize or fake-quantize a group of arrays at once, and each array by itself.
+
+    The results must be equal.
     """
     xs, members = _members(p, case)
     fake = case.operation == "fake_quantize_grouped"
@@ -185,8 +189,9 @@ def _at(values: list[Any] | None, i: int) -> Any:
 
 
 def _amax_grouped(p: Program, case: DrawnCase) -> None:
-    """Append calls that compute the amaxes of a group of arrays at once, and of each array by itself. The results must
-    be equal.
+    """Append calls that compute the amaxes of a group of arrays at once, and of each array by itself.
+
+    The results must be equal.
     """
     xs, members = _members(p, case)
     recipe, axis = _reduced(case)
@@ -195,8 +200,9 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
-    """Return (positional arguments, axis) for a call of amax after x. The call gets a recipe and its axis, or only the
-    axes to reduce.
+    """Return (positional arguments, axis) for a call of amax after x.
+
+    The call gets a recipe and its axis, or only the axes to reduce.
     """
     if case.options.cuts:
         return (Ref("r"),), case.axis
@@ -205,8 +211,9 @@ def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
 
 
 def _plan(p: Program, case: DrawnCase) -> None:
-    """Append two runs of a GroupedPlan. The results must equal those of single calls. Before the second run, the plan's
-    arrays are overwritten.
+    """Append two runs of a GroupedPlan.
+
+    The results must equal those of single calls. Before the second run, the plan's arrays are overwritten.
     """
     o = case.options
     xs, members = _members(p, case)
@@ -249,8 +256,9 @@ def _requantize(p: Program, case: DrawnCase) -> None:
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
-    """Append a call that computes the gradient of fake_quantize. With pass_through, it must equal the incoming
-    gradient.
+    """Append a call that computes the gradient of fake_quantize.
+
+    With pass_through, it must equal the incoming gradient.
     """
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
@@ -263,8 +271,9 @@ def _backward(p: Program, case: DrawnCase) -> None:
 
 
 def _backward_grouped(p: Program, case: DrawnCase) -> None:
-    """Append calls that compute the gradients of a group of arrays at once, and of each array by itself. The results
-    must be equal.
+    """Append calls that compute the gradients of a group of arrays at once, and of each array by itself.
+
+    The results must be equal.
     """
     xs, members = _members(p, case)
     o = case.options
@@ -282,8 +291,9 @@ def _backward_grouped(p: Program, case: DrawnCase) -> None:
 
 
 def _transpose(p: Program, case: DrawnCase) -> None:
-    """Append calls that transpose a Quantized. Transposing again must give the Quantized back. Quantizing x along the
-    other axis must give the transpose.
+    """Append calls that transpose a Quantized.
+
+    Transposing again must give the Quantized back. Quantizing x along the other axis must give the transpose.
 
     The second comparison is left out for recipes whose codes depend on the direction: those that treat even and odd
     lanes separately for NaN, and those with 4over6, whose errors are summed in an order that depends on the direction.
@@ -299,6 +309,7 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
 def _swizzle(p: Program, case: DrawnCase) -> None:
     """Append calls that convert the block scales to the layout ``target_layout``, and back to the layout ``layout``.
+
     The last result must equal the first, and decoded values must not change.
     """
     x, o = p.make("x", case.x), case.options
@@ -375,8 +386,9 @@ def _scales_by_finite(case: DrawnCase) -> bool:
 
 
 def _master_weights(p: Program, case: DrawnCase) -> None:
-    """Append calls that cast master weights in one process, and quantize each matrix by itself. The results must be
-    equal.
+    """Append calls that cast master weights in one process, and quantize each matrix by itself.
+
+    The results must be equal.
     """
     columnwise = case.options.columnwise and case.r.block_rows == case.r.block_size
     shards, singles = [], []

@@ -25,8 +25,9 @@ Ended = tuple[str, str]  # kind and text, as in check.Verdict
 
 
 class Place:
-    """Make the arrays of a reproduction on one engine. ``host`` is True for the specification, which makes calls that
-    other engines reject by design.
+    """Make the arrays of a reproduction on one engine.
+
+    ``host`` is True for the specification, which makes calls that other engines reject by design.
     """
 
     def __init__(self, engine: ComparedEngine, host: bool) -> None:
@@ -34,8 +35,9 @@ class Place:
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return the values as a strided view in the engine's library. Calls must not write to it, which written()
-        checks.
+        """Return the values as a strided view in the engine's library.
+
+        Calls must not write to it, which written() checks.
         """
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         moved = self.engine.module.asarray(flat)

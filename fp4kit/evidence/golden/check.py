@@ -87,8 +87,9 @@ def _skip_nonfinite_block(case: RecordedCase) -> Mask:
 
 
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks that compressed-tensors corrupts. It rounds their amax up to a power of two
-    that the input dtype cannot hold.
+    """Return a mask that excuses blocks that compressed-tensors corrupts.
+
+    It rounds their amax up to a power of two that the input dtype cannot hold.
     """
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)

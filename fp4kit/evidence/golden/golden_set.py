@@ -123,8 +123,9 @@ class GoldenSet:
 
 
 class _Reader:
-    """Read the files of a directory by name, each only once. Packed files refer to others, which are read by this
-    object too.
+    """Read the files of a directory by name, each only once.
+
+    Packed files refer to others, which are read by this object too.
     """
 
     def __init__(self, directory: Path) -> None:

@@ -43,8 +43,9 @@ class GoldenResult(NamedTuple):
 
 
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
-    """Compare arrays and return the GoldenResult. ``arrays`` yields (file, Compared tuple); ``recipe`` is the recipe's
-    id.
+    """Compare arrays and return the GoldenResult.
+
+    ``arrays`` yields (file, Compared tuple); ``recipe`` is the recipe's id.
     """
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:

@@ -107,8 +107,9 @@ def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4ki
 
 
 def _powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return exact powers of two over the whole range of the dtype. Within a block, exponents differ by less
-    than 12.
+    """Return exact powers of two over the whole range of the dtype.
+
+    Within a block, exponents differ by less than 12.
     """
     info = ml_dtypes.finfo(dtype)
     top = rng.integers(info.minexp - info.nmant, info.maxexp, _blocks(shape, r))
@@ -185,8 +186,9 @@ KINDS: dict[str, Kind] = {
 
 
 def _blocks(shape: Shape, r: fp4kit.Recipe) -> Shape:
-    """Return the numbers of blocks along rows and columns of a shape. A recipe without blocks counts blocks of
-    1 x 16.
+    """Return the numbers of blocks along rows and columns of a shape.
+
+    A recipe without blocks counts blocks of 1 x 16.
     """
     return shape[0] // r.block_rows, shape[1] // max(r.block_size, 16 if r.block is None else 1)
 
@@ -207,8 +209,9 @@ def _near(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
 def _blocks_with_amaxes(
     rng: np.random.Generator, amaxes: np.ndarray, shape: Shape, r: fp4kit.Recipe, tensor: np.ndarray | None = None
 ) -> np.ndarray:
-    """Return random values in blocks with the given amaxes. In each block, an element at a random position has the
-    amax.
+    """Return random values in blocks with the given amaxes.
+
+    In each block, an element at a random position has the amax.
 
     If ``tensor`` is given, the first element is set to it, so that the tensor amax is ``tensor``.
     """

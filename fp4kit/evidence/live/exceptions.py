@@ -66,8 +66,9 @@ def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements that overflow when Quark divides them by its smallest scale, 2^-23. Quark packs an
-    infinity as the value 4.
+    """Return a mask of elements that overflow when Quark divides them by its smallest scale, 2^-23.
+
+    Quark packs an infinity as the value 4.
     """
     return (_scale(x, q) == 0) & (np.abs(x.astype(np.float64)) * 2.0**23 >= 2.0**128)
 

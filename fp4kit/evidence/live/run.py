@@ -206,8 +206,9 @@ def _calls_to_run(adapter: Adapter, ids: tuple[str, ...], result: ProducerResult
 
 
 def _between(first: str, version: str, last: str) -> bool:
-    """Return True if a version is between ``first`` and ``last``, which are "" for no limit. An unknown version is
-    accepted.
+    """Return True if a version is between ``first`` and ``last``, which are "" for no limit.
+
+    An unknown version is accepted.
     """
     if version == "unknown":
         return True

@@ -28,8 +28,9 @@ class Anything(ModuleType):
         self.__path__ = []  # marks a package, so that its modules can be imported
 
     def __getattr__(self, name: str) -> Any:
-        """Create, store and return another stand-in as the attribute. Raises AttributeError for a name with two leading
-        underscores.
+        """Create, store and return another stand-in as the attribute.
+
+        Raises AttributeError for a name with two leading underscores.
         """
         if name.startswith("__"):
             raise AttributeError(name)

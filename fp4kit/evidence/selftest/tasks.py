@@ -194,8 +194,9 @@ def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
 
 
 def _anchors(r: Recipe) -> np.ndarray:
-    """Return the block amax that gives each scale byte, as float32. Scale bytes whose amax exceeds the range of
-    bfloat16 are left out.
+    """Return the block amax that gives each scale byte, as float32.
+
+    Scale bytes whose amax exceeds the range of bfloat16 are left out.
     """
     scale = np.arange(255, dtype=np.uint8).view(ml_dtypes.float8_e8m0fnu)
     if r.tensor_scaling != "none":
@@ -258,8 +259,9 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run the tasks on several threads, and yield each result when it is ready. GPU kernels then compile while the
-    specification computes.
+    """Run the tasks on several threads, and yield each result when it is ready.
+
+    GPU kernels then compile while the specification computes.
     """
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
         for future in as_completed([pool.submit(_finish, task) for task in tasks]):

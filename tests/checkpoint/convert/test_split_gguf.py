@@ -133,7 +133,12 @@ NAMES = [f"out-{i:05}-of-00010.gguf" for i in range(1, COUNT + 1)]
 
 
 def split_as_llama_cpp(whole: Path, limit: int) -> list[bytes]:
-    """Return the files that llama-gguf-split --split-max-size makes of a GGUF file (gguf-split.cpp, split_strategy)."""
+    """Return the contents of the files that llama-gguf-split --split-max-size makes of the GGUF file `whole`.
+
+    The steps are those of split_strategy in gguf-split.cpp.
+
+    limit: the largest number of bytes of tensors per file.
+    """
     file, data = read_gguf(whole), whole.read_bytes()
     parts: list[list[Any]] = [[]]
     size = 0
@@ -161,7 +166,7 @@ def split_as_llama_cpp(whole: Path, limit: int) -> list[bytes]:
 
 
 def split(folder: Path, resume: bool = False) -> ConversionReport:
-    """Convert m.gguf into the files NAMES."""
+    """Convert m.gguf in the folder into the files NAMES. resume: whether to resume a stopped conversion."""
     return convert(folder / "m.gguf", folder / "out.gguf", RECIPE, split_max_size=LIMIT, options=Options(resume=resume))
 
 

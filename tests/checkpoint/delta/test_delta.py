@@ -216,7 +216,10 @@ def test_single_safetensors_files(tmp_path: Path) -> None:
 
 
 def gguf_steps(root: Path, recipe: str, limit: int | None) -> list[Path]:
-    """Write two GGUF models that differ in some signs, and quantize both. Return their first files."""
+    """Write two GGUF models that differ in some signs, and quantize both. Return the first file of each.
+
+    limit: the maximum size of the files, by which each quantized model is split, or None to write one file.
+    """
     found = []
     for name, share in (("a", 0.0), ("b", 0.01)):
         rng = np.random.default_rng(3)
@@ -247,7 +250,7 @@ def test_gguf_files(recipe: str, tmp_path: Path) -> None:
 
 
 def parts_of_layer(path: Path, name: str, kind: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the scale bytes and the codes of a layer of a GGUF file."""
+    """Return the scale bytes and the codes, one per element, of a layer of a GGUF file. kind: "mxfp4" or "nvfp4"."""
     entry = next(entry for entry in read_gguf(path).entries if entry.name == f"{name}.weight")
     raw = np.frombuffer(path.read_bytes(), np.uint8)[entry.start : entry.start + entry.nbytes]
     size, scales = (17, 1) if kind == "mxfp4" else (36, 4)

@@ -254,9 +254,7 @@ def test_pairs(recipe) -> None:
 
 
 def test_queries_and_keys() -> None:
-    """q and k have different numbers of heads. If these are not given, identify finds them together with the
-    row order.
-    """
+    """identify finds the row order of q and k, and their numbers of heads, which differ, if these are not given."""
     q, k = layer("q_proj", weights(3)), layer("k_proj", weights(4, (32, 128)))
     for known in (True, False):
         found = []
@@ -309,10 +307,10 @@ def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path:
 
 
 def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
-    """compressed-tensors stores the tensor scale as a divisor. Inverting it may change the scale by an ulp, which
-    decides ties.
+    """identify finds searched scales in compressed-tensors' format, which stores a divisor instead of the tensor scale.
 
-    The codes fit the scale before it was stored.
+    Inverting the divisor may change the scale by an ulp, which decides ties. The codes were computed under the scale
+    before it was stored.
     """
     tensors = synthetic.dense(tmp_path / "m")
     lengths = {name: x.shape[-1] for name, x in tensors.items() if x.ndim == 2}

@@ -249,6 +249,8 @@ def router_hides_gate(copied: Iterable[str], converted: Iterable[str]) -> bool:
     """Return True if an MLP has an unquantized router ``gate`` and also quantized layers such as ``gate_up_proj``.
 
     vLLM would exclude both, because ``mlp.gate`` is a substring of ``mlp.gate_up_proj``. No published model has both.
+
+    copied, converted: the names of the unquantized and of the quantized modules.
     """
     parents = {name.removesuffix(".gate") for name in copied if name.endswith(".gate")}
     return any(name.rpartition(".")[0] in parents for name in converted)

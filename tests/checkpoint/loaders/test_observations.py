@@ -57,7 +57,7 @@ def weights(kind: str) -> dict[str, Any]:
 
 
 def mx(rows: int, columns: int) -> tuple[Any, Any, Any]:
-    """Return random MXFP8 codes and scales, and the values that they decode to."""
+    """Return random MXFP8 codes (rows, columns), their scales (rows, columns / 32), and their decoded values."""
     codes = torch.randint(0, 0x70, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales = torch.randint(120, 124, (rows, columns // 32), dtype=torch.uint8)
     return codes, scales, codes.float() * torch.exp2(scales.float() - 127).repeat_interleave(32, 1)
@@ -92,7 +92,11 @@ def test_compressed_tensors_decodes(name: str) -> None:
 
 
 def saved(root: Path, model_type: str, container: str) -> dict[str, Any]:
-    """Write a small model quantized to MXFP8 in a container; return {name: values} of its linear layers."""
+    """Write a small model quantized to MXFP8, with random weights; return {name: values} of its linear layers.
+
+    model_type: that of transformers, such as "llama".
+    container: the layout of the file, such as "modelopt MXFP8".
+    """
     transformers = pytest.importorskip("transformers")
     file = pytest.importorskip("safetensors.torch")
     settings = SIZES | (EXPERTS if "moe" in model_type else {})

@@ -73,6 +73,7 @@ def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
 def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
     """Return the quantization_config that compressed-tensors writes for one of its containers.
 
+    container: its name, such as "compressed-tensors nvfp4-pack-quantized".
     inputs: the entry input_activations; None if activations are not quantized.
     """
     name = container.removeprefix("compressed-tensors ")

@@ -118,7 +118,10 @@ CHANGES = ("add", "drop", "rename", "retype", "config", "metadata")
 
 
 def change(sound: Sound, rng: np.random.Generator) -> tuple[str, Loaded, dict[str, Any], dict[str, str]]:
-    """Make one random change to a copy of a valid checkpoint. Return (description, tensors, config, metadata)."""
+    """Make one random change to a copy of the valid checkpoint `sound`: to a tensor, the config or the metadata.
+
+    Return (description of the change, tensors, config, metadata).
+    """
     tensors, config, metadata = dict(sound.tensors), json.loads(json.dumps(sound.config)), dict(sound.metadata)
     kind = CHANGES[rng.integers(len(CHANGES))]
     parts = [name for name in tensors if name.startswith(LAYER)]

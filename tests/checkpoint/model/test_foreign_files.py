@@ -66,7 +66,10 @@ def test_verify_finds_no_error(name: str) -> None:
 
 
 def decoded(name: str, out: Path) -> dict[str, Array]:
-    """Return the tensors of a folder as ``convert --format bf16`` writes them, as float32 values."""
+    """Return the bfloat16 tensors that ``convert --format bf16`` writes for a folder of ROOT, as float32 values.
+
+    out: the directory to write to.
+    """
     convert(ROOT / name, out, format="bf16")
     found = {}
     for tensor, (dtype, shape, data) in oracle.load(out).items():

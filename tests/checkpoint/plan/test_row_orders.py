@@ -34,7 +34,10 @@ FORMS = [
 
 
 def permuted(x: np.ndarray, heads: int) -> np.ndarray:
-    """Return x with its rows in llama.cpp's order, as LlamaModel.permute of llama.cpp's converter gives it."""
+    """Return x with its rows in llama.cpp's order, as LlamaModel.permute of llama.cpp's converter gives it.
+
+    heads: the number of attention heads, whose rows are reordered head by head.
+    """
     return x.reshape(heads, 2, len(x) // heads // 2, -1).swapaxes(1, 2).reshape(x.shape)
 
 

@@ -164,7 +164,7 @@ def finished(folder: Path, kind: str, event: int = 2) -> tuple[Path, Path]:
 
 
 def left(out: Path) -> set[str]:
-    """Return the names of the hidden files in the result and in its parent directory, which a killed run leaves."""
+    """Return the names of the hidden files in the result `out` and in its parent, which a killed run leaves."""
     inside = out.iterdir() if out.is_dir() else ()
     return {path.name for path in (*inside, *out.parent.iterdir()) if path.name.startswith(".")}
 

@@ -288,7 +288,10 @@ def _big_model(layers: int = 61, experts: int = 550) -> list[str]:
 
 
 def _decide_all(modules: list[str], wishes: Wishes) -> int:
-    """Make the decisions about names that a plan makes. Return the number of quantized modules that share an amax."""
+    """Decide, as a plan does, which of the modules are quantized. Return the number of groups that share an amax.
+
+    modules: the names of the modules of a DeepSeek-V3 model.
+    """
     model = Model(61, "deepseek_v3")
     candidates = [candidate(f"{module}.weight", "BF16", (2048, 7168), model) for module in modules]
     decisions = decide(candidates, wishes, 16)

@@ -41,7 +41,10 @@ def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 def shown(tab: Page, folder: Path, report: VerifyReport) -> None:
-    """Open a report in the browser; assert that it has no errors and requests nothing but itself."""
+    """Write a report to the folder and open it in the tab.
+
+    Assert that the page gives no errors and requests no other file.
+    """
     write_report(report, folder / "page.html")
     tab.open((folder / "page.html").as_uri())
     asked = [event["request"]["url"] for event in tab.events_of("Network.requestWillBeSent")]

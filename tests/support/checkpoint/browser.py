@@ -74,7 +74,7 @@ class Page:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the DevTools protocol, wait for the answer, and return its result."""
+        """Call a method of the DevTools protocol with these parameters, wait for the answer, and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:

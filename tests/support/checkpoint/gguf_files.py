@@ -24,8 +24,9 @@ def text(value: str) -> bytes:
 
 
 def key(name: str, value: Any) -> bytes:
-    """Return one key of the header and its value as GGUF stores them. The value is a string, a number or a list of
-    strings.
+    """Return one key of the header and its value as GGUF stores them.
+
+    The value is a string, a number or a list of strings.
     """
     if isinstance(value, str):
         return text(name) + struct.pack("<I", STRING) + text(value)

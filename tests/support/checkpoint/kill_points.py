@@ -61,7 +61,10 @@ def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> 
 
 
 def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
-    """Execute a plan in a child process that kills itself at the C function call with number `wanted`; see counted."""
+    """Execute a plan, which writes `out`, in a child process that kills itself at C function call number `wanted`.
+
+    of_system: as for counted.
+    """
     child = os.fork()
     if child == 0:
         counted(wanted, of_system, lambda: execute(plan, out))
@@ -75,6 +78,7 @@ def state_after(out: Path, whole: dict[str, str]) -> str:
     "whole" is a finished directory, from which leftovers are removed. "partial" is an unfinished directory, which is
     resumed. After "nothing", the conversion is started again.
 
+    out: the directory that the conversion writes. Its source is "m" beside it.
     whole: {file name: SHA-256} of a finished directory, with which the result is compared.
     """
     partial = staging.partial_of(out)

@@ -96,6 +96,8 @@ def signalled(
 ) -> Run:
     """Run fp4kit and send it the signal `number` at its event number ``last``; -1 for no signal.
 
+    folder: where to write the hook that counts events.
+    arguments: the command line.
     after: the event, and a part of its first argument, that counts as event 1.
     log: the path of a file to which all events are written, if given.
     """

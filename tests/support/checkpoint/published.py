@@ -16,6 +16,8 @@ Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16
 def _candidates(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
     """Return the tensors of a model as Candidates.
 
+    config: the content of config.json.
+    specs: the names and shapes of the tensors.
     stored: the container in which its linear layers (for gpt-oss, its stacks) are quantized; None if they are
         unquantized.
     """
@@ -41,30 +43,40 @@ def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | No
 
 
 def attention(prefix: str) -> Iterator[Spec]:
-    """Yield the names and shapes of an attention module: q, k, v and o projections and a norm of q."""
+    """Yield (name, shape) of the tensors of an attention module: q, k, v and o projections and a norm of q.
+
+    prefix: the name of the module.
+    """
     for leaf, shape in (("q_proj", (64, H)), ("k_proj", (32, H)), ("v_proj", (32, H)), ("o_proj", (H, 64))):
         yield f"{prefix}.{leaf}", shape
     yield f"{prefix}.q_norm", (16,)
 
 
 def mla(prefix: str, leaves: tuple[str, ...]) -> Iterator[Spec]:
-    """Yield (name, shape) of the projections `leaves` of a multi-head latent attention module."""
+    """Yield (name, shape) of the projections `leaves` of the multi-head latent attention module `prefix`."""
     yield from ((f"{prefix}.{leaf}", (64, 32 if leaf.endswith("b") else H)) for leaf in leaves)
 
 
 def mlp(prefix: str, width: int = M, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
-    """Yield the names and shapes of a gated MLP's projections."""
+    """Yield (name, shape) of the projections of the gated MLP `prefix`.
+
+    width: the number of its inner features.
+    leaves: the last parts of the names, in the order gate, up, down.
+    """
     yield from zip((f"{prefix}.{leaf}" for leaf in leaves), ((width, H), (width, H), (H, width)), strict=True)
 
 
 def experts(prefix: str, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
-    """Yield the names and shapes of every expert's projections."""
+    """Yield (name, shape) of the projections of the experts `prefix`.0, `prefix`.1 and so on. leaves: as for mlp."""
     for expert in range(E):
         yield from mlp(f"{prefix}.{expert}", M, leaves)
 
 
 def base(prefix: str = "model", head: bool = True) -> Iterator[Spec]:
-    """Yield embeddings, norms and, if `head` is true, the output head."""
+    """Yield (name, shape) of the embeddings, the final norm and, if `head` is true, the output head.
+
+    prefix: the module that holds the embeddings and the norm.
+    """
     yield from ((f"{prefix}.embed_tokens", (V, H)), (f"{prefix}.norm", (H,)))
     if head:
         yield "lm_head", (V, H)

@@ -90,7 +90,7 @@ def write_model(
 
 
 def _linear(tensors: Tensors, module: str, shape: tuple[int, int], std: float = 0.02, dtype: np.dtype = BF16) -> None:
-    """Add the weight of the linear layer `module` to `tensors`, with random values."""
+    """Add the weight of the linear layer `module` to `tensors`, with random values of standard deviation `std`."""
     tensors[f"{module}.weight"] = random(module, shape, std, dtype)
 
 
@@ -257,8 +257,9 @@ def mixtral(root: Path) -> Tensors:
 
 
 def vlm_moe(root: Path) -> Tensors:
-    """Write a vision-language model with one tensor per expert. The layers of its tower are named like those
-    of an MLP.
+    """Write a vision-language model with one tensor per expert.
+
+    The layers of its tower are named like those of an MLP.
     """
     tensors: Tensors = {}
     _linear(tensors, "model.language_model.embed_tokens", (VOCABULARY, HIDDEN))
@@ -274,7 +275,7 @@ def vlm_moe(root: Path) -> Tensors:
 
 
 def _gpt_oss_base(inner: int) -> Tensors:
-    """Return the tensors of gpt-oss, except the stacks of experts."""
+    """Return the tensors of gpt-oss, except the stacks of experts. inner: the intermediate size of an expert."""
     tensors = _base()
     for i in range(2):
         layer = f"model.layers.{i}"
@@ -346,8 +347,11 @@ _FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "w
 
 
 def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
-    """Write DeepSeek-V3 in FP8 with 128x128 blocks, multi-token prediction included. Some sizes are not multiples of
-    128.
+    """Write DeepSeek-V3 in FP8 with 128x128 blocks, multi-token prediction included.
+
+    Some sizes are not multiples of 128.
+
+    powers: True for scales that are powers of two.
     """
     tensors = deepseek(root / "numbers")
     for name in [name for name in tensors if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name]:

@@ -131,7 +131,7 @@ class MemoryPointer:
         self.mem, self.ptr, self.device_id = memory, ptr, device
 
     def memset_async(self, value: int, size: int, stream: Any = None) -> None:
-        """Fill bytes."""
+        """Fill the first `size` bytes with a value."""
         start = self.ptr - self.mem.ptr
         on_stream(lambda: self.mem.bytes[start : start + size].fill(value))
 

@@ -136,8 +136,12 @@ class Libraries:
         return launch
 
     def _launch(self, instantiation: Instantiation, arguments: bytes, grid: int, threads: int) -> None:
-        """Launch a kernel. Its first launch with a grid is repeated with other grids, because results must not depend
-        on it.
+        """Launch a kernel with `threads` threads per block.
+
+        Its first launch with a grid is repeated with other grids, because results must not depend on it.
+
+        arguments: the bytes of the kernel's arguments.
+        grid: the number of blocks.
         """
         if instantiation not in self._found:
             self._submit([instantiation])

@@ -45,8 +45,9 @@ def _packed(
 
 
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
-    """Quantize x to an MX format with a function of auto_round.data_type.mxfp. Return the producer's arrays as Parts,
-    to compare them with fp4kit's.
+    """Quantize x to an MX format with a function of auto_round.data_type.mxfp.
+
+    Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     ``function`` is its name, and ``bits`` is the number of bits per element.
     """
@@ -57,8 +58,9 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
-    """Quantize x to NVFP4 with the named function of auto_round.data_type.nvfp. Return the producer's arrays as Parts,
-    to compare them with fp4kit's.
+    """Quantize x to NVFP4 with the named function of auto_round.data_type.nvfp.
+
+    Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     If ``fake`` is True, return only the decoded values, else codes and scales.
     """

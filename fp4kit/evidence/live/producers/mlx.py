@@ -31,8 +31,9 @@ def _numpy(a: Any) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
-    """Quantize and dequantize x in a mode of MLX, such as "nvfp4". Return the producer's arrays as Parts, to compare
-    them with fp4kit's.
+    """Quantize and dequantize x in a mode of MLX, such as "nvfp4".
+
+    Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     If ``with_global`` is True, pass the tensor amax as global_scale.
     """
@@ -59,8 +60,9 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
 
 
 def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``. A version that is "" sets no
-    limit.
+    """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``.
+
+    A version that is "" sets no limit.
     """
     decode = None if options else partial(_decode, mode=mode)
     return ProducerCall(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)

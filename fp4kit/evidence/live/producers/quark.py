@@ -45,8 +45,9 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
-    """Quantize x with a Quark MX spec and a scale mode. Return the producer's arrays as Parts, to compare them with
-    fp4kit's.
+    """Quantize x with a Quark MX spec and a scale mode.
+
+    Return the producer's arrays as Parts, to compare them with fp4kit's.
 
     ``spec`` is a class name in Quark's configuration, and ``mode`` is how the amax is rounded to a power of two.
     """

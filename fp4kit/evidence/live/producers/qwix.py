@@ -30,8 +30,9 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, kind: str) -> Parts:
-    """Quantize x with qarray.quantize. ``kind`` is the format, such as "nvfp4". Return the producer's arrays as Parts,
-    to compare them with fp4kit's.
+    """Quantize x with qarray.quantize.
+
+    ``kind`` is the format, such as "nvfp4". Return the producer's arrays as Parts, to compare them with fp4kit's.
     """
     import jax
     import jax.numpy as jnp

@@ -41,8 +41,9 @@ def _stored() -> Any:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x with MXFP4QuantizeUtil. Return the producer's arrays as Parts, to compare them with
-    fp4kit's.
+    """Quantize and dequantize x with MXFP4QuantizeUtil.
+
+    Return the producer's arrays as Parts, to compare them with fp4kit's.
     """
     import torch
 
@@ -56,8 +57,9 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _kv(x: np.ndarray) -> Parts:
-    """Quantize x with SGLang's utility for key-value caches, without torch.compile. Return the producer's arrays as
-    Parts, to compare them with fp4kit's.
+    """Quantize x with SGLang's utility for key-value caches, without torch.compile.
+
+    Return the producer's arrays as Parts, to compare them with fp4kit's.
     """
     quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)
     codes, scale = quantize(to_torch(x)[None])

@@ -50,8 +50,9 @@ def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Pa
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales. TE has no other MXFP4 quantizer. Return
-    the producer's arrays as Parts, to compare them with fp4kit's.
+    """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales.
+
+    TE has no other MXFP4 quantizer. Return the producer's arrays as Parts, to compare them with fp4kit's.
     """
     quantize = _reference().NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = quantize(to_torch(x), None, 32, 1, pow_2_scales=True, eps=0.0)

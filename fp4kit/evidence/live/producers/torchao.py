@@ -15,8 +15,10 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize and dequantize x with MXTensor. ``element`` and ``mode`` name its element dtype and scale mode. Return
-    the producer's arrays as Parts, to compare them with fp4kit's.
+    """Quantize and dequantize x with MXTensor.
+
+    ``element`` and ``mode`` name its element dtype and scale mode. Return the producer's arrays as Parts, to compare
+    them with fp4kit's.
     """
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode

@@ -47,8 +47,9 @@ def _mxfp8_utils() -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize and fake-quantize x with vLLM's NVFP4 emulation. Return the producer's arrays as Parts, to compare them
-    with fp4kit's.
+    """Quantize and fake-quantize x with vLLM's NVFP4 emulation.
+
+    Return the producer's arrays as Parts, to compare them with fp4kit's.
     """
     import torch
 
