@@ -161,7 +161,7 @@ class Bench:
     def row(self, group: str, case: CpuCase, recipe: str, x: np.ndarray, beside: bool = False) -> None:
         """Check a case, time it and keep its row.
 
-        group: the part of the record that the row belongs to.
+        group: the name of the group of rows, such as "recipes".
         beside: whether to time the matching calls of other libraries, too.
         """
         check(case)

@@ -41,7 +41,7 @@ def forward(bench: Bench, recipe: str, x: Any, target: float) -> None:
 
     The tensor or row amax that the recipe needs is computed before the clock starts.
 
-    target: the efficiency that the row should reach.
+    target: the smallest efficiency that the row should have.
     """
     scaling = fp4kit.recipe(recipe).tensor_scaling
     amax = {"tensor": fp4kit.amax(x), "row": fp4kit.amax(x, axis=1)}.get(scaling)

@@ -98,7 +98,7 @@ def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop)
 
     For recipes of WITH_AMAX, also add a row with computed amaxes.
 
-    loop: Model-Optimizer's quantizers, whose calls in a loop are timed beside fake_quantize.
+    loop: makes the calls that loop over Model-Optimizer's quantizers, which are timed beside fake_quantize.
     """
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
