@@ -64,7 +64,8 @@ class Origin:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the tensors that hold the weight."""
-        return tuple(part.entry.name for part in self.weight.parts.values())
+        weights = [rows.weight for rows in self.weight.members] or [self.weight]
+        return tuple(part.entry.name for weight in weights for part in weight.parts.values())
 
     def slab(self, readers: Readers, rows: slice) -> Slab:
         """Read some of the rows as one Slab of stored parts.

@@ -23,7 +23,7 @@ _DEEPSEEK_V4 = ("deepseek-v4",)
 _BF16 = ("bf16",)
 
 # Families whose linear layers have Hugging Face names. Rows for "dense" also hold for "llama", if it has no own row.
-_HF = "dense moe deepseek_v3 vlm stacked_moe"
+_HF = "dense moe deepseek_v3 vlm stacked_moe llama4"
 _NAMES = "its choice of method, exclusions, names, shapes and dtypes were tested, but not its values"
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
 _NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"
@@ -70,7 +70,7 @@ RUNS: tuple[Row, ...] = (
     (_CT_NVFP4, _HF, "vLLM", "loads", "run", "it inverts the stored divisor: values are off by up to 2 float32 ulp"),
     (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were tested, but not its values"),
     (_CT_NVFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
-    (_CT_NVFP4, "dense vlm granite_moe", "transformers", "loads", "run", ""),
+    (_CT_NVFP4, "dense vlm granite_moe llama4", "transformers", "loads", "run", ""),
     (_CT_NVFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (
         _CT_NVFP4,
@@ -98,13 +98,13 @@ RUNS: tuple[Row, ...] = (
         "run",
         "it has MXFP4 for experts only: it loads the checkpoint if only experts are quantized (--preset experts)",
     ),
-    (_CT_MXFP4, "dense moe deepseek_v3 vlm granite_moe", "transformers", "loads", "run", ""),
+    (_CT_MXFP4, "dense moe deepseek_v3 vlm granite_moe llama4", "transformers", "loads", "run", ""),
     (_CT_MXFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (_CT_MXFP8, "dense", "vLLM", "loads", "read", ""),
-    (_CT_MXFP8, "moe deepseek_v3 vlm stacked_moe", "vLLM", "loads", "run", ""),
+    (_CT_MXFP8, "moe deepseek_v3 vlm stacked_moe llama4", "vLLM", "loads", "run", ""),
     (_CT_MXFP8, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
     (_CT_MXFP8, "dense", "SGLang", "fails", "run", "it has no method for MXFP8 linear layers in this format"),
-    (_CT_MXFP8, "dense vlm granite_moe", "transformers", "loads", "run", ""),
+    (_CT_MXFP8, "dense vlm granite_moe llama4", "transformers", "loads", "run", ""),
     (_CT_MXFP8, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (
         _CT_MXFP8,
@@ -125,7 +125,7 @@ RUNS: tuple[Row, ...] = (
         "the Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)",
     ),
     (_SGLANG_MXFP8, "dense llama moe deepseek_v3 vlm granite_moe", "transformers", "loads", "run", _DEQUANTIZED),
-    (_SGLANG_MXFP8, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
+    (_SGLANG_MXFP8, "stacked_moe llama4", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (_SGLANG_MXFP8, _HF, "vLLM", "fails", "run", "its mxfp8 method needs weight_scale and reads only ignored_layers"),
     (_GPT_OSS, "gpt_oss", "vLLM", "loads", "run", ""),
     (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "intermediate_size must be a multiple of 32"),
@@ -144,6 +144,6 @@ RUNS: tuple[Row, ...] = (
     (_BF16, f"{_HF} granite_moe", "vLLM", "loads", "read", ""),
     (_BF16, f"{_HF} granite_moe", "SGLang", "loads", "read", ""),
     (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss granite_moe", "transformers", "loads", "run", ""),
-    (_BF16, "stacked_moe", "transformers", "loads", "run", f"only if experts are stacks: {SPLIT_EXPERTS}"),
+    (_BF16, "stacked_moe llama4", "transformers", "loads", "run", f"only if experts are stacks: {SPLIT_EXPERTS}"),
     (_BF16, "vlm", "transformers", "loads", "read", ""),
 )

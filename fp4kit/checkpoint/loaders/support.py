@@ -16,14 +16,17 @@ from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, Loa
 from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
 from fp4kit.checkpoint.loaders.observations import RUNS
 
-FAMILIES = ("dense", "llama", "moe", "stacked_moe", "granite_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
+# Models whose experts transformers reads only as stacks. It splits the experts of llama4 if the checkpoint is quantized
+# in compressed-tensors' format.
+STACKED_MOE, LLAMA4 = "stacked_moe", "llama4"
+FAMILIES = ("dense", "llama", "moe", STACKED_MOE, LLAMA4, "granite_moe", "gpt_oss", "deepseek_v3", "deepseek_v4", "vlm")
 # model_type -> family, for models whose experts transformers reads only as stacks. fp4kit copies the stacks of
 # "granite_moe" models unquantized.
 _FAMILY_OF_STACKS = {
-    "llama4": "stacked_moe",
-    "llama4_text": "stacked_moe",
-    "qwen3_vl_moe": "stacked_moe",
-    "qwen3_vl_moe_text": "stacked_moe",
+    "llama4": LLAMA4,
+    "llama4_text": LLAMA4,
+    "qwen3_vl_moe": STACKED_MOE,
+    "qwen3_vl_moe_text": STACKED_MOE,
     "granitemoe": "granite_moe",
     "granitemoeshared": "granite_moe",
     "granitemoehybrid": "granite_moe",

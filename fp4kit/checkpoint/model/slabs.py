@@ -151,6 +151,9 @@ def slabs(
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
         return
+    if weight.members:
+        yield from _of_members(readers, weight, span, height, max_bytes)
+        return
     rows, columns = weight.shape[-2:]
     first, end = (0, rows) if span is None else span
     max_bytes = SLAB_BYTES if max_bytes is None else max_bytes
@@ -207,6 +210,23 @@ def _in_order(
             None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales)
         )
         yield slab._replace(start=slab.start + low, values=values, codes=codes, scales=scales)
+
+
+def _of_members(
+    readers: Readers, weight: Weight, span: tuple[int, int] | None, height: int, max_bytes: int | None
+) -> Iterator[Slab]:
+    """Yield the slabs of a matrix that is composed of members (see Weight.members), member by member.
+
+    The arguments are those of ``slabs``. Every slab has the tensor scale of its own member.
+    """
+    first, end = span or (0, weight.shape[-2])
+    at = 0
+    for member, expert, (begin, stop) in weight.members:
+        low, high = max(first - at, 0), min(end - at, stop - begin)
+        if low < high:
+            for slab in slabs(readers, member, expert, (begin + low, begin + high), height, max_bytes):
+                yield slab._replace(start=slab.start - begin + at)
+        at += stop - begin
 
 
 def _joined(readers: Readers, weight: Weight) -> Slab:

@@ -40,14 +40,24 @@ class SplitLayer:
     values: Weight
 
     @property
-    def tensors(self) -> set[str]:
-        """The names of all tensors that store the layer."""
-        return {part.entry.name for weight in (self.keys, self.values) for part in weight.parts.values()}
+    def reason(self) -> str:
+        """Why the tensors become one layer, in words for the user."""
+        return "embed_q and unembed_out of mlx-lm: decoded and put together as kv_b_proj"
 
     @property
-    def nbytes(self) -> int:
-        """The number of bytes of all tensors that store the layer."""
-        return self.keys.nbytes + self.values.nbytes
+    def tensor(self) -> str:
+        """The name of embed_q's tensor of values or codes."""
+        return self.keys.tensor
+
+    @property
+    def dtype(self) -> str:
+        """How embed_q is stored: a safetensors dtype, or the name of a container."""
+        return self.keys.dtype
+
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """The two stacks."""
+        return self.keys, self.values
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -55,14 +65,10 @@ class SplitLayer:
         heads, columns, nope = self.keys.shape
         return heads * (nope + self.values.shape[1]), columns
 
-    @property
-    def dtype(self) -> str:
-        """The safetensors dtype of kv_b_proj: that of the unquantized stacks, or BF16."""
-        return next((weight.dtype for weight in (self.keys, self.values) if weight.container is None), "BF16")
-
     def pieces(self) -> Iterator[Piece]:
         """Yield the pieces (units of work) that write kv_b_proj: two per head."""
-        output = OutputTensor(f"{self.name}.weight", self.dtype, self.shape, VALUES)
+        dtype = next((weight.dtype for weight in self.weights if weight.container is None), "BF16")
+        output = OutputTensor(f"{self.name}.weight", dtype, self.shape, VALUES)
         heads, columns, nope = self.keys.shape
         height, total = self.values.shape[1], self.shape[0]
         for head in range(heads):

@@ -38,8 +38,9 @@ from fp4kit.checkpoint.plan import gguf, kv_cache, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
+from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, target_of
-from fp4kit.checkpoint.plan.kv_b_proj import split_layers
+from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes, fused_layers
@@ -319,8 +320,11 @@ class _Planner:
         self.left_out = {item.name for item in items if item.group == IGNORED}
         self.form = request.form_for(self.config)
         for_mlx = self.form is not None and self.form.format == mlx.FORMAT
-        self.restored = {} if for_mlx else split_layers(source.tensors, weights)
-        self.absorbed = {name for layer in self.restored.values() for name in layer.tensors}
+        self.split = {} if for_mlx else split_layers(source.tensors, weights)
+        self.restored: dict[str, SplitLayer | ExpertStack] = {**self.split}
+        if self.form is None:
+            self.restored |= expert_stacks(weights, self.config)
+        self.absorbed = part_names(weight for one in self.restored.values() for weight in one.weights)
         self.weights = {name: weight for name, weight in weights.items() if name not in self.absorbed}
         self.kv_cache = kv_cache.kv_cache_of(source)
         if not self.kv_cache.is_carried("" if self.form is None else self.form.format):
@@ -599,11 +603,13 @@ class _Planner:
         return TensorPlan(entry.name, entry.dtype, entry.shape, COPY, reason, entry.nbytes, (), place, renamed=renamed)
 
     def _restored(self, tensor: str) -> TensorPlan:
-        """Return the plan to write kv_b_proj unquantized, made of two stacks of mlx-lm. tensor: that of embed_q."""
-        layer = self.restored[tensor]
-        reason = "embed_q and unembed_out of mlx-lm: put together as kv_b_proj"
-        found = tuple(layer.pieces())
-        return TensorPlan(tensor, layer.keys.dtype, layer.keys.shape, DEQUANTIZE, reason, layer.nbytes, found)
+        """Return the plan to write a layer or stack unquantized that is put together from several weights.
+
+        tensor: the name of the first of them, under which it is in ``restored``.
+        """
+        one = self.restored[tensor]
+        nbytes = sum(weight.nbytes for weight in one.weights)
+        return TensorPlan(tensor, one.dtype, one.shape, DEQUANTIZE, one.reason, nbytes, tuple(one.pieces()))
 
     def _stays_quantized(self) -> bool:
         """Return whether quantized layers that are not converted stay in their containers. Otherwise they are decoded.
@@ -682,7 +688,7 @@ class _Planner:
 
     def _restored_layers(self) -> list[str]:
         """Return a warning that names the kv_b_proj layers that stay unquantized, or [] if there are none."""
-        names = [layer.name for layer in self.restored.values()]
+        names = [layer.name for layer in self.split.values()]
         why = "put together from mlx-lm's embed_q and unembed_out, whose blocks run along another axis"
         return [f"{_several(names)}: {why}; unquantized in the output"] if names else []
 
@@ -704,7 +710,7 @@ class _Planner:
         kept = [name for name, found in self.decisions.items() if found.listed and name not in stay]
         modules = [self.weights[name].name if name in self.weights else name.removesuffix(".weight") for name in kept]
         declared = CONTAINERS.get(container_id(self.form, self.has_input_scale))
-        modules += [layer.name for layer in self.restored.values()]
+        modules += [layer.name for layer in self.split.values()]
         warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
         warnings += _kept_stacks(self.decisions) + self._restored_layers()
         warnings += [*self._rows_of_other_length(), *filter(None, [diffusers_classes.warning(self.config)])]

@@ -23,6 +23,7 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
+from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -192,16 +193,16 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
 
 
 def checks_of_restored(
-    stored: Iterable[Weight], layers: Mapping[str, SplitLayer], settings: Settings
+    stored: Iterable[Weight], layers: Iterable[SplitLayer | ExpertStack], settings: Settings
 ) -> Iterator[Check]:
-    """Yield a Check per part of every unquantized kv_b_proj that was put together from two stacks of mlx-lm.
+    """Yield a Check per part of every unquantized weight that was put together from several weights of the source.
 
-    stored: the weights of the checkpoint.
-    layers: the layers of the source that are stored as two stacks, from split_layers.
+    stored: the weights of the checkpoint, without those that are checked already.
+    layers: what can be put together from weights of the source.
     settings: how the checkpoint was made.
     """
     found = {weight.name: weight for weight in stored if weight.container is None}
-    for layer in layers.values():
+    for layer in layers:
         weight = found.get(layer.name)
         if weight is None or weight.shape != layer.shape:
             continue

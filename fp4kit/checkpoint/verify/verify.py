@@ -24,8 +24,9 @@ from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
-from fp4kit.checkpoint.plan.kv_b_proj import is_split, split_layers
+from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, is_split, split_layers
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
@@ -319,6 +320,15 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
     ]
 
 
+def _restored(model: Checkpoint, original: Source) -> list[SplitLayer | ExpertStack]:
+    """Return what a conversion may have put together from several weights of the source."""
+    weights = weights_of(original.tensors, original.config)
+    found: list[SplitLayer | ExpertStack] = [*expert_stacks(weights, original.config).values()]
+    if not any(is_split(name) for name in model.tensors):
+        found += split_layers(original.tensors, weights).values()
+    return found
+
+
 class _SourceComparison:
     """Match the tensors of a checkpoint with those of its source, and decide which to compare.
 
@@ -331,10 +341,9 @@ class _SourceComparison:
         self._model, self._original = model, original
         weights = model.weights.values()
         checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original), settings))
-        if not any(is_split(name) for name in model.tensors):
-            split = split_layers(original.tensors, weights_of(original.tensors, original.config))
-            checks += reencode.checks_of_restored(weights, split, settings)
-        self.checks = tuple(checks)
+        checked = {check.stored.name for check in checks}
+        rest = [weight for weight in weights if weight.name not in checked]
+        self.checks = (*checks, *reencode.checks_of_restored(rest, _restored(model, original), settings))
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
         self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
         self._transposed = reencode.transposed_from(weights, original)
