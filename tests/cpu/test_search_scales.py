@@ -182,7 +182,7 @@ def test_near_codes_that_the_library_has_not():
 
 @pytest.mark.parametrize("view", VIEWS)
 def test_views_in_small_tiles(view, small_tiles):
-    """Each column gets its own weight and Hessian, whatever the tiles and the memory layout."""
+    """search_scales uses each column's own weight or Hessian, whatever the tiles and the memory layout of x."""
     x = cut(VIEWS[view](ordinary(6, (128, 256))))
     for axis in range(-1, x.ndim - 1):
         K = x.shape[axis]

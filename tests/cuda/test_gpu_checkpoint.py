@@ -28,8 +28,11 @@ PLACES = (0, 1) if DEVICES > 1 else (0,)
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-modelopt", "mxfp8-te"])
 @pytest.mark.parametrize("threads", [0, 2] if DEVICES else [0])  # the simulated GPU works in one thread only
 def test_bytes_are_those_of_the_cpu(tmp_path: Path, recipe: str, threads: int) -> None:
-    """The bytes equal those of the CPU, for experts of zeros (moe) and for an odd number of rows in the last slab
-    (dense).
+    """convert on GPUs writes the bytes of the CPU.
+
+    The models have an expert of zeros (moe), and an odd number of rows in the last slab (dense).
+
+    threads: the number of worker threads; 0 for the default.
     """
     for model in ("moe", "dense"):
         source = tmp_path / model

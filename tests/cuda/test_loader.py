@@ -168,7 +168,7 @@ def test_no_folder_for_the_cache(monkeypatch, tmp_path):
 
 
 class DriverError(Exception):
-    """Stand in for the driver's error about any bytes other than CUBIN."""
+    """Stand in for the error that CuPy raises if the driver cannot load a cubin. Here only CUBIN can be loaded."""
 
 
 class FakeModule:

@@ -91,9 +91,9 @@ def test_tensor_amax_given_and_strided_out() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_infinities(name) -> None:
-    """With infinities, shards give the bytes of quantize under its tensor amax.
+    """partial_cast gives the bytes of quantize for a matrix with infinities, whose blocks have infinite amaxes.
 
-    A block amax may be infinite. The tensor amax is given for recipes that take it over finite elements only.
+    For the recipe that takes its tensor amax over finite elements only, that amax is given.
     """
     x = np.random.default_rng(3).standard_normal((32, 64)).astype(np.float32)
     x[3, 5], x[20, 40] = np.inf, -np.inf

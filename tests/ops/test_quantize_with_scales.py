@@ -176,7 +176,7 @@ def test_the_encode_scale_of_a_stored_scale_that_no_amax_gives():
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_float32_may_be_an_ulp_off_where_the_docstring_says(name):
-    """For these recipes, the encode scale implied by a stored tensor scale may be up to 2 ulp off.
+    """For recipes in AMBIGUOUS, the encode scale that a stored tensor scale implies may be off by up to 2 ulp.
 
     The reason is that several float32 amaxes give one tensor scale, but different encode scales.
     """

@@ -79,8 +79,9 @@ DISPATCHERS = {"fp4kit.ops.engines", "fp4kit.ops.identify_amaxes"}  # identify_a
 
 @together("module", [name for name in MODULES if part(name) in ("ops", "training")])
 def test_the_engine_is_chosen_in_one_place(module):
-    """Operations must leave the choice of an engine to ops/engines.py, which follows what the parsed call says about
-    devices.
+    """No module of fp4kit.ops and fp4kit.training except DISPATCHERS imports an engine or tests the type of an array.
+
+    The others leave the choice to ops/engines.py, which follows what the parsed call says about devices.
     """
     imported = {other for other in imported_modules(MODULES[module]) if other.startswith(ENGINES)}
     assert not imported or module in DISPATCHERS, imported

@@ -105,9 +105,9 @@ def test_slices_along_the_blocks_of_the_first_axis():
 
 @pytest.mark.parametrize("layout", SCALE_LAYOUTS[1:])
 def test_swizzled_slices(layout):
-    """Slices of whole tiles are views; for other cuts the error says to unswizzle first.
+    """A Quantized with swizzled scales can be sliced between tiles, as a view, and between the matrices of a stack.
 
-    Stacks may be cut between any two matrices.
+    For other cuts, the error says to slice linear scales.
     """
     x = np.resize(ORDINARY, (300, 128))
     tile = 128 if layout == "swizzled_128x4" else 8

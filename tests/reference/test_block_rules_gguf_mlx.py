@@ -54,7 +54,9 @@ def same_values(a, b):
 
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-fouroversix-6"])
 def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
-    """In these recipes, decoding to float16 rounds the scale to float16 first: to inf from 2^16 on, to 0 below 2^-24.
+    """For recipes of MLX and fouroversix, decoding to float16 rounds the scale to float16 first.
+
+    It becomes infinite from 2^16 on, and 0 below 2^-24.
 
     For such scales, rounding only the decoded value would give another result.
     """

@@ -58,7 +58,8 @@ def sum_of(terms):
 def tried(x, factor, name, encode_scale):
     """Return the decoded values of one block x if its amax is multiplied by `factor`, by auto-round's formulas.
 
-    encode_scale: that of the tensor, for NVFP4.
+    name: the recipe.
+    encode_scale: the encode scale of the tensor; not used for MXFP4.
     """
     amax, one = np.max(np.abs(x)) * np.float32(factor), np.float32(1)
     if name == MXFP4:

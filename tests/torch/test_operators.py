@@ -91,7 +91,10 @@ def parts_of(q):
 
 @pytest.mark.parametrize("case", every(3, CALLS))
 def test_opcheck(case):
-    """opcheck passes. It tests the schema, gradients, the meta implementation, and all of them with dynamic shapes."""
+    """torch.library.opcheck accepts every operator.
+
+    It tests the schema, gradients, the meta implementation, and all of them with dynamic shapes.
+    """
     name, arguments = CALLS[case]
     found = torch.library.opcheck(getattr(torch.ops.fp4kit, name).default, arguments())
     assert set(found.values()) == {"SUCCESS"} and len(found) == 4

@@ -36,7 +36,7 @@ COUNTED = ("cases", "calls", "values", "refused", "declined", "failed")
 
 @dataclass(frozen=True)
 class Failure:
-    """Describe a failure.
+    """Describe a case that failed.
 
     Attributes:
         case: the integer that the case is drawn from.

@@ -25,7 +25,7 @@ SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scal
 
 @pytest.fixture(params=SCALE)
 def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
-    """A model in NVFP4, as its format and its directory."""
+    """Convert a dense model to NVFP4 in each format of SCALE. Return (format, directory)."""
     synthetic.dense(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "m", f"nvfp4-{request.param}", format=request.param)
     return request.param, tmp_path / "m"

@@ -363,7 +363,7 @@ def test_leftovers_of_a_finished_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_gguf_py_reads_the_files(tmp_path: Path) -> None:
-    """gguf-py finds every tensor once and the three keys with llama.cpp's types in each file."""
+    """gguf-py finds every tensor in exactly one file, and in every file three "split." keys with llama.cpp's types."""
     gguf = pytest.importorskip("gguf")
     gguf_files.write_model(tmp_path / "m.gguf")
     report = split(tmp_path)

@@ -440,7 +440,12 @@ def test_a_method_that_is_not_read(tmp_path: Path) -> None:
     ],
 )
 def test_layers_of_other_tools_are_refused_by_name(suffix: str, beside: str, tool: str, tmp_path: Path) -> None:
-    """Without a config that declares them, such layers are not copied as if they were no weights."""
+    """Layers quantized by another tool are refused with the tool's name, even if no config declares them.
+
+    suffix: the end of the name of the packed weight.
+    beside: the end of the name of a float32 tensor beside it.
+    tool: the tool as the message names it.
+    """
     packed = ("I8" if suffix == ".weight" else "U8", (16, 16), bytes(256))
     tensors = {f"{LAYER}{beside}": ("F32", (4,), bytes(16)), f"{LAYER}{suffix}": packed}
     plain = {"model.layers.1.mlp.up_proj.weight": ("BF16", (32, 64), bytes(4096))}

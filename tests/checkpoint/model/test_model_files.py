@@ -378,7 +378,7 @@ def test_directories_with_other_model_files(tmp_path: Path, name: str, text: str
 
 
 def test_directories_without_config(tmp_path: Path) -> None:
-    """An adapter, and a release in its author's own format, are named in the message."""
+    """If a directory without config.json is an adapter or a release in its author's own format, the message says so."""
     synthetic.write_file(tmp_path / "adapter_model.safetensors", {"a.lora_A.weight": np.ones((4, 4), np.float32)})
     _refused(tmp_path, "config.json: is missing in")
     (tmp_path / "params.json").write_text("{}")
@@ -394,7 +394,10 @@ def test_a_config_that_is_a_pointer(tmp_path: Path) -> None:
 
 
 def test_directories_around_a_model(tmp_path: Path) -> None:
-    """For the hub's cache, a pipeline or a folder of models, the message names the directories to pass."""
+    """A directory that holds models deeper down is refused with a message that names the directories to pass.
+
+    Such directories are the hub's cache, pipelines and folders of models.
+    """
     cache = tmp_path / "models--a--b"
     (cache / "blobs").mkdir(parents=True)
     (cache / "snapshots").mkdir()

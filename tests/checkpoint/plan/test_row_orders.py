@@ -160,8 +160,9 @@ def experts_file(path: Path, architecture: str) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS[:3])
 def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp_path: Path) -> None:
-    """Stacks get the codes that single experts get, and a file that is made from them again has the bytes of the first
-    file.
+    """A directory whose source has stacks of experts takes the codes of a GGUF file, expert by expert.
+
+    A GGUF file that takes the directory's codes in turn has the bytes of the first file.
     """
     stacks(tmp_path / "m", experts_file(tmp_path / "m.gguf", "qwen3moe"), "qwen3_moe")
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", recipe)

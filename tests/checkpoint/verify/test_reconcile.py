@@ -39,7 +39,7 @@ def rewrite(root, change):
 
 
 def scaled(form, factors):
-    """Return a function for `rewrite` that multiplies the decoded tensor scales of some layers.
+    """Return a function to pass to `rewrite`, which multiplies the decoded tensor scales of some layers.
 
     form: "modelopt", which stores the scale, or a format that stores its reciprocal.
     factors: {end of a layer's name: factor}.
@@ -167,9 +167,9 @@ def fused(root):
 
 @pytest.mark.parametrize("factor", [0.73, 0.9, 1.37])
 def test_parts_store_the_same_bits(tmp_path, factor):
-    """reconcile stores the existing divisor of one part in all parts, not the reciprocal of its reciprocal.
+    """reconcile gives all layers that engines fuse the same divisor, copied from one of them.
 
-    In one of six cases these differ, and verify would find the difference.
+    The reciprocal of its reciprocal would differ in one of six cases, and verify would find the difference.
     """
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "q", "nvfp4-compressed-tensors", format="compressed-tensors")
