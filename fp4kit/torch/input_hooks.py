@@ -207,7 +207,12 @@ class _Products(TorchFunctionMode):
 
 
 def _factors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return both factors of a product: F.linear(input, weight), torch.matmul(input, other), torch.mm(input, mat2)."""
+    """Return both factors of a call of F.linear, torch.matmul or torch.mm, each None if it is not found.
+
+    The first is the argument `input`. The second is `weight`, `other` or `mat2`.
+
+    args, kwargs: the arguments of the call.
+    """
     second = next((kwargs[name] for name in ("weight", "other", "mat2") if name in kwargs), None)
     return args[0] if args else kwargs.get("input"), args[1] if len(args) > 1 else second
 

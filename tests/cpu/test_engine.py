@@ -44,7 +44,7 @@ def small_arrays_like_large_ones(monkeypatch):
 
 
 def test_every_recipe_is_covered():
-    """The engine covers every recipe of the table."""
+    """The compiled engine covers every recipe in RECIPES."""
     assert [id for id, r in RECIPES.items() if not covered(r)] == []
     assert fp4kit.engine().startswith("cpu-")
 

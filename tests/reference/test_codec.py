@@ -147,7 +147,7 @@ def test_all_16_bit_floats(fmt, rounding, dtype):
 
 @pytest.mark.parametrize("fmt", (E2M1, E2M3, E3M2, INT4), ids=str)
 def test_nearest_by_exact_fractions(fmt):
-    """In each nearest rounding mode, encode gives a code whose value is nearest to the number, by exact fractions."""
+    """Every mode of rounding to nearest gives a code with the nearest value, as exact fractions find it."""
     for x in edges(fmt)[::3]:
         if np.isfinite(x):
             nearest = nearest_by_fractions(x, fmt)

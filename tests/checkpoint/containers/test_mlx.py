@@ -431,7 +431,10 @@ def test_verify_finds_a_changed_part_of_kv_b_proj(tmp_path: Path) -> None:
 
 
 def test_an_unquantized_embed_q_keeps_its_dtype(tmp_path: Path) -> None:
-    """mlx-lm leaves embed_q unquantized if its rows are no whole blocks; unembed_out is then rounded to its dtype."""
+    """Decoding joins an unquantized embed_q and a quantized unembed_out to a kv_b_proj of the dtype of embed_q.
+
+    mlx-lm leaves embed_q unquantized if its rows are no whole blocks.
+    """
     wanted = mla(tmp_path / "q", "mxfp4-mlx-cpu", np.dtype("f4"))
     convert(tmp_path / "q", tmp_path / "out", format="bf16")
     found = arrays_of(tmp_path / "out")[1][f"{ATTENTION}.kv_b_proj.weight"]

@@ -98,7 +98,12 @@ ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryE
 @pytest.mark.parametrize("error", half(ERRORS), ids=lambda error: type(error).__name__)
 @pytest.mark.parametrize("place", half(PLACES))
 def test_failure_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str, error: BaseException) -> None:
-    """If the model is rejected, nothing is left. After any other error, the run can be continued with --resume."""
+    """A conversion that fails anywhere publishes nothing, and a new run writes the usual files.
+
+    After a CheckpointError, nothing is left. After any other error, the new run resumes the partial directory.
+
+    place: the function that fails, as for _break.
+    """
     synthetic.bert(tmp_path / "m")
     plan = make_plan(tmp_path / "m")
     whole = files_of(convert(tmp_path / "m", tmp_path / "whole").destination)

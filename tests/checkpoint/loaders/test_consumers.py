@@ -90,7 +90,7 @@ COUNTS = {"llama": 14, "tied": 14, "qwen3_moe": 8 + 3 + 12, "gpt_oss": 2 * 2 * 4
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write all models to a directory, each in a folder with its name; return the directory."""
+    """Write every model of MODELS in bfloat16 to a directory, each in a folder with its name; return the directory."""
     root = tmp_path_factory.mktemp("models")
     for name, make in MODELS.items():
         torch.manual_seed(len(name))
@@ -192,9 +192,9 @@ def _unpacked(stored: dict[str, Any], args: Any) -> Any:
 
 @pytest.mark.parametrize(("target", "ulp"), [(NVFP4, 2), (NVFP4_OWN, 2), (MXFP4, 0), (MXFP8, 0)])
 def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, ulp: int) -> None:
-    """Float32 values equal fp4kit's, up to 2 ulp if the stored divisor is rounded a second time.
+    """compressed-tensors decodes converted layers to fp4kit's values, which are equal in bfloat16.
 
-    After rounding to bfloat16, all values are equal.
+    In float32, they differ by up to `ulp` ulp, because the stored divisor of NVFP4 is rounded a second time.
     """
     from compressed_tensors.compressors import BaseCompressor
     from compressed_tensors.quantization import QuantizationConfig

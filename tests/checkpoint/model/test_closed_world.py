@@ -507,7 +507,10 @@ def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sou
 
 
 def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    """In a valid checkpoint, every item is understood or carried, and biases and KV scales are carried."""
+    """open_checkpoint refuses no item of a valid checkpoint: it understands it, or carries it over unread.
+
+    Biases and scales of key-value caches are carried.
+    """
     start = sound("nvfp4-modelopt", "modelopt")
     one = ("F32", (1,), np.ones(1, np.float32).tobytes())
     more = {

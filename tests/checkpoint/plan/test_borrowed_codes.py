@@ -40,7 +40,8 @@ CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".we
     [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")],
 )
 def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, tmp_path: Path) -> None:
-    """Every layer that the directory has and the file can hold gets the directory's codes and scales.
+    """convert --codes gives every layer that the directory has, and the GGUF file can hold, the directory's codes and
+    scales.
 
     Divisors are inverted. All other tensors stay as they are.
     """
@@ -73,9 +74,10 @@ def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, t
 
 
 def test_the_recipe_is_recorded_that_made_the_codes(tmp_path: Path) -> None:
-    """The file records the recipe that made the codes, not the recipe that was given to name the format.
+    """A GGUF file that takes the codes of a directory records the recipe that the directory records.
 
-    If the recipe is unknown, none is recorded.
+    This may be another one than the recipe of the command, which only names the format. If none is known, the file
+    records none.
     """
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, "nvfp4-torchao")
@@ -89,7 +91,7 @@ def test_the_recipe_is_recorded_that_made_the_codes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("format", CODES)
 def test_input_scales_go_along(format: str, tmp_path: Path) -> None:
-    """The input scales of the directory are copied to the file; those that are divisors are inverted."""
+    """A GGUF file that takes the codes of a directory takes its input scales, too. Divisors are inverted."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, format=format, input_scale=0.5)
     taken(tmp_path / "m.gguf", tmp_path / "q")
@@ -117,7 +119,7 @@ def test_tensors_that_the_directory_has_not_quantized_stay(tmp_path: Path) -> No
 
 
 def test_mxfp4_codes_become_nvfp4_without_a_loss(tmp_path: Path) -> None:
-    """If the target is NVFP4 (the default), MXFP4 codes of the directory are cast to it without loss."""
+    """A GGUF file in NVFP4, the default, takes the MXFP4 codes of a directory after a cast without loss."""
     tensors = gguf_files.write_model(tmp_path / "m.gguf")
     directory(tmp_path / "q", tensors, "mxfp4-ocp", "compressed-tensors")
     report = taken(tmp_path / "m.gguf", tmp_path / "q")

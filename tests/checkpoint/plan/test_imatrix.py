@@ -99,7 +99,10 @@ def test_weights_are_those_of_llama_quantize(form: str, model, tmp_path: Path) -
 
 @pytest.mark.parametrize("id", ["nvfp4-gguf", "mxfp4-gguf"])
 def test_each_expert_is_searched_with_its_own_weights(id: str, model, tmp_path: Path) -> None:
-    """Stored blocks are those of a search with the weights of llama-quantize; verify needs the imatrix to repeat it."""
+    """convert --imatrix searches each expert's scales with the weights that llama-quantize computes for the expert.
+
+    verify needs the imatrix to repeat the search.
+    """
     source, tensors, values = model
     path, kind = write_gguf(tmp_path / "i.gguf", values), id.partition("-")[0]
     convert(source, tmp_path / "o.gguf", id, search=ScaleSearch.of("mse", imatrix=path))

@@ -117,9 +117,9 @@ def test_reason_of_a_group(tmp_path: Path) -> None:
 
 
 def test_stacks_become_experts(tmp_path: Path) -> None:
-    """A stack is written as single experts with gate and up apart.
+    """A stack of experts is written as single experts, whose gate and up are separate layers.
 
-    gate and up of one expert share a scale; different experts do not.
+    gate and up of one expert share a tensor scale; different experts do not.
     """
     plan = plan_of(tmp_path, "fused")
     (stack,) = [tensor for tensor in plan.converted if tensor.name.endswith("gate_up_proj")]

@@ -58,7 +58,10 @@ def llama(path: Path, **keys: Any) -> dict[str, np.ndarray]:
 
 @pytest.mark.parametrize(("recipe", "format"), FORMS[1:])
 def test_heads_are_woven_for_a_file(recipe: str, format: str, tmp_path: Path) -> None:
-    """Rows of codes and scales are permuted together: gguf decodes them to fp4kit's values in llama.cpp's row order."""
+    """A GGUF file that takes the codes of a directory gets the rows of q and k in llama.cpp's order.
+
+    Codes and scales are permuted together: the gguf package decodes them to fp4kit's values in this order.
+    """
     tensors, kind = llama(tmp_path / "m.gguf"), recipe.partition("-")[0]
     wishes = Wishes(keep=("*.experts.*",)) if format == "mlx" else Wishes()
     directory(tmp_path / "q", tensors, recipe, format, wishes=wishes)

@@ -170,7 +170,12 @@ def test_full_disk(model: Model, monkeypatch: pytest.MonkeyPatch, name: str, cal
 
 @pytest.mark.parametrize("name", ["copy_file", "os.fsync", "sync_directory"])
 def test_full_disk_at_the_end(model: Model, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """If fsync fails, nothing is kept, because the content on the disk is unknown."""
+    """A conversion that fails because the disk is full at its end publishes nothing, and a new run completes it.
+
+    If fsync has failed, the partial directory is removed, because the content on the disk is unknown.
+
+    name: the function that fails.
+    """
     owner: Any = os if name == "os.fsync" else staging
     name = name.removeprefix("os.")
     with monkeypatch.context() as patch:

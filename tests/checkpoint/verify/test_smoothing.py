@@ -57,7 +57,10 @@ def test_a_norm_that_changed_otherwise_is_an_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("column", range(3))
 def test_a_norm_whose_factor_hardly_helps_its_layers_is_an_error(column: int, tmp_path: Path) -> None:
-    """A factor of 1 + 2^-7 in one column changes the SQNR of the layers by much less than 0.5 dB, up or down."""
+    """verify reports a norm that differs from the source in one column by a factor of 1 + 2^-7 as an error.
+
+    Such a factor is not smoothing: it changes the SQNR of the layers by much less than 0.5 dB, up or down.
+    """
     tensors = synthetic.dense(tmp_path / "m", index=False)
     norm = tensors[NORM].astype(np.float32)
     norm[column] *= 1 + 2**-7
