@@ -217,13 +217,13 @@ NAMES += ("a" * 3000,)
 @pytest.mark.parametrize("name", NAMES)
 def test_names_are_data(tmp_path: Path, name: str) -> None:
     """Tensor names are written as they were read, and never used as paths, patterns or terminal codes."""
-    tensors = {f"{name}.weight": synthetic.random("a", (32, 64)), f"{name}.norm": np.ones(3, np.float32)}
+    tensors = {f"{name}.weight": synthetic.random("a", (32, 64)), f"{name}.bias": np.ones(3, np.float32)}
     synthetic.write_model(tmp_path / "m", {}, tensors)
     plan = make_plan(tmp_path / "m")
     assert all(line.isprintable() for line in plan.warnings)
     execute(plan, tmp_path / "out", Options(2 if name == NAMES[0] else 1))
     found = {entry.name for entry in read_header(tmp_path / "out" / "model.safetensors").entries}
-    assert f"{name}.norm" in found and all(tensor.startswith(f"{name}.") for tensor in found) and len(found) == 4
+    assert f"{name}.bias" in found and all(tensor.startswith(f"{name}.") for tensor in found) and len(found) == 4
     assert sorted(p.name for p in tmp_path.iterdir()) == ["m", "out"]
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [

@@ -22,6 +22,7 @@ from fp4kit.checkpoint.containers.container import (
     CODES,
     COLUMN_SCALE,
     CONTAINERS,
+    INPUT_SCALE,
     SCALES,
     TAG,
     TENSOR_SCALE,
@@ -192,7 +193,7 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         if adapter:
             yield Item(REFUSED, "tensor", name, adapter, f"{entry.dtype} {list(entry.shape)}")
             continue
-        above = _layer_above(name, quantized)
+        above = layer_above(name, quantized)
         if above is not None:
             weight, rest = above
             yield _beside(name, rest, entry, weight)
@@ -239,7 +240,7 @@ def check_no_adapter(tensors: Tensors, ignore: Iterable[str] = ()) -> None:
         raise CheckpointError(refusal(found))
 
 
-def _layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str] | None:
+def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str] | None:
     """Find the quantized layer whose name is the beginning of a tensor's name.
 
     Return (layer, rest of the tensor's name): the tensor "mlp.up_proj.bias" gives (layer "mlp.up_proj", "bias"). The
@@ -264,12 +265,20 @@ def _layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, st
     return None
 
 
+def is_known_beside(rest: str, entry: TensorEntry) -> bool:
+    """Return whether a tensor that is named after a quantized layer is known not to change the decoded weight.
+
+    rest: the end of its name, after the layer's name (see layer_above). entry: its dtype and shape.
+    """
+    return rest in _CARRIED_TENSORS and not (rest == "input_scale" and len(entry.shape) > 1)
+
+
 def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
     """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales.
 
-    name: the name of the tensor. rest: the end of this name, after the layer's name (see _layer_above).
+    name: the name of the tensor. rest: the end of this name, after the layer's name (see layer_above).
     """
-    if rest in _CARRIED_TENSORS and not (rest == "input_scale" and len(entry.shape) > 1):
+    if is_known_beside(rest, entry):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
     known = _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}")
     return Item(REFUSED, "tensor", name, known, f"{entry.dtype} {list(entry.shape)}")
@@ -302,7 +311,8 @@ def _recognised(name: str, tensors: Tensors) -> str:
     if name.endswith("_weight_scale") and _blocks_along_outputs(name.removesuffix("_weight_scale"), tensors):
         return "MXFP4 stacks of Model-Optimizer for gpt-oss, whose blocks run along the output axis"
     scale = has.get(".weight_scale")
-    if scale is not None and ".weight" in has and has[".weight"].dtype == "U8" and scale.dtype in ("F32", "BF16"):
+    is_packed = ".weight" in has and has[".weight"].dtype == "U8" and ".weight_scale_2" not in has
+    if scale is not None and is_packed and scale.dtype in ("F32", "BF16"):
         return "INT4 of Model-Optimizer"
     if scale is not None and ".weight" in has and _is_mxfp6(has[".weight"], scale):
         return "MXFP6"
@@ -356,11 +366,30 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
             usual = container.specs(shape)[SCALES]
             if missing and scales.dtype == usual[0] and scales.shape in container.shapes_of_scales(shape):
                 return f"{container}, but {missing[0]} is missing"
-            if not missing and scales.dtype == usual[0] and not best:
-                best = f"{container} has scales of shape {list(usual[1])}, but {names[SCALES]} is {list(scales.shape)}"
+            best = best or ("" if missing else _unfitting_part(container, names, shape, tensors))
         elif missing and SCALES in names and not best:
             best = f"{container}, but {missing[0]} is missing"
     return best
+
+
+def _unfitting_part(container: Container, names: Mapping[str, str], shape: tuple[int, ...], tensors: Tensors) -> str:
+    """Return which tensor of a layer keeps it from being a container's, as a clause; "" if it is near no container.
+
+    A layer is near if its scales have the usual shape or the usual dtype.
+
+    names: part -> tensor name. shape: the shape of the layer.
+    """
+    specs = container.specs(shape, INPUT_SCALE in names and names[INPUT_SCALE] in tensors)
+    found = {part: tensors[names[part]][1] for part in specs if names[part] in tensors}
+    scales = found[SCALES]
+    if scales.dtype != specs[SCALES][0] and scales.shape not in container.shapes_of_scales(shape):
+        return ""
+    for part, entry in found.items():
+        dtype, needed = specs[part]
+        if (entry.dtype, entry.shape) != (dtype, needed):
+            what = f"{container} needs {dtype} {list(needed)}"
+            return f"{what}, but {names[part]} is {entry.dtype} {list(entry.shape)}"
+    return ""
 
 
 # Suffix of a tensor beside codes -> the tool or format that stores such layers. None of them is read.

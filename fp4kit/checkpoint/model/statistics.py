@@ -157,6 +157,8 @@ def _count_stored(
 
 # The largest value of float16. Trained weights are far smaller; values beyond it come from scales that are wrong.
 LARGEST_REACH = 65504.0
+# The smallest normal value of float16. The largest weights of a trained layer are far larger.
+SMALLEST_REACH = 2.0**-14
 
 
 def _reach_of(
@@ -180,17 +182,18 @@ def reach_and_lost_blocks(
     """Return what can make the scales of stored rows doubtful (see doubt_about).
 
     These are the largest magnitude that the scales allow in blocks that are not all zero, and the number of blocks
-    whose scale is 0 although their codes are not. A magnitude up to LARGEST_REACH may be too large, because blocks of
-    zeros count.
+    whose scale is 0 although their codes are not. A magnitude from SMALLEST_REACH to LARGEST_REACH may be too large,
+    because blocks of zeros count.
 
     The arguments are those of ``tally``.
     """
     reach = _reach_of(form, scales, tensor_scale)
     zero = scales_of(form, scales) == 0
-    if reach <= LARGEST_REACH and not zero.any():
+    is_usual = SMALLEST_REACH <= reach <= LARGEST_REACH
+    if is_usual and not zero.any():
         return reach, 0
     used = ~_empty_blocks(form, codes)
-    exact = _reach_of(form, scales, tensor_scale, used) if reach > LARGEST_REACH else reach
+    exact = reach if is_usual else _reach_of(form, scales, tensor_scale, used)
     return exact, int(np.count_nonzero(zero & used))
 
 
@@ -203,6 +206,11 @@ def doubt_about(reach: float, lost: int) -> str:
         return (
             f"its scales allow values up to {reach:.2g}, far beyond trained weights; scales that are stored as"
             " their reciprocals look so; run fp4kit identify with the unquantized source"
+        )
+    if 0 < reach < SMALLEST_REACH:
+        return (
+            f"its scales allow only values up to {reach:.2g}, far below trained weights; scales that are multiplied"
+            " twice look so; run fp4kit identify with the unquantized source"
         )
     if lost:
         return f"the scales of {lost} blocks are 0 although their codes are not, so their values are lost"

@@ -272,7 +272,9 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
             continue
         entry, (dtype, wanted) = place.entry, specs[part]
         shapes = container.shapes_of_scales(shape) if part == SCALES else (wanted,)
-        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and len(entry.shape) < 2 and prod(entry.shape) == 1
+        # [1, 1] is the scale of a single block if there are no other scales.
+        few_axes = len(entry.shape) < 2 or SCALES in container.suffixes
+        scalar = part in (TENSOR_SCALE, INPUT_SCALE) and prod(entry.shape) == 1 and few_axes
         fits = entry.shape in shapes or (scalar and (len(shape) == 2 or transposed)) or (damaged and part == SCALES)
         if part == CODES and entry.dtype == "F4":
             continue

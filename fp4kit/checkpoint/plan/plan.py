@@ -34,7 +34,7 @@ from fp4kit.checkpoint.model.layers import Piece, layer_names, pieces, unquantiz
 from fp4kit.checkpoint.model.model_files import DIFFUSERS_INDEX, INDEX, Source, open_source
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleaved, located, part_names, weights_of
-from fp4kit.checkpoint.plan import gguf, kv_cache, scale_search
+from fp4kit.checkpoint.plan import gguf, kv_cache, layer_checks, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
@@ -335,6 +335,8 @@ class _Planner:
             for name, weight in self.weights.items()
             if name in self.decisions and self.decisions[name].converted
         }
+        if self.form is not None:
+            layer_checks.check(self.selected, self._others())
         self.has_input_scale = self._has_input_scale()
         mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
         comfy.check(self.form, {weight.name: weight.shape for weight in self.selected.values()})
@@ -374,6 +376,11 @@ class _Planner:
             decisions = {name: alone if one.converted and name in others else one for name, one in decisions.items()}
         check(found, wishes, decisions)
         return decisions
+
+    def _others(self) -> dict[str, TensorEntry]:
+        """Return the tensors of the source that store no weight and are not left out, by name."""
+        taken = part_names(self.weights.values()) | self.absorbed | self.left_out | set(self.kv_cache.tensors)
+        return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
 
     def _has_codes(self, name: str) -> bool:
         """Return whether the tensor ``name`` is a weight with codes that are borrowed from another model (--codes)."""
@@ -494,6 +501,8 @@ class _Planner:
         form, has_scale = self.form, self.has_input_scale
         format = "" if form is None else form.format
         warnings += tuple(self._different_tensor_scales())
+        warnings += tuple(layer_checks.missing_experts(weight.name for weight in self.weights.values()))
+        warnings += tuple(layer_checks.wide_floats(self._others()) if self.form is not None else ())
         lost = lost_column_scales(self.config, self.source.hf_quant_config, self.weights)
         warnings += (lost,) if lost else ()
         warnings += tuple(kv_cache.warnings(self.kv_cache, format, "bf16" if form is None else str(form)))

@@ -160,7 +160,7 @@ def test_groups_of_32(tmp_path: Path) -> None:
     declared = {"quant_method": "modelopt", "quant_algo": "W4A8_NVFP4_FP8", "group_size": 32}
     check(written(tmp_path / "m", parts, **declared), wanted, "modelopt NVFP4 group 32")
     other = written(tmp_path / "n", parts, quant_method="modelopt", quant_algo="NVFP4", group_size=16)
-    with refused("modelopt NVFP4 has scales of shape [256, 24], but"):
+    with refused("modelopt NVFP4 needs F8_E4M3 [256, 24], but"):
         make_plan(other, format="bf16")
 
 

@@ -1,0 +1,86 @@
+"""Check the unquantized layers that a plan quantizes: what lies beside them, and whether stacks fit together.
+
+A layer is rejected if its result could not be read again, or if the axes of its weight are not known.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+
+from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.safetensors_file import TensorEntry
+
+# Leaf name of the stack of gate and up -> that of the stack of down projections beside it.
+_PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
+
+
+def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
+    """Raise CheckpointError if an unquantized layer is rejected (see the head of this file).
+
+    selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.
+    others: the tensors of the model that store no weight, by name.
+    """
+    plain = {weight.name: weight for weight in selected.values() if weight.container is None}
+    _check_stacks(plain)
+    for name, entry in others.items():
+        above = layer_above(name, plain)
+        if above is not None and not is_known_beside(above[1], entry):
+            raise CheckpointError(
+                f"{shown(name)} ({entry.dtype} {list(entry.shape)}): lies beside a layer to quantize, and is not known;"
+                f" leave the layer as it is with --keep '{shown(above[0].name)}', or remove the tensor from the source"
+            )
+
+
+def _check_stacks(plain: Mapping[str, Weight]) -> None:
+    """Raise CheckpointError if the shapes of two stacks of experts do not fit together.
+
+    The orientation of a stack follows from these shapes, so it is unknown if they do not fit.
+
+    plain: module name -> unquantized weight.
+    """
+    for name, weight in plain.items():
+        parent, _, leaf = name.rpartition(".")
+        down = plain.get(f"{parent}.{_PAIRS.get(leaf, '')}")
+        if down is None or len(weight.shape) != 3 or len(down.shape) != 3:
+            continue
+        experts, rows, columns = weight.shape
+        if down.shape != (experts, columns, rows // 2):
+            stored = ", ".join(f"{shown(one.tensor)} {list(one.located.entry.shape)}" for one in (weight, down))
+            raise CheckpointError(
+                f"{stored}: the shapes of these stacks of experts do not fit together; [E, 2I, H] and [E, H, I], or"
+                " [E, H, 2I] and [E, I, H] are needed; repair the source, or leave both as they are with --keep"
+            )
+
+
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
+
+
+def missing_experts(names: Iterable[str]) -> Iterator[str]:
+    """Yield a warning per module whose experts are numbered with gaps.
+
+    names: the names of the weights of a model.
+    """
+    found: dict[str, set[int]] = defaultdict(set)
+    for match in filter(None, map(_EXPERT.match, names)):
+        found[match[1]].add(int(match[2]))
+    for module, numbers in found.items():
+        missing = sorted(set(range(max(numbers))) - numbers)
+        if missing:
+            yield (
+                f"{shown(module)}: has expert {max(numbers)}, but not {listed([str(number) for number in missing])};"
+                " engines leave missing experts at random values"
+            )
+
+
+def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield a warning about matrices in float64, which are not quantized, if there are any.
+
+    others: the tensors of the model that store no weight, by name.
+    """
+    names = [name for name, one in others.items() if one.dtype == "F64" and name.endswith(".weight") and one.shape[1:]]
+    if names:
+        yield f"{listed(names)}: stay F64, because only F32, F16 and BF16 are quantized; convert them first"
