@@ -81,6 +81,10 @@ def register(subparsers: Any) -> None:
             ("fp4kit convert Llama Llama-NVFP4", "quantize a Hugging Face model directory with nvfp4-te"),
             ("fp4kit convert Llama Llama-NVFP4 --dry-run", "print what would be converted, and write nothing"),
             ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
+            (
+                "fp4kit convert Llama Llama-2D --recipe nvfp4-te --recipe '*.down_proj=nvfp4-te-2d'",
+                "quantize some layers with another recipe",
+            ),
             ("fp4kit convert Llama Llama-W4A4 --activations act.safetensors", "also quantize activations, as measured"),
             ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
             (
@@ -103,9 +107,10 @@ def register(subparsers: Any) -> None:
     )
     text = (
         "how layers are quantized; `fp4kit recipes` lists the recipes"
-        f" (default: {_RECIPE}; with --scale-search {scale_search.RECIPE})"
+        f" (default: {_RECIPE}; with --scale-search {scale_search.RECIPE}). PATTERN=RECIPE is for the modules that"
+        " match, as in --only; repeatable, the first pattern that matches decides"
     )
-    parser.add_argument("--recipe", help=text)
+    parser.add_argument("--recipe", action="append", default=[], metavar="[PATTERN=]RECIPE", help=text)
     form: Any = parser.add_argument(
         "--format",
         choices=ALL_FORMATS,
@@ -323,9 +328,10 @@ def _plan(args: argparse.Namespace) -> Plan:
     """Return the plan of the conversion that the arguments describe."""
     wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
     search = ScaleSearch.of(args.scale_search, args.column_weights, args.imatrix)
+    default, recipes = _recipes(args.recipe)
     return make_plan(
         _source(args.paths, args.demo),
-        args.recipe or (scale_search.RECIPE if search else _RECIPE),
+        default or (scale_search.RECIPE if search else _RECIPE),
         format=args.format,
         wishes=wishes,
         input_scale=args.input_scale,
@@ -336,7 +342,30 @@ def _plan(args: argparse.Namespace) -> Plan:
         activations=activations_of(args),
         ignore=args.ignore,
         split_max_size=None if args.split_max_size is None else bytes_of_text(args.split_max_size),
+        recipes=recipes,
     )
+
+
+def _recipes(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
+    """Return (the default recipe, (pattern, recipe) pairs) for the values of --recipe.
+
+    The default is None if it is not given.
+
+    Raise CheckpointError if two values have no pattern, or if a pattern or a recipe is empty.
+    """
+    plain = [text for text in texts if "=" not in text]
+    if len(plain) > 1:
+        raise CheckpointError(
+            f"--recipe {plain[0]} and --recipe {plain[1]}: only one recipe can be the default; use PATTERN=RECIPE for"
+            " some layers"
+        )
+    pairs = []
+    for text in texts:
+        pattern, equals, recipe_id = text.rpartition("=")
+        if equals and not (pattern and recipe_id):
+            raise CheckpointError(f"--recipe {text!r}: PATTERN=RECIPE is needed, such as '*.down_proj=mxfp8-te'")
+        pairs += [(pattern, recipe_id)] if equals else []
+    return (plain[0] if plain else None), pairs
 
 
 def activations_of(args: argparse.Namespace, rule: Any = None, unseen: Any = None) -> Activations | None:
@@ -405,6 +434,7 @@ def _outcome_body(plan: Plan, destination: Path) -> dict[str, Any]:
     return {
         "source": plan.source.root,
         "recipe": plan.recipe.id,
+        "recipes": [{"pattern": pattern, "recipe": one.id} for pattern, one in plan.request.recipes],
         "scale_search": plan.request.search and plan.request.search.facts(),
         "activations": plan.request.activations and plan.request.activations.facts,
         "format": plan.format_name,

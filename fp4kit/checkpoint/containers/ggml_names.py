@@ -20,6 +20,7 @@ ARCHITECTURE = "general.architecture"  # a key of the GGUF header and of the dic
 ENGINE = "llama.cpp 0c1e57098"
 # Keys of the metadata that fp4kit writes into the headers of converted files.
 RECIPE, VERSION, SCALE_SEARCH = "fp4kit.recipe", "fp4kit.version", "fp4kit.scale_search"
+PATTERNS = "fp4kit.recipes"  # JSON: the recipes of layers that match patterns
 
 _PARTS = ("gate", "up", "down", "gate_up")
 STACKS = tuple(f"ffn_{part}_exps" for part in _PARTS)  # leaf names of stacks of experts, [E, N, K]

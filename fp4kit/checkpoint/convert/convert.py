@@ -143,6 +143,7 @@ def convert(
     options: Options | None = None,
     ignore: Iterable[str] = (),
     split_max_size: int | None = None,
+    recipes: Iterable[tuple[str, str | Recipe]] = (),
 ) -> ConversionReport:
     """Convert the model directory ``source`` into the new directory ``destination``, or a file into a new file.
 
@@ -152,8 +153,8 @@ def convert(
             files such as DST-00001-of-00003.gguf for a destination DST.gguf. A safetensors file becomes a safetensors
             file if the name ends in .safetensors, otherwise a directory.
         recipe: the recipe for newly quantized tensors, or its id.
-        format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore, split_max_size: what to
-            convert and how; see make_plan.
+        format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore, split_max_size, recipes:
+            what to convert and how; see make_plan.
         options: workers, devices and other choices that do not change the result; None for the defaults.
 
     Returns:
@@ -179,6 +180,7 @@ def convert(
         activations=activations,
         ignore=ignore,
         split_max_size=split_max_size,
+        recipes=recipes,
     )
     return execute(plan, destination, options)
 
@@ -530,6 +532,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     own: dict[str, Any] = {
         "version": __version__,
         **({"recipe": plan.recorded} if plan.recorded else {}),
+        **({"recipes": plan.recorded_patterns} if plan.recorded_patterns else {}),
         **({"codes": "carried"} if plan.carries_codes else {}),
     }
     if plan.request.search is not None:

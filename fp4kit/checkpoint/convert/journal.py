@@ -61,6 +61,7 @@ def request_facts(request: Request) -> dict[str, Any]:
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
     search = {} if request.search is None else {"scale_search": request.search.facts()}
     split = {} if request.split_max_size is None else {"split_max_size": request.split_max_size}
+    recipes = {"recipes": [[pattern, as_data(one)] for pattern, one in request.recipes]} if request.recipes else {}
     ignore = {"ignore": list(request.ignore)} if request.ignore else {}
     activations = {} if request.activations is None else {"activations": dict(request.activations.facts)}
     return {
@@ -71,6 +72,7 @@ def request_facts(request: Request) -> dict[str, Any]:
         "requantize": request.requantize,
         "nonfinite": request.nonfinite,
         **codes,
+        **recipes,
         **search,
         **activations,
         **ignore,

@@ -7,12 +7,16 @@ from collections.abc import Collection, Mapping
 from fp4kit.checkpoint.containers.container import Container
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE, action_of, target_of
-from fp4kit.checkpoint.plan.request import Request
+from fp4kit.checkpoint.plan.mixture import Choice
+from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, shown
 
 
 def actions_of(
-    selected: Mapping[str, Weight], groups: Mapping[str, Collection[str]], form: Container, request: Request
+    selected: Mapping[str, Weight],
+    groups: Mapping[str, Collection[str]],
+    choices: Mapping[str, Choice],
+    requantize: bool,
 ) -> dict[str, str]:
     """Return tensor name -> action, one of the actions in job.py, for each weight to convert.
 
@@ -20,23 +24,33 @@ def actions_of(
 
     selected: the weights to convert, by the name of the tensor with their values or codes.
     groups: group name -> the tensor names of the weights that share a tensor scale.
-    form: the container to write.
-    request: the user's options; its recipe and ``requantize`` matter here.
+    choices: the recipe and the container of each weight to convert, by the same names.
+    requantize: True to allow requantizing.
 
-    Raises CheckpointError if a weight would be requantized but ``request.requantize`` is False, or if the recipe rounds
+    Raises CheckpointError if a weight would be requantized but ``requantize`` is False, or if the recipe rounds
     tensor scales to the weight's dtype and weights that share one have different dtypes.
     """
-    found = {name: action_of(weight.container, target_of(weight.container, form)) for name, weight in selected.items()}
+    forms = {name: _written(choices[name]) for name in selected}
+    found = {
+        name: action_of(weight.container, target_of(weight.container, forms[name])) for name, weight in selected.items()
+    }
     mixed: dict[str, str] = {}
     for group, names in groups.items():
-        _check_dtypes(group, [selected[name] for name in names], request)
+        for name in names:
+            _check_dtypes(group, [selected[one] for one in names], choices[name].recipe)
         if len({found[name] for name in names}) > 1:
             mixed |= {name: group for name in names if found[name] != QUANTIZE}
     found |= dict.fromkeys(mixed, REQUANTIZE)
     lossy = next((name for name, action in found.items() if action == REQUANTIZE), None)
-    if lossy is not None and not request.requantize:
-        raise CheckpointError(_loss(selected[lossy], form, mixed.get(lossy)))
+    if lossy is not None and not requantize:
+        raise CheckpointError(_loss(selected[lossy], forms[lossy], mixed.get(lossy)))
     return found
+
+
+def _written(choice: Choice) -> Container:
+    """Return the container of a choice, which must be quantized."""
+    assert choice.form is not None
+    return choice.form
 
 
 def _loss(weight: Weight, form: Container, group: str | None) -> str:
@@ -52,17 +66,18 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
     return f"{shown(weight.name)}: is already quantized as {weight.container}, and {why}; {way_out}"
 
 
-def _check_dtypes(group: str, weights: Collection[Weight], request: Request) -> None:
+def _check_dtypes(group: str, weights: Collection[Weight], recipe: Recipe) -> None:
     """Raise CheckpointError if weights cannot share a tensor scale because their dtypes differ.
 
     Only recipes of compressed-tensors can fail, because they round the tensor scale to the dtype of the weight. A
     quantized weight counts as float32.
 
     group: the name of the group of weights that share the tensor scale, for the error message.
+    recipe: the recipe of the weights.
     """
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
-    if len(dtypes) > 1 and request.recipe.tensor_rule == "compressed_tensors":
+    if len(dtypes) > 1 and recipe.tensor_rule == "compressed_tensors":
         raise CheckpointError(
-            f"{shown(group)}: these layers share a tensor scale, but {request.recipe.id} rounds it to each layer's"
+            f"{shown(group)}: these layers share a tensor scale, but {recipe.id} rounds it to each layer's"
             f" dtype ({', '.join(dtypes)}); use another recipe"
         )

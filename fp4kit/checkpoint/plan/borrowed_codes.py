@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any
 
 from fp4kit.checkpoint.containers.container import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, RECIPE
+from fp4kit.checkpoint.containers.ggml_names import ARCHITECTURE, PATTERNS, RECIPE
 from fp4kit.checkpoint.identify.match_layers import Origin
 from fp4kit.checkpoint.model.layers import members, parts_of, pieces
 from fp4kit.checkpoint.model.model_files import Source
@@ -30,6 +30,7 @@ from fp4kit.checkpoint.plan.row_orders import (
     sampled_sqnr_db,
 )
 from fp4kit.storage.errors import CheckpointError, listed, shown
+from fp4kit.storage.json_object import parse_object
 
 _Layer = tuple[str, int]  # (module, index of the expert in a stack of a GGUF file)
 _EXPERT = re.compile(r"(.*\.)(?:experts|switch_mlp)\.(\d+)\.(\w+)")  # mlx-lm calls its stacks switch_mlp
@@ -208,6 +209,28 @@ def recorded_recipe(source: Source) -> str:
     if isinstance(found, str) or isinstance(declared, Mapping) or _is_file(source):
         return found if isinstance(found, str) else ""
     return next((file.metadata[RECIPE] for file in source.files if RECIPE in file.metadata), "")
+
+
+def recorded_patterns(source: Source) -> list[list[str]]:
+    """Return the [pattern, recipe id] pairs that a model records beside its recipe, as ``recipes``; [] if none.
+
+    The first pattern that matches a layer's name decides. The record is where ``recorded_recipe`` looks.
+    """
+    declared = source.config.get("quantization_config")
+    own = declared.get("fp4kit") if isinstance(declared, Mapping) else None
+    if isinstance(own, Mapping):
+        return patterns_in(own.get("recipes"))
+    texts = (file.metadata[PATTERNS] for file in source.files if PATTERNS in file.metadata)
+    return next((patterns_in(parse_object(text.encode(), PATTERNS).get("recipes")) for text in texts), [])
+
+
+def patterns_in(value: Any) -> list[list[str]]:
+    """Return a recorded list of [pattern, recipe id] pairs; [] if the value is anything else."""
+    pairs = value if isinstance(value, list) else []
+    good = all(
+        isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs
+    )
+    return pairs if good else []
 
 
 def check_values_agree(

@@ -8,6 +8,7 @@ share a tensor scale, because loaders fuse them.
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container, OutputTensor
-from fp4kit.checkpoint.containers.ggml_names import RECIPE, SCALE_SEARCH, VERSION
+from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE, SCALE_SEARCH, VERSION
 from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
@@ -37,9 +38,14 @@ from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, is_interleave
 from fp4kit.checkpoint.plan import gguf, kv_cache, layer_checks, scale_search
 from fp4kit.checkpoint.plan.actions import actions_of
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.borrowed_codes import borrow_codes, check_values_agree, recorded_recipe
+from fp4kit.checkpoint.plan.borrowed_codes import (
+    borrow_codes,
+    check_values_agree,
+    recorded_patterns,
+    recorded_recipe,
+)
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
-from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, target_of
+from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, SEARCHED, target_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
@@ -78,6 +84,7 @@ class TensorPlan:
     place: where to read a tensor that is copied; None for a weight.
     group: output module -> name of its group, for the modules that share a tensor scale. None or {} if none does.
     renamed: the output name of a tensor that is copied; "" if it keeps its own name.
+    recipe: the recipe for new codes of a weight that is quantized; None for all other tensors.
     """
 
     name: str
@@ -90,6 +97,7 @@ class TensorPlan:
     place: Located | None = None
     group: Mapping[str, str] | None = None
     renamed: str = ""
+    recipe: Recipe | None = None
 
     @property
     def outputs(self) -> tuple[OutputTensor, ...]:
@@ -155,7 +163,7 @@ class Plan:
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe used for newly quantized tensors."""
+        """The default recipe for newly quantized tensors. TensorPlan.recipe says which recipe a tensor gets."""
         return self.request.recipe
 
     @property
@@ -173,6 +181,16 @@ class Plan:
         If ``carries_codes`` is True, it is the recipe that the source records. Otherwise it is Request.recorded.
         """
         return recorded_recipe(self.source) if self.carries_codes else self.request.recorded
+
+    @property
+    def recorded_patterns(self) -> list[list[str]]:
+        """The [pattern, recipe id] pairs to record beside ``recorded``, the default; [] if one recipe made all codes.
+
+        The first pattern that matches a layer's name in the source decides.
+        """
+        if self.carries_codes:
+            return recorded_patterns(self.source)
+        return [[pattern, one.id] for pattern, one in self.request.recipes]
 
     @property
     def is_file(self) -> bool:
@@ -231,6 +249,7 @@ def make_plan(
     activations: Activations | None = None,
     ignore: Iterable[str] = (),
     split_max_size: int | None = None,
+    recipes: Iterable[tuple[str, str | Recipe]] = (),
 ) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
@@ -265,6 +284,9 @@ def make_plan(
             refused. Those that match are left out of the output instead. Every glob must match one of them.
         split_max_size: write a GGUF model as several files, each with at most this many bytes of tensors, as
             llama-gguf-split does. None writes one file.
+        recipes: (pattern, recipe) pairs for layers that get another recipe than ``recipe_id``, for example
+            [("*.down_proj", "nvfp4-te-2d")]. Patterns match whole module names of the source, as in Wishes.only. The
+            first pattern that matches a layer decides. Every pattern must decide about a quantized layer.
 
     Returns:
         The plan, for ``execute``.
@@ -284,6 +306,7 @@ def make_plan(
         activations=activations,
         ignore=tuple(ignore),
         split_max_size=split_max_size,
+        recipes=tuple((pattern, recipe(one)) for pattern, one in recipes),
     )
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
@@ -318,7 +341,8 @@ class _Planner:
         self.config = source.config
         self.items = items
         self.left_out = {item.name for item in items if item.group == IGNORED}
-        self.form = request.form_for(self.config)
+        self.mixture = request.mixture_for(self.config)
+        self.form = self.mixture.default.form
         for_mlx = self.form is not None and self.form.format == mlx.FORMAT
         self.split = {} if for_mlx else split_layers(source.tensors, weights)
         self.restored: dict[str, SplitLayer | ExpertStack] = {**self.split}
@@ -342,6 +366,7 @@ class _Planner:
         comfy.check(self.form, {weight.name: weight.shape for weight in self.selected.values()})
         gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
         check_input_scale(self.form, self.has_input_scale)
+        self._check_recipes()
         self.groups = self._groups()
         self.actions = self._actions()
         self.input_amaxes = self._input_amaxes()
@@ -366,7 +391,15 @@ class _Planner:
         found = [
             self._candidate(name, entry, facts) for name, (_, entry) in self.source.tensors.items() if name not in parts
         ]
-        decisions = decide(found, wishes, self.form.row_multiple)
+        decisions: dict[str, Decision] = {}
+        by_block: dict[int, list[Candidate]] = defaultdict(list)
+        for one in found:
+            form = self._form_of(one.module)
+            assert form is not None
+            by_block[form.row_multiple].append(one)
+        for block, alike in by_block.items():
+            decisions |= decide(alike, wishes, block)
+        decisions = {one.name: decisions[one.name] for one in found}
         if self.request.codes:
             without = [name for name, one in decisions.items() if one.converted and not self._has_codes(name)]
             decisions |= dict.fromkeys(without, _NO_CODES)
@@ -381,6 +414,25 @@ class _Planner:
         """Return the tensors of the source that store no weight and are not left out, by name."""
         taken = part_names(self.weights.values()) | self.absorbed | self.left_out | set(self.kv_cache.tensors)
         return {name: entry for name, (_, entry) in self.source.tensors.items() if name not in taken}
+
+    def _form_of(self, module: str) -> Container | None:
+        """Return the container to write for a layer of the source; None for unquantized output."""
+        return self.mixture.of(module).form
+
+    def _check_recipes(self) -> None:
+        """Raise CheckpointError if a pattern of --recipe is unused, or would give fused layers different recipes."""
+        if not self.request.recipes:
+            return
+        modules = [weight.name for weight in self.selected.values()]
+        rest = {name: one.reason for name, one in self.decisions.items() if not one.converted and name in self.weights}
+        self.mixture.check_patterns(modules, {self.weights[name].name: why for name, why in rest.items()})
+        self.mixture.check_fused(
+            {
+                name: weight.name
+                for weight in self.selected.values()
+                for name in layer_names(weight, self._form_of(weight.name), self.config)
+            }
+        )
 
     def _has_codes(self, name: str) -> bool:
         """Return whether the tensor ``name`` is a weight with codes that are borrowed from another model (--codes)."""
@@ -485,8 +537,7 @@ class _Planner:
                 "0 tensors to convert: nothing in the source is quantized, so there is nothing to decode; use another"
                 " format than bf16"
             )
-        recorded = self._recorded()
-        shards = tuple(self._shard(file, recorded) for file in self.source.files)
+        shards = tuple(self._shard(file, *self._recorded()) for file in self.source.files)
         if gguf.is_gguf_config(self.config):
             shards = (_joined(shards),)
         if self.request.split_max_size is not None:
@@ -565,25 +616,33 @@ class _Planner:
             " --unseen-experts layer gives them one",
         )
 
-    def _recorded(self) -> str:
-        """Return the id of the recipe to record in the output files; "" for unquantized output or an unknown recipe."""
-        if self.form is None:
-            return ""
-        kept = set(self.actions.values()) == {RENAME} and not self.request.codes
-        return recorded_recipe(self.source) if kept else self.request.recorded
+    def _recorded(self) -> tuple[str, list[list[str]]]:
+        """Return the id of the recipe and the [pattern, recipe id] pairs to record in the output files.
 
-    def _shard(self, file: SafetensorsFile, recorded: str) -> ShardPlan:
+        The id is "" for unquantized output or an unknown recipe. The pairs are [] if there are none.
+        """
+        if self.form is None:
+            return "", []
+        if set(self.actions.values()) == {RENAME} and not self.request.codes:
+            return recorded_recipe(self.source), recorded_patterns(self.source)
+        return self.request.recorded, [[pattern, one.id] for pattern, one in self.request.recipes]
+
+    def _shard(self, file: SafetensorsFile, recorded: str, patterns: list[list[str]]) -> ShardPlan:
         """Return the plan for the tensors of one source file, and the metadata of the output file.
 
         recorded: the id of the recipe to record in the metadata; "" to record none.
+        patterns: the [pattern, recipe id] pairs to record.
         """
         parts = (part_names(self.weights.values()) - set(self.weights)) | self.left_out
         parts |= self.absorbed - set(self.restored)
         tensors = tuple(self._tensor(file, entry) for entry in file.entries if entry.name not in parts)
         own = {**({RECIPE: recorded} if recorded else {}), VERSION: __version__}
+        if patterns:
+            own[PATTERNS] = json.dumps({"recipes": patterns})
         if gguf.is_gguf_config(self.config) and self.request.search is not None:
             own[SCALE_SEARCH] = self.request.search.words.removeprefix("searched by ")
         taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
+        taken_over.pop(PATTERNS, None)
         if self.form is not None and self.form.format == mlx.FORMAT:
             taken_over["format"] = mlx.FORMAT
         return ShardPlan(file.name, tensors, {**taken_over, **own})
@@ -660,9 +719,12 @@ class _Planner:
         )
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
         shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
-        words = _WORDS[action] + scale_search.words_of(self.request.search, action)
+        made_by = self.mixture.of(weight.name).recipe
+        words = _WORDS[action] + (f" by {made_by.id}" if self.request.recipes and action in SEARCHED else "")
+        words += scale_search.words_of(self.request.search, action, made_by)
         reason = f"{self.decisions[weight.tensor].reason}: {words}{shared}"
-        return TensorPlan(weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found, group=groups)
+        facts = (weight.tensor, weight.dtype, weight.shape, action, reason, weight.nbytes, found)
+        return TensorPlan(*facts, group=groups, recipe=made_by)
 
     def _actions(self) -> dict[str, str]:
         """Return tensor name -> the action that brings the weight into the output container, for all selected weights.
@@ -676,7 +738,8 @@ class _Planner:
             for name in layer_names(weight, self.form, self.config):
                 if name in self.groups:
                     groups[self.groups[name]].add(tensor)
-        return actions_of(self.selected, groups, self.form, self.request)
+        choices = {tensor: self.mixture.of(weight.name) for tensor, weight in self.selected.items()}
+        return actions_of(self.selected, groups, choices, self.request.requantize)
 
     def _rows_of_other_length(self) -> list[str]:
         """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks.

@@ -49,10 +49,10 @@ def _job(
         targets.append(Target(output.part, path, at + begin, count, output.dtype))
     key = f"{piece.module}#{piece.number}"
     group = (tensor.group or {}).get(piece.module, key)
-    request, search = plan.request, plan.request.search
+    request, search, recipe = plan.request, plan.request.search, tensor.recipe or plan.request.recipe
     searched = (
         ("", None)
-        if search is None
+        if search is None or not search.supports(recipe)
         else (search.objective, search.columns_of((piece.module, piece.weight), piece.expert))
     )
     input_amax = plan.input_amaxes.get(piece.module)
@@ -64,7 +64,7 @@ def _job(
         piece.expert,
         piece.span,
         group,
-        request.recipe,
+        recipe,
         piece.form,
         request.input_scale,
         request.nonfinite,

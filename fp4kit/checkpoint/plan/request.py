@@ -6,22 +6,23 @@ Combinations that no loader can read are rejected here.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.configs import ALL_FORMATS, WRITTEN
+from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, WRITTEN
 from fp4kit.checkpoint.containers.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.plan import gguf
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import NONFINITE
+from fp4kit.checkpoint.plan.mixture import Choice, Mixture
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.errors import CheckpointError, shown
 
 UNQUANTIZED = "bf16"
 
@@ -42,6 +43,7 @@ class Request:
     search: how to search block scales; None to compute them from each block's amax.
     ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see model/closed_world.py).
     split_max_size: the largest number of bytes of tensors per file of a split GGUF model; None to write one file.
+    recipes: (pattern, recipe) pairs; the first pattern that matches a layer decides in place of ``recipe``.
 
     Raises CheckpointError if an option is unknown or out of range, or if two options exclude each other.
     """
@@ -58,6 +60,7 @@ class Request:
     activations: Activations | None = None
     ignore: tuple[str, ...] = ()
     split_max_size: int | None = None
+    recipes: tuple[tuple[str, Recipe], ...] = ()
 
     @property
     def gives_input_scales(self) -> bool:
@@ -73,10 +76,21 @@ class Request:
         return self.made_by if self.codes else self.recipe.id
 
     def __post_init__(self) -> None:
-        if RECIPES.get(self.recipe.id, self.recipe) != self.recipe:  # the checkpoint names its recipe by id
-            raise CheckpointError(
-                f"recipe {self.recipe.id}: differs from fp4kit's recipe of this id; give it an id of its own"
-            )
+        for one in (self.recipe, *(each for _, each in self.recipes)):
+            if RECIPES.get(one.id, one) != one:  # the checkpoint names its recipe by id
+                raise CheckpointError(
+                    f"recipe {one.id}: differs from fp4kit's recipe of this id; give it an id of its own"
+                )
+        patterns = [pattern for pattern, _ in self.recipes]
+        twice = next((pattern for pattern in patterns if patterns.count(pattern) > 1), None)
+        if twice is not None:
+            raise CheckpointError(f"--recipe {shown(twice)}=...: is given twice; give every pattern one recipe")
+        for option, given in (("--codes", self.codes), ("--format bf16", self.format == UNQUANTIZED)):
+            if patterns and given:
+                raise CheckpointError(
+                    f"--recipe {shown(patterns[0])}=...: has no effect with {option}, which quantizes nothing;"
+                    " leave it out"
+                )
         if self.format is not None and self.format not in ALL_FORMATS:
             raise CheckpointError(f"format {self.format}: unknown; use one of {', '.join(ALL_FORMATS)}")
         if self.nonfinite not in NONFINITE:
@@ -102,6 +116,65 @@ class Request:
         if self.search is not None:
             self.search.check(self.recipe, form, self.nonfinite)
         return form
+
+    def mixture_for(self, config: Mapping[str, Any]) -> Mixture:
+        """Return the recipe and the container of every layer of a model.
+
+        config: the content of the model's config.json.
+
+        Raises CheckpointError as ``form_for`` does, for every recipe; or if the format cannot store layers in all of
+        their containers.
+        """
+        if not self.recipes:
+            return Mixture(Choice(self.recipe, self.form_for(config)), ())
+        if gguf.is_gguf_config(config):
+            raise CheckpointError(
+                f"--recipe {shown(self.recipes[0][0])}=...: a GGUF file records one recipe; give one --recipe without a"
+                " pattern"
+            )
+        common = replace(self, format=self._common_format(config))
+        ids = (self.recipe, *(one for _, one in self.recipes))
+        some = any(one.tensor_scaling == "tensor" for one in ids)
+        default = Choice(self.recipe, replace(common, **self._input_scales_of(self.recipe, some)).form_for(config))
+        choices = []
+        for pattern, one in self.recipes:
+            search = self.search if self.search is not None and self.search.supports(one) else None
+            form = replace(common, recipe=one, search=search, **self._input_scales_of(one, some)).form_for(config)
+            choices.append((pattern, Choice(one, form)))
+        forms = {choice.form.name: choice for choice in (default, *(one for _, one in choices)) if choice.form}
+        if len(forms) > 1:
+            a, b, *_ = forms.values()
+            raise CheckpointError(
+                f"recipes {a.recipe.id} and {b.recipe.id}: need two containers, {a.form} and {b.form}, but a checkpoint"
+                " holds layers of one; use recipes of one format"
+            )
+        return Mixture(default, choices)
+
+    def _input_scales_of(self, one: Recipe, some: bool) -> dict[str, Any]:
+        """Return the fields of the request that take input scales away from layers that cannot have any.
+
+        Only recipes with a tensor scale can have input scales. Return {} for them, and if no recipe of the request can,
+        so that input scales are then refused.
+
+        some: True if a recipe of the request can have input scales.
+        """
+        return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
+
+    def _common_format(self, config: Mapping[str, Any]) -> str | None:
+        """Return the format for all recipes of a request: the user's, or one that stores each of them.
+
+        The best format of the default recipe is preferred. If no format stores all recipes, it is returned all the
+        same, and building the containers raises the error.
+
+        config: the content of the model's config.json.
+        """
+        if self.format is not None:
+            return self.format
+        kinds = [kind_of(one) for one in (self.recipe, *(each for _, each in self.recipes))]
+        family = support.family_of(config)
+        best = support.best_format(kinds[0], family)
+        ordered = [*([best] if best else []), *FORMATS[:-1]]
+        return next((f for f in ordered if not any(support.refusal(f, kind, family) for kind in kinds)), best)
 
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return what ``form_for`` returns, but without checking that the container supports the scale search."""

@@ -209,7 +209,8 @@ class ScaleSearch:
                 "scale search: a block with NaN or infinity has no smallest error; use --nonfinite saturate"
             )
 
-    def check_recipe(self, recipe: Recipe) -> None:
+    @staticmethod
+    def check_recipe(recipe: Recipe) -> None:
         """Raise CheckpointError if the recipe does not accept searched scales, or already searches its scales itself.
 
         recipe: the recipe for newly quantized tensors.
@@ -224,6 +225,15 @@ class ScaleSearch:
             raise CheckpointError(
                 f"scale search: {recipe.id} already searches its scales; leave the scale search out, or use {RECIPE}"
             )
+
+    @staticmethod
+    def supports(recipe: Recipe) -> bool:
+        """Return whether block scales of the recipe can be searched (see check_recipe)."""
+        try:
+            ScaleSearch.check_recipe(recipe)
+        except CheckpointError:
+            return False
+        return True
 
     def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
         """Return the place of a layer's column weights, or None if there are none, so that all columns weigh equally.
@@ -293,7 +303,8 @@ def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[st
     """
     if search is None:
         return ()
-    pieces = [piece for tensor in tensors if tensor.action in SEARCHED for piece in tensor.pieces]
+    searched = (t for t in tensors if t.action in SEARCHED and t.recipe is not None and search.supports(t.recipe))
+    pieces = [piece for tensor in searched for piece in tensor.pieces]
     if not pieces:
         raise CheckpointError("scale search: no layer gets new codes, so there are no scales to search; leave it out")
     if isinstance(search.columns, Imatrix):
@@ -303,14 +314,15 @@ def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[st
     return ()
 
 
-def words_of(search: ScaleSearch | None, action: str) -> str:
+def words_of(search: ScaleSearch | None, action: str, recipe: Recipe) -> str:
     """Return the words to add to TensorPlan.reason for a layer whose scales are searched: ", scales searched by mse".
 
-    Return "" if ``search`` is None or the action computes no new codes.
+    Return "" if ``search`` is None, the action computes no new codes, or the recipe's scales cannot be searched.
 
     action: what happens to the layer, one of the actions in job.py.
     """
-    return f", scales {search.words}" if search is not None and action in SEARCHED else ""
+    searched = search is not None and action in SEARCHED and search.supports(recipe)
+    return f", scales {search.words}" if search is not None and searched else ""
 
 
 class Losses(NamedTuple):

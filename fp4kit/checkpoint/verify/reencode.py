@@ -26,6 +26,7 @@ from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
+from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.run.executors import run_all
 from fp4kit.checkpoint.selection import fused_layers
@@ -87,6 +88,8 @@ class Settings:
     devices: the CUDA devices to use in turn; None stands for the CPU.
     search: the search that determined the block scales; None if they were not searched.
     weighted: True if the search had column weights. ``search`` contains the weights only if the user gave them.
+    patterns: (pattern, recipe) pairs for layers of other recipes. The first pattern that matches a layer's name in the
+        source decides.
     """
 
     recipe: Recipe | None = None
@@ -95,6 +98,15 @@ class Settings:
     devices: tuple[int | None, ...] = (None,)
     search: ScaleSearch | None = None
     weighted: bool = False
+    patterns: tuple[tuple[str, Recipe], ...] = ()
+
+    def recipe_of(self, original: str) -> Recipe | None:
+        """Return the recipe of a layer; None if it is unknown.
+
+        original: the name of the source's layer that the layer is made from.
+        """
+        found = first_match((pattern for pattern, _ in self.patterns), original)
+        return self.recipe if found is None else self.patterns[found][1]
 
 
 @dataclass(frozen=True)
@@ -241,7 +253,7 @@ def _job(
     settings: how the checkpoint was made.
     device: the CUDA device that computes; None for the CPU.
     """
-    form, recipe = stored.container, settings.recipe
+    form, recipe = stored.container, settings.recipe_of(origin.weight.name)
     if form is not None and form.stack == "columns":
         return None, f"fp4kit reads {form}, but does not write it"
     action = action_of(origin.weight.container, form)
@@ -250,12 +262,18 @@ def _job(
             return None, "no recipe is recorded; give one with --recipe"
         if form is None or not form.stores(recipe):
             return None, f"{form} cannot store {recipe.id}; give the right recipe with --recipe"
-        if settings.weighted and (settings.search is None or settings.search.lacks((stored.name, origin.weight))):
+        if (
+            settings.weighted
+            and ScaleSearch.supports(recipe)
+            and (settings.search is None or settings.search.lacks((stored.name, origin.weight)))
+        ):
             return (
                 None,
                 "their scales were searched with column weights; give the weights with --column-weights or --imatrix",
             )
     search = settings.search
+    if search is not None and recipe is not None and not search.supports(recipe):
+        search = None
     searched = (
         () if search is None else (search.objective, search.columns_of((stored.name, origin.weight), origin.expert))
     )

@@ -6,14 +6,14 @@ If the source is given, the checkpoint is also compared with it byte by byte.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os.path import lexists
 from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
-from fp4kit.checkpoint.containers.ggml_names import RECIPE
+from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
 from fp4kit.checkpoint.model.closed_world import check_model, items_of, rest_of_kv
@@ -24,6 +24,7 @@ from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, is_split, split_layers
@@ -47,7 +48,7 @@ from fp4kit.recipes import Recipe, recipe
 from fp4kit.recipes.to_dict import from_data
 from fp4kit.storage.errors import shown
 from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.json_object import load_object
+from fp4kit.storage.json_object import load_object, parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 from fp4kit.storage.split_gguf import whole_path
 
@@ -100,7 +101,8 @@ class VerifyReport:
     """Report the result of a verification.
 
     path, source: the checkpoint, and the source that it was compared with, or None.
-    recipe: the id of the recipe with which layers were re-encoded; None if it is unknown.
+    recipe: the id of the recipe with which layers were re-encoded; None if it is unknown. PATTERN=ID follows for every
+        pattern whose layers have another recipe.
     scales: how block scales were searched, such as "searched by mse"; "" if they were not.
     formats: the formats of the layers, each once.
     manifest: "equal" if the files are those that the manifest records, "differs" if not, "none" without a manifest.
@@ -277,9 +279,12 @@ def _settings(
     recorded = made_new or (own.get("recipe") if isinstance(own, dict) else None) or _recipe_of_file(model)
     issues = []
     found = None if wanted is None else recipe(wanted)
-    if found is None and recorded is not None:
+    patterns: tuple[tuple[str, Recipe], ...] = ()
+    if found is None:
         try:
-            found = from_data(recorded)
+            found = None if recorded is None else from_data(recorded)
+            pairs = request.get("recipes") if made_new else _recorded_patterns(model, own)
+            patterns = tuple((pattern, from_data(one)) for pattern, one in pairs or ())
         except (ValueError, TypeError) as error:
             issues.append(
                 Issue("warning", "config.json", f"the recorded recipe is unknown: {error}; give one with --recipe")
@@ -291,9 +296,24 @@ def _settings(
     search_used, weighted, texts = recorded_search(request, own if isinstance(own, dict) else {}, search)
     issues += [Issue("warning", MANIFEST, text) for text in texts]
     devices = tuple(options.devices) or (None,)
-    return Settings(
-        found, scale if isinstance(scale, float) else None, nonfinite, devices, search_used, weighted
-    ), issues
+    scale = scale if isinstance(scale, float) else None
+    return Settings(found, scale, nonfinite, devices, search_used, weighted, patterns), issues
+
+
+def _recorded_patterns(model: Checkpoint, own: Any) -> list[list[str]]:
+    """Return the recorded [pattern, recipe id] pairs of a checkpoint: in fp4kit's record, or in a single file's header.
+
+    own: the entry ``fp4kit`` of quantization_config; None if there is none.
+    """
+    if isinstance(own, Mapping):
+        return patterns_in(own.get("recipes"))
+    text = model.files[0].metadata.get(PATTERNS) if _is_safetensors(model) else None
+    return patterns_in(parse_object(text.encode(), PATTERNS).get("recipes")) if text else []
+
+
+def _is_safetensors(model: Checkpoint) -> bool:
+    """Return whether a checkpoint is a single safetensors file."""
+    return model.path.is_file() and not isinstance(model.files[0], GgufFile)
 
 
 def _recipe_of_file(model: Checkpoint) -> str | None:
@@ -301,8 +321,7 @@ def _recipe_of_file(model: Checkpoint) -> str | None:
 
     Return None for a directory, a GGUF file, or if no recipe is recorded.
     """
-    is_file = model.path.is_file() and not isinstance(model.files[0], GgufFile)
-    return model.files[0].metadata.get(RECIPE) if is_file else None
+    return model.files[0].metadata.get(RECIPE) if _is_safetensors(model) else None
 
 
 def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
@@ -460,7 +479,8 @@ def _report(
     issues += [issue for layer in layers for issue in _garbage(layer, smoothing.layers.get(layer.name))]
     issues += [Issue("warning", name, _SMOOTHED) for name in smoothing.norms]
     settings = prepared.settings
-    issues += [issue for layer in layers for issue in _differing(layer, settings.recipe, settings.search)]
+    used = {one.check.stored.name: one.check.job.recipe for one in found if one.check.job is not None}
+    issues += [issue for layer in layers for issue in _differing(layer, used.get(layer.name), settings.search)]
     issues += [
         Issue("error", name, "bytes of a copied tensor that differ from the source", count=n)
         for name, n in changed
@@ -469,7 +489,7 @@ def _report(
     return VerifyReport(
         prepared.root,
         prepared.source,
-        settings.recipe.id if settings.recipe else None,
+        _recipes_text(settings),
         settings.search.words if settings.search else "",
         tuple(dict.fromkeys(layer.format for layer in layers)),
         "none" if file_differences is None else "differs" if file_differences else "equal",
@@ -478,6 +498,13 @@ def _report(
         tuple(changed),
         tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
     )
+
+
+def _recipes_text(settings: Settings) -> str | None:
+    """Return the id of the recipe of a checkpoint, followed by PATTERN=ID for further recipes; None if unknown."""
+    if settings.recipe is None:
+        return None
+    return ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
 
 
 _LEFTOVER_TEXT = "was left by a run that was killed after it had completed; fp4kit convert --remove-stale removes it"

@@ -1,0 +1,130 @@
+"""Choose the recipe and the container of every layer, if a conversion uses several recipes.
+
+A conversion has a default recipe, and may have further recipes for the layers that match a pattern. Patterns are globs
+that must match a whole module name, as in --only and --keep. The first pattern that matches a layer decides.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from fnmatch import translate
+from functools import lru_cache
+from typing import NamedTuple
+
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.loaders.exclusion_semantics import container_of
+from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name
+from fp4kit.recipes import Recipe
+from fp4kit.storage.errors import CheckpointError, listed, shown
+
+
+@lru_cache(1 << 12)
+def _matcher(pattern: str) -> re.Pattern[str]:
+    """Return a regular expression that matches the whole names that the glob ``pattern`` matches."""
+    return re.compile(translate(pattern))
+
+
+def first_match(patterns: Iterable[str], module: str) -> int | None:
+    """Return the index of the first pattern that matches a module name, or None if no pattern does.
+
+    patterns: globs that must match the whole name, with its case.
+    """
+    return next((i for i, pattern in enumerate(patterns) if _matcher(pattern).match(module)), None)
+
+
+class Choice(NamedTuple):
+    """Say how a layer is quantized: by which recipe, into which container (None for unquantized output)."""
+
+    recipe: Recipe
+    form: Container | None
+
+
+class Mixture:
+    """Map the layers of a model to their recipes and containers.
+
+    default: the choice for layers that no pattern matches.
+    choices: (pattern, choice) pairs; the first pattern that matches a layer decides.
+    """
+
+    def __init__(self, default: Choice, choices: Sequence[tuple[str, Choice]]) -> None:
+        self.default, self.choices = default, tuple(choices)
+        self._patterns = [pattern for pattern, _ in self.choices]
+        self._found: dict[str, Choice] = {}  # module -> its choice
+
+    def of(self, module: str) -> Choice:
+        """Return the choice for a layer.
+
+        module: the layer's name in the source. A stack of experts is one layer.
+        """
+        if not self._patterns:
+            return self.default
+        choice = self._found.get(module)
+        if choice is None:
+            found = first_match(self._patterns, module)
+            choice = self._found[module] = self.default if found is None else self.choices[found][1]
+        return choice
+
+    def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
+        """Raise CheckpointError for the first pattern that decides about no quantized layer.
+
+        modules: the names of the layers to quantize.
+        copied: name -> reason, for all other weights.
+        """
+        used = {first_match(self._patterns, module) for module in modules} if self._patterns else set()
+        for i, pattern in enumerate(self._patterns):
+            if i not in used:
+                raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
+
+    def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
+        """Return the reason why no layer takes the pattern at ``index``. The arguments are those of check_patterns."""
+        match = _matcher(self._patterns[index]).match
+        for module in modules:
+            if match(module):
+                before = self._patterns[first_match(self._patterns, module) or 0]
+                return f"an earlier pattern, {shown(before)}, matches all its layers; write the narrower pattern first"
+        kept = next((module for module in copied if match(module)), None)
+        if kept is not None:
+            return f"every module that it matches stays unquantized: {shown(kept)} ({copied[kept]})"
+        names = [*modules, *copied]
+        near = get_close_matches(self._patterns[index], names, n=3, cutoff=0.4) or names[:2]
+        return (
+            f"matches no module; near names are {listed(near)};"
+            " a pattern must match a whole name, with its case and without .weight"
+        )
+
+    def check_fused(self, layers: Mapping[str, str]) -> None:
+        """Raise CheckpointError if layers that loaders fuse into one would get different recipes or containers.
+
+        Parts of a fused layer, such as q_proj and k_proj, need one recipe. All experts of a decoder layer need one
+        container, because engines compute them with one kernel.
+
+        layers: output layer -> name of the source's layer that it is made from.
+        """
+        if not self._patterns:
+            return
+        for key, members in fused_groups(layers).items():
+            self._check_equal(group_name(*key), {m: self.of(layers[m]).recipe.id for m in members}, "recipe")
+        experts: dict[str, dict[str, str]] = defaultdict(dict)
+        for name, original in layers.items():
+            holder = container_of(name)
+            if holder is not None:
+                experts[holder][name] = str(self.of(original).form)
+        for holder, forms in experts.items():
+            self._check_equal(f"{holder}.*", forms, "container")
+
+    @staticmethod
+    def _check_equal(group: str, found: Mapping[str, str], what: str) -> None:
+        """Raise CheckpointError if the members of a fused layer do not all have the same recipe or container.
+
+        found: member -> id of its recipe, or name of its container. what: "recipe" or "container".
+        """
+        if len(set(found.values())) > 1:
+            first = next(iter(found))
+            other = next(member for member, one in found.items() if one != found[first])
+            raise CheckpointError(
+                f"{shown(group)}: {shown(first)} would get the {what} {found[first]}, and {shown(other)}"
+                f" {found[other]}; loaders fuse these layers, so one {what} is needed; change the patterns of --recipe"
+            )
