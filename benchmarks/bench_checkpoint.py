@@ -191,8 +191,9 @@ def names_run(recipe: str) -> tuple[int, float]:
 
 
 def peak(who: int) -> int:
-    """Return the peak resident memory in MB: of this process for RUSAGE_SELF, or of the largest finished child process
-    for RUSAGE_CHILDREN.
+    """Return the peak resident memory in MB of this process or of its child processes.
+
+    who: RUSAGE_SELF for this process, or RUSAGE_CHILDREN for the largest child process that has ended.
     """
     if who == resource.RUSAGE_SELF:  # ru_maxrss includes the peak of the parent process, so VmHWM is read instead
         found = re.search(r"VmHWM:\s*(\d+)", Path("/proc/self/status").read_text())

@@ -317,8 +317,9 @@ def ggml(bench: Bench) -> None:
 
 
 def searches(bench: Bench) -> None:
-    """Time searches of block scales next to a NumPy loop over the candidates, and count the blocks for which all
-    candidates are tried.
+    """Time searches of block scales, next to a NumPy loop over the candidates.
+
+    Also count the blocks for which all candidates are tried.
     """
     x = normal((min(bench.args.size, 512), bench.args.size))
     for case in cpu_search.cases(x):

@@ -14,8 +14,9 @@ TARGET = 0.93
 
 
 def run(bench: Bench) -> None:
-    """Time the calls and add a row to `bench` for each, for codes of shape (size, size) and block scales of the same
-    shape.
+    """Time pack, unpack, swizzle and unswizzle, and add a row to `bench` for each call.
+
+    Codes and block scales have the shape (size, size).
     """
     codes = (bench.normal(np.int8) & np.int8(15)).view(np.uint8)
     packed = fp4kit.pack(codes)

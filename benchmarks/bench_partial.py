@@ -61,8 +61,9 @@ def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, r
 
 
 def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[int, int], ...]) -> None:
-    """Time partial_cast on shards of a matrix with K columns, and add one row to `bench` per (start, skip) pair of
-    `offsets`. Then add one row for partial_amax on the last shard.
+    """Time partial_cast on shards of a matrix with K columns, and partial_amax on the last shard.
+
+    Add one row to `bench` per (start, skip) pair of `offsets`, then one row for partial_amax.
     """
     M = bench.size * bench.size // K // 64 * 64
     memory = bench.normal(dtype, (M * K + 8,))
@@ -86,8 +87,9 @@ def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[i
 
 
 def step(bench: Bench) -> None:
-    """Time one step of a MasterWeightsPlan for 64 matrices in one process, on the device and on the host, and add both
-    rows to `bench`. The traffic counts the weights twice, because a step reads them twice.
+    """Time one step of a MasterWeightsPlan for 64 matrices in one process, on the device and on the host.
+
+    Add both rows to `bench`. The traffic counts the weights twice, because a step reads them twice.
     """
     size = bench.size // 8
     memory = bench.normal(F32, (64, size, size))
@@ -99,8 +101,10 @@ def step(bench: Bench) -> None:
 
 
 def run(bench: Bench) -> None:
-    """Time the calls and add their rows to `bench`: float32 shards of 16x16 blocks at each offset, for row lengths that
-    are even and odd multiples of 16 bytes, then other dtypes and recipes.
+    """Time casts of shards and whole steps, and add their rows to `bench`.
+
+    First come float32 shards of 16x16 blocks at each offset, for row lengths that are even and odd multiples of 16
+    bytes. Other dtypes and recipes follow.
     """
     for K in (bench.size, bench.size + 16, bench.size // 4 + 16):
         shards(bench, "nvfp4-te-2d", F32, K, OFFSETS)

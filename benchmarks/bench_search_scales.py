@@ -55,8 +55,10 @@ def hessians(bench: Bench, columns: int) -> Any:
 
 
 def run(bench: Bench) -> None:
-    """Time the calls and add a row to `bench` for each: searches over all candidates in two sizes, then with other
-    options, then over exponents, and last quantize with a recipe that searches.
+    """Time searches of scales, and add a row to `bench` for each.
+
+    First come searches over all candidates in two sizes, then with other options, then over exponents. The last call is
+    quantize with a recipe that searches.
     """
     traffic = element_bytes(x=BF16) | AMAXES
     for dtype, shape in ((BF16, (bench.size, bench.size)), (BF16, TALL), (F32, TALL), (F16, TALL)):

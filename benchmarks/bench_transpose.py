@@ -30,8 +30,9 @@ def traffic(recipe: str) -> dict[str, Fraction]:
 
 
 def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
-    """Raise AssertionError unless the first and last rows of t, and all its scales, equal the transpose of q on the
-    CPU. q is a single matrix.
+    """Raise AssertionError unless t is the transpose of q that the CPU computes.
+
+    Only the first and last rows of codes, and all scales, are compared. q is a single matrix.
     """
 
     def codes(rows: slice) -> Any:
@@ -48,8 +49,9 @@ def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
 
 
 def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
-    """Return {name: call} of a transpose of the codes in torch: unpack to one code per byte, transpose, pack again.
-    torch has no 4-bit type.
+    """Return {name: call} of a transpose of the codes in torch, which has no 4-bit type.
+
+    The call unpacks to one code per byte, transposes, and packs again.
     """
     if not bench.peers or peers.torch() is None:
         return {}
@@ -63,8 +65,9 @@ def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
 
 
 def run(bench: Bench) -> None:
-    """Time transpose and add the rows to `bench`: NVFP4 and MXFP8 with square blocks in each scale layout, and a stack
-    of experts.
+    """Time transpose and add the rows to `bench`.
+
+    The inputs are NVFP4 and MXFP8 with square blocks in each scale layout, and a stack of experts.
     """
     x = bench.normal(BF16)
     for recipe in ("nvfp4-te-2d", "mxfp8-te-2d"):

@@ -42,15 +42,17 @@ class CpuCase(NamedTuple):
 
 
 def normal(shape: tuple[int, ...], dtype: Any = BF16) -> np.ndarray:
-    """Return normally distributed values from a fixed seed. cpu_peers.matrix returns equal values before the cast to
-    `dtype`, so that other libraries get the same input.
+    """Return normally distributed values from a fixed seed.
+
+    cpu_peers.matrix returns equal values before the cast to `dtype`, so that other libraries get the same input.
     """
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32).astype(dtype)
 
 
 def poison(target: Any) -> None:
-    """Fill an array, or the codes and block scales of a Quantized, with the byte 0xEE. A check then fails if a call
-    leaves part of the memory unwritten.
+    """Fill an array, or the codes and block scales of a Quantized, with the byte 0xEE.
+
+    A check then fails if a call leaves part of the memory unwritten.
     """
     parts = (target.packed, target.block_scale) if isinstance(target, fp4kit.Quantized) else (target,)
     for part in parts:

@@ -138,8 +138,10 @@ def beyond(recipes: Iterable[str], nbytes: int, columns: int) -> dict[str, float
 
 
 def first_use(rounds: int) -> dict[str, dict[str, float]]:
-    """Start a fresh process `rounds` times that imports fp4kit, then quantizes and dequantizes a 64 x 4096 bfloat16
-    array with nvfp4-te. Return {step: {"best": ms, "median": ms}} for the imports and for the first and second calls.
+    """Measure the time of the first uses of fp4kit in `rounds` fresh processes.
+
+    A process imports fp4kit, then quantizes and dequantizes a 64 x 4096 bfloat16 array with nvfp4-te. Return {step:
+    {"best": ms, "median": ms}} for the imports and for the first and second calls.
     """
     runs = []
     for _ in range(rounds):

@@ -95,8 +95,9 @@ def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
 
 
 def compressed_tensors(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield the calls that compressed-tensors makes for an NVFP4 weight: observers for the scales, then its
-    compressor.
+    """Yield the calls that compressed-tensors makes for an NVFP4 weight.
+
+    They are observers for the scales, then its compressor.
     """
     import torch
     from compressed_tensors.compressors import quantize_and_pack_fp4, unpack_fp4_from_uint8
@@ -238,8 +239,9 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the available calls, then answer each input line with one line of JSON. What the libraries print goes to
-    standard error.
+    """Print the available calls, then answer each input line with one line of JSON.
+
+    What the libraries print goes to standard error.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", type=int)

@@ -52,8 +52,9 @@ def bars_of(record: Record) -> list[Bar]:
 
 
 def bar_lines(record: Record) -> list[str]:
-    """Return one line of text per bar: whether it holds, the target, the measured figure and the row with this
-    figure.
+    """Return one line of text per bar.
+
+    It says whether the bar holds, the target, the measured figure and the row with this figure.
     """
     said = {True: "holds", False: "MISSED", None: "not measured"}
     return [f"{said[bar.holds]:13}{bar.text}   {bar.figure}   {bar.where}" for bar in bars_of(record)]
@@ -145,8 +146,10 @@ def _gb(rate: float | None) -> str:
 
 
 def _others(row: CpuRow) -> str:
-    """Return the time of each other library divided by fp4kit's, the fastest library first, then the libraries that
-    failed. fp4kit's time is that on all threads, or on one thread if only that was timed.
+    """Return the times of other libraries as text, each divided by fp4kit's.
+
+    The fastest library comes first, and libraries that failed come last. fp4kit's time is that on all threads, or on
+    one thread if only that was timed.
     """
     ours = row.times["all" if "all" in row.times else "one"].median
     ratios = sorted((us.median / ours, name) for name, us in row.peers.items())
@@ -245,8 +248,9 @@ def summary(record: Record) -> str:
 
 
 def _summary_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the README's four cells for one operation and recipe: three rates in GB/s and the fastest other
-    library.
+    """Return the README's four cells for one operation and recipe.
+
+    They are three rates in GB/s and the fastest other library.
     """
     peer = row.fastest_peer
     other = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
@@ -315,8 +319,9 @@ def _scale(axes: Any, lines: list[str], label: str) -> None:
 
 
 def write(record: Record, folder: Path) -> list[Path]:
-    """Write cpu.json, cpu.md and, if the group "recipes" was measured and matplotlib is installed, cpu.svg into a
-    folder. Return the paths of the written files.
+    """Write cpu.json, cpu.md and cpu.svg into a folder. Return the paths of the written files.
+
+    The plot is left out unless the group "recipes" was measured and matplotlib is installed.
     """
     plotted = any(row.group == "recipes" for row in rows_of(record))
     return records.write(record, folder, "cpu", markdown(record), plot if plotted else None)

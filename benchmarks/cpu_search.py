@@ -19,8 +19,9 @@ RECIPE = "nvfp4-modelopt-mse"
 
 
 def cases(x: np.ndarray) -> Iterator[CpuCase]:
-    """Yield the cases of search_scales on a matrix: all candidates, only candidates near the amax, with column weights,
-    with Hessians. Then yield the case of quantize with RECIPE, which searches too.
+    """Yield the cases of search_scales on a matrix, then that of quantize with RECIPE, which searches too.
+
+    The searches try all candidates, try only candidates near the amax, have column weights, or have Hessians.
     """
     K, rng = x.shape[1], np.random.default_rng(1)
     weights = (rng.random(K) + 0.1).astype(np.float32)
@@ -38,8 +39,9 @@ def cases(x: np.ndarray) -> Iterator[CpuCase]:
 
 
 def loop(x: np.ndarray) -> np.ndarray:
-    """Return the block scale code with the smallest squared error per block, found by trying all E4M3 codes one after
-    the other. This is the NumPy baseline; for a few blocks its codes differ from those of search_scales.
+    """Return the block scale codes with the smallest squared errors, found by a loop over all E4M3 codes.
+
+    This is the NumPy baseline. For a few blocks, its codes differ from those of search_scales.
     """
     a = np.abs(x.astype(np.float32)).reshape(-1, 16)
     scales = a.max() / E2M1.max * (decode(np.arange(1, 127, dtype=np.uint8), E4M3) / E4M3.max)
@@ -54,8 +56,9 @@ def loop(x: np.ndarray) -> np.ndarray:
 
 
 def unproven(x: np.ndarray) -> float:
-    """Return the share of blocks for which the search cannot exclude candidates by error bounds, so that it tries all
-    of them.
+    """Return the share of blocks for which the search tries all candidates.
+
+    For these blocks, bounds of the errors cannot exclude candidates.
     """
     search = search_call("search_scales", x, RECIPE, -1, None, SearchRequest())
     found, counted = np.zeros((len(x), x.shape[1] // 16), np.float32), np.zeros(1, np.uint64)

@@ -56,8 +56,9 @@ PACKAGES = ("fp4kit", "cupy-cuda13x", "cupy-cuda12x", "numpy", "torch", "triton"
 
 
 def poison(*arrays: Any) -> None:
-    """Fill CuPy arrays, and the codes and block scales of Quantized objects, with the byte 0xEE. A check then fails if
-    a call leaves part of the memory unwritten.
+    """Fill CuPy arrays, and the codes and block scales of Quantized objects, with the byte 0xEE.
+
+    A check then fails if a call leaves part of the memory unwritten.
     """
     for array in arrays:
         parts = (array.packed, array.block_scale) if isinstance(array, fp4kit.Quantized) else (array,)

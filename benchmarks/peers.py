@@ -132,8 +132,11 @@ def _nvfp4(given: bool) -> Callable[..., Any]:
 
 
 def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
-    """Return calls of torchao's nvfp4_quantize with a tensor scale, from `amax` or, if it is None, from an amax that
-    the call computes. The dict is empty for float16.
+    """Return {name: call} of torchao's nvfp4_quantize with a tensor scale.
+
+    The dict is empty for float16, and if torchao is not installed.
+
+    amax: the tensor amax, or None to compute it in the call.
     """
     if x.dtype == F16 or not _has_torchao(bench):
         return {}
@@ -143,8 +146,9 @@ def quantize_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 
 
 def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
-    """Return a call of Model-Optimizer's NVFP4QTensor.quantize, with the tensor scale from `amax` or, if it is None,
-    from an amax that the call computes.
+    """Return {"Model-Optimizer": call} of NVFP4QTensor.quantize, or an empty dict if it is not installed.
+
+    amax: the tensor amax, from which the tensor scale is computed; None to compute it in the call.
     """
     qtensor = module("modelopt.torch.quantization.qtensor") if bench.peers and torch() is not None else None
     if qtensor is None:

@@ -156,8 +156,9 @@ class CpuRow(Row):
         return None if found is None else self.bytes / found.median / 1e3
 
     def ratio(self, over: str, under: str) -> float | None:
-        """Return the median time of the key `over` divided by that of the key `under`, or None if either was
-        not timed.
+        """Return the median time of the key `over` divided by that of the key `under`.
+
+        Return None if either was not timed.
         """
         if over not in self.times or under not in self.times:
             return None
@@ -165,8 +166,9 @@ class CpuRow(Row):
 
     @property
     def fastest_peer(self) -> tuple[str, float] | None:
-        """The name of the fastest peer, and its time divided by the row's time on all threads (on one thread if only
-        that was timed). None if the row has no peers.
+        """The name of the fastest peer, and its time divided by the row's. None if the row has no peers.
+
+        The row's time is that on all threads, or on one thread if only that was timed.
         """
         ours = self.times["all" if "all" in self.times else "one"].median
         found = min(self.peers.items(), key=lambda pair: pair[1].median, default=None)
@@ -204,8 +206,9 @@ def quantized_bytes(recipe: str) -> dict[str, Fraction]:
 
 
 def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
-    """Return the traffic of results in two directions: the given entries, and each again with `name` before its
-    name.
+    """Return the traffic of results in two directions.
+
+    It has every given entry, and each again with `name` before its name.
     """
     return dict(traffic) | {f"{name} {key}": value for key, value in traffic.items()}
 

@@ -103,8 +103,9 @@ def plot(record: Record, path: Path) -> None:
 
 
 def plot_block(axes: Any, block: Record) -> None:
-    """Plot the error of one block as a function of its scale, and mark the scale that each way chose. block["amax"] is
-    the amax of the whole tensor.
+    """Plot the error of one block as a function of its scale, and mark the scale that each way chose.
+
+    block["amax"] is the amax of the whole tensor.
     """
     usual = np.abs(block["values"]).max() / 6
     energy = np.square(block["values"]).sum()

@@ -21,8 +21,9 @@ BUDGET = 0.7  # seconds; a call that has used them gets no further turn after th
 
 
 class Time(NamedTuple):
-    """Hold the microseconds per call over several timings: the smallest, the median, and the largest minus the
-    smallest.
+    """Hold the smallest, the median and the spread of several timings, in microseconds per call.
+
+    The spread is the largest minus the smallest.
     """
 
     best: float

@@ -126,8 +126,9 @@ def factors(q: Quantized, xp: Any) -> tuple[Any, Any]:
 
 
 def step(weights: Sequence[Quantized], x: Any, target: Any, xp: Any) -> Any:
-    """Return one flat float64 array: the sum of squared errors, then its gradients with respect to A and B. All are
-    exact sums, so that the arrays of the ranks can be added in any order.
+    """Return the sum of squared errors and its gradients with respect to A and B, as one flat float64 array.
+
+    All are exact sums, so that the arrays of the ranks can be added in any order.
     """
     (a, a_scale), (b, b_scale) = (factors(q, xp) for q in weights)
     hidden = on_grid(xp.maximum(product(x, INPUT_UNIT, a.T, WEIGHT_UNIT) * a_scale, 0), xp)

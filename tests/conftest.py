@@ -56,8 +56,9 @@ LONG = (
 
 
 def pytest_configure(config):
-    """Keep the order of pytest_collection_modifyitems. xdist's own order would run files with few but slow
-    tests last.
+    """Keep the order of pytest_collection_modifyitems.
+
+    xdist's own order would run files with few but slow tests last.
     """
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False

@@ -18,8 +18,9 @@ KEPT = ("version", "versions", "seconds", "arrays", "elements", "exceptions")
 
 
 def merged(record: dict[str, Any], run: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return (record, names): the record with new entries for producers whose arrays were all equal, and the names of
-    the producers that differed. `run` is the output of fp4kit recipes --live --json.
+    """Return (record, names): the record with new entries, and the names of the producers that differed.
+
+    Producers whose arrays were all equal get new entries. `run` is the output of fp4kit recipes --live --json.
     """
     found = dict(record)
     differing = []

@@ -66,8 +66,9 @@ def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def similarity(key: str) -> tuple[str, str, str]:
-    """Return a sort key that puts outputs for the same input side by side, so that the compressor finds common
-    parts.
+    """Return a sort key that puts outputs for the same input side by side.
+
+    The compressor then finds common parts.
     """
     return key.split("/")[0], key.split("/")[-1], key
 
@@ -92,8 +93,9 @@ def raw(array: np.ndarray) -> np.ndarray:
 
 
 class Nearest:
-    """Find the base array that differs least from a given array, among base arrays for the same input and of equal
-    size.
+    """Find the base array that differs least from a given array.
+
+    Only base arrays for the same input and of equal size are compared.
     """
 
     def __init__(self, bases: Places) -> None:

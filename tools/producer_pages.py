@@ -155,9 +155,10 @@ def _drawn() -> np.ndarray:
 
 
 def _relative(r: Recipe) -> list[str]:
-    """Return Markdown lines on the recipes of other producers that are closest to r: those that give the same bytes,
-    and the nearest one with other bytes, shown on one block. Return an empty list if r cannot be compared
-    (`_bytes_of`).
+    """Return Markdown lines on the recipes of other producers that are closest to r.
+
+    These are the recipes that give the same bytes, and the nearest one with other bytes, shown on one block. Return an
+    empty list if r cannot be compared (`_bytes_of`).
     """
     mine = _bytes_of(r)
     if mine is None:
@@ -194,8 +195,10 @@ def _relative(r: Recipe) -> list[str]:
 
 
 def _worked(r: Recipe, other: str, mine: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> str:
-    """Return a Markdown table of the block in which r and `other` differ most: its elements, and the values and scale
-    bytes of both recipes. `mine` and `theirs` are the results of `_bytes_of`.
+    """Return a Markdown table of the block in which r and `other` differ most.
+
+    It shows the elements, and the values and scale bytes of both recipes. `mine` and `theirs` are the results of
+    `_bytes_of`.
     """
     size = r.block_size
     differs = (mine[0] != theirs[0]).reshape(-1, size).sum(axis=1) + (mine[1] != theirs[1]).reshape(-1)

@@ -67,8 +67,9 @@ def cpu() -> str:
 
 
 def scale_search() -> str:
-    """Return the table of the demo model's errors with and without a search of block scales, from the committed
-    record.
+    """Return the table of the demo model's errors with and without a search of block scales.
+
+    They come from the committed record.
     """
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import scale_search_report

@@ -54,8 +54,9 @@ FORBIDDEN = {"subprocess", "pickle", "marshal", "shelve", "torch", "transformers
 
 @pytest.mark.parametrize("folder", ["checkpoint", "storage"])
 def test_no_way_to_run_code(folder: str) -> None:
-    """No module that reads checkpoints starts programs, unpickles, or calls eval, exec, os.system or a similar
-    function.
+    """No module that reads checkpoints can run code that it has read.
+
+    It starts no programs, unpickles nothing, and calls none of eval, exec, os.system and the like.
     """
     for path in (PACKAGE / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -299,8 +300,9 @@ def test_config_of_any_size(tmp_path: Path, name: str) -> None:
 
 
 def test_files_beside(tmp_path: Path) -> None:
-    """Only regular files of known kinds inside the directory are copied, and none of them replaces a file of
-    the run.
+    """Only regular files of known kinds inside the directory are copied.
+
+    None of them replaces a file of the run.
     """
     model = tmp_path / "m"
     synthetic.dense(model)

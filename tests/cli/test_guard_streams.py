@@ -101,8 +101,9 @@ def test_a_terminal_of_60_columns(model: Path, tmp_path: Path) -> None:
 
 
 def test_interrupted_on_a_terminal(tmp_path: Path, model: Path) -> None:
-    """Ctrl-C on a terminal ends the command with a true last line, and leaves cursor and color of the terminal
-    unchanged.
+    """Ctrl-C on a terminal ends the command with a last line that is true.
+
+    Cursor and color of the terminal are unchanged.
     """
     x = {f"layers.{i}.weight": synthetic.random(str(i), (1024, 4096)) for i in range(6)}
     synthetic.write_model(tmp_path / "m", {}, x)

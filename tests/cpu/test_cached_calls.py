@@ -298,8 +298,9 @@ def test_a_wrong_call_after_a_right_one(name):
 
 
 def test_other_kinds_of_arrays_after_a_right_call():
-    """A cached call is not used for arrays of equal shape but with another dtype, byte order, stride, type or
-    alignment.
+    """A cached call is not used for another kind of array of equal shape.
+
+    The arrays have another dtype, byte order, stride, type or alignment.
     """
     x = ordinary(3, SHAPE)
     expected = fp4kit.quantize(x, "mxfp4-ocp")

@@ -168,8 +168,9 @@ def test_hadamard(name, hadamard):
 
 @pytest.mark.parametrize("name", half(NAMES))
 def test_given_amaxes(name):
-    """Amaxes per tensor, expert, row or block give the specification's bits, zero, subnormal and infinite ones
-    included.
+    """With given amaxes per tensor, expert, row or block, the engine gives the specification's bits.
+
+    Some amaxes are zero, subnormal or infinite.
     """
     r, x = RECIPES[name], X[F32][:, :128].reshape(4, 32, 128)
     amaxes = np.array([3.0, 0.0, 1e-45, 3e38], np.float32)
@@ -242,8 +243,9 @@ SHARDS = [
 @pytest.mark.parametrize("name", half(SHARDED))
 @pytest.mark.parametrize("dtype", [FLOATS[0], FLOATS[2]], ids=str)
 def test_shards(name, dtype):
-    """A shard gives the block amaxes and codes of its elements, and leaves the rest of out unchanged, for any
-    strides.
+    """A shard gives the block amaxes and codes of its elements, for any strides.
+
+    The rest of out stays unchanged.
     """
     r, shape = RECIPES[name], (70, 128)
     x = ordinary(5, shape, dtype).reshape(-1)

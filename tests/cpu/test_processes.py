@@ -66,8 +66,9 @@ for _ in range(3):
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_has_threads_of_its_own():
-    """After a fork, child, grandchild and parent all compute on several threads, although the parent's threads are not
-    copied.
+    """After a fork, child, grandchild and parent all compute on several threads.
+
+    A fork does not copy the parent's threads.
     """
     found = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, timeout=120)
     assert found.stdout.split() == ["0"] * 3, found.stderr

@@ -387,8 +387,9 @@ def test_the_driver_does_what_a_cached_call_does_not(gpu, call):
 
 
 def test_calls_that_cannot_be_cached_are_not_tried_again(monkeypatch):
-    """If the cache records that a signature has no cached call, find returns no key, so that nothing is stored for it
-    again.
+    """If the cache records that a signature has no cached call, find returns no key.
+
+    So nothing is stored for the signature again.
     """
     x = np.ones((2, 3, 32), np.float32)
     key, _ = call_cache.find("quantize", (x,), "mxfp4-ocp")

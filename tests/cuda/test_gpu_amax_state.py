@@ -19,8 +19,9 @@ BASE = "m.experts.fc1.weight_quantizer"
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=str)
 def test_every_magnitude_comes_in_exactly(dtype):
-    """Every 16-bit number, in its dtype or as the high bits of float32, is collected exactly, NaN and subnormals
-    included.
+    """Every 16-bit number is collected exactly, NaN and subnormals included.
+
+    It comes in its own dtype or as the high bits of float32.
     """
     bits = np.arange(2**16, dtype=np.uint16)
     values = (bits.astype(np.uint32) << 16).view(np.float32) if dtype == np.float32 else bits.view(dtype)

@@ -277,8 +277,9 @@ def test_strided_amaxes_of_rows():
     "recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-modelopt", "int8-modelopt", "int4-modelopt"]
 )
 def test_unknown_and_wrong_amaxes(recipe):
-    """If the amax is missing or wrong, dequantize finds the one it needs on the device, with and without a
-    cached call.
+    """If a Quantized has no amax, or not that of its tensor scale, dequantize finds the one it needs on the device.
+
+    This holds with and without a cached call.
     """
     x = blocks(BF16)
     q = fp4kit.quantize(x, recipe)

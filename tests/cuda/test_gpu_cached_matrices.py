@@ -86,8 +86,9 @@ def test_columns_into_out_with_an_amax(monkeypatch):
 
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_results_do_not_share_the_callers_amax(axis):
-    """Writing to a result again does not change the amax that the caller gave for it, with and without a
-    cached call.
+    """Writing to a result again does not change the amax that the caller gave for it.
+
+    This holds with and without a cached call.
     """
     first, second = two(BF16)
     amax = cupy.asarray(np.float32(3))

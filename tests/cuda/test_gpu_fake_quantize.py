@@ -28,8 +28,9 @@ recipes = pytest.mark.parametrize("name", all_or_few(WITH_RULE))
 
 
 def same(x: np.ndarray, name, **options) -> None:
-    """Assert that fake_quantize gives equal bytes on CPU and GPU. Arrays among the options are moved to the device of
-    x.
+    """Assert that fake_quantize gives equal bytes on CPU and GPU.
+
+    Arrays among the options are moved to the device of x.
     """
     on_device = {k: cupy.asarray(v) if isinstance(v, np.ndarray) else v for k, v in options.items()}
     y = fp4kit.fake_quantize(cupy.asarray(x), name, **on_device)
@@ -340,8 +341,9 @@ def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypa
 @pytest.mark.parametrize("name", ["nvfp4-modelopt-fake", "int8-modelopt", "int4-qat"])
 @pytest.mark.parametrize("axis", [-1, 0])
 def test_an_array_too_large_for_the_kernel_to_find_its_amax(name: str, axis: int) -> None:
-    """Above MAX_KERNEL_AMAX_ELEMENTS, a separate launch computes the tensor amax, except for int4-qat, which
-    has none.
+    """fake_quantize of more than MAX_KERNEL_AMAX_ELEMENTS elements gives the CPU's bytes.
+
+    A separate launch then computes the tensor amax, except for int4-qat, which has none.
     """
     x = ordinary(0, (1152, 512))
     assert x.size > MAX_KERNEL_AMAX_ELEMENTS

@@ -121,8 +121,9 @@ def test_partial_cast_into_the_shard():
 
 
 def test_interleaved_arrays_do_not_overlap():
-    """x may have every second row of a memory, and out the rows between: their address ranges overlap, but no byte
-    does.
+    """x may have every second row of a memory, and out the rows between.
+
+    Their address ranges overlap, but no byte does.
     """
     x, q = ordinary(6, SHAPE), fp4kit.quantize(ordinary(6, SHAPE), "mxfp8-te")
     whole = np.zeros((128, 256, 4), np.uint8)

@@ -115,8 +115,9 @@ def test_a_cubin_does_not_depend_on_other_kernels(cache):
 
 
 def test_a_cubin_is_written_beside_and_renamed(cache, monkeypatch):
-    """A cubin appears whole in the cache, so that another process that reads at the same time never finds part of a
-    file.
+    """A cubin appears in the cache only when it is complete.
+
+    Another process that reads at the same time never finds part of a file.
     """
     renamed = []
 
@@ -233,9 +234,7 @@ def test_architecture(capability, arch):
 
 
 def with_runtime(monkeypatch, count):
-    """Install a CuPy whose runtime answers getDeviceCount by `count()`, which returns a number or raises
-    DriverError.
-    """
+    """Install a CuPy whose getDeviceCount is `count`, a function that returns a number or raises DriverError."""
     runtime = SimpleNamespace(getDeviceCount=count, CUDARuntimeError=DriverError)
     monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
 

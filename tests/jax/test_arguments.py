@@ -46,8 +46,9 @@ SEEDS = {
 @pytest.mark.parametrize("op", CALLS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_seeds_that_are_no_integers(op, seed):
-    """A seed that is not an integer is rejected: 3.7 would count as 3, True as 1, and a JAX key would give an unclear
-    error.
+    """A seed that is not an integer is rejected.
+
+    Otherwise 3.7 would count as 3, True as 1, and a JAX key would give an unclear error.
     """
     x, given = jnp.asarray(SMALL), SEEDS[seed]()
     for call in (CALLS[op], jax.jit(CALLS[op], static_argnums=1, static_argnames="rounding")):

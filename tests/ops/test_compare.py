@@ -223,8 +223,9 @@ def test_arrays_in_boxes(small_boxes, data) -> None:
 @pytest.mark.parametrize("name", half(NAMES))
 @pytest.mark.parametrize("small_boxes", [40, *exhaustive([1000])], indirect=True)
 def test_quantized_in_boxes(small_boxes, name) -> None:
-    """Comparing Quantized box by box gives the result of comparing them at once, for any recipe, axis, layout
-    and amax.
+    """Comparing two Quantized box by box gives the result of comparing them at once.
+
+    Any recipe, axis, layout and amax is tried.
     """
     r = RECIPES[name]
     unit = lcm(r.length_multiple, r.block_rows)
@@ -317,8 +318,9 @@ def test_identify_needs_the_array() -> None:
     "name", ["nvfp4-te", "mxfp6-torchao-floor-e2m3", "mxfp8-te", "mxfp8-te-e5m2", "int8-modelopt", "int4-modelopt"]
 )
 def test_steps_between_every_pair_of_codes(name) -> None:
-    """The distance of two codes is that of their values in the sorted list of the format's numbers, where -0
-    equals 0.
+    """The distance of two codes is that of their values in the sorted list of the format's numbers.
+
+    In this list, -0 equals 0.
     """
     r = RECIPES[name]
     numbers = sorted({float(v) for v in r.element.values if not np.isnan(v)})

@@ -87,8 +87,9 @@ def test_int8_by_its_formula(name, low, high):
 
 
 def test_nvfp4_modelopt_fake_loses_tiny_tensors():
-    """The fake quantizer returns zeros for a tensor with an amax below 6e-5, because block scales below 1e-5 count as
-    1.
+    """Model-Optimizer's fake quantizer returns zeros for a tensor with an amax below 6e-5.
+
+    The reason is that block scales below 1e-5 count as 1.
 
     Real quantization keeps such values.
     """

@@ -65,8 +65,9 @@ def test_stochastic(name, hadamard) -> None:
 
 @pytest.mark.parametrize("name", [name for name in STOCHASTIC if RECIPES[name].scale is not None][::16])
 def test_stochastic_needs_every_scale(name) -> None:
-    """Stochastic rounding is reported only if all scales fit, because zero codes are neighbors of zeros under any
-    scale.
+    """Stochastic rounding is reported only if all scales fit.
+
+    Zero codes are neighbors of zeros under any scale, so they prove nothing.
     """
     x = ordinary(4).astype(ml_dtypes.bfloat16)
     x[-1, -32:] = 0

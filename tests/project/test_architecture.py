@@ -177,8 +177,9 @@ def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
 
 
 def undocumented(path):
-    """Return the public functions, classes and methods of a file that lack a docstring; properties and overloads may
-    lack one.
+    """Return the public functions, classes and methods of a file that lack a docstring.
+
+    Properties and overloads may lack one.
     """
 
     def explains_itself(node):

@@ -71,8 +71,9 @@ def test_every_source_is_compiled(setup_py):
 
 
 def test_an_editable_installation_is_a_path(tmp_path):
-    """The editable installation writes a .pth file with fp4kit's folder, because type checkers do not run
-    import hooks.
+    """The editable installation writes a .pth file with fp4kit's folder.
+
+    An import hook would not do, because type checkers do not run it.
     """
     source = tmp_path / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.npz"))

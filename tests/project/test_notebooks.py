@@ -28,8 +28,9 @@ ABSOLUTE_PATH = re.compile(r"(?<![\w.:/<)])/[A-Za-z_][\w.-]*/|\b[A-Za-z]:\\")
 
 
 def run_notebook(source: Path, target: Path) -> None:
-    """Execute source in a new kernel and write it with its outputs to target; raise CellExecutionError at the first
-    error.
+    """Execute the notebook `source` in a new kernel, and write it with its outputs to `target`.
+
+    Raises CellExecutionError at the first error.
     """
     import matplotlib.font_manager  # noqa: F401  # builds the font cache now: a slow first import warns in the notebook
     import nbformat

@@ -212,8 +212,9 @@ def test_a_device_s_values_are_not_read():
 
 @pytest.mark.parametrize("name", NAMES)
 def test_results_of_quantize_are_valid(name):
-    """The checks accept every result of quantize, also of zeros, infinities and NaN, whose tensor scales are
-    unusual.
+    """The checks accept every result of quantize.
+
+    Arrays of zeros, infinities and NaN are among the inputs, because their tensor scales are unusual.
     """
     for value in (0.0, np.inf, np.nan, -np.nan):
         x = np.full((32, 128), value, F32)

@@ -76,8 +76,9 @@ def test_dtypes_of_codes_and_scales(name):
 
 
 def test_all_bytes_of_codes_and_scales():
-    """Every byte is accepted as specified: pairs of codes in both nibble orders, unpacked codes with upper bits, and
-    scales.
+    """from_parts accepts every byte of codes and scales as specified.
+
+    Codes are pairs in both nibble orders, or unpacked codes with upper bits.
     """
     packed, scales = np.arange(256, dtype=np.uint8).reshape(16, 16), np.resize(np.arange(256, dtype=np.uint8), (16, 2))
     q = Quantized.from_parts(packed, scales, F32(1), recipe="nvfp4-te", dtype=F32)

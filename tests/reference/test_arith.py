@@ -160,8 +160,9 @@ def test_reciprocal_keeps_shape_and_input():
 
 
 def test_tiny_is_decided_before_rounding_to_subnormals():
-    """A product of (1 - 2^-24) * 2^-126 is flushed; a product of (1 - 2^-26) * 2^-126 becomes 2^-126, like on
-    an H200.
+    """Whether a product is flushed is decided before it is rounded to a subnormal, like on an H200.
+
+    A product of (1 - 2^-24) * 2^-126 is flushed; a product of (1 - 2^-26) * 2^-126 becomes 2^-126.
     """
     smallest, half = np.float32(2.0**-126), np.float32(2.0**-63)
     below = np.nextafter(np.float32(1), np.float32(0))

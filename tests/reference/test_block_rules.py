@@ -104,8 +104,9 @@ def test_scales_beside_powers_of_two(name, dtype, amax, codes):
 
 
 def test_quotients_of_sglang_underflow_in_the_dtype():
-    """In SGLang, quotients may underflow in the dtype of the input: 3e-8 is about 2^-25, half of the smallest float16,
-    so it becomes 0.
+    """In SGLang, quotients may underflow in the dtype of the input.
+
+    3e-8 is about 2^-25, half of the smallest float16, so it becomes 0.
 
     Every zero has code 8.
     """

@@ -145,8 +145,9 @@ SUBNORMAL = [
 
 @pytest.mark.parametrize(("dtype", "least", "tops"), SUBNORMAL, ids=str)
 def test_auto_round_packs_nvfp4_of_subnormal_values(dtype, least, tops, either_engine):
-    """auto-round's second pass starts from values rounded to the dtype, where subnormal values are rounded or lost
-    again.
+    """auto-round's second pass starts from values that were rounded to the dtype.
+
+    There, subnormal values are rounded or lost again.
     """
     rng, changed = np.random.default_rng(5), 0
     for top in tops:

@@ -79,8 +79,9 @@ def test_float16_is_decoded_by_a_rule_of_its_own(name, golden, either_engine):
     "older", ["nvfp4-mlx-cpu-0322", "nvfp4-mlx-cpu-0322-global", "mxfp8-mlx-cpu-0322", "mxfp8-mlx-cpu-0321"]
 )
 def test_nan_codes_were_480_up_to_0_32_2(older, dtype, either_engine):
-    """The decoders of MLX 0.32.1, 0.32.2 and 0.32.4 differ only for the E4M3 codes 7F and FF, of scales or of
-    elements.
+    """The decoders of MLX 0.32.1, 0.32.2 and 0.32.4 differ only for the E4M3 codes 7F and FF.
+
+    These occur as scales or as elements.
     """
     r, newer = RECIPES[older], RECIPES[re.sub("-032.", "", older)]
     q = all_bytes(r, np.dtype(dtype))
@@ -244,8 +245,9 @@ def test_log2_rounds_up_a_few_ulp_below_powers_of_two(either_engine):
 
 
 def test_log2_of_the_kernels_is_that_of_the_specification():
-    """The compiled engine's formula for log2 equals the specification at all powers of two and 60 floats on either
-    side.
+    """The compiled engine's formula for log2 equals the specification's.
+
+    All powers of two and 60 floats on either side are tried.
     """
     bits = np.float32(2.0 ** np.arange(-149, 128)).view(np.int32)[:, None] + np.arange(-60, 61)
     amaxes = bits[(bits > 0) & (bits < 0x7F800000)].astype(np.int32).view(np.float32)
@@ -262,8 +264,9 @@ def test_wrapped_bytes_of_gguf_are_blocks_of_zeros(either_engine):
 
 
 def test_products_that_overflow_are_not_near(either_engine):
-    """A candidate whose value overflows is never nearest: with the scale 2^126, the values 4 and 6 are infinite, so 3
-    is chosen.
+    """A candidate whose value overflows is never nearest.
+
+    With the scale 2^126, the values 4 and 6 are infinite, so 3 is chosen.
 
     Next to 2^128, log2 rounds up to this scale.
     """

@@ -13,8 +13,9 @@ from fp4kit.reference.codec import decode, encode_e8m0
 
 
 def float_to_e8m0(bits):
-    """Return the E8M0 code by the steps of Transformer Engine's float_to_e8m0, from the bits of a float32 >= 0, inf or
-    NaN.
+    """Return the E8M0 code by the steps of Transformer Engine's float_to_e8m0.
+
+    bits: the bits of a float32 that is not negative; infinity and NaN are allowed.
     """
     exponent, mantissa = bits >> 23 & 0xFF, bits & 0x7FFFFF
     if exponent == 0xFF:
@@ -36,8 +37,9 @@ def test_e8m0_rp_equals_transformer_engine():
 
 @pytest.mark.parametrize("rounding", ["rp", "rz", "rn"])
 def test_e8m0_equals_the_definition(rounding):
-    """Each mode gives the documented power of two: the smallest not below, the largest not above, or the nearest with
-    ties up.
+    """Each rounding mode gives the documented power of two.
+
+    It is the smallest not below, the largest not above, or the nearest with ties up.
     """
     powers = np.ldexp(1.0, np.arange(-127, 128))
     edges = np.concatenate([powers, powers[:-1] * 1.5]).astype(np.float32)

@@ -43,8 +43,9 @@ def test_hadamard_is_the_matrix_product(hadamard, signs, dtype):
 
 
 def butterflies(block):
-    """Transform 16 Python floats (float64): apply signs, then sums and differences at distances 1, 2, 4, 8, then divide
-    by 4.
+    """Transform 16 numbers by butterflies, in Python floats (float64).
+
+    First multiply by the signs, then take sums and differences at distances 1, 2, 4 and 8, then divide by 4.
     """
     y = [float(v) * int(s) for v, s in zip(block, TE_SIGNS, strict=True)]
     for distance in (1, 2, 4, 8):

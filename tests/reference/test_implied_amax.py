@@ -46,8 +46,9 @@ def significant(amax):
 @cases
 @pytest.mark.parametrize("amaxes", AMAXES.values(), ids=AMAXES)
 def test_an_amax_is_found_if_one_exists(r, dtype, amaxes):
-    """The implied amax gives the tensor scale, bit for bit, for every bfloat16 and float16 amax and random float32
-    amaxes.
+    """The implied amax gives the tensor scale, bit for bit.
+
+    Every bfloat16 and float16 amax, and random float32 amaxes, are tried.
     """
     scale = decode_scale(amaxes, r, dtype)
     found = implied_amax(scale, r, dtype)
@@ -210,8 +211,9 @@ def test_identify_finds_amaxes_that_are_not_of_x(name, amaxes):
 
 
 def test_identify_takes_each_recipe_s_own_amax():
-    """identify derives the amax from the scale by each recipe's rule, and ignores an amax that contradicts
-    the scale.
+    """identify derives the amax from the scale by each recipe's rule.
+
+    It ignores an amax that contradicts the scale.
     """
     x = ORDINARY.astype(BF16)
     q = fp4kit.quantize(x, "nvfp4-torchao")

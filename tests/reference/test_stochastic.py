@@ -19,8 +19,9 @@ from fp4kit.reference.stochastic import encode_stochastic, stream_bytes
 
 
 def philox(counter, key):
-    """Return the four words of Philox4x32-10 for a counter of four words, computed in Python integers as in
-    the paper.
+    """Return the four words of Philox4x32-10 for a counter of four words.
+
+    They are computed in Python integers as in the paper.
     """
     c, k = list(counter), list(key)
     for _ in range(10):
@@ -31,8 +32,9 @@ def philox(counter, key):
 
 
 def random_byte(seed, i):
-    """Return the random byte of element i, as documented: byte i % 16, little-endian, of the words of counter
-    i // 16.
+    """Return the random byte of element i, as documented.
+
+    It is byte i % 16, little-endian, of the words of counter i // 16.
     """
     counter = i // 16
     words = philox((counter & 0xFFFFFFFF, counter >> 32, 0, 0), (seed & 0xFFFFFFFF, seed >> 32))

@@ -220,8 +220,9 @@ def test_recipes_as_data():
 
 
 def test_fields_with_a_default_may_be_missing():
-    """A recipe without a field that has a default can be read, so that later versions with more fields read
-    this file.
+    """A stored recipe without a field that has a default can be read.
+
+    So later versions with more fields read the files of this version.
     """
     data = as_data(VARIANTS["id"])
     assert (

@@ -4,8 +4,9 @@ import numpy as np
 
 
 def sweep():
-    """Return float32 values without NaN: all 65,536 patterns of the upper 16 bits, each with five patterns of the lower
-    16.
+    """Return float32 values without NaN, over the whole range.
+
+    They have all 65,536 patterns of the upper 16 bits, each with five patterns of the lower 16 bits.
     """
     high = np.arange(0x10000, dtype=np.uint32) << 16
     x = np.concatenate([high | low for low in (0, 1, 0x7FFF, 0x8000, 0xFFFF)]).astype(np.uint32).view(np.float32)

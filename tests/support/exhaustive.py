@@ -35,8 +35,9 @@ def half(cases: Iterable[Any]) -> list[Any]:
 
 
 def every(step: int, cases: Iterable[Any]) -> list[Any]:
-    """Return the cases as parameters: every `step`-th for every run, from the first on; the rest for exhaustive runs
-    only.
+    """Return the cases as parameters, of which a usual run takes only some.
+
+    Every `step`-th case is for every run, from the first on. The rest is for exhaustive runs only.
     """
     cases = list(cases)
     return cases[::step] + exhaustive(case for i, case in enumerate(cases) if i % step)
@@ -84,8 +85,9 @@ def lot(test: str, recipe: str) -> int:
 def sampled(
     few: int, many: int, *arguments: Any, **strategies: Any
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Return a decorator that replaces hypothesis.given: a test gets `few` examples in every run, `many` in exhaustive
-    runs.
+    """Return a decorator that replaces hypothesis.given.
+
+    A test gets `few` examples in every run, and `many` in exhaustive runs.
     """
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:

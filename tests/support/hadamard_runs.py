@@ -71,8 +71,9 @@ def bits(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs at both ends of the dtype's range: with subnormal elements or results, with overflow, infinities and
-    NaN.
+    """Return runs at both ends of the dtype's range.
+
+    They have subnormal elements or results, overflow, infinities and NaN.
     """
     low = rng.integers(-300, 301, (4096, BLOCK)) * 2.0 ** (LEAST_EXPONENT[case.dtype] + rng.integers(0, 6, (4096, 1)))
     high = rng.standard_normal((4096, BLOCK)) * 2.0 ** (MOST_EXPONENT[case.dtype] + rng.integers(-4, 1, (4096, 1)))

@@ -181,8 +181,9 @@ def quantize_large_group(place: Place, call: KernelCall) -> list[Any]:
 
 
 def quantize_searched(place: Place, call: KernelCall) -> list[Any]:
-    """Quantize with a search, on blocks of every kind and on blocks in which two candidates have nearly equal
-    errors.
+    """Quantize with a search.
+
+    There are blocks of every kind, and blocks in which two candidates have nearly equal errors.
     """
     x = np.concatenate([searched_blocks(call.dtype)[:48], nearly_equal_blocks().astype(call.dtype)])
     return parts(fp4kit.quantize(place(x), call.recipe, **call.given(place)))
@@ -215,8 +216,9 @@ def partial(place: Place, call: KernelCall) -> list[Any]:
 
 
 def master_weights(place: Place, call: KernelCall) -> list[Any]:
-    """Cast master weights to codes: matrices of whole blocks in both directions, and matrices whose last blocks have
-    few rows.
+    """Cast master weights to codes.
+
+    There are matrices of whole blocks in both directions, and matrices whose last blocks have few rows.
     """
     found: list[Any] = []
     for shapes, columnwise in ((((64, 80), (16, 16), (48, 64)), True), (((33, 240), (3, 48)), False)):

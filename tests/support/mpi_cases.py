@@ -59,8 +59,9 @@ def check_partitions(comm: Mpi) -> None:
 
 
 def check_steps(comm: Mpi) -> None:
-    """Check that a MasterWeightsPlan follows values changed in place and replaced arrays, and makes
-    columnwise copies.
+    """Check that a MasterWeightsPlan follows values changed in place and replaced arrays.
+
+    Also check its columnwise copies.
     """
     rng = np.random.default_rng(0)
     x = rng.standard_normal((32, 80)).astype(np.float32)

@@ -144,8 +144,9 @@ def test_gradients_are_those_of_the_rule():
 
 
 def test_special_values():
-    """Zeros of both signs, subnormals, infinities, NaN and the largest numbers give fp4kit's bits in every arithmetic
-    mode.
+    """Special values give fp4kit's bits in every arithmetic mode.
+
+    They are zeros of both signs, subnormals, infinities, NaN and the largest numbers.
     """
     specials = np.array([0, -0.0, 1e-45, -1e-38, np.inf, -np.inf, np.nan, 3.4e38] * 4, np.float32).reshape(1, 32)
     for name in ("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "nvfp4-flashinfer"):

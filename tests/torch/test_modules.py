@@ -90,8 +90,9 @@ def test_anything_but_a_model_and_settings():
 
 
 def test_settings_that_include_no_parameter():
-    """Settings that match no parameter are an error, because a typo in a wildcard would train in full precision
-    unnoticed.
+    """Settings that match no parameter are an error.
+
+    Otherwise a typo in a wildcard would train in full precision unnoticed.
     """
     with pytest.raises(
         ValueError,
@@ -126,8 +127,9 @@ def test_a_parameter_whose_length_does_not_fit():
 
 
 def test_vectors_that_are_quantized():
-    """A warning names quantized parameters with less than two dimensions, because engines leave biases and norms
-    unquantized.
+    """A warning names quantized parameters with less than two dimensions.
+
+    Engines leave these, such as biases and norms, unquantized.
     """
     text = r"quantizes parameters with less than two dimensions: '0.bias'; engines leave biases and norms unquantized; "
     with pytest.warns(UserWarning, match=rf"^fake_quantize_model: {text}leave them out with FakeQuantSettings"):

@@ -71,8 +71,9 @@ def test_any_reshard(data, n, ranks, others, shape, explicit):
     st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"])
 )
 def test_faults_are_named_on_every_rank(data, n, ranks, fault):
-    """If an expert is missing, duplicate, NaN, negative or of another shape, all ranks raise an equal error that names
-    its key.
+    """If an expert has a fault, all ranks raise an equal error that names its key.
+
+    The expert is missing, duplicate, NaN, negative or of another shape.
     """
     values = {key: value.reshape(1) for key, value in experts_of(n).items()}
     held = [list(range(n))[rank::ranks] for rank in range(ranks)]

@@ -46,8 +46,9 @@ def test_save_and_load(shape, separator, stacked, tmp_path):
 
 @pytest.mark.parametrize("kind", ["scalar", "channel", "nvfp4_scalar", "nvfp4_static_block"])
 def test_experts_that_model_optimizer_saved(kind, golden, tmp_path):
-    """Experts are read from Model-Optimizer's recording, which has one key per expert, and the flat vector of all
-    experts.
+    """Experts are read from Model-Optimizer's recordings in both of its forms.
+
+    They are one key per expert, and a flat vector of all experts.
     """
     prefix = f"experts_state/{kind}/"
     recorded = {

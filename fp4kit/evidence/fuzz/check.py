@@ -125,8 +125,9 @@ class EngineRun:
         return None
 
     def _function(self, name: str) -> Any:
-        """Return the function that a ProgramCall names: a function of fp4kit, a method of a result, or a function in
-        FUNCTIONS.
+        """Return the function that a ProgramCall names.
+
+        It is a function of fp4kit, a method of a result, or a function in FUNCTIONS.
         """
         owner, _, attribute = name.rpartition(".")
         if owner == "fp4kit":
@@ -145,9 +146,7 @@ class EngineRun:
         return [self.value(a) for a in argument] if isinstance(argument, list) else argument
 
     def host(self, argument: Any) -> Any:
-        """Return value(argument) with all arrays copied to NumPy arrays, so that the engines' results can be
-        compared.
-        """
+        """Return value(argument) with all arrays copied to NumPy arrays, to compare the results of engines."""
         return self.place.engine.get(self.value(argument))
 
 

@@ -103,8 +103,9 @@ class Report:
                 self.failures.append(failure)
 
     def wants(self, failure: Failure | Verdict) -> bool:
-        """Return True if a failure is to be reported: fewer than MAX_FAILURES are, and none with its kind and
-        function.
+        """Return True if a failure is to be reported.
+
+        That is so if fewer than MAX_FAILURES are reported, and none with its kind and function.
         """
         reported = {(f.kind, f.function) for f in self.failures}
         return len(reported) < MAX_FAILURES and (failure.kind, failure.function) not in reported

@@ -107,8 +107,9 @@ def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArray]:
-    """Yield simpler forms of array ``i`` of the case: with a simpler memory layout, fewer elements, or float32
-    elements.
+    """Yield simpler forms of `a`, which is array ``i`` of the case.
+
+    They have a simpler memory layout, fewer elements, or float32 elements.
     """
     if not a.view.is_plain:
         yield replace(a, view=View.plain(a.ndim))

@@ -71,8 +71,9 @@ def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
 
 
 def agreement_rows() -> list[tuple[str, ...]]:
-    """Return the rows of the table COLUMNS, one per group of recipes that agree: the input dtypes for which they agree,
-    and their ids.
+    """Return the rows of the table COLUMNS, one per group of recipes that agree.
+
+    A row has the input dtypes for which the recipes agree, and their ids.
     """
     found: dict[tuple[str, ...], list[str]] = {}
     for name, dtype in DTYPES.items():

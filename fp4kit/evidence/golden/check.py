@@ -80,8 +80,9 @@ def _skip_nan_scale(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_block(case: RecordedCase) -> Mask:
-    """Return a mask that excuses blocks that contain inf or NaN. The producer casts such values to uint8, which
-    is undefined in C.
+    """Return a mask that excuses blocks that contain inf or NaN.
+
+    The producer casts such values to uint8, which is undefined in C.
     """
     return ~np.isfinite(_block_amax(case))
 
@@ -147,8 +148,7 @@ def _skip_nan_element(case: RecordedCase) -> Mask:
 
 
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
-    """Return a mask that excuses elements that Quark turns into infinities, because it packs an infinity as the value
-    4.
+    """Return a mask that excuses elements that Quark turns into infinities, which it packs as the value 4.
 
     This happens in tensors with inf or NaN, and where an element divided by the scale 2^-23 overflows.
     """
@@ -160,8 +160,9 @@ def _skip_infinite_quotient(case: RecordedCase) -> Mask:
 
 
 def _skip_applied_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses values to which Quark applied a scale other than the stored one, and blocks with inf
-    or NaN.
+    """Return a mask that excuses values to which Quark applied a scale other than the stored one.
+
+    It also excuses blocks with inf or NaN.
 
     The recorded array "scale_applied" has the scales that Quark applied.
     """
@@ -225,8 +226,9 @@ class RecordedCase:
         return self.golden.get(self.row.file, key) if own is None else own
 
     def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments of quantize or fake_quantize: the row's options, and the amaxes that the file
-        supplies.
+        """Return the keyword arguments of quantize or fake_quantize.
+
+        They are the row's options, and the amaxes that the file supplies.
         """
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
@@ -282,15 +284,19 @@ def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> G
 
 
 def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare the arrays of a recipe that were recorded from bytes alone (recorded_bytes.py): decoded values of all
-    codes, and blocks of files.
+    """Compare the arrays of a recipe that were recorded from bytes alone (recorded_bytes.py).
+
+    They are decoded values of all codes, and blocks of files.
     """
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
 
 def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a GoldenRow with the results of ``ops``, and return the counts and
-    differences.
+    """Compare every recorded array of a GoldenRow with the results of ``ops``.
+
+    Return the counts and differences.
+
+    golden: the recorded arrays.
     """
     arrays = searched_arrays if row.searched else _fake_arrays if row.fake else _arrays
     return result_of(

@@ -91,8 +91,9 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 
 
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
-    """Return a Quantized to decode all codes under all scales: each row has all element codes, and row i has scale code
-    i.
+    """Return a Quantized to decode all codes under all scales.
+
+    Each row has all element codes, and row i has scale code i.
 
     If the recipe has a tensor scale, it is 1. ``dtype`` is the dtype of the Quantized.
     """

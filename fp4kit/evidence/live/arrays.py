@@ -20,8 +20,9 @@ def to_torch(x: np.ndarray) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """Return a NumPy array with a tensor's elements. bfloat16 keeps its dtype; 8-bit floats become uint8 bit
-    patterns.
+    """Return a NumPy array with a tensor's elements.
+
+    bfloat16 keeps its dtype; 8-bit floats become uint8 bit patterns.
     """
     import torch
 

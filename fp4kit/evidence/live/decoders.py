@@ -56,8 +56,9 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return a smaller Quantized for which ``differs`` still holds: one with fewer blocks, then with more codes set to
-    0.
+    """Return a smaller Quantized for which ``differs`` still holds.
+
+    First it gets fewer blocks, then more codes that are 0.
     """
     for candidate in _smaller(q, call):
         if differs(candidate):

@@ -138,8 +138,9 @@ def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is near a power of two times 1, 1.5, 1.75 or the mantissa of the format's largest
-    element.
+    """Return blocks whose amax is near a power of two times a factor.
+
+    The factor is 1, 1.5, 1.75 or the mantissa of the format's largest element.
 
     "Near" means at most ULPS bit patterns away.
     """

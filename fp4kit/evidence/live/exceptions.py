@@ -53,9 +53,7 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of blocks whose amax compressed-tensors rounds up to a power of two that overflows the
-    dtype of x.
-    """
+    """Return a mask of blocks whose amax compressed-tensors rounds to a power of two that overflows the dtype of x."""
     limit = 1.9375 if q.recipe.element is E2M3 else 1.75
     return ~(_amax(x, q) < limit * 2.0 ** (15 if x.dtype == np.float16 else 127))
 

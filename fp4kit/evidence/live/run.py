@@ -62,8 +62,9 @@ class FoundDifference:
 
 @dataclass
 class RecipeCounts:
-    """Count the arrays and elements that were compared for one recipe, the arrays that differ, and the uses of each
-    exception.
+    """Count what was compared for one recipe.
+
+    These are the arrays and elements, the arrays that differ, and the uses of each exception.
     """
 
     arrays: int = 0

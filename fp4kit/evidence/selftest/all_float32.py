@@ -189,9 +189,7 @@ def differences(
 
 
 def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
-    """Yield ranges that cover every ``step``-th bit pattern below ``limit``, with up to ``chunk`` patterns per
-    range.
-    """
+    """Yield ranges that cover every ``step``-th bit pattern below ``limit``, up to ``chunk`` patterns per range."""
     yield from (range(low, min(low + chunk * step, limit), step) for low in range(0, limit, chunk * step))
 
 

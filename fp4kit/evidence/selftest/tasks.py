@@ -62,9 +62,7 @@ class Task(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Hold a task with its outcome, the seconds it took, and the error that ended it, or "" if it ended without an
-    error.
-    """
+    """Hold a task with its outcome, the seconds it took, and the error that ended it, or "" if none did."""
 
     task: Task
     outcome: Outcome

@@ -165,8 +165,9 @@ def test_interleaved_stacks_have_no_place_elsewhere(tmp_path: Path, monkeypatch:
 
 
 def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
-    """A stack is refused if its scales have another axis order than its codes, or if it has a wrong number of tensor
-    scales.
+    """A stack is refused if its scales have another axis order than its codes.
+
+    It is also refused if it has a wrong number of tensor scales.
     """
     changes = {"_weight_scale": lambda x: np.swapaxes(x, 1, 2), "_weight_scale_2": lambda x: np.ones(2, np.float32)}
     for part, change in changes.items():

@@ -57,8 +57,9 @@ def test_input_scale(tmp_path: Path) -> None:
 
 
 def test_sharing_across_shards(tmp_path: Path) -> None:
-    """Layers that engines fuse (q, k and v; gate and up) share one weight_scale_2, even if they are in
-    different files.
+    """Layers that engines fuse share one weight_scale_2, even if they are in different files.
+
+    These are q, k and v, and gate and up.
     """
     synthetic.dense(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")

@@ -77,8 +77,9 @@ def test_the_bytes_of_the_converter(tmp_path, name, recipe, form, library):
 
 
 def test_groups_come_as_soon_as_they_are_whole():
-    """Layers that share a scale are returned as soon as all of them have arrived, so that few are in memory
-    at a time.
+    """convert_tensors yields layers that share a scale as soon as all of them have arrived.
+
+    So few are in memory at a time.
     """
     rules, seen = Rules.of("nvfp4-te"), []
 

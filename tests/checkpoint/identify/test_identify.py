@@ -282,8 +282,9 @@ def test_layers_are_taken_one_at_a_time() -> None:
 @pytest.mark.parametrize("nonfinite", ["keep", "saturate"])
 @pytest.mark.parametrize("recipe", ["nvfp4-te", *exhaustive(["mxfp4-ocp", "mxfp8-te"])])
 def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path: Path, recwarn: Any) -> None:
-    """identify recognizes both ways to treat NaN and infinities: they are kept, or the group's amax replaces
-    infinities.
+    """identify recognizes both ways to treat NaN and infinities of the source.
+
+    They are kept, or infinities become the amax of the group.
 
     Here gate has the larger amax, and up the infinity.
     """

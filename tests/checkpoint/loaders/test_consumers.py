@@ -275,8 +275,9 @@ def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Pat
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])
 def test_transformers_still_drops_the_global_scale_of_experts(made: Path, converted: Any, name: str) -> None:
-    """transformers drops the global scale of experts (transformers#48371), so fp4kit avoids this format for such models
-    unless asked.
+    """transformers drops the global scale of experts (transformers#48371).
+
+    Therefore fp4kit avoids this format for models with experts unless asked.
 
     All other layers load correctly.
     """

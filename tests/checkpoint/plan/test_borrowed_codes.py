@@ -40,8 +40,7 @@ CODES = {"modelopt": (".weight", ".weight_scale_2"), "compressed-tensors": (".we
     [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")],
 )
 def test_codes_and_scales_are_those_of_the_directory(recipe: str, format: str, tmp_path: Path) -> None:
-    """convert --codes gives every layer that the directory has, and the GGUF file can hold, the directory's codes and
-    scales.
+    """convert --codes gives every layer of a GGUF file the codes and scales that the directory has for it.
 
     Divisors are inverted. All other tensors stay as they are.
     """

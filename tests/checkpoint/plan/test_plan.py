@@ -93,8 +93,9 @@ def test_counts_of_models(tmp_path: Path, name: str, recipe: str) -> None:
 def test_counts_of_others(
     tmp_path: Path, name: str, recipe: str, options: dict[str, Any], format: str, counts: dict[str, int]
 ) -> None:
-    """For models that fit few formats or are already quantized, the plan gives each action to the expected number of
-    layers.
+    """For some models, the plan gives each action to the expected number of layers.
+
+    These models fit few formats or are already quantized.
     """
     plan = plan_of(tmp_path, name, recipe, **options)
     assert plan.format_name == format and not plan.warnings
@@ -143,8 +144,9 @@ def test_quantized_tensors_that_are_not_selected_are_decoded(tmp_path: Path) -> 
 
 
 def test_formats_of_routed_experts_leave_the_others(tmp_path: Path) -> None:
-    """Formats that quantize only routed experts keep DeepSeek-V4's other FP8 tensors and the experts of multi-token
-    prediction, whatever the preset.
+    """Formats that quantize only routed experts keep the other FP8 tensors of DeepSeek-V4, whatever the preset.
+
+    They also keep the experts of multi-token prediction.
     """
     plan = plan_of(tmp_path, "deepseek_v4", "mxfp4-ocp", wishes=Wishes(preset="linear"))
     for tensor in plan.converted:

@@ -86,8 +86,9 @@ def test_parts_that_do_not_fit(tmp_path: Path, tensors: synthetic.Tensors) -> No
 
 
 def test_values_that_would_change(tmp_path: Path) -> None:
-    """Values that are already quantized are changed only if --requantize is given; otherwise the request is
-    rejected.
+    """Values that are already quantized are changed only if --requantize is given.
+
+    Without the option, the request is rejected.
     """
     synthetic.deepseek_fp8(tmp_path / "fp8")
     with refused(

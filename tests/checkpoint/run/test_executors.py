@@ -106,8 +106,9 @@ def test_processes_where_they_are_faster(
     processes: bool,
     expected: tuple[int, bool],
 ) -> None:
-    """Workers are processes if requested, the model has at least FROM_BYTES, and there are enough workers; otherwise
-    threads.
+    """Workers are processes if requested, the model has at least FROM_BYTES, and there are enough workers.
+
+    Otherwise they are threads.
     """
     module, made = import_module("fp4kit.checkpoint.convert.convert"), list[tuple[int, bool]]()
 
@@ -236,8 +237,9 @@ def die(job: Any, *rest: Any) -> None:
 
 @pytest.mark.usefixtures("uncompiled")
 def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If the system kills workers, as it does when memory is short, the finished work is kept and the run can be
-    resumed.
+    """If the system kills workers, the finished work is kept and the run can be resumed.
+
+    The system does so when memory is short.
     """
     with monkeypatch.context() as patch:
         patch.setattr(run_job, "write", die)
@@ -262,8 +264,9 @@ def test_errors_of_workers_are_those_of_one_process(tmp_path: Path) -> None:
 
 
 def test_nothing_runs_after_an_error() -> None:
-    """After an error, running calls are awaited and waiting ones dropped, so that none writes to files of a
-    later run.
+    """After an error, running calls are awaited and waiting ones dropped.
+
+    So none of them writes to files of a later run.
     """
     ran: list[int] = []
 
@@ -337,8 +340,9 @@ def test_dask(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
 
 
 def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
-    """Return the command that runs Python with the arguments in `size` MPI processes; skip the test if there
-    is no MPI.
+    """Return the command that runs Python with the arguments in `size` MPI processes.
+
+    Skip the test if there is no MPI.
     """
     missing("mpi4py")
     found = find_mpiexec()

@@ -242,8 +242,9 @@ def test_converting_again_what_was_finished(
 
 
 def test_a_live_run_that_has_finished_is_let_alone(tmp_path: Path, called: Callable[..., Run]) -> None:
-    """The files of a live run are not leftovers: between the final rename and the removal of its journal, it holds its
-    lock.
+    """The files of a live run are not leftovers, even after the final rename of its result.
+
+    Until it has removed its journal, the run holds its lock.
     """
     _, out = finished(tmp_path, "directory")
     descriptor = os.open(out / staging.LOCK, os.O_RDWR)

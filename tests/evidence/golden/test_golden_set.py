@@ -83,8 +83,9 @@ def test_arrays_are_added_to_a_producers_file(tmp_path, original):
 
 @pytest.fixture
 def similar_arrays(tmp_path):
-    """Return a packed folder in which an array of the file "quark" differs in one byte from an array of the
-    file "te".
+    """Return (a packed folder, an array) for two arrays that differ in one byte.
+
+    The folder's file "te" has the other array, and its file "quark" the returned one.
     """
     codes = np.random.default_rng(0).integers(0, 256, 1000, np.uint8)
     near = codes.copy()

@@ -39,8 +39,9 @@ def test_shuffled_rows(M, tile, golden):
 
 @pytest.mark.parametrize("tile", [1, 16, 64, 127, 192, 320, 128, 256, 384])
 def test_tiles_of_shuffled_rows(tile):
-    """Shuffled blocks have 32 rows if the tile is a multiple of 128, else 16, like FlashInfer's
-    get_shuffle_block_size.
+    """Shuffled blocks have 32 rows if the tile is a multiple of 128, else 16.
+
+    FlashInfer's get_shuffle_block_size gives the same numbers.
     """
     block = 16 if tile % 128 else 32
     rows = [start + block // 8 * j + i for start in range(0, 64, block) for i in range(block // 8) for j in range(8)]

@@ -28,8 +28,9 @@ def die() -> None:
 
 
 def main() -> None:
-    """Check conversions on the cluster: two in turn, one interrupted and resumed, one that fails, and one that loses
-    workers.
+    """Check conversions on the cluster.
+
+    Two run in turn, one is interrupted and resumed, one fails, and one loses workers.
     """
     source, out, whole = Path(sys.argv[1]), Path(os.path.relpath(sys.argv[2])), files_of(Path(sys.argv[3]))
     local = LocalCluster(n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None)

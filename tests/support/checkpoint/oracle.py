@@ -257,8 +257,9 @@ def plain(tensors: Mapping[str, np.ndarray], names: Iterable[str]) -> Loaded:
 
 @np.errstate(over="ignore")
 def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | None:
-    """Return the number that compressed-tensors stores as weight_global_scale; None for other recipes and for a tensor
-    of zeros.
+    """Return the number that compressed-tensors stores as weight_global_scale.
+
+    Return None for other recipes and for a tensor of zeros.
 
     It is rnd(rnd(1 / amax) * 2688), where rnd rounds to the dtype of the values. It is 1 if that overflows, as in
     float16 for an amax of 0.04 or less.

@@ -167,8 +167,9 @@ def moe(root: Path) -> Tensors:
 
 
 def fused(root: Path) -> Tensors:
-    """Write a mixture of experts whose experts are 3-D stacks without .weight in their names, in a single file without
-    index.
+    """Write a mixture of experts whose experts are 3-D stacks without .weight in their names.
+
+    It is a single file without index.
     """
     tensors = _base()
     _attention(tensors, "model.layers.0.self_attn")
@@ -225,8 +226,9 @@ def bert(root: Path) -> Tensors:
 
 
 def vlm(root: Path) -> Tensors:
-    """Write a vision-language model: layers under model.language_model, the layer count in text_config, and a vision
-    tower.
+    """Write a vision-language model with a vision tower.
+
+    Layers are under model.language_model, and the layer count is in text_config.
     """
     tensors: Tensors = {}
     _linear(tensors, "model.language_model.embed_tokens", (VOCABULARY, HIDDEN))
