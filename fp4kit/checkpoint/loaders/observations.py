@@ -24,12 +24,14 @@ _BF16 = ("bf16",)
 
 # Families whose linear layers have Hugging Face names. Rows for "dense" also hold for "llama", if it has no own row.
 _HF = "dense moe deepseek_v3 vlm stacked_moe llama4"
-_NAMES = "its choice of method, exclusions, names, shapes and dtypes were tested, but not its values"
+_NAMES = (
+    "choice of method, exclusions, names, shapes and dtypes were tested, but not the values that the engine computes"
+)
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
-_NO_MODELOPT = "it has no modelopt quantizer: packed weights do not fit"
-_DEQUANTIZED = "run without a GPU, where it dequantizes to bfloat16"
-_NO_PACKED = "it has no place for the biases of packed experts (w2_bias)"
-SPLIT_EXPERTS = "it reads these experts only as stacks, and leaves separate experts at random values"
+_NO_MODELOPT = "the engine has no modelopt quantizer, so the shapes of packed weights are wrong for it"
+_DEQUANTIZED = "tested without a GPU, where the engine dequantizes the weights to bfloat16"
+_NO_PACKED = "the engine has no parameters for the biases of packed experts (w2_bias)"
+SPLIT_EXPERTS = "the engine reads these experts only as stacks, and leaves separate experts at random values"
 _KEPT_EXPERTS = (
     "experts stay unquantized, and the exclusion list must name their container, such as block_sparse_moe.experts"
 )
@@ -44,15 +46,22 @@ RUNS: tuple[Row, ...] = (
     (_NVFP4, "gpt_oss", "vLLM", "fails", "run", _NO_PACKED),
     (_NVFP4, "all", "Model-Optimizer", "loads", "run", ""),
     (_MXFP8, _HF, "vLLM", "loads", "run", ""),
-    (_MXFP8, _HF, "SGLang", "fails", "run", "its mxfp8 method needs weight_scale_inv and rejects weight_scale"),
+    (
+        _MXFP8,
+        _HF,
+        "SGLang",
+        "fails",
+        "run",
+        "the engine's mxfp8 method needs weight_scale_inv and rejects weight_scale",
+    ),
     (
         _MXFP8,
         "llama",
         "SGLang",
         "wrong values",
         "read",
-        "its mxfp8 method needs weight_scale_inv; the Llama loader logs the missing name and continues with scales "
-        "of 0",
+        "the engine's mxfp8 method needs weight_scale_inv; its Llama loader logs the missing name and continues with "
+        "scales of 0",
     ),
     (
         _MXFP8,
@@ -60,15 +69,29 @@ RUNS: tuple[Row, ...] = (
         "transformers",
         "wrong values",
         "run",
-        "it has no modelopt quantizer: it warns, and uses the E4M3 codes as weights",
+        "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights",
     ),
     (_MXFP8, "all", "Model-Optimizer", "loads", "run", ""),
-    (_MXFP4, "all", "vLLM", "fails", "run", "its modelopt method does not support MXFP4"),
-    (_MXFP4, "all", "SGLang", "fails", "run", "its modelopt method does not support MXFP4"),
+    (_MXFP4, "all", "vLLM", "fails", "run", "the engine's modelopt method does not support MXFP4"),
+    (_MXFP4, "all", "SGLang", "fails", "run", "the engine's modelopt method does not support MXFP4"),
     (_MXFP4, "all", "transformers", "fails", "run", _NO_MODELOPT),
     (_MXFP4, "all", "Model-Optimizer", "loads", "run", ""),
-    (_CT_NVFP4, _HF, "vLLM", "loads", "run", "it inverts the stored divisor: values are off by up to 2 float32 ulp"),
-    (_CT_NVFP4, _HF, "SGLang", "loads", "run", "its names and dtypes were tested, but not its values"),
+    (
+        _CT_NVFP4,
+        _HF,
+        "vLLM",
+        "loads",
+        "run",
+        "the engine inverts the stored divisor, so values are off by up to 2 float32 ulp",
+    ),
+    (
+        _CT_NVFP4,
+        _HF,
+        "SGLang",
+        "loads",
+        "run",
+        "names and dtypes were tested, but not the values that the engine computes",
+    ),
     (_CT_NVFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
     (_CT_NVFP4, "dense vlm granite_moe llama4", "transformers", "loads", "run", ""),
     (_CT_NVFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
@@ -78,7 +101,7 @@ RUNS: tuple[Row, ...] = (
         "transformers",
         "wrong values",
         "run",
-        "it silently decodes experts without their global scale (transformers#48371)",
+        "the engine decodes experts without their global scale, and does not warn (transformers#48371)",
     ),
     (_CT_MXFP4, _HF, "vLLM", "loads", "run", ""),
     (_CT_MXFP4, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
@@ -88,7 +111,8 @@ RUNS: tuple[Row, ...] = (
         "SGLang",
         "fails",
         "run",
-        "dense linear layers raise 'No compressed-tensors compatible scheme was found'; it has MXFP4 for experts only",
+        "linear layers that are no experts raise 'No compressed-tensors compatible scheme was found', because the "
+        "engine has MXFP4 only for experts",
     ),
     (
         _CT_MXFP4,
@@ -96,14 +120,15 @@ RUNS: tuple[Row, ...] = (
         "SGLang",
         "fails",
         "run",
-        "it has MXFP4 for experts only: it loads the checkpoint if only experts are quantized (--preset experts)",
+        "the engine has MXFP4 only for experts, so it loads the checkpoint if nothing else is quantized (--preset "
+        "experts)",
     ),
     (_CT_MXFP4, "dense moe deepseek_v3 vlm granite_moe llama4", "transformers", "loads", "run", ""),
     (_CT_MXFP4, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (_CT_MXFP8, "dense", "vLLM", "loads", "read", ""),
     (_CT_MXFP8, "moe deepseek_v3 vlm stacked_moe llama4", "vLLM", "loads", "run", ""),
     (_CT_MXFP8, "granite_moe", "vLLM", "loads", "read", _KEPT_EXPERTS),
-    (_CT_MXFP8, "dense", "SGLang", "fails", "run", "it has no method for MXFP8 linear layers in this format"),
+    (_CT_MXFP8, "dense", "SGLang", "fails", "run", "the engine has no method for MXFP8 linear layers in this format"),
     (_CT_MXFP8, "dense vlm granite_moe llama4", "transformers", "loads", "run", ""),
     (_CT_MXFP8, "stacked_moe", "transformers", "wrong values", "run", SPLIT_EXPERTS),
     (
@@ -112,7 +137,7 @@ RUNS: tuple[Row, ...] = (
         "transformers",
         "fails",
         "run",
-        "it multiplies experts by their scales as if they had no blocks",
+        "the engine multiplies experts by their scales as if the scales were not per block",
     ),
     ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8), "all", "compressed-tensors", "loads", "run", ""),
     (_SGLANG_MXFP8, _HF, "SGLang", "loads", "run", ""),
@@ -122,16 +147,23 @@ RUNS: tuple[Row, ...] = (
         "SGLang",
         "wrong values",
         "read",
-        "the Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)",
+        "the engine's Llama loader renames weight_scale_inv to weight_scale and finds no such parameter (llama.py:723)",
     ),
     (_SGLANG_MXFP8, "dense llama moe deepseek_v3 vlm granite_moe", "transformers", "loads", "run", _DEQUANTIZED),
     (_SGLANG_MXFP8, "stacked_moe llama4", "transformers", "wrong values", "run", SPLIT_EXPERTS),
-    (_SGLANG_MXFP8, _HF, "vLLM", "fails", "run", "its mxfp8 method needs weight_scale and reads only ignored_layers"),
+    (
+        _SGLANG_MXFP8,
+        _HF,
+        "vLLM",
+        "fails",
+        "run",
+        "the engine's mxfp8 method needs weight_scale, and reads only ignored_layers as exclusion list",
+    ),
     (_GPT_OSS, "gpt_oss", "vLLM", "loads", "run", ""),
-    (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "intermediate_size must be a multiple of 32"),
+    (_GPT_OSS, "gpt_oss", "SGLang", "loads", "read", "only if intermediate_size is a multiple of 32"),
     (_GPT_OSS, "gpt_oss", "transformers", "loads", "run", _DEQUANTIZED),
-    (_GPT_OSS, _HF, "transformers", "fails", "read", "it replaces only the experts of gpt_oss"),
-    (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "config.json must have expert_dtype fp4"),
+    (_GPT_OSS, _HF, "transformers", "fails", "read", "the engine reads this format only for the experts of gpt_oss"),
+    (_DEEPSEEK_V4, "deepseek_v4", "vLLM", "loads", "read", "only if config.json has expert_dtype fp4"),
     (_DEEPSEEK_V4, "deepseek_v4", "transformers", "loads", "run", _DEQUANTIZED),
     (
         ("deepseek-v4 nvfp4",),
@@ -139,7 +171,7 @@ RUNS: tuple[Row, ...] = (
         "vLLM",
         "loads",
         "read",
-        "quantization_config must have moe_quant_algo NVFP4",
+        "only if quantization_config has moe_quant_algo NVFP4",
     ),
     (_BF16, f"{_HF} granite_moe", "vLLM", "loads", "read", ""),
     (_BF16, f"{_HF} granite_moe", "SGLang", "loads", "read", ""),

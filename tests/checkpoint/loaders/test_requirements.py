@@ -519,15 +519,13 @@ def traps(container: str, names: list[str], model: dict[str, Any]) -> dict[str, 
 
 def test_traps_are_warnings_of_the_engine_that_meets_them() -> None:
     moe = {"num_experts": 4}
-    assert traps(CT_NVFP4, [EXPERT], moe)["transformers"].startswith(
-        "wrong values: it silently decodes experts without"
-    )
+    assert traps(CT_NVFP4, [EXPERT], moe)["transformers"].startswith("wrong values: the engine decodes experts without")
     assert "transformers" not in traps(CT_NVFP4, [Q], moe)  # no experts are quantized
-    assert traps(CT_MXFP4, [Q, EXPERT], moe)["SGLang"].startswith("fails: it has MXFP4 for experts only")
+    assert traps(CT_MXFP4, [Q, EXPERT], moe)["SGLang"].startswith("fails: the engine has MXFP4 only for experts")
     assert "SGLang" not in traps(CT_MXFP4, [EXPERT], moe)
     assert "SGLang" in traps(CT_MXFP4, [Q], {})
     assert traps("sglang-mxfp8", [Q], {"model_type": "llama"})["SGLang"].startswith(
-        "wrong values: the Llama loader renames"
+        "wrong values: the engine's Llama loader renames"
     )
     assert set(traps(MXFP8, [Q], {})) == {"SGLang", "transformers"}
     assert set(traps(MXFP4, [Q], {})) == {"vLLM", "SGLang", "transformers"}

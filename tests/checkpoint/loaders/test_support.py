@@ -153,10 +153,10 @@ def test_refused_is_what_nothing_loads_and_the_way_out_works(used: str, kind: st
 def test_texts_of_refusals() -> None:
     assert (
         support.refusal("modelopt", "mxfp4", "dense")
-        == "--format modelopt with mxfp4: no engine is known to load it for dense models (vLLM 0.33.0: its modelopt "
-        "method does not support MXFP4; SGLang 0.5.23: its modelopt method does not support MXFP4; transformers "
-        "5.23.0: it has no modelopt quantizer: packed weights do not fit); use --format compressed-tensors (vLLM "
-        "0.33.0, transformers 5.23.0)"
+        == "--format modelopt with mxfp4: no engine is known to load it for dense models (vLLM 0.33.0: the engine's "
+        "modelopt method does not support MXFP4; SGLang 0.5.23: the engine's modelopt method does not support MXFP4; "
+        "transformers 5.23.0: the engine has no modelopt quantizer, so the shapes of packed weights are wrong for it); "
+        "use --format compressed-tensors (vLLM 0.33.0, transformers 5.23.0)"
     )
     assert (
         support.refusal("gpt-oss", "nvfp4", "moe")
