@@ -19,7 +19,7 @@ PER = re.compile(  # an article in place of "per"
 
 
 def tracked(*patterns: str) -> list[Path]:
-    """Return the files of the repository that match, without data."""
+    """Return the existing files of the repository that match the patterns of git ls-files, untracked ones included."""
     names = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard", "--", *patterns],
         cwd=ROOT,
@@ -31,7 +31,7 @@ def tracked(*patterns: str) -> list[Path]:
 
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every docstring."""
+    """Yield (line number, docstring) of every docstring in the source code `text`."""
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found = ast.get_docstring(node)
@@ -40,21 +40,21 @@ def docstrings(text: str) -> Iterator[tuple[int, str]]:
 
 
 def python_comments(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every comment, and of a few strings that look like one."""
+    """Yield (line number, comment) of every comment in the source code, and of a few strings that look like one."""
     for number, line in enumerate(text.splitlines(), 1):
         if "# " in line:
             yield number, line.partition("# ")[2]
 
 
 def cpp_comments(text: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and text of every line comment of C++."""
+    """Yield (line number, comment) of every line comment in C++ source code."""
     for number, line in enumerate(text.splitlines(), 1):
         if "//" in line:
             yield number, line.partition("//")[2].strip()
 
 
 def wrong(path: Path) -> list[str]:
-    """Return the places of a file that break a rule."""
+    """Return the places of a file that break a rule, each as "file:line: what is wrong"."""
     text, name = path.read_text(), path.relative_to(ROOT)
     found = []
     if path.suffix == ".py":
