@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import PAIRS, drawn, drawn_c, drawn_options, recorded
+from products import PAIRS, TINY, drawn, drawn_c, drawn_options, recorded, tiny
 
 import fp4kit
 from fp4kit.cpu import engine
@@ -35,6 +35,12 @@ def test_drawn_products(pair, seed) -> None:
     K = min(K, 128) if unit == "exact" else K + K % 2
     a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
     both(a, b, c=drawn_c(rng, (M, N)), **drawn_options(rng, unit))
+
+
+@pytest.mark.parametrize(("unit", "kind"), TINY)
+def test_sums_below_the_normal_numbers(unit, kind) -> None:
+    """Sums of about 2^-126 and below keep the bits of subnormal numbers."""
+    both(*tiny(kind), unit=unit, c=np.full((40, 33), 3e-39, np.float32))
 
 
 @pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((2, 3, 5, 64), (7, 64)), ((5, 64), (3, 7, 64))], ids=str)

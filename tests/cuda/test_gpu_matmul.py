@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exhaustive import every
 from on_gpu import DEVICES, ON_GPU, cupy, gpu_only
-from products import PAIRS, as_quantized, drawn, drawn_c, drawn_options, recorded
+from products import PAIRS, TINY, as_quantized, drawn, drawn_c, drawn_options, recorded, tiny
 
 import fp4kit
 from fp4kit.quantized.container import Quantized
@@ -52,6 +52,29 @@ def test_stacks_and_empty_operands(shapes) -> None:
     rng = np.random.default_rng(3)
     a, b = (fp4kit.quantize(rng.standard_normal(shape).astype(np.float32), "nvfp4-te") for shape in shapes)
     both(a, b)
+
+
+@pytest.mark.parametrize(("unit", "kind"), TINY)
+def test_sums_below_the_normal_numbers(unit, kind) -> None:
+    both(*tiny(kind), unit=unit, c=np.full((40, 33), 3e-39, np.float32))
+
+
+def test_terms_that_lose_bits() -> None:
+    """Scales and sums so far apart that terms lose bits take the path that adds term by term."""
+    rng = np.random.default_rng(6)
+    for kind in ("nvfp4", "mxfp4"):
+        a, b = (drawn(rng, kind, n, 192) for n in (33, 37))
+        c = (rng.standard_normal((33, 37)) * 2.0 ** rng.integers(-60, 60, (33, 37))).astype(np.float32)
+        both(a, b, c)
+        for extreme in (1, 126 if kind == "nvfp4" else 253):
+            scales = a.block_scale.copy()
+            scales[:, ::3] = extreme
+            both(replace(a, block_scale=scales), b, c)
+    for kind, other in (("e4m3", "e5m2"), ("e5m2", "e4m3")):
+        a, b = drawn(rng, kind, 33, 96), drawn(rng, other, 37, 96)
+        for unit in ("sm90", "sm89"):
+            both(a, b, c, unit=unit)
+            both(a, b, (c * 2.0**60).astype(np.float32), unit=unit)
 
 
 def test_odd_lengths_and_steps_of_a_variant() -> None:

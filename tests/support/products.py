@@ -168,3 +168,24 @@ def as_quantized(x: Any) -> Any:
     if isinstance(x, Quantized) or "float8" not in kind:
         return x
     return None if "fnuz" in kind else quantized(recipe_of(kind[7:11]), x.view(np.uint8), None)
+
+
+TINY = [
+    ("sm100", "bf16"),
+    ("sm90", "bf16"),
+    ("cdna3", "bf16"),
+    ("sm100", "mxfp4"),
+    ("sm100", "mx-e4m3"),
+    ("exact", "bf16"),
+]
+
+
+def tiny(kind: str) -> tuple[Any, Any]:
+    """Return two operands whose products are about 2^-128, with K = 64."""
+    rng = np.random.default_rng(8)
+    x, y = (rng.standard_normal((n, 64)) * 2.0**-64 for n in (40, 33))
+    if kind == "bf16":
+        return x.astype(BF16), y.astype(BF16)
+    r = recipe_of(kind)
+    with np.errstate(all="ignore"):
+        return fp4kit.quantize(x.astype(np.float32), r), fp4kit.quantize(y.astype(np.float32), r)

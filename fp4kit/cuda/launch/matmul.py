@@ -17,8 +17,8 @@ from fp4kit.cuda.launch.geometry import Launch, address, grid
 from fp4kit.reference.matmul import LEAST_EXPONENT
 from fp4kit.units import DotAdd, FloorDotAdd
 
-# Rows and columns of the results that a thread block of matmul.cu and of matmul_fp4.cu computes at a time.
-TILE, FP4_TILE = 32, 64
+# Rows and columns of the results that a thread block computes at a time, of matmul.cu and of the other two kernels.
+TILE, LARGE_TILE = 32, 64
 _HEADER = '#include "matmul.cuh"\n'  # defines Adder, which the instantiation names
 _KINDS = {"E2M1": 0, "float16": 2, "bfloat16": 3}  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
 _ADDERS = {"exact": "exact", "float64": "float64", "float32-blocks": "float32_blocks", "dequantized": "float32"}
@@ -72,29 +72,45 @@ def _fp4_function(scales_are_e8m0: bool, dtype: np.dtype, device: int) -> Any:
     return loader.function(source, "matmul_fp4_kernel", device)
 
 
+@cache
+def _fp8_function(rows: str, columns: str, wide_step: bool, dtype: np.dtype, device: int) -> Any:
+    """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device.
+
+    rows, columns: the element formats of the operands. wide_step: True for steps of 32 elements, False for 16.
+    """
+    names = {"kRowsAreE5M2": rows == "E5M2", "kColumnsAreE5M2": columns == "E5M2", "kWideStep": wide_step}
+    return loader.function(instantiation("matmul_fp8", **names, Output=TYPES[dtype]), "matmul_fp8_kernel", device)
+
+
 @lru_cache(CACHE_SIZE)
-def _launch(adder: str, dtype: np.dtype, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the launch of the kernel for results of a shape (batch, M, N). adder: from _adder or _fp4_adder."""
-    is_fp4 = adder.startswith("fp4")
-    tile = FP4_TILE if is_fp4 else TILE
+def _launch(kernel: tuple[Any, ...], dtype: np.dtype, shape: tuple[int, int, int], device: int) -> Launch:
+    """Return the launch of a kernel for results of a shape (batch, M, N).
+
+    kernel: the function that compiles the kernel, and its arguments besides dtype and device.
+    """
+    make, *arguments = kernel
+    tile = TILE if make is _function else LARGE_TILE
     batch, M, N = shape
-    function = _fp4_function(adder == "fp4 E8M0", dtype, device) if is_fp4 else _function(adder, dtype, device)
-    return Launch(function, grid(batch * -(-M // tile) * -(-N // tile), device), _PRODUCT)
+    blocks = grid(batch * -(-M // tile) * -(-N // tile), device)
+    return Launch(make(*arguments, dtype, device), blocks, _PRODUCT)
 
 
-def _fp4_adder(call: MatmulCall, arrays: list[Any]) -> str | None:
-    """Return the name of the kernel in matmul_fp4.cu that serves a call; None if none does.
+def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | None:
+    """Return the kernel in matmul_fp4.cu or matmul_fp8.cu that serves a call, as _launch takes it; None if none does.
 
     arrays: the codes of both operands, contiguous.
     """
-    step = call.step
-    if not isinstance(step, DotAdd) or call.unit.promote or call.a.scale is None:
-        return None
-    is_step = (step.k, step.fraction_bits, step.output_bits, step.group) == (64, 35, 23, 16)
-    if not is_step or step.zero_exponent > LEAST_EXPONENT or call.a.k == 0:
-        return None
+    step, a, b = call.step, call.a, call.b
     is_aligned = all(codes.data.ptr % 16 == 0 and codes.shape[-1] % 16 == 0 for codes in arrays)
-    return f"fp4 {call.a.scale.name}" if is_aligned else None
+    if not isinstance(step, DotAdd) or not is_aligned or step.zero_exponent > LEAST_EXPONENT or a.k == 0:
+        return None
+    if a.scale is not None:
+        is_fp4 = (step.k, step.fraction_bits, step.output_bits, step.group) == (64, 35, 23, 16)
+        return (_fp4_function, a.scale.name == "E8M0") if is_fp4 and not call.unit.promote else None
+    are_fp8 = {a.element, b.element} <= {"E4M3", "E5M2"}
+    if are_fp8 and step.k in (16, 32) and step.fraction_bits <= 13 and step.output_bits <= 13:
+        return _fp8_function, a.element, b.element, step.k == 32
+    return None
 
 
 @lru_cache(64)
@@ -139,7 +155,7 @@ def multiply(call: MatmulCall, out: Any) -> None:
     adder, step = _adder(call)
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
     c = None if call.c is None else imports.cupy().ascontiguousarray(call.c)
-    adder = _fp4_adder(call, [a_arrays[0], b_arrays[0]]) or adder
-    launch = _launch(adder, call.out_dtype, call.shape, device)
+    kernel = _special_kernel(call, [a_arrays[0], b_arrays[0]]) or (_function, adder)
+    launch = _launch(kernel, call.out_dtype, call.shape, device)
     launch(*(value & (2**64 - 1) for value in (*a, *b, address(c), address(out), call.shape[0], call.a.k, *step)))
     del a_arrays, b_arrays

@@ -1,0 +1,301 @@
+// matmul_fp8: products of E4M3 and E5M2 operands without block scales, by units whose terms keep at most 13 bits behind
+// the point (Hopper's and Ada's FP8 instructions). Other units, and operands at other addresses, are multiplied by
+// matmul.cu.
+//
+// A term is a product, shifted to the largest exponent E of a step and truncated to an integer in units of 2^(E-F). To
+// truncate it, a thread adds |a| * |b| to 2^(E-F+23) and rounds toward zero: the term is the low bits of the float32.
+// Terms have 15 bits, so two of them are multiplied by their signs and added in one instruction.
+#include "matmul.cuh"
+
+constexpr int kTile = 64;  // rows and columns of a tile of results
+constexpr int kSide = 4;   // rows, and columns, of a thread's results
+constexpr int kThreadsAcross = kTile / kSide;
+constexpr int kStep = 32;                 // elements of K in shared memory: one or more steps of the unit
+constexpr int kQuads = kStep / 4;         // groups of four elements
+constexpr int kNone = -4000;              // exponent of an element that is zero
+constexpr i32 kLeast = -90, kMost = 100;  // exponents between which float32 can truncate terms
+static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide x kSide results");
+
+// Four magnitudes, or sixteen codes.
+struct alignas(16) Quad {
+  float values[4];
+};
+struct alignas(16) Codes {
+  u32 words[4];
+};
+// Four exponents, two per word.
+struct alignas(8) Exponents {
+  u32 words[2];
+};
+
+// kStep elements of the rows or the columns of a tile.
+struct Lines {
+  Quad magnitudes[kQuads][kTile];
+  Exponents exponents[kQuads][kTile];
+  u32 signs[kQuads][kTile];  // a byte per element: 0xFE if it is negative, else 0
+  u32 special[2][kTile];     // per half of kStep, not 0 if an element is infinite or NaN
+};
+
+struct Step {
+  Lines rows, columns;
+};
+
+// Return a * b + c rounded toward zero, for a, b >= 0 and c > 0. The sum must be exact in float64, and a * b
+// in float32.
+FP4KIT_DEVICE float add_product_rz(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rz(a, b, c);
+#else
+  return add_rz(a * b, c);
+#endif
+}
+
+// Return, per half of a word, the larger of a + b and c, which are signed 16-bit integers.
+FP4KIT_DEVICE u32 add_max(u32 a, u32 b, u32 c) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  return __viaddmax_s16x2(a, b, c);
+#else
+  u32 result = 0u;
+  for (int i = 0; i < 32; i += 16) {
+    const i32 sum = static_cast<short>(a >> i) + static_cast<short>(b >> i), other = static_cast<short>(c >> i);
+    result |= static_cast<u32>(maximum(sum, other) & 0xFFFF) << i;
+  }
+  return result;
+#endif
+}
+
+// Return c + terms.low * signs[first] + terms.high * signs[first + 1]: terms are 16-bit, signs four 8-bit integers.
+template <int kFirst>
+FP4KIT_DEVICE i32 add_signed(u32 terms, u32 signs, i32 c) {
+#ifdef __CUDA_ARCH__
+  const i32 a = static_cast<i32>(terms), b = static_cast<i32>(signs);
+  return kFirst == 0 ? __dp2a_lo(a, b, c) : __dp2a_hi(a, b, c);
+#else
+  for (int i = 0; i < 2; ++i) {
+    c += static_cast<short>(terms >> 16 * i) * static_cast<signed char>(signs >> 8 * (kFirst + i));
+  }
+  return c;
+#endif
+}
+
+// Return the magnitude of an E4M3 or E5M2 code: exact, for finite codes.
+template <int kMantissaBits>
+FP4KIT_DEVICE float magnitude_of_code(u32 code) {
+  return float_of((code & 0x7Fu) << (23 - kMantissaBits)) * (kMantissaBits == 3 ? 0x1p120f : 0x1p112f);
+}
+
+// Load sixteen codes of a line from element `first` of K on. Beyond the operand they are zeros.
+FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 first, i64 length) {
+  if (row >= x.rows || first >= length) return {};
+  return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);
+}
+
+// Decode sixteen codes to shared memory. half: which half of a line they are.
+template <int kMantissaBits>
+FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Codes& codes) {
+  constexpr i32 kBias = kMantissaBits == 3 ? 7 : 15;
+  constexpr u32 kFirstSpecial = kMantissaBits == 3 ? 0x7Fu : 0x7Cu;
+  u32 special = 0u;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    Quad magnitudes;
+    Exponents exponents = {};
+    u32 signs = 0u;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const u32 code = codes.words[q] >> 8 * i & 0xFFu, magnitude = code & 0x7Fu, field = magnitude >> kMantissaBits;
+      magnitudes.values[i] = magnitude_of_code<kMantissaBits>(code);
+      const i32 exponent = magnitude ? static_cast<i32>(maximum(field, 1u)) - kBias : kNone;
+      exponents.words[i / 2] |= static_cast<u32>(exponent & 0xFFFF) << 16 * (i % 2);
+      signs |= (code >> 7) * 0xFEu << 8 * i;
+      special |= magnitude >= kFirstSpecial ? 1u : 0u;
+    }
+    lines.magnitudes[4 * half + q][line] = magnitudes;
+    lines.exponents[4 * half + q][line] = exponents;
+    lines.signs[4 * half + q][line] = signs;
+  }
+  lines.special[half][line] = special;
+}
+
+// Return sum c of one result after a step of `count` elements from element `first` of K on, computed in double.
+FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 first, i64 count,
+                                    float c) {
+  if (row >= a.a.rows || column >= a.b.rows) return 0.0f;
+  const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
+  const double zero_power = power_of_two(a.zero_exponent);
+  const double least_a = power_of_two(a.a.least), least_b = power_of_two(a.b.least);
+  double largest = c == 0.0f ? zero_power : power_of(c, 0x1p-126);
+  for (i64 k = first; k < first + count; ++k) {
+    const double x = k < a.length ? element_at(a.a, m, k) : 0.0f, y = k < a.length ? element_at(a.b, n, k) : 0.0f;
+    const bool is_zero = x == 0.0 || y == 0.0;
+    largest = maximum(largest, is_zero ? zero_power : power_of(x, least_a) * power_of(y, least_b));
+  }
+  const double inverse = over(a.fraction_bits, largest);
+  double sum = trunc(c * inverse);
+  for (i64 k = first; k < minimum(first + count, a.length); ++k) {
+    sum += trunc(static_cast<double>(element_at(a.a, m, k)) * element_at(a.b, n, k) * inverse);
+  }
+  return static_cast<float>(truncated_sum(sum * (largest * power_of_two(-a.fraction_bits)), a.output_bits));
+}
+
+// The sums of a thread: results at rows thread_row + i and columns thread_column + kThreadsAcross * j.
+struct Sums {
+  float values[kSide][kSide];
+};
+
+// Add the step of kQuadsPerStep quads from quad `quad` of the shared memory on. start: the element of K at its begin.
+template <int kQuadsPerStep>
+FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, int thread_row, int thread_column,
+                            i64 matrix, i64 row, i64 column, int quad, i64 start) {
+  u32 largest[kSide][kSide];
+#pragma unroll
+  for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) largest[i][j] = 0x80008000u;
+  }
+#pragma unroll 2
+  for (int q = quad; q < quad + kQuadsPerStep; ++q) {
+    Exponents rows[kSide];
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) rows[i] = s.rows.exponents[q][thread_row + i];
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      const Exponents other = s.columns.exponents[q][thread_column + kThreadsAcross * j];
+#pragma unroll
+      for (int i = 0; i < kSide; ++i) {
+        largest[i][j] = add_max(rows[i].words[0], other.words[0], largest[i][j]);
+        largest[i][j] = add_max(rows[i].words[1], other.words[1], largest[i][j]);
+      }
+    }
+  }
+  const int bits = static_cast<int>(a.fraction_bits);
+  float anchors[kSide][kSide];  // 2^(E - F + 23)
+  i32 totals[kSide][kSide];
+#pragma unroll
+  for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      const u32 c = bits_of(sums.values[i][j]);
+      const i32 c_exponent = c & 0x7FFFFFFFu ? static_cast<i32>(c >> 23 & 0xFFu) - 127 : kNone;
+      i32 top = maximum<i32>(static_cast<short>(largest[i][j]), static_cast<short>(largest[i][j] >> 16));
+      top = minimum(maximum(maximum(top, c_exponent), kLeast), kMost);
+      anchors[i][j] = float_of(static_cast<u32>(top - bits + 23 + 127) << 23);
+      const i32 first =
+          static_cast<i32>(bits_of(add_product_rz(magnitude_of(sums.values[i][j]), 1.0f, anchors[i][j])) & 0x7FFFFFu);
+      totals[i][j] = c >> 31 ? -first : first;
+    }
+  }
+#pragma unroll 2
+  for (int q = quad; q < quad + kQuadsPerStep; ++q) {
+    Quad rows[kSide];
+    u32 row_signs[kSide];
+#pragma unroll
+    for (int i = 0; i < kSide; ++i) {
+      rows[i] = s.rows.magnitudes[q][thread_row + i];
+      row_signs[i] = s.rows.signs[q][thread_row + i];
+    }
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      const Quad other = s.columns.magnitudes[q][thread_column + kThreadsAcross * j];
+      const u32 other_signs = s.columns.signs[q][thread_column + kThreadsAcross * j];
+#pragma unroll
+      for (int i = 0; i < kSide; ++i) {
+        u32 terms[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          terms[k] = bits_of(add_product_rz(rows[i].values[k], other.values[k], anchors[i][j]));
+        }
+        const u32 signs = (row_signs[i] ^ other_signs) | 0x01010101u;
+        totals[i][j] = add_signed<0>(prmt(terms[0], terms[1], 0x5410u), signs, totals[i][j]);
+        totals[i][j] = add_signed<2>(prmt(terms[2], terms[3], 0x5410u), signs, totals[i][j]);
+      }
+    }
+  }
+  const u32 kept = ~((1u << (23 - a.output_bits)) - 1u);
+  const int half = quad / 4;
+#pragma unroll
+  for (int i = 0; i < kSide; ++i) {
+    u32 row_special = s.rows.special[half][thread_row + i];
+    if (kQuadsPerStep == kQuads) row_special |= s.rows.special[1][thread_row + i];
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      const int line = thread_column + kThreadsAcross * j;
+      u32 special = row_special | s.columns.special[half][line];
+      if (kQuadsPerStep == kQuads) special |= s.columns.special[1][line];
+      const i32 top = static_cast<i32>(bits_of(anchors[i][j]) >> 23) - 127 - 23 + bits;
+      if (special == 0u && top > kLeast && top < kMost) {
+        const float unit = float_of(static_cast<u32>(top - bits + 127) << 23);
+        sums.values[i][j] = float_of(bits_of(static_cast<float>(totals[i][j])) & kept) * unit + 0.0f;
+      } else {
+        sums.values[i][j] =
+            add_slowly(a, matrix, row + thread_row + i, column + line, start, 4 * kQuadsPerStep, sums.values[i][j]);
+      }
+    }
+  }
+}
+
+// Compute the results of a tile at (row, column) of a matrix.
+template <int kRowBits, int kColumnBits, int kQuadsPerStep, class Out>
+FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix, i64 row, i64 column) {
+  const int thread = threadIdx.x;
+  const int thread_row = thread / kThreadsAcross * kSide, thread_column = thread % kThreadsAcross;
+  // The line that the thread loads: two threads per row, then two per column.
+  const int line = thread / 2 % kTile, half = thread % 2;
+  const bool is_row = thread < 2 * kTile;
+  const ProductOperand& x = is_row ? a.a : a.b;
+  const i64 loaded_row = (is_row ? row : column) + line;
+  Sums sums, totals;  // totals: with promotion, the sums of the chains that ended
+  for (int i = 0; i < kSide; ++i) {
+    for (int j = 0; j < kSide; ++j) {
+      const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
+      totals.values[i][j] = m < a.a.rows && n < a.b.rows ? first_sum(a, matrix, m, n) : 0.0f;
+      sums.values[i][j] = a.promote ? 0.0f : totals.values[i][j];
+    }
+  }
+  Codes codes = load_line(x, matrix, loaded_row, 16 * half, a.length);
+  for (i64 start = 0; start < a.length; start += kStep) {
+    if (is_row) {
+      store_line<kRowBits>(s.rows, line, half, codes);
+    } else {
+      store_line<kColumnBits>(s.columns, line, half, codes);
+    }
+    __syncthreads();
+    codes = load_line(x, matrix, loaded_row, start + kStep + 16 * half, a.length);
+#pragma unroll 1
+    for (int quad = 0; quad < kQuads; quad += kQuadsPerStep) {
+      const i64 first = start + 4 * quad, done = first + 4 * kQuadsPerStep;
+      if (first >= a.length) break;
+      add_step<kQuadsPerStep>(a, s, sums, thread_row, thread_column, matrix, row, column, quad, first);
+      if (a.promote && (done % a.promote == 0 || done >= a.length)) {
+        for (int i = 0; i < kSide; ++i) {
+          for (int j = 0; j < kSide; ++j) {
+            totals.values[i][j] += sums.values[i][j];
+            sums.values[i][j] = 0.0f;
+          }
+        }
+      }
+    }
+    __syncthreads();
+  }
+  for (int i = 0; i < kSide; ++i) {
+    for (int j = 0; j < kSide; ++j) {
+      const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
+      const float sum = a.promote ? totals.values[i][j] : sums.values[i][j];
+      if (m < a.a.rows && n < a.b.rows) store_product<Out>(a, matrix, m, n, sum);
+    }
+  }
+}
+
+// Multiply all matrices. Rows of codes begin at multiples of 16 bytes, and K is a multiple of 16. A step has 16 or 32
+// elements, fraction_bits and output_bits are at most 13. Launch with any grid.
+extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(ProductArguments a) {
+  __shared__ Step memory[1];
+  const i64 row_tiles = (a.a.rows + kTile - 1) / kTile, column_tiles = (a.b.rows + kTile - 1) / kTile;
+  const i64 tiles = a.batch * row_tiles * column_tiles;
+  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const i64 column = tile % column_tiles, row = tile / column_tiles % row_tiles;
+    const i64 matrix = tile / column_tiles / row_tiles;
+    multiply_tile<kRowsAreE5M2 ? 2 : 3, kColumnsAreE5M2 ? 2 : 3, kWideStep ? 8 : 4, Output>(
+        a, memory[0], matrix, row * kTile, column * kTile);
+  }
+}
