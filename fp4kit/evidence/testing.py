@@ -48,7 +48,7 @@ def adversarial_blocks(dtype: Any = np.float32, block: int = 32, seed: int = 0) 
     """Return finite blocks that reach the edge cases of every rule, as an array of shape (rows, 4 * block).
 
     They contain:
-        - ties of E2M1 and their neighbours, at many scales;
+        - ties of E2M1 and their neighbors, at many scales;
         - blocks whose amax is at or next to 6 * 2^k, steps of 448, and powers of two;
         - signed zeros, subnormals, single outliers, and the largest finite values.
 

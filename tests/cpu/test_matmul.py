@@ -45,7 +45,7 @@ def test_sums_below_the_normal_numbers(unit, kind) -> None:
 
 @pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((2, 3, 5, 64), (7, 64)), ((5, 64), (3, 7, 64))], ids=str)
 def test_stacks(shapes) -> None:
-    """A stack equals its products one by one, with the tensor scale of each expert."""
+    """The product of stacks is the stack of products, each with the bits of a single product."""
     rng = np.random.default_rng(3)
     x, y = (rng.standard_normal(shape).astype(np.float32) for shape in shapes)
     a, b = (fp4kit.quantize(array, "nvfp4-te") for array in (x, y))

@@ -18,7 +18,7 @@ pytestmark = ON_GPU
 
 
 def moved(x):
-    """Return an operand on the GPU."""
+    """Return an operand with its arrays on the GPU; float8 arrays become Quantized (see as_quantized)."""
     x = as_quantized(x)
     return x.with_parts(cupy.asarray) if isinstance(x, Quantized) else cupy.asarray(x)
 

@@ -160,7 +160,7 @@ def test_reciprocal_keeps_shape_and_input():
 
 
 def test_tiny_is_decided_before_rounding_to_subnormals():
-    """A product is flushed if it is subnormal before it is rounded, like on an H200.
+    """A product is flushed if it is below 2^-126 after rounding to 24 significant bits, like on an H200.
 
     A product of (1 - 2^-24) * 2^-126 is flushed; a product of (1 - 2^-26) * 2^-126 becomes 2^-126.
     """

@@ -16,7 +16,7 @@ RECORDED = [*recorded("mma_sim"), *recorded("h100")]
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: case.name)
 def test_recorded_products(case) -> None:
-    """Every bit equals what MMA-Sim and an H100 computed."""
+    """matmul gives every bit of the recorded products, which MMA-Sim and an H100 computed."""
     dtype = ml_dtypes.bfloat16 if case.d.dtype.itemsize == 2 else np.float32
     with fp4kit.specification():
         d = fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, out_dtype=dtype)
@@ -46,7 +46,7 @@ def test_exact_is_the_exact_sum_rounded_once(kind) -> None:
 
 
 def values(q) -> np.ndarray:
-    """Return element times block scale, without the tensor scale, in float64."""
+    """Return an operand's elements times their block scales, without the tensor scale, in float64."""
     if isinstance(q, np.ndarray):
         with np.errstate(invalid="ignore"):  # signaling NaN
             return q.astype(np.float64)
@@ -87,7 +87,10 @@ def test_float32_blocks_are_the_sums_of_a_loop() -> None:
 
 
 def test_sums_keep_the_bits_that_the_unit_keeps() -> None:
-    """4,096 equal products: Hopper's FP8 sum stops growing by whole products when it has 13 bits behind the point."""
+    """A sum of 4,096 equal products loses the bits that a unit does not keep.
+
+    Hopper's FP8 sum keeps 13 bits behind the point, so it stops growing by whole products.
+    """
     a, b = (np.full((1, 4096), x, ml_dtypes.float8_e4m3fn) for x in (1.125, 1.25))
     found = {unit: float(fp4kit.matmul(a, b, unit=unit)[0, 0]) for unit in ("exact", "sm100", "sm90", "sm89")}
     assert found == {"exact": 5760.0, "sm100": 5760.0, "sm90": 5080.0, "sm89": 5073.5}

@@ -36,7 +36,7 @@ _MX = {
 
 
 class Recorded(NamedTuple):
-    """Hold a recorded product: the arguments of fp4kit.matmul, and its result."""
+    """Hold a recorded product: the arguments of fp4kit.matmul, and the recorded result d."""
 
     name: str
     a: Any
@@ -47,7 +47,7 @@ class Recorded(NamedTuple):
 
 
 def recorded(file: str) -> Iterator[Recorded]:
-    """Yield the products of a file in tests/data/matmul, without its suffix."""
+    """Yield the products of a file in tests/data/matmul. file: its name without .npz, such as "h100"."""
     with np.load(DATA / f"{file}.npz") as arrays:
         found = dict(arrays)
     for name in sorted({key.rpartition("/")[0] for key in found}):
@@ -58,7 +58,10 @@ def recorded(file: str) -> Iterator[Recorded]:
 
 
 def _kinds(case: str) -> tuple[list[str], Unit]:
-    """Return the kinds of the two operands of a recorded case, such as "nvfp4", "mx-e4m3" or "bf16", and the unit."""
+    """Return (kinds of both operands, Unit) of a recorded product, from the first part of its name.
+
+    Kinds are those of KINDS, such as "nvfp4", "mx-e4m3" or "bf16".
+    """
     if case.startswith("fp8-cublaslt"):
         sm90 = fp4kit.unit("sm90")
         return ["e4m3", "e4m3"], replace(sm90, promote=128) if "slow" in case else sm90
@@ -93,7 +96,10 @@ def recipe_of(kind: str) -> Recipe:
 
 
 def quantized(r: Recipe, codes: np.ndarray, scales: np.ndarray | None, tensor_scale: Any = None) -> Quantized:
-    """Return a Quantized of given codes, one per byte, and block scales. Its axis is the last one."""
+    """Return a Quantized of given codes, one per byte, and block scales. Its axis is the last one.
+
+    tensor_scale: a number; None takes 1 if the recipe has a tensor scale.
+    """
     packed = fp4kit.pack(codes) if r.element.bits == 4 else codes
     if r.tensor_scaling != "none" and tensor_scale is None:
         tensor_scale = np.float32(1)
@@ -105,7 +111,10 @@ KINDS = ("nvfp4", "mxfp4", "mxfp4-block16", *(f"mx-{e}" for e in _MX), "e2m1", "
 
 
 def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
-    """Draw an operand of a kind: all codes, or ordinary numbers; sometimes with rows of zeros and any block scale."""
+    """Draw an operand of a kind of KINDS: in some calls with any codes and scales, in others with ordinary numbers.
+
+    Columns of Quantized operands may be zero.
+    """
     wild = rng.random() < 0.4
     if kind in _DTYPES:
         dtype = np.dtype(_DTYPES[kind])
@@ -141,7 +150,7 @@ PAIRS = [
 
 
 def drawn_options(rng: np.random.Generator, unit: str) -> dict[str, Any]:
-    """Draw options of a call with a unit: promotion, alpha and out_dtype."""
+    """Draw options of a matmul: the unit, which may get another promotion length, alpha and out_dtype."""
     u = fp4kit.unit(unit)
     if u.order is None and rng.random() < 0.3:
         u = replace(u, promote=int(rng.choice([128, 384])))
@@ -150,7 +159,10 @@ def drawn_options(rng: np.random.Generator, unit: str) -> dict[str, Any]:
 
 
 def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Draw what the sums begin with: None, or numbers of many sizes with zeros, infinities and NaN among them."""
+    """Draw the argument c of a matmul, with which sums begin.
+
+    It is None, or numbers of many sizes with zeros, infinities and NaN among them.
+    """
     if rng.random() < 0.4:
         return None
     c = (rng.standard_normal(shape) * 2.0 ** rng.integers(-rng.integers(1, 149), 60, shape)).astype(np.float32)
@@ -160,9 +172,10 @@ def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | No
 
 
 def as_quantized(x: Any) -> Any:
-    """Return a float8 array as a Quantized with tensor scale 1, since CuPy has no float8 arrays; others unchanged.
+    """Return an operand in a form that CuPy can hold, which has no float8 arrays.
 
-    Return None for AMD's FNUZ formats, which no recipe has.
+    A float8 array becomes a Quantized with the tensor scale 1. Other operands are returned unchanged. Return None for
+    AMD's FNUZ formats, which no recipe has.
     """
     kind = str(getattr(x, "dtype", ""))
     if isinstance(x, Quantized) or "float8" not in kind:
