@@ -18,12 +18,13 @@ from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of, usable_tensor_scale
 from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
-from fp4kit.checkpoint.model.closed_world import adapter_trouble
+from fp4kit.checkpoint.model.closed_world import adapter_trouble, is_known_beside
 from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, stack_shape
 from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.layer_checks import stacks_trouble
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
@@ -163,6 +164,8 @@ class TensorConverter:
         self._waiting: dict[str, list[Named]] = {}
         self._converted: list[str] = []
         self._seen: set[str] = set()
+        self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
+        self._beside: dict[str, str] = {}  # possible layer -> a tensor under its name that is not known beside layers
         self._since = since or {}
 
     def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -191,17 +194,58 @@ class TensorConverter:
         """Yield the tensors that are ready after a bucket, including those that are unchanged since ``since``."""
         rules = self.rules
         for original, array in tensors:
+            if not isinstance(original, str):
+                raise TypeError(f"convert_tensors: the name {original!r} is {type(original).__name__}; a str is needed")
             for name, part in _taken_apart(original, array, rules):
                 self._check_new(name, part)
-                kind = _SAFETENSORS.get(_dtype_name(part), "U8")
-                decision = rules.decisions([(name, kind, tuple(part.shape))])[name]
-                if not decision.converted:
+                if not self._is_converted(name, part):
+                    self._check_beside(name, part)
                     yield name, part
                     continue
                 mlx.check(rules.form, rules.config, [name.removesuffix(".weight")])
+                self._check_module(name.removesuffix(".weight"), part)
                 for module, matrix in _layers(name, part, rules):
                     self._converted.append(module)
                     yield from _gathered(module, matrix, rules, self._waiting)
+
+    def _is_converted(self, name: str, array: Any) -> bool:
+        """Return whether the rules select a tensor. Raise CheckpointError if only its dtype keeps it from that."""
+        shape, dtype = tuple(array.shape), _dtype_name(array)
+        kind = _SAFETENSORS.get(dtype, "F32")
+        selected = self.rules.decisions([(name, kind, shape)])[name].converted
+        if selected and dtype not in _SAFETENSORS:
+            raise CheckpointError(
+                f"{shown(name)}: is {dtype} {list(shape)}; float32, float16 or bfloat16 in native byte order is needed;"
+                " cast it, or keep it unquantized with Wishes(keep=...)"
+            )
+        return selected
+
+    def _check_beside(self, name: str, array: Any) -> None:
+        """Raise CheckpointError if an unconverted tensor lies beside a converted layer and is not known (see convert).
+
+        Tensors whose layer has not arrived are remembered for _check_module.
+        """
+        entry = TensorEntry(name, "F32", tuple(array.shape), 0, 0)
+        at = name.rfind(".")
+        while at > 0:
+            if not is_known_beside(name[at + 1 :], entry):
+                if name[:at] in self._modules:
+                    raise _lies_beside(name, name[:at])
+                self._beside.setdefault(name[:at], name)
+            at = name.rfind(".", 0, at)
+
+    def _check_module(self, module: str, array: Any) -> None:
+        """Record a converted layer or stack. Raise CheckpointError if a tensor beside it is not known.
+
+        Raise CheckpointError also if two stacks of experts do not fit together.
+        """
+        if module in self._beside:
+            raise _lies_beside(self._beside[module], module)
+        shape = tuple(array.shape)
+        self._modules[module] = stack_shape(shape, self.rules.config) if len(shape) == 3 else shape
+        trouble = stacks_trouble(module, self._modules)
+        if trouble:
+            raise CheckpointError(trouble)
 
     def _check_new(self, name: str, array: Any) -> None:
         """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to a LoRA adapter."""
@@ -319,6 +363,21 @@ def convert_tensors(
     yield from converter.flush()
 
 
+def _check_array(name: str, array: Any) -> None:
+    """Raise TypeError if the value that came under a tensor's name is not an array."""
+    if not (hasattr(array, "dtype") and hasattr(array, "shape")):
+        kind = type(array).__name__
+        raise TypeError(f"convert_tensors: {shown(name)} is {kind}; an array of NumPy, CuPy, PyTorch or JAX is needed")
+
+
+def _lies_beside(name: str, module: str) -> CheckpointError:
+    """Return the error for a tensor that is not known beside a converted layer."""
+    return CheckpointError(
+        f"{shown(name)}: lies beside the layer {shown(module)}, which is converted, and is not known; leave the tensor"
+        " out, or keep the layer unquantized with Wishes(keep=...)"
+    )
+
+
 def _dtype_name(array: Any) -> str:
     """Return the name of an array's dtype without its library, such as "bfloat16" for torch.bfloat16."""
     return str(array.dtype).removeprefix("torch.")
@@ -330,6 +389,8 @@ def _taken_apart(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named
     A fused parameter gives two or three pairs, ``_extra_state`` none, and any other parameter one.
     """
     names = rules.names(megatron_name)
+    if names:
+        _check_array(megatron_name, array)
     if len(names) == 1 or not names:
         yield from ((name, array) for name in names)
     elif len(names) == 2:

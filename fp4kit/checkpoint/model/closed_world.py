@@ -311,8 +311,8 @@ def _recognised(name: str, tensors: Tensors) -> str:
     if name.endswith("_weight_scale") and _blocks_along_outputs(name.removesuffix("_weight_scale"), tensors):
         return "MXFP4 stacks of Model-Optimizer for gpt-oss, whose blocks run along the output axis"
     scale = has.get(".weight_scale")
-    is_packed = ".weight" in has and has[".weight"].dtype == "U8" and ".weight_scale_2" not in has
-    if scale is not None and is_packed and scale.dtype in ("F32", "BF16"):
+    packed = has.get(".weight")
+    if scale is not None and packed is not None and _holds_two_rows_per_byte(packed, scale):
         return "INT4 of Model-Optimizer"
     if scale is not None and ".weight" in has and _is_mxfp6(has[".weight"], scale):
         return "MXFP6"
@@ -321,6 +321,12 @@ def _recognised(name: str, tensors: Tensors) -> str:
     if ".comfy_quant" in has:
         return "a ComfyUI format other than nvfp4, mxfp8 and float8_e4m3fn"
     return _nearest_container(module, tensors)
+
+
+def _holds_two_rows_per_byte(codes: TensorEntry, scales: TensorEntry) -> bool:
+    """Return whether codes [N/2, K] have float scales of N rows, as Model-Optimizer packs integers of 4 bits."""
+    is_float = scales.dtype in ("F32", "BF16", "F16")
+    return is_float and codes.dtype == "U8" and scales.shape[:1] == tuple(2 * rows for rows in codes.shape[:1])
 
 
 def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:

@@ -42,18 +42,31 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 
     plain: module name -> unquantized weight.
     """
-    for name, weight in plain.items():
-        parent, _, leaf = name.rpartition(".")
-        down = plain.get(f"{parent}.{_PAIRS.get(leaf, '')}")
-        if down is None or len(weight.shape) != 3 or len(down.shape) != 3:
-            continue
-        experts, rows, columns = weight.shape
-        if down.shape != (experts, columns, rows // 2):
-            stored = ", ".join(f"{shown(one.tensor)} {list(one.located.entry.shape)}" for one in (weight, down))
-            raise CheckpointError(
-                f"{stored}: the shapes of these stacks of experts do not fit together; [E, 2I, H] and [E, H, I], or"
-                " [E, H, 2I] and [E, I, H] are needed; repair the source, or leave both as they are with --keep"
-            )
+    shapes = {name: weight.shape for name, weight in plain.items()}
+    for name in plain:
+        trouble = stacks_trouble(name, shapes)
+        if trouble:
+            raise CheckpointError(trouble)
+
+
+def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
+    """Return an error message if a stack of experts does not fit the one beside it; "" if it does or there is none.
+
+    name: the module of one stack. shapes: module name -> shape [E, N, K], for all layers and stacks that are known.
+    """
+    parent, _, leaf = name.rpartition(".")
+    pair = next(((a, b) for a, b in _PAIRS.items() if leaf in (a, b)), None)
+    both = () if pair is None else tuple(shapes.get(f"{parent}.{one}", ()) for one in pair)
+    if pair is None or any(len(shape) != 3 for shape in both):
+        return ""
+    (experts, rows, columns), down = both
+    if down == (experts, columns, rows // 2):
+        return ""
+    words = ", ".join(f"{shown(parent)}.{one} {list(shape)}" for one, shape in zip(pair, both, strict=True))
+    return (
+        f"{words}: the shapes of these stacks of experts do not fit together, read as [E, N, K]; [E, 2I, H] and"
+        " [E, H, I] are needed; one of them may be transposed; repair the source, or keep both unquantized"
+    )
 
 
 _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")

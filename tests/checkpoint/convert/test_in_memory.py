@@ -179,6 +179,9 @@ def test_an_incomplete_group_is_refused_or_quantized():
         ("model.layers.0.mlp.down_proj.weight", np.ones((32, 16), np.uint8), "is uint8 [32, 16], a part"),
         ("model.layers.0.mlp.down_proj.lora_A.weight", np.ones((8, 32), np.float32), "a tensor of an adapter (LoRA)"),
         ("model.layers.0.self_attn.o_proj.weight", np.ones((32, 32), np.float32), "came twice"),
+        ("model.layers.0.self_attn.o_proj.weight_quantizer._amax", np.ones((), np.float32), "lies beside the layer"),
+        ("model.layers.0.mlp.down_proj.weight", np.ones((32, 32)), "is float64 [32, 32]; float32, float16 or bfloat16"),
+        ("model.layers.0.mlp.down_proj.weight", np.ones((32, 32), ">f4"), "is >f4 [32, 32]; float32, float16"),
     ],
 )
 def test_what_convert_refuses_is_refused_in_memory_too(name, array, text):
@@ -186,6 +189,29 @@ def test_what_convert_refuses_is_refused_in_memory_too(name, array, text):
     list(converter.convert([("model.layers.0.self_attn.o_proj.weight", np.ones((32, 32), np.float32))]))
     with synthetic.refused(f"{name}: {text}"):
         list(converter.convert([(name, array)]))
+
+
+def test_tensors_beside_a_layer_that_comes_later():
+    """State of a quantizer that arrives before its layer is refused when the layer arrives; a bias is not."""
+    module, w = "model.layers.0.self_attn.o_proj", np.ones((32, 32), np.float32)
+    rules = Rules.of("nvfp4-te", format="modelopt")
+    list(convert_tensors([(f"{module}.bias", np.ones(32, np.float32)), (f"{module}.weight", w)], rules))
+    with synthetic.refused(f"{module}.input_quantizer._pre_quant_scale: lies beside the layer {module}"):
+        list(convert_tensors([(f"{module}.input_quantizer._pre_quant_scale", w[0]), (f"{module}.weight", w)], rules))
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "text"),
+    [
+        (3, np.ones(4), "the name 3 is int; a str is needed"),
+        (b"a.weight", np.ones(4), "is bytes; a str is needed"),
+        ("a.weight", [[1.0]], "a.weight is list; an array of NumPy, CuPy, PyTorch or JAX is needed"),
+        ("a.weight", None, "a.weight is NoneType; an array"),
+    ],
+)
+def test_pairs_that_are_no_tensors(name, array, text):
+    with pytest.raises(TypeError, match=text):
+        list(convert_tensors([(name, array)], Rules.of("nvfp4-te")))
 
 
 CONFIG = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}

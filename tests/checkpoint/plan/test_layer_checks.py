@@ -9,7 +9,7 @@ import pytest
 import synthetic
 from synthetic import refused
 
-from fp4kit.checkpoint import convert, make_plan
+from fp4kit.checkpoint import Rules, convert, convert_tensors, make_plan
 from fp4kit.checkpoint.selection.selection import Wishes
 
 O_PROJ, EXPERTS = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts"
@@ -56,8 +56,12 @@ def test_stacks_that_fit(gate_up: tuple[int, ...], down: tuple[int, ...], tmp_pa
 def test_stacks_that_do_not_fit(gate_up: tuple[int, ...], down: tuple[int, ...], tmp_path: Path) -> None:
     """One transposed stack, a missing expert or another intermediate size: the axes are not known."""
     root = model(tmp_path / "m", stacks(gate_up, down))
-    with refused(f"{EXPERTS}.gate_up_proj {[*gate_up]}, {EXPERTS}.down_proj {[*down]}: the shapes of these stacks"):
+    text = f"{EXPERTS}.gate_up_proj {[*gate_up]}, {EXPERTS}.down_proj {[*down]}: the shapes of these stacks"
+    with refused(text):
         make_plan(root, "nvfp4-te", format="compressed-tensors")
+    rules = Rules.of("nvfp4-te", format="compressed-tensors", config={"model_type": "qwen3_moe"})
+    with refused(text):
+        list(convert_tensors(stacks(gate_up, down).items(), rules))
 
 
 def test_missing_experts_and_float64_are_named(tmp_path: Path) -> None:
