@@ -26,7 +26,7 @@ TENSOR_AMAX = np.float32(5)
 
 
 def traffic(recipe: str, dtype: Any) -> dict[str, Fraction]:
-    """Return the bytes moved per element: the element, its code, and its share of the float32 block amax."""
+    """Return {array: bytes moved per element}: the element, its code, and its share of the float32 block amax."""
     r = fp4kit.recipe(recipe)
     codes = quantized_bytes(recipe)["codes"]
     return element_bytes(shard=dtype) | {"codes": codes, "amax": Fraction(4, r.block_size * r.block_rows)}

@@ -75,7 +75,7 @@ def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> Benchmar
 
 
 def traffic(recipe: str, x: Any) -> Any:
-    """Return the bytes moved per element: x, its codes and its scales, each once."""
+    """Return {array: bytes moved per element}: x, its codes and its scales, each once."""
     return element_bytes(x=x.dtype) | quantized_bytes(recipe)
 
 

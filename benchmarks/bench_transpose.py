@@ -18,10 +18,10 @@ TARGET = 0.90
 
 
 def traffic(recipe: str) -> dict[str, Fraction]:
-    """Return the bytes moved per code.
+    """Return {array: bytes moved per code}.
 
-    Codes are read and written once. Scales are written once; only one scale row per block of rows is read, because all
-    rows of a square block share their scale.
+    Codes are read and written once. Scales are written once. Only one row of scales per block of rows is read, because
+    all rows of a square block share their scale.
     """
     r = fp4kit.recipe(recipe)
     codes = Fraction(1, 2) if r.is_packed else Fraction(1)

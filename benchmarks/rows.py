@@ -194,12 +194,15 @@ class CpuRow(Row):
 
 
 def element_bytes(**dtypes: Any) -> dict[str, Fraction]:
-    """Return the traffic of arrays that are read or written once, such as element_bytes(x=F32, values=BF16)."""
+    """Return {array: bytes per element} for arrays that are read or written once.
+
+    dtypes: {array: dtype}, as in element_bytes(x=F32, values=BF16).
+    """
     return {name: Fraction(np.dtype(dtype).itemsize) for name, dtype in dtypes.items()}
 
 
 def quantized_bytes(recipe: str) -> dict[str, Fraction]:
-    """Return the traffic of a recipe's codes and block scales. The few float32 scales of a tensor are left out."""
+    """Return {"codes" or "scales": bytes per element} of a recipe. The few float32 scales of a tensor are left out."""
     r = fp4kit.recipe(recipe)
     codes = {"codes": Fraction(1, 2) if r.is_packed else Fraction(1)}
     return codes if r.scale is None else codes | {"scales": Fraction(1, r.block_size)}

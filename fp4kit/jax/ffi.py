@@ -111,7 +111,10 @@ def device_array(buffer: Any) -> Any:
 
 
 def _text(frame: Any) -> str:
-    """Return the text that describes a call (see calls.py). It is the only attribute of the XLA call."""
+    """Return the text that describes a call (see calls.py). It is the only attribute of the XLA call.
+
+    frame: the structure that XLA passed to the handler.
+    """
     span = _Span.from_address(frame.attributes.entries[0])
     return ctypes.string_at(span.pointer, span.length).decode()
 
@@ -143,6 +146,8 @@ def _answer_metadata(frame: Any) -> bool:
     """Answer XLA if it only asks which version of the interface the handler supports.
 
     Return True after such an answer, and False if XLA calls the handler to run.
+
+    frame: the structure that XLA passed to the handler.
     """
     extension = _Extension.from_address(frame.extension_start) if frame.extension_start else None
     if extension is None or extension.type != _METADATA:

@@ -200,7 +200,10 @@ def fake_quantize_grouped(
 
 
 def _tensors(op: str, xs: Any) -> list[Any]:
-    """Return the tensors of a sequence as a list, or the entries of a stacked tensor along its first axis."""
+    """Return the tensors of a sequence `xs` as a list, or the entries of a stacked tensor along its first axis.
+
+    op: the public function, with which error messages begin.
+    """
     if not isinstance(xs, Tensor):
         return list(as_entries(op, "xs", xs))
     check_stack(op, xs, "tensor")
@@ -208,7 +211,11 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
-    """Return a list with one amax per tensor, or an empty list if none is given, as the operators expect."""
+    """Return a list with one amax per tensor of `xs`, or an empty list if none is given, as the operators expect.
+
+    op, name: the public function and the name of the argument, for error messages.
+    given: the caller's argument: None, a tensor, or a sequence with one amax per tensor.
+    """
     if given is None or not xs:
         return []
     entries: Iterable[Any] = given.unbind(0) if isinstance(given, Tensor) and given.ndim else given

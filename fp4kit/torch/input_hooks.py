@@ -194,7 +194,11 @@ class _Products(TorchFunctionMode):
                     self._collect(group, _routed(inputs))
 
     def _add(self, layers: tuple[tuple[str, ...], ...], columns: int) -> None:
-        """Add the layers of all experts of a stack to the Collector, at the first call of the stack."""
+        """Add the layers of all experts of a stack to the Collector, at the first call of the stack.
+
+        layers: as in _Stack.
+        columns: the number of inputs per token.
+        """
         if id(layers) not in self._added:
             self._added.add(id(layers))
             for layer in (layer for group in layers for layer in group):

@@ -206,7 +206,11 @@ def _warn_of_vectors(names: list[str]) -> None:
 
 
 def _similar(names: list[str], patterns: list[str]) -> str:
-    """Return text for an error message: up to three parameter names, those most similar to the wildcards first."""
+    """Return text for an error message: up to three parameter names, those most similar to the wildcards first.
+
+    names: the names of all parameters.
+    patterns: the wildcards that matched none of them.
+    """
     near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
     shown = list(dict.fromkeys([*near, *names]))[:3]
     return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")

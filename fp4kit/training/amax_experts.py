@@ -43,7 +43,11 @@ def counts(
 
 
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
-    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ... n - 1."""
+    """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ... n - 1.
+
+    base: the quantizer's name without the number of an expert, for the error.
+    op: the beginning of the error message.
+    """
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
         more = n - sum(i < n for i in present) - 1  # do not enumerate: n comes from a file and may be huge
@@ -93,8 +97,10 @@ def _global_names(
 ) -> dict[AmaxName, AmaxName]:
     """Return {local name: global name} of one rank's experts.
 
-    If ``numbers`` is None, a rank's experts follow those of the ranks before it. ``offsets`` holds the number of
-    experts so far for each base, and is increased by this rank's.
+    own: the rank's amaxes, whose names have local numbers of experts.
+    numbers: the global number of each local expert; None if a rank's experts follow those of the ranks before it.
+    offsets: {name without a number: number of experts of the ranks before}. It is increased by this rank's.
+    op: the beginning of error messages.
     """
     if numbers is None:
         first = {base: offsets[base] for base in {name.at(None) for name in own}}

@@ -45,7 +45,11 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
 
 
 def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
-    """Return one amax as float32, with -0 replaced by +0."""
+    """Return one amax of a file as float32, with -0 replaced by +0.
+
+    info: its dtype, shape and data, as safetensors gives them.
+    label: the name of the file, with which the ValueError for another dtype begins.
+    """
     if info["dtype"] not in FLOAT_DTYPES:
         raise ValueError(f"{label}: {key!r} is {info['dtype']}; needs F32, F16 or BF16")
     value = np.frombuffer(info["data"], NUMPY_DTYPES[info["dtype"]]).reshape(info["shape"]).astype(np.float32)

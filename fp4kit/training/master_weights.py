@@ -124,7 +124,10 @@ class MasterWeightsPlan:
             self._make(shards, recipe, columnwise)
 
     def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
-        """Check the shards, exchange their ranges with the other processes, and prepare the stages of cast."""
+        """Check the shards, exchange their ranges with the other processes, and prepare the stages of cast.
+
+        The arguments are those of cast_master_weights. If they are invalid, the other processes raise an error, too.
+        """
         comm = self._comm
         with refusing(comm):
             r = recipe_of("cast_master_weights", recipe)
@@ -209,7 +212,12 @@ def _gather(message: Any, counts: list[int], gathered: Any, comm: Communicator) 
 
 
 def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:
-    """Return (arrays, shapes) of the shards. Raises TypeError or ValueError if they are invalid."""
+    """Return (values of the shards as arrays, shapes of their matrices).
+
+    Raises TypeError or ValueError if a shard is invalid, or does not fit the recipe `r`.
+
+    columnwise: whether codes along columns are wanted, too.
+    """
     for i, shard in enumerate(shards):
         if not isinstance(shard, Shard):
             raise TypeError(f"cast_master_weights: shards[{i}] is a {type(shard).__name__}; needs a fp4kit.Shard")

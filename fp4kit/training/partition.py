@@ -48,6 +48,11 @@ def exchange_cuts(
     Called by every process once per plan; it waits for the others. The processes must pass the same recipe and the same
     matrices with the same dtypes, all on hosts or all on GPUs. Their shards must cover every element exactly once.
     Otherwise every process raises the same ValueError.
+
+    shapes: (rows, columns) of each matrix.
+    dtypes: the dtype of this process's shard of each matrix.
+    starts, lengths: the element at which this process's shard of each matrix begins, and its number of elements.
+    on_host: whether the shards are in host memory.
     """
     facts = repr((asdict(r), [tuple(s) for s in shapes], [str(d) for d in dtypes], on_host))
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
@@ -72,14 +77,17 @@ def exchange_cuts(
 
 
 def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
-    """Exchange 1-d arrays of one length. Return those of all processes as the rows of a matrix."""
+    """Exchange 1-d arrays of one length. Return those of all processes as the rows of a matrix.
+
+    mine: the array of this process.
+    """
     return np.asarray(comm.all_gather(mine)).reshape(comm.size, len(mine)) if comm.size > 1 else mine[None]
 
 
 def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
     """Raise ValueError unless every element of every matrix is in exactly one shard.
 
-    ``sizes`` are the matrices' sizes.
+    sizes: the number of elements of each matrix.
     """
     empty = partition.starts == partition.ends
     starts, ends = (np.where(empty, sizes, edge) for edge in partition)

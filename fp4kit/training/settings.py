@@ -179,7 +179,7 @@ def naming(parameter: str) -> Iterator[None]:
 
 
 def _word(env: Mapping[str, str], name: str) -> str:
-    """Return an environment variable without surrounding spaces, or "" if it is missing."""
+    """Return the environment variable ``name`` of ``env`` without surrounding spaces, or "" if it is missing."""
     return as_word("from_environment", name, env.get(name, "")).strip()
 
 

@@ -72,7 +72,7 @@ def test_columns_into_out(monkeypatch, recipe):
 
 
 def test_columns_into_out_with_an_amax(monkeypatch):
-    """The caller's amax keeps its value when a later call writes to the result."""
+    """A given amax keeps its value when later calls of quantize write to the same out= under another amax."""
     first, second = two(np.float32)
     amaxes = [cupy.asarray(np.float32(a)) for a in (3, 4)]
     out = fp4kit.quantize(cupy.asarray(first), "nvfp4-te", axis=0, tensor_amax=amaxes[0])

@@ -173,7 +173,7 @@ def test_underflow_follows_the_recipe() -> None:
 @pytest.mark.parametrize("layout", ["linear", "swizzled_128x4", "swizzled_8x4"])
 @pytest.mark.parametrize("target", TARGETS)
 def test_shapes_and_layouts_with_blocks_out_of_range(target, layout, dtype) -> None:
-    """Stacks, axis 0 and swizzled scales give the blocks of the linear matrix."""
+    """requantize gives the same blocks for a matrix, for a stack of its rows, along axis 0, and for swizzled scales."""
     q = replace(_drawn(1), dtype=np.dtype(dtype))
     result = fp4kit.requantize(q, target)
     assert result.changed

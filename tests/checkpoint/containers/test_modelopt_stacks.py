@@ -112,7 +112,10 @@ def test_renamed(
 
 @pytest.mark.parametrize("each", [False, True])
 def test_decoded(tmp_path: Path, each: bool) -> None:
-    """Decoding stores the values as [E, K, N], the axis order of the unquantized model."""
+    """convert --format bf16 stores the decoded stacks as [E, K, N], the axis order of the unquantized model.
+
+    each: whether every expert has its own tensor scale
+    """
     q = made(tmp_path, each=each)
     convert(tmp_path / "q", tmp_path / "out", format="bf16")
     found = oracle.arrays(oracle.load(tmp_path / "out"))

@@ -47,7 +47,14 @@ def watch(monkeypatch: pytest.MonkeyPatch, noted: Callable[[Path, int], None]) -
 def test_files_are_read_ahead(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_at: str | None, read: str, piece: int
 ) -> None:
-    """Pieces are read in order until prefetching is stopped. Missing files and directories are skipped."""
+    """Prefetcher reads files ahead in order, piece by piece, until it is stopped.
+
+    Missing files and directories are skipped.
+
+    stop_at: the file at which it is stopped, or None.
+    read: the names of the files that are read ahead, one per request.
+    piece: the number of bytes that a thread takes at a time.
+    """
     monkeypatch.setattr(prefetch, "PIECE", piece)
     monkeypatch.setattr(prefetch, "STEP", 64)
     monkeypatch.setattr(prefetch, "THREADS", 1)

@@ -72,7 +72,7 @@ FAULTS = {  # name of a fault -> replacements in the kernel's text, and the expe
 
 @pytest.fixture
 def one_grid(monkeypatch):
-    """Repeat launches with the launcher's number of blocks only, because the sum depends on that number."""
+    """Let launches be repeated with the launcher's number of blocks only, because SUM depends on that number."""
     monkeypatch.setattr("host.libraries.MORE_BLOCKS", 0)
 
 
