@@ -1,4 +1,4 @@
-"""quantize and dequantize of fp4kit.jax, on arrays with values and in programs that JAX traces."""
+"""Provide quantize and dequantize of fp4kit.jax, on arrays with values and in programs that JAX traces."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A Python handler for XLA's foreign function interface (FFI): run fp4kit's calls inside a compiled JAX program.
+"""Run fp4kit's calls inside a compiled JAX program, by a Python handler of XLA's foreign function interface (FFI).
 
 On CUDA the handler makes CuPy arrays that share the program's buffers, and runs the call on the program's stream.
 Nothing is copied to the host, and nothing waits for the device.

@@ -1,4 +1,4 @@
-"""fake_quantize of fp4kit.jax, and the checks that the other functions of fp4kit.jax share."""
+"""Provide fake_quantize of fp4kit.jax, and the checks that the other functions of fp4kit.jax share."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grouped operations of fp4kit.jax: lists of arrays in one call."""
+"""Provide the grouped operations of fp4kit.jax, which take a list of arrays in one call."""
 
 from __future__ import annotations
 

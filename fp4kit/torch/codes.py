@@ -1,4 +1,4 @@
-"""quantize and dequantize as PyTorch operators: the arrays of a Quantized are passed and returned as tensors."""
+"""Define quantize and dequantize as PyTorch operators: the arrays of a Quantized are passed and returned as tensors."""
 
 from __future__ import annotations
 

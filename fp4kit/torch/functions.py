@@ -1,4 +1,4 @@
-"""The public functions of fp4kit.torch. They convert their arguments to those of the operators."""
+"""Provide the public functions of fp4kit.torch, which convert their arguments to those of the operators."""
 
 from __future__ import annotations
 

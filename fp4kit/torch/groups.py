@@ -1,4 +1,4 @@
-"""Grouped operations as PyTorch operators on lists of tensors, with a single launch on a GPU.
+"""Define grouped operations as PyTorch operators on lists of tensors, with a single launch on a GPU.
 
 In the operators' arguments an empty list stands for None.
 """

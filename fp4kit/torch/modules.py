@@ -1,4 +1,4 @@
-"""Fake quantization of module parameters: a parametrization, and a function that applies it as settings say."""
+"""Fake-quantize the parameters of modules: a parametrization, and a function that applies it as settings say."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""fp4kit's operations on single tensors as PyTorch operators, such as torch.ops.fp4kit.fake_quantize.
+"""Define operations on single tensors as PyTorch operators, such as torch.ops.fp4kit.fake_quantize.
 
 Each operator has four parts: an implementation, which calls fp4kit's own function; a meta implementation, which makes
 all checks on shapes and dtypes and returns empty tensors; a gradient; and a vmap rule, which is a loop.

@@ -1,4 +1,4 @@
-"""Helpers for PyTorch tensors: outlines for checks without values, device checks, and results free of shared memory."""
+"""Provide helpers for tensors: outlines for checks without values, device checks, and results free of shared memory."""
 
 from __future__ import annotations
 

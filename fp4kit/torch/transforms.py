@@ -1,4 +1,4 @@
-"""Versions of the operators that stay differentiable under torch.func transforms (grad, vjp, vmap and combinations).
+"""Keep the operators differentiable under torch.func transforms (grad, vjp, vmap and combinations).
 
 PyTorch ignores the gradients of custom operators inside these transforms. Here an autograd.Function calls the operator
 and provides the gradient instead.

@@ -1,4 +1,4 @@
-"""Quantized as a PyTorch pytree, and as an object that torch.load reads.
+"""Register Quantized as a PyTorch pytree, and as an object that torch.load reads.
 
 The arrays of a Quantized are the leaves of the tree, and all other fields are static. torch.export saves the static
 fields as text.
