@@ -98,5 +98,78 @@ def test_recorded_products(case) -> None:
 @gpu_only
 def test_large_products() -> None:
     rng = np.random.default_rng(5)
-    for kind, unit in (("nvfp4", "sm100"), ("mxfp4", "sm100"), ("bf16", "sm90")):
+    for kind, unit in (("nvfp4", "sm100"), ("mxfp4", "sm100"), ("bf16", "sm90"), ("e4m3", "sm90")):
         both(drawn(rng, kind, 1000, 4096), drawn(rng, kind, 777, 4096), unit=unit)
+
+
+def on_hopper() -> bool:
+    return DEVICES > 0 and cupy.cuda.Device().compute_capability == "90"
+
+
+# Products of these sizes are one chain in cuBLASLt of CUDA 13.0. With fast accumulation it splits K, and so gives other
+# bits, where M and N are at most 256 and K is 8,192 or more.
+SHAPES = [(4096, 4096, 4096), (1024, 512, 16384), (16, 4096, 4096), (64, 64, 4096), (48, 80, 32)]
+
+
+@gpu_only
+@pytest.mark.skipif(not on_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+@pytest.mark.parametrize("codes", ["normal", "all"])
+def test_fp8_products_of_cublaslt(shape, fast, codes) -> None:
+    """torch._scaled_mm on a Hopper GPU gives the bits of the unit sm90, on that GPU itself."""
+    torch = pytest.importorskip("torch")
+    M, N, K = shape
+    generator = torch.Generator("cuda").manual_seed(M + N + K)
+    a, b = (fp8_matrix(torch, generator, rows, K, codes) for rows in (M, N))
+    one = torch.ones((), device="cuda")
+    sm90 = fp4kit.unit("sm90")
+    for dtype in (torch.float32, torch.bfloat16):
+        theirs = torch._scaled_mm(a, b.T, one, one, out_dtype=dtype, use_fast_accum=fast)
+        ours = fp4kit.matmul(a, b, unit=sm90 if fast else replace(sm90, promote=128), out_dtype=dtype)
+        bits = torch.int32 if dtype == torch.float32 else torch.int16
+        assert bool(((ours.view(bits) == theirs.view(bits)) | (ours.isnan() & theirs.isnan())).all())
+
+
+def fp8_matrix(torch, generator, rows, columns, codes):
+    """Return an E4M3 matrix on the GPU: normally distributed, or of all codes but NaN."""
+    if codes == "normal":
+        return torch.randn(rows, columns, device="cuda", generator=generator).to(torch.float8_e4m3fn)
+    drawn_codes = torch.randint(0, 254, (rows, columns), device="cuda", generator=generator)
+    return (drawn_codes + (drawn_codes >= 127)).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+MMA = r"""
+extern "C" __global__ void multiply(const unsigned* a, const unsigned* b, float* d, int N, int K) {
+  const int lane = threadIdx.x, row = blockIdx.y * 16 + lane / 4, column = blockIdx.x * 8;
+  float c[4] = {0, 0, 0, 0};
+  for (int k = 0; k < K; k += 16) {
+    const int at = (k + lane % 4 * 2) / 2, line = column + lane / 4;
+    const unsigned a0 = a[row * K / 2 + at], a1 = a[(row + 8) * K / 2 + at];
+    const unsigned a2 = a[row * K / 2 + at + 4], a3 = a[(row + 8) * K / 2 + at + 4];
+    const unsigned b0 = b[line * K / 2 + at], b1 = b[line * K / 2 + at + 4];
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.TYPE.TYPE.f32 "
+                 "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+                 : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+  }
+  for (int i = 0; i < 4; ++i) d[(row + i / 2 * 8) * N + column + lane % 4 * 2 + i % 2] = c[i];
+}
+"""
+
+
+@gpu_only
+@pytest.mark.skipif(not on_hopper(), reason="needs a GPU of compute capability 9.0")
+@pytest.mark.parametrize("kind", ["bf16", "f16"])
+@pytest.mark.parametrize("seed", range(6))
+def test_products_of_mma_sync(kind, seed) -> None:
+    """mma.sync of 16-bit floats on a Hopper GPU gives the bits of the unit sm90."""
+    rng = np.random.default_rng(seed)
+    M, N, K = 256, 128, 4096 if seed % 2 else 48
+    a, b = (drawn(rng, kind, rows, K) for rows in (M, N))
+    kernel = cupy.RawKernel(MMA.replace("TYPE", kind), "multiply")
+    d = cupy.empty((M, N), np.float32)
+    words = [cupy.asarray(np.ascontiguousarray(x).view(np.uint32)) for x in (a, b)]
+    kernel((N // 8, M // 16), (32,), (*words, d, np.int32(N), np.int32(K)))
+    ours = cupy.asnumpy(fp4kit.matmul(moved(a), moved(b), unit="sm90"))
+    np.testing.assert_array_equal(cupy.asnumpy(d).view(np.uint32), ours.view(np.uint32))

@@ -1,0 +1,69 @@
+"""Benchmark matmul beside the GPU's own bfloat16 product in torch, which gives other bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from fractions import Fraction
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import peers
+from measure import BF16, F32, Bench, Call, check_rows, main
+
+import fp4kit
+from fp4kit.quantized.container import Quantized
+
+NVFP4_US, FP8_US = 10_000, 20_000  # largest times wanted, for 4096 x 4096 x 4096
+
+
+def fp8(bench: Bench, shape: tuple[int, int]) -> Quantized:
+    """Return a Quantized of E4M3 elements, normally distributed, with tensor scale 1."""
+    x = bench.normal(F32, shape).get().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    one = bench.cupy.ones((), np.float32)
+    return Quantized(bench.cupy.asarray(x), None, one, None, shape, np.dtype(np.float32), 1, "fp8-modelopt")
+
+
+def in_torch(bench: Bench, x: Any) -> dict[str, Call]:
+    """Return {name: call} of torch's product of a bfloat16 matrix with its transpose."""
+    if not bench.peers or peers.torch() is None:
+        return {}
+    tensor = peers.tensor(x)
+    return {"torch, bf16": lambda: tensor @ tensor.T}
+
+
+def run(bench: Bench) -> None:
+    """Time products of square matrices and add the rows to `bench`.
+
+    The products are NVFP4 and MXFP4 on "sm100", FP8 on "sm90" with fast and slow accumulation, and bfloat16 on "sm90".
+    """
+    size, x = bench.size, bench.normal(BF16)
+    out = bench.cupy.empty((size, size), np.float32)
+    sm90 = fp4kit.unit("sm90")
+    quantized = {id: fp4kit.quantize(x, id) for id in ("nvfp4-te", "mxfp4-ocp")}
+    cases: list[tuple[str, str, Any, Any, Fraction, dict[str, float]]] = [
+        ("matmul, sm100", id, q, "sm100", Fraction(1), {"target_us": NVFP4_US}) for id, q in quantized.items()
+    ]
+    operand = fp8(bench, (size, size))
+    cases.append(("matmul, sm90", "fp8-modelopt", operand, sm90, Fraction(2), {"target_us": FP8_US}))
+    slow = replace(sm90, promote=128)
+    cases.append(("matmul, sm90, slow", "fp8-modelopt", operand, slow, Fraction(2), {"target_us": FP8_US}))
+    cases.append(("matmul, sm90", "", x, sm90, Fraction(4), {}))
+    for operation, recipe, q, unit, codes, targets in cases:
+        call = lambda q=q, unit=unit: fp4kit.matmul(q, q, unit=unit)  # noqa: E731
+        check_rows(
+            call(), lambda part, q=q, unit=unit: on_host(q, part, unit), f"{operation} of {recipe or 'bfloat16'}"
+        )
+        traffic = {"codes": codes, "out": Fraction(4)}
+        bench.row(operation, recipe, out, traffic, call, peers=in_torch(bench, x), **targets)
+
+
+def on_host(q: Any, part: slice, unit: Any) -> np.ndarray:
+    """Return rows of the product of a matrix with its transpose, computed on the CPU."""
+    whole = q.to("cpu") if isinstance(q, Quantized) else q.get()
+    result: np.ndarray = fp4kit.matmul(whole[part], whole, unit=unit)
+    return result
+
+
+if __name__ == "__main__":
+    main(run)
