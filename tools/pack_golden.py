@@ -82,7 +82,7 @@ def rank(name: str) -> tuple[int, str]:
 
 
 def base_places(golden: GoldenSet, name: str) -> Places:
-    """Return the arrays that those of the file `name` may be stored as differences to."""
+    """Return the arrays of other files, to which arrays of the file `name` may be stored as differences."""
     files = [base for base in BASES if rank(base) < rank(name)]
     return {(file, key): array for file in files for key, array in arrays_of(golden, file).items()}
 

@@ -273,7 +273,10 @@ SIZE = 256 << 20  # bytes of the input
 )
 @pytest.mark.parametrize("kind", ["whole", *exhaustive(["transposed"])])
 def test_temporaries_are_small(name, kind):
-    """A call allocates at most 64 MiB beside its result, whatever the size of x."""
+    """A call on a large array allocates at most 64 MiB beside its result.
+
+    kind: "whole" for a contiguous array, "transposed" for a transposed view.
+    """
     x = np.broadcast_to(ordinary(0, (1, 4096)), (SIZE // 4 // 4096, 4096)).copy()
     x = x.T if kind == "transposed" else x
     q = fp4kit.quantize(x, name)

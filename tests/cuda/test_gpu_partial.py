@@ -116,7 +116,14 @@ def test_amax_of_tall_blocks(name) -> None:
     seed=st.integers(0, 99),
 )
 def test_any_partition(name, dtypes, size, shapes, cuts, seed) -> None:
-    """Any division among ranks gives the CPU's bytes. Ranks are threads that share the GPU."""
+    """cast_master_weights gives the CPU's bytes for any division of matrices among ranks.
+
+    Ranks are threads that share the GPU.
+
+    size: the number of ranks.
+    shapes: (rows, blocks per row) of each matrix.
+    cuts: where each matrix is divided, as fractions of its elements.
+    """
     rng, block = np.random.default_rng(seed), RECIPES[name].block_size
     xs = [
         rng.standard_normal((rows, wide * block)).astype(dtype)

@@ -602,7 +602,10 @@ def test_many_multiples_in_parts(monkeypatch) -> None:
 @pytest.mark.parametrize("recipe", ["nvfp4-gguf", "mxfp4-gguf"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_blocks_of_gguf_files(recipe: str, weighted: bool) -> None:
-    """The searched scale bytes and codes equal those on the CPU, with a block of zeros and a block without weights."""
+    """The search of scale bytes for GGUF blocks gives the CPU's bytes and codes.
+
+    One block has only zeros, and another no weights.
+    """
     x, weights = finite(np.float32).copy(), None
     x[0, :64] = 0
     if weighted:

@@ -42,7 +42,7 @@ def host(found):
 
 
 def plain(expected):
-    """Return results of NumPy calls in the structure that `host` returns."""
+    """Return the expected results of NumPy calls as nested lists of arrays, as `host` returns results of tensors."""
     if isinstance(expected, fp4kit.Quantized):
         return [part for part in expected.parts().values() if part is not None]
     return [plain(part) for part in expected] if isinstance(expected, (list, tuple)) else expected

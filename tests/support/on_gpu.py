@@ -107,5 +107,5 @@ def check(x: np.ndarray, name, **options) -> fp4kit.Quantized:
 
 
 def blocks(dtype, rows: int = 64, columns: int = 512) -> np.ndarray:
-    """Return a matrix of adversarial blocks."""
+    """Return a matrix (rows, columns) of the values of adversarial_blocks, repeated or cut to this size."""
     return np.resize(adversarial_blocks(dtype), (rows, columns))

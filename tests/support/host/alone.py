@@ -27,8 +27,11 @@ HERE = Path(__file__).parent
 def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
     """Transform the runs x (n, 16), where n is even, with the functions of hadamard.cuh.
 
-    Return three arrays: the transforms by the code for rows, the transforms by the code for columns (which handles two
-    runs at a time), and per run 1 if the float32 sums were certain, else 0.
+    Return three arrays:
+
+    - the transforms by the code for rows;
+    - the transforms by the code for columns, which handles two runs at a time;
+    - per run, 1 if the float32 sums were certain, else 0.
 
     mask: the sign mask of the transform.
     """

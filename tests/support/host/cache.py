@@ -27,7 +27,7 @@ IN_USE = 3600  # a file that was requested less than this many seconds ago is no
 
 
 def key_of(parts: Iterable[str]) -> str:
-    """Return a hash of a list of texts, which also depends on where one text ends and the next one begins."""
+    """Return a hash of the texts `parts`, which also depends on where one text ends and the next one begins."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 

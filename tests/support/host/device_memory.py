@@ -96,7 +96,7 @@ class MemoryPool:
         self._given: WeakSet[Memory] = WeakSet()
 
     def malloc(self, size: int) -> Memory:
-        """Return new memory."""
+        """Return `size` bytes of new memory, which count as used until they are freed."""
         memory = Memory(size)
         self._given.add(memory)
         return memory
