@@ -60,7 +60,10 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def both_ways(bench: Bench, name: str, function: Callable[..., Any], *arguments: Any) -> dict[str, Call]:
-    """Return {name: call} of a function of tensors: eager and, unless the run is quick, compiled."""
+    """Return {"<name> eager": call, "<name> compiled": call} of a function of tensors.
+
+    The compiled call is left out of quick runs.
+    """
     calls: dict[str, Call] = {f"{name} eager": lambda: function(*arguments)}
     if not bench.quick:
         torch().compiler.reset()  # otherwise another dtype or shape would be compiled as a dynamic one

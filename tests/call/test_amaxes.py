@@ -88,7 +88,10 @@ def test_minus_zero_block_amaxes(name, either_engine):
 
 @pytest.mark.parametrize("name", ["nvfp4-modelopt", "nvfp4-mlx-cpu-global", "int8-modelopt-channel"])
 def test_minus_zero_amaxes_of_groups(name):
-    """A plan reads its amax arrays when it runs, so -0 may be written to them after the plan is made."""
+    """Amaxes of -0 count as +0 in grouped calls, and in plans also if they are written after the plan was made.
+
+    A plan reads its amax arrays when it runs.
+    """
     zero, negative = zeros(tensor_amax_shape(X.shape, RECIPES[name]))
     same_for_both(lambda amax: fp4kit.quantize_grouped([X, X], name, tensor_amax=[amax, amax]), zero, negative)
     amaxes = [np.ones_like(zero), np.ones_like(zero)]

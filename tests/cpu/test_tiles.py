@@ -81,9 +81,9 @@ def test_rows_of_several_panels(name, dtype):
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", by_default(PANELS, dict.fromkeys((*PANELS, *COVERED[1::3]))))
 def test_rows_that_follow_each_other_are_one(name, dtype):
-    """Short contiguous rows are processed together, as panels across several rows, with the specification's bits.
+    """Short rows give the specification's bits, although the engine processes them together if they are contiguous.
 
-    One tile holds an infinity; some rows are not contiguous.
+    A panel then covers several rows. One tile holds an infinity, and some rows are not contiguous.
     """
     x = ordinary(9, (1000, 2 * 128), dtype)
     x[901, 3] = np.inf

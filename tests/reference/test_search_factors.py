@@ -112,7 +112,10 @@ def test_the_first_candidate_with_the_smallest_error_wins(name, x):
 
 
 def test_the_first_of_equal_errors_wins():
-    """A block of ones is exact with the scales of amax * 2, amax * 1 and amax * 0.5; the first candidate wins."""
+    """The search takes the candidate with the smallest error, and of equal errors the first.
+
+    A block of ones, for example, is exact with the scales of amax * 2, amax * 1 and amax * 0.5.
+    """
     x = np.ones((1, 32), np.float32)
     assert chosen(x, MXFP4).item() == 1.0
     x[0, :2] = 6, 0.5  # only amax * 1 holds both exactly

@@ -65,7 +65,12 @@ SCALES = {  # kind -> (shape of the scales, how each is spread over the matrix)
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("method", ["modelopt", "compressed-tensors", "quark"])
 def test_fp8(method: str, kind: str, dtype: Any, tmp_path: Path) -> None:
-    """An FP8 layer decodes to code * scale in float32; compressed-tensors rounds it to the dtype of the scales."""
+    """An FP8 layer decodes to code * scale in float32, which compressed-tensors rounds to the dtype of the scales.
+
+    method: the quant_method of the config.
+    kind: a key of SCALES.
+    dtype: the dtype of the scales.
+    """
     shape, spread = SCALES[kind]
     codes, scales = fp8(), np.exp(synthetic.random("s", shape, 1.0, np.dtype(np.float32))).astype(dtype)
     wanted = codes.astype(np.float32) * spread(scales.astype(np.float32))
