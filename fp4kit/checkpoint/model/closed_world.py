@@ -32,7 +32,7 @@ from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_i
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, comfy_layers, looks_quantized
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.json_object import parse_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
@@ -221,6 +221,30 @@ def rest_of_kv(name: str) -> bool:
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 
+def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
+    """Yield a warning about layers without a tensor scale if most layers of their kind have one.
+
+    It concerns GGUF and torchao, whose NVFP4 layers are read without a tensor scale too. mlx-lm stores tensor scales
+    only for experts.
+
+    weights: the quantized layers of a checkpoint.
+    """
+    found = [w for w in weights if w.container is not None and w.container.kind == "nvfp4" and _may_lack_scale(w)]
+    without = [weight.name for weight in found if TENSOR_SCALE not in weight.parts]
+    if 0 < 2 * len(without) < len(found):
+        have = f"{len(found) - len(without)} of {len(found)} NVFP4 layers have one"
+        yield (
+            f"{listed(without)}: no tensor scale, but {have}; if it was lost, values are wrong; run fp4kit verify with"
+            " --source"
+        )
+
+
+def _may_lack_scale(weight: Weight) -> bool:
+    """Return whether a layer is in a container that is also read without a tensor scale."""
+    form = weight.container
+    return form is not None and (form.in_blocks or form.method == "torchao")
+
+
 def adapter_trouble(name: str) -> str:
     """Return the reason to refuse a tensor of an adapter, such as LoRA; "" for all other tensors."""
     if any(_ADAPTER.fullmatch(piece) for piece in name.split(".")):
@@ -263,6 +287,15 @@ def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str
             return quantized[module], rest
         at = leaf.rfind("_", 0, at)
     return None
+
+
+def is_scale_of_layer(item: Item) -> bool:
+    """Return whether an item is a carried scale of a layer's inputs or outputs, which a decoded layer does not have."""
+    leaf = item.name.rpartition(".")[2]
+    return item.group == CARRIED and item.place == "tensor" and leaf in _SCALES_OF_LAYERS
+
+
+_SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
 
 
 def is_known_beside(rest: str, entry: TensorEntry) -> bool:

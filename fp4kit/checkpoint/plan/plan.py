@@ -353,6 +353,9 @@ class _Planner:
         self.kv_cache = kv_cache.kv_cache_of(source)
         if not self.kv_cache.is_carried("" if self.form is None else self.form.format):
             self.left_out |= set(self.kv_cache.tensors)
+        if self.form is None:
+            names = [item.name for item in self.items if closed_world.is_scale_of_layer(item)]
+            self.left_out |= set(names)
         self.decisions = self._decisions()
         self.selected = {
             name: weight
@@ -554,6 +557,7 @@ class _Planner:
         warnings += tuple(self._different_tensor_scales())
         warnings += tuple(layer_checks.missing_experts(weight.name for weight in self.weights.values()))
         warnings += tuple(layer_checks.wide_floats(self._others()) if self.form is not None else ())
+        warnings += tuple(closed_world.lost_tensor_scales(self.weights.values()))
         lost = lost_column_scales(self.config, self.source.hf_quant_config, self.weights)
         warnings += (lost,) if lost else ()
         warnings += tuple(kv_cache.warnings(self.kv_cache, format, "bf16" if form is None else str(form)))

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import (
@@ -23,11 +25,13 @@ from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
 from fp4kit.checkpoint.model import wrapper_names
+from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
+from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
 from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
@@ -68,10 +72,36 @@ def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
-    """Yield a warning if a config declares factors per column (AWQ), but no layer has such factors."""
+    """Yield a warning if no layer has the factors per column (AWQ) that a config declares, and if a few layers have no
+    tensor scale although the others have one.
+    """
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
         yield Issue("warning", "config.json", lost)
+    yield from (Issue("warning", "model", text) for text in lost_tensor_scales(model.layers.values()))
+
+
+def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
+    """Yield an issue for each layer or stack with a tensor scale that is zero, negative, NaN or infinite.
+
+    Containers whose tensor scales are checked by the requirements of engines are left out.
+
+    weights: the quantized layers of a checkpoint.
+    """
+    with Readers() as readers:
+        for weight in weights:
+            place = weight.parts.get(TENSOR_SCALE)
+            if place is None or weight.container is None or weight.container.format in _CHECKED_FORMATS:
+                continue
+            values = np.asarray(readers.array(place).reshape(-1), np.float32)
+            wrong = values[~((values > 0) & np.isfinite(values))]
+            if wrong.size:
+                severity = "warning" if (wrong == 0).all() else "error"
+                name = place.entry.name.removeprefix(f"{weight.name}.")
+                yield Issue(severity, weight.name, f"{name} is {wrong[0]}; a positive finite number is needed")
+
+
+_CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 
 def refused_items(items: Iterable[Item]) -> Iterator[Issue]:

@@ -39,6 +39,7 @@ from fp4kit.checkpoint.verify.integrity import (
     loader_issues,
     refused_items,
     stored_issues,
+    unusable_tensor_scales,
     wrapped_names,
 )
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
@@ -230,6 +231,7 @@ def prepare(
     scales = _scalars(model.layers.values())
     refused = refused_items(items_of(model, model.weights, ignore))
     issues = [*refused, *doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scales)]
+    issues += unusable_tensor_scales(model.layers.values())
     issues += input_scale_issues(model.layers.values(), scales)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     settings, settings_issues = _settings(model, recipe, options or Options(), search)

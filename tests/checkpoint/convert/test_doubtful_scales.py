@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import gguf_files
 import ml_dtypes
 import numpy as np
 import pytest
@@ -108,3 +109,27 @@ def test_reconcile_does_not_read_fp8_layers(tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "m", {"quantization_config": {"quant_method": "fp8"}}, tensors)
     with synthetic.refused("has no layer in NVFP4 of Model-Optimizer or compressed-tensors"):
         reconcile(tmp_path / "m", None)
+
+
+def test_scales_of_gguf_layers(tmp_path: Path) -> None:
+    """A negative .scale is an error in verify; a missing one is named if the other layers have one."""
+    gguf_files.write_model(tmp_path / "src.gguf")
+    convert(tmp_path / "src.gguf", tmp_path / "q.gguf", "nvfp4-te")
+    assert not verify(tmp_path / "q.gguf").issues
+    data = (tmp_path / "q.gguf").read_bytes()
+    (tmp_path / "lost.gguf").write_bytes(data.replace(b"blk.0.attn_q.scale", b"blk.0.attn_q.scalf"))
+    other = "blk.0.attn_q: no tensor scale, but 12 of 13 NVFP4 layers have one"
+    ignore = ["blk.0.attn_q.scalf"]
+    plan = make_plan(tmp_path / "lost.gguf", format="bf16", ignore=ignore)
+    assert any(other in text for text in plan.warnings)
+    assert any(other in issue.text for issue in verify(tmp_path / "lost.gguf", ignore=ignore).issues)
+    at = _position_of_scale(tmp_path / "q.gguf")
+    (tmp_path / "turned.gguf").write_bytes(data[: at + 3] + bytes([data[at + 3] | 128]) + data[at + 4 :])
+    found = [issue for issue in verify(tmp_path / "turned.gguf").issues if issue.severity == "error"]
+    assert [issue.subject for issue in found] == ["blk.0.attn_q"] and "a positive finite number" in found[0].text
+
+
+def _position_of_scale(path: Path) -> int:
+    """Return the position of the tensor scale of blk.0.attn_q in a GGUF file."""
+    entries = {entry.name: entry for file in make_plan(path, format="bf16").source.files for entry in file.entries}
+    return entries["blk.0.attn_q.scale"].start

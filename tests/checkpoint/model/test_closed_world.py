@@ -525,6 +525,15 @@ def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) ->
     assert {item.group for item in found.values()} == {UNDERSTOOD, CARRIED} and REFUSED not in found
 
 
+def test_scales_of_activations_are_not_decoded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
+    """Scales of inputs and outputs that lie beside a layer are not copied into a decoded model."""
+    start = sound("nvfp4-modelopt", "modelopt")
+    one = ("F32", (1,), np.ones(1, np.float32).tobytes())
+    more = {f"{LAYER}.output_scale": one, f"{LAYER}.input_global_scale": one}
+    model = write(tmp_path / "m", {**start.tensors, **more}, start.config, start.metadata)
+    assert decoded(model, tmp_path / "out") == start.values
+
+
 def test_a_missing_scale_is_named(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
     start = sound("nvfp4-modelopt", "modelopt")
     tensors = {name: tensor for name, tensor in start.tensors.items() if name != f"{LAYER}.weight_scale_2"}
