@@ -49,7 +49,10 @@ INTEGERS = [name for name in WITH_RULE if RECIPES[name].element.is_integer]
 @pytest.mark.parametrize("name", INTEGERS)
 @pytest.mark.parametrize("x", [X, INPUTS["extreme"], INPUTS["bf16"]], ids=["ordinary", "extreme", "bf16"])
 def test_integers_have_the_values_of_their_codes(name, x):
-    """For integers, fake_quantize gives the values of dequantize(quantize(x)), except for signs of zeros and NaN."""
+    """For recipes with integer elements, fake_quantize gives the values of dequantize(quantize(x)).
+
+    The signs of zeros are not compared.
+    """
     y, values = fp4kit.fake_quantize(x, name), fp4kit.dequantize(fp4kit.quantize(x, name))
     assert np.array_equal(y.astype(np.float32), values.astype(np.float32))
 

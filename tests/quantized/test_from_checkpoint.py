@@ -60,7 +60,7 @@ def test_parts_of_a_quantized_give_it_back(name, axis):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_dtypes_of_codes_and_scales(name):
-    """Codes and scales may be signed or unsigned bytes, or have a dtype that names the format.
+    """from_parts accepts codes and scales as signed or unsigned bytes, or with a dtype that names the format.
 
     Unpacked 4-bit codes are packed.
     """

@@ -181,7 +181,7 @@ def test_recorded_casts_of_ml_dtypes(fmt, source, golden):
 
 @pytest.mark.parametrize("fmt", (E4M3, E5M2), ids=str)
 def test_recorded_casts_of_pytorch(fmt, golden):
-    """Codes equal recorded casts of PyTorch, which saturates E4M3, also for infinities.
+    """encode gives the recorded codes of casts by PyTorch, which saturates E4M3, also for infinities.
 
     E5M2 overflows to infinity, and NaN keeps its sign.
     """

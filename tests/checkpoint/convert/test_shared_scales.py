@@ -233,7 +233,7 @@ def test_round_trip_of_mxfp8_names(tmp_path: Path) -> None:
 
 
 def test_round_trip_of_gpt_oss(tmp_path: Path) -> None:
-    """MXFP4 that is decoded and quantized again by its own recipe has the original bytes."""
+    """MXFP4 of gpt-oss that is decoded and quantized again by its own recipe has the original bytes."""
     synthetic.gpt_oss(tmp_path / "m", 96)
     for name, before, format in (("a", "m", "gpt-oss"), ("b", "a", "bf16"), ("c", "b", "gpt-oss"), ("d", "c", "bf16")):
         convert(tmp_path / before, tmp_path / name, "mxfp4-ocp", format=format)
