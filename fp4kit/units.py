@@ -6,9 +6,11 @@ bits it keeps, for each kind of operands. Source: MMA-Sim (arXiv 2511.10909, pac
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any, Literal, get_args
 
 Order = Literal["exact", "float64", "float32-blocks", "dequantized"]
@@ -270,6 +272,30 @@ def unit_of(op: str, given: Any) -> Unit:
         hint = f"; did you mean {' or '.join(near)}?" if near else ""
         raise ValueError(f"{op}: unit is {given!r:.60}; needs one of {', '.join(UNITS)}{hint}")
     return UNITS[given]
+
+
+@lru_cache(256)
+def to_spec(u: Unit) -> str:
+    """Return a string from which from_spec makes an equal Unit: its id if it is listed, otherwise one line of JSON.
+
+    >>> from dataclasses import replace
+    >>> slow = replace(UNITS["sm90"], promote=128)
+    >>> to_spec(UNITS["sm90"]), from_spec(to_spec(slow)) == slow
+    ('sm90', True)
+    """
+    return u.id if UNITS.get(u.id) == u else json.dumps(asdict(u), separators=(",", ":"))
+
+
+@lru_cache(256)
+def from_spec(spec: str) -> Unit:
+    """Return the Unit that a string describes: a string made by to_spec, or the id of a listed unit."""
+    if not spec.startswith("{"):
+        return UNITS[spec]
+    fields = json.loads(spec)
+    for kind in KINDS:
+        if fields[kind] is not None:
+            fields[kind] = (DotAdd if "output_bits" in fields[kind] else FloorDotAdd)(**fields[kind])
+    return Unit(**fields)
 
 
 def units() -> tuple[Unit, ...]:

@@ -16,6 +16,7 @@ from fp4kit.arrays.returns import first_array, library_of, numpy_dtype
 from fp4kit.formats import FLOATS, ElementFormat
 from fp4kit.layouts import unswizzle_scales
 from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import Recipe
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit_of
 
 _ARRAY_ELEMENTS = {  # dtypes of plain operands, by name -> the name of the element format
@@ -179,7 +180,7 @@ def _first_sums(op: str, c: Any, shape: tuple[int, ...]) -> Any:
 def _operand(op: str, name: str, x: Any) -> Operand:
     """Return an argument as an Operand whose batch axes are those of the argument. name: "a" or "b"."""
     if isinstance(x, Quantized):
-        return _quantized_operand(op, name, x.imported(op))
+        return quantized_operand(op, name, x.imported(op))
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
     if kind not in _ARRAY_ELEMENTS:
         got = kind or f"a {type(x).__name__}"
@@ -195,13 +196,12 @@ def _operand(op: str, name: str, x: Any) -> Operand:
     return Operand(codes, _ARRAY_ELEMENTS[kind], None, None, 1, None, x.shape[-1])
 
 
-def _quantized_operand(op: str, name: str, q: Quantized) -> Operand:
+def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     """Return a Quantized of NumPy or CuPy arrays as an Operand."""
     r, ndim = q.recipe, len(q.shape)
     if ndim < 2 or q.axis < ndim - 2:
         raise ValueError(f"{op}: {name} has axis {q.axis} of {ndim} axes; needs one of the last two axes to be K")
-    if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
-        raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
+    _check_multiplied(op, name, r)
     *lead, rows, k = q.moved_shape
     scales = q.block_scale
     if scales is not None:
@@ -213,25 +213,42 @@ def _quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     return Operand(q.packed, r.element.name, scales, r.scale, r.block_size if r.scale else 1, factor, k)
 
 
-def _step(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | None:
+def _check_multiplied(op: str, name: str, r: Recipe) -> None:
+    """Raise ValueError unless matrix units multiply the elements and the scales of a recipe."""
+    if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
+        raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
+
+
+def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]) -> None:
+    """Raise ValueError unless a unit multiplies operands of two recipes. names: the operands in the message."""
+    if u.order != "dequantized":
+        for name, r in zip(names, (a, b), strict=True):
+            _check_multiplied(op, name, r)
+        _step(op, u, _operand_of_recipe(a), _operand_of_recipe(b), names)
+
+
+def _operand_of_recipe(r: Recipe) -> Operand:
+    """Return an Operand without arrays, from which the step for a recipe follows."""
+    return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
+
+
+def _step(op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")) -> DotAdd | FloorDotAdd | None:
     """Return the step of a unit for two operands; None if the unit has an order.
 
-    Raise ValueError, naming what the unit has, if it has no step for them.
+    Raise ValueError, naming what the unit has, if it has no step for them. names: the operands in the message.
     """
+    given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
     if u.order == "float32-blocks" and not (
         a.element == b.element == "E2M1" and a.scales is not None is not b.scales and a.block == b.block
     ):
-        raise ValueError(
-            f"{op}: a is {_described(a)} and b {_described(b)}; float32-blocks needs E2M1 elements with block scales of"
-            " equal blocks in both"
-        )
+        raise ValueError(f"{given}; float32-blocks needs E2M1 elements with block scales of equal blocks in both")
     if u.order:
         return None
     kind = _kind(u, a, b)
     step: DotAdd | FloorDotAdd | None = None if kind is None else getattr(u, kind)
     if step is None:
         raise ValueError(
-            f"{op}: a is {_described(a)} and b {_described(b)}; {u.id} has no instruction for that, but for"
+            f"{given}; {u.id} has no instruction for that, but for"
             f" {', '.join(u.steps())}; use another unit, unit='dequantized', or decode both to bfloat16 with"
             " fp4kit.dequantize"
         )

@@ -2,6 +2,7 @@
 
 - fake_quantize and fake_quantize_grouped have gradients.
 - quantize returns a Quantized of tensors, and dequantize takes one.
+- linear multiplies quantized activations and weights as a matrix unit does, with gradients.
 - fake_quantize_model trains a model with fake-quantized weights, by its parametrization FakeQuantized. Its argument
   FakeQuantSettings says which parameters, and with which recipe.
 - collect measures the inputs of a model's layers, from which input scales follow.
@@ -14,6 +15,7 @@ PyTorch 2.13, because earlier versions do not trace objects made without their c
 from fp4kit.torch import trees
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
 from fp4kit.torch.input_hooks import collect
+from fp4kit.torch.linear import linear
 from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
 from fp4kit.training.settings import FakeQuantSettings
 
@@ -25,6 +27,7 @@ __all__ = [
     "fake_quantize",
     "fake_quantize_grouped",
     "fake_quantize_model",
+    "linear",
     "quantize",
 ]
 

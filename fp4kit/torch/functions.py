@@ -39,7 +39,7 @@ def _torch_dtype(dtype: Any) -> torch.dtype:
     return TORCH[np.dtype(dtype)]
 
 
-def _named(recipe: str | Recipe) -> str:
+def named_recipe(recipe: str | Recipe) -> str:
     """Return the string that operators take for a recipe: an id unchanged, and a Recipe as _spec gives it."""
     return recipe if isinstance(recipe, str) else _spec(recipe)
 
@@ -59,7 +59,7 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
     return torch.as_tensor(given, dtype=torch.float64 if isinstance(given, (list, tuple)) else None, device=x.device)
 
 
-def _seed(op: str, seed: Any) -> Tensor | None:
+def seed_tensor(op: str, seed: Any) -> Tensor | None:
     """Return a seed as the tensor that operators take, or None if there is none.
 
     An int becomes a 0-d int64 tensor with the same 64 bits, which operators.seed_of reads back. A tensor is returned
@@ -138,8 +138,13 @@ def fake_quantize(
     op = "fake_quantize"
     check_tensor(op, x)
     amaxes = _amax(op, "tensor_amax", x, tensor_amax), _amax(op, "block_amax", x, block_amax)
-    options = str(rounding), _seed(op, seed), _amax(op, "amax", x, amax), as_flag(op, "pass_through", pass_through)
-    return transforms.fake_quantize(x, _named(recipe), as_index(op, "axis", axis), *amaxes, *options)
+    options = (
+        str(rounding),
+        seed_tensor(op, seed),
+        _amax(op, "amax", x, amax),
+        as_flag(op, "pass_through", pass_through),
+    )
+    return transforms.fake_quantize(x, named_recipe(recipe), as_index(op, "axis", axis), *amaxes, *options)
 
 
 def fake_quantize_grouped(
@@ -191,7 +196,7 @@ def fake_quantize_grouped(
     names = ("tensor_amax", "block_amax", "amax")
     tensors, blocks, limits = (_each_amax(op, name, xs, a) for name, a in zip(names, given, strict=True))
     axis, pass_through = as_index(op, "axis", axis), as_flag(op, "pass_through", pass_through)
-    spec, random = _named(recipe), (str(rounding), _seed(op, seed))
+    spec, random = named_recipe(recipe), (str(rounding), seed_tensor(op, seed))
     if transforms.active():  # inside a torch.func transform, operators on lists have no gradient
         columns = (column or [None] * len(xs) for column in (tensors, blocks, limits))
         rows = zip(xs, *columns, strict=True)
@@ -269,8 +274,14 @@ def quantize(
     check_tensor(op, x)
     r, axis = recipe_of(op, recipe), as_index(op, "axis", axis)
     check_hadamard(op, hadamard)
-    options = str(scale_layout), str(rounding), _seed(op, seed), str(hadamard), _amax(op, "block_amax", x, block_amax)
-    arrays = codes.quantize(x.detach(), _named(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
+    options = (
+        str(scale_layout),
+        str(rounding),
+        seed_tensor(op, seed),
+        str(hadamard),
+        _amax(op, "block_amax", x, block_amax),
+    )
+    arrays = codes.quantize(x.detach(), named_recipe(recipe), axis, _amax(op, "tensor_amax", x, tensor_amax), *options)
     names = (
         "packed",
         *["block_scale"] * (r.scale is not None),

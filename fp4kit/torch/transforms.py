@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from fp4kit.torch import operators
+from fp4kit.torch import linear_operators, operators
 
 
 def active() -> bool:
@@ -67,3 +67,86 @@ class FakeQuantizeBackward(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         """Return one gradient per argument, computed by a function that is differentiable itself."""
         return operators.clip_backward(ctx, grads[0], fake_quantize_backward)
+
+
+def linear(*arguments: Any) -> torch.Tensor:
+    """Call linear_operators.linear, through the class Linear if a transform is active."""
+    return Linear.apply(*arguments) if active() else linear_operators.linear(*arguments)
+
+
+def linear_gradient_of_x(*arguments: Any) -> torch.Tensor:
+    """Call linear_operators.linear_gradient_of_x, through the class LinearGradientOfX if a transform is active."""
+    return LinearGradientOfX.apply(*arguments) if active() else linear_operators.linear_gradient_of_x(*arguments)
+
+
+def linear_gradient_of_w(*arguments: Any) -> torch.Tensor:
+    """Call linear_operators.linear_gradient_of_w, through the class LinearGradientOfW if a transform is active."""
+    return LinearGradientOfW.apply(*arguments) if active() else linear_operators.linear_gradient_of_w(*arguments)
+
+
+def quantized_values(*arguments: Any) -> torch.Tensor:
+    """Call linear_operators.quantized_values, through the class QuantizedValues if a transform is active."""
+    return QuantizedValues.apply(*arguments) if active() else linear_operators.quantized_values(*arguments)
+
+
+class QuantizedValues(torch.autograd.Function):
+    """Provide the gradient of linear_operators.quantized_values inside torch.func transforms."""
+
+    setup_context = staticmethod(linear_operators.save_dtype)
+    vmap = staticmethod(operators.loop_over(quantized_values))
+
+    @staticmethod
+    def forward(x: Any, recipe: Any) -> Any:
+        """Return linear_operators.quantized_values of the arguments."""
+        return linear_operators.quantized_values(x, recipe)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Return one gradient per argument."""
+        return linear_operators.values_backward(ctx, grads[0])
+
+
+class Linear(torch.autograd.Function):
+    """Provide the gradient of linear_operators.linear inside torch.func transforms."""
+
+    setup_context = staticmethod(linear_operators.save_inputs)
+    vmap = staticmethod(operators.loop_over(linear))
+
+    @staticmethod
+    def forward(x: Any, w: Any, block_scale: Any, tensor_scale: Any, seed: Any, settings: Any) -> Any:
+        """Return linear_operators.linear of the arguments."""
+        return linear_operators.linear(x, w, block_scale, tensor_scale, seed, settings)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
+        """Return one gradient per argument. Those of backward="straight-through" are differentiable themselves."""
+        return linear_operators.backward(ctx, grads[0], _PARTS)
+
+
+class LinearGradientOfX(torch.autograd.Function):
+    """Call linear_operators.linear_gradient_of_x inside torch.func transforms. Its own gradient is an error."""
+
+    setup_context = staticmethod(linear_operators.save_nothing)
+    backward = staticmethod(linear_operators.no_gradient)
+    vmap = staticmethod(operators.loop_over(linear_gradient_of_x))
+
+    @staticmethod
+    def forward(grad: Any, w: Any, block_scale: Any, tensor_scale: Any, seed: Any, settings: Any, dtype: Any) -> Any:
+        """Return linear_operators.linear_gradient_of_x of the arguments."""
+        return linear_operators.linear_gradient_of_x(grad, w, block_scale, tensor_scale, seed, settings, dtype)
+
+
+class LinearGradientOfW(torch.autograd.Function):
+    """Call linear_operators.linear_gradient_of_w inside torch.func transforms. Its own gradient is an error."""
+
+    setup_context = staticmethod(linear_operators.save_nothing)
+    backward = staticmethod(linear_operators.no_gradient)
+    vmap = staticmethod(operators.loop_over(linear_gradient_of_w))
+
+    @staticmethod
+    def forward(grad: Any, x: Any, seed: Any, settings: Any, dtype: Any) -> Any:
+        """Return linear_operators.linear_gradient_of_w of the arguments."""
+        return linear_operators.linear_gradient_of_w(grad, x, seed, settings, dtype)
+
+
+_PARTS = linear_operators.Parts(quantized_values, linear_gradient_of_x, linear_gradient_of_w)

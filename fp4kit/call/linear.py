@@ -1,0 +1,171 @@
+"""Check the arguments of the linear layers of fp4kit.torch and fp4kit.jax: y = x w^T with quantized operands.
+
+x is a matrix (M, K) here, and w a matrix (N, K): the wrappers join the axes of x before the last.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from fp4kit.arguments import is_one_of
+from fp4kit.arrays.returns import numpy_dtype
+from fp4kit.call import checks
+from fp4kit.call.abstract_array import AbstractArray
+from fp4kit.call.matmul import check_recipes
+from fp4kit.call.parse import QuantizeOptions, check_hadamard, quantize_call
+from fp4kit.call.shards import square_block
+from fp4kit.formats import FLOATS
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.to_string import from_spec as recipe_from_spec
+from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
+from fp4kit.units import Unit, unit_of
+from fp4kit.units import from_spec as unit_from_spec
+
+OP = "linear"
+BACKWARD = ("straight-through", "quantized")
+_FLAGS: dict[str, Hadamard] = {"False": False, "True": True, "no_signs": "no_signs"}
+
+
+class LinearSettings(NamedTuple):
+    """Hold the arguments of linear that are no arrays. Instances are hashable.
+
+    Attributes:
+        recipe_x, recipe_w: the recipes of x and w.
+        unit: the Unit that multiplies.
+        out_dtype: dtype of y.
+        backward: "straight-through" or "quantized".
+        recipe_grad: the recipe of the gradient with respect to y, for "quantized".
+        rounding: the rounding of that gradient's codes.
+        hadamard: whether the operands of the gradient with respect to w are transformed, as in fp4kit.quantize.
+        scale_layout: the scale layout of a w that is quantized; None for an unquantized w.
+    """
+
+    recipe_x: Recipe
+    recipe_w: Recipe
+    unit: Unit
+    out_dtype: np.dtype
+    backward: str
+    recipe_grad: Recipe
+    rounding: RoundingMode
+    hadamard: Hadamard
+    scale_layout: ScaleLayout | None
+
+
+def linear_settings(
+    recipes: tuple[Any, Any, Any],
+    weight: tuple[Any, ScaleLayout] | None,
+    unit: Any,
+    out_dtype: Any,
+    backward: Any,
+    rounding: Any,
+    hadamard: Any,
+) -> LinearSettings:
+    """Return the LinearSettings of a call. Raise an error for an argument that is unknown or contradicts another.
+
+    recipes: recipe_x, recipe_w and recipe_grad as the caller passed them. weight: the recipe and the scale layout of a
+    w that is a Quantized; None for an unquantized w.
+    """
+    recipe_x, recipe_w = recipe_of(OP, recipes[0]), _recipe_of_weight(recipes[1], weight)
+    if not is_one_of(backward, BACKWARD):
+        raise ValueError(f"{OP}: backward is {backward!r:.60}; needs {' or '.join(map(repr, BACKWARD))}")
+    check_hadamard(OP, hadamard)
+    if backward == "straight-through" and (recipes[2] is not None or rounding != "nearest" or hadamard):
+        raise ValueError(
+            f"{OP}: recipe_grad, rounding and hadamard are for quantized gradients; pass backward='quantized'"
+        )
+    dtype = numpy_dtype(OP, out_dtype)
+    if dtype not in FLOATS:
+        raise TypeError(f"{OP}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
+    recipe_grad = recipe_x if recipes[2] is None else recipe_of(OP, recipes[2])
+    u, layout = unit_of(OP, unit), None if weight is None else weight[1]
+    return LinearSettings(recipe_x, recipe_w, u, dtype, backward, recipe_grad, rounding, hadamard, layout)
+
+
+def _recipe_of_weight(recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
+    """Return the recipe of w. Raise an error if it is missing, or differs from that of a w that is a Quantized."""
+    if recipe_w is None and weight is None:
+        raise TypeError(f"{OP}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
+    r = recipe_of(OP, weight[0] if recipe_w is None and weight else recipe_w)
+    if weight is not None and r != recipe_of(OP, weight[0]):
+        raise ValueError(
+            f"{OP}: recipe_w is {r.id}, and w is quantized as {recipe_of(OP, weight[0]).id}; needs recipe_w=None"
+        )
+    return r
+
+
+@lru_cache(256)
+def settings_from_text(text: str) -> LinearSettings:
+    """Return the LinearSettings that a text describes, checked. It has one argument per line, and "" stands for None.
+
+    The lines are recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized, unit,
+    out_dtype, backward, rounding and hadamard. Recipes and the unit are the strings of to_spec.
+    """
+    *recipes, weight, layout, unit, out_dtype, backward, rounding, hadamard = text.split("\n")
+    recipe_x, recipe_w, recipe_grad = (recipe_from_spec(r) if r else None for r in recipes)
+    return linear_settings(
+        (recipe_x, recipe_w, recipe_grad),
+        (recipe_from_spec(weight), cast(ScaleLayout, layout)) if weight else None,
+        unit_from_spec(unit) if unit.startswith("{") else unit,
+        out_dtype,
+        backward,
+        rounding,
+        _FLAGS[hadamard],
+    )
+
+
+def check_weight(w: Quantized) -> None:
+    """Raise ValueError unless a w that is a Quantized is a matrix (N, K) with blocks along K."""
+    if len(w.shape) != 2 or w.axis != 1:
+        raise ValueError(
+            f"{OP}: w has shape {tuple(w.shape)} and axis {w.axis}; needs a matrix (N, K) with blocks along K, axis 1"
+        )
+
+
+def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
+    """Raise an error unless y = x w^T and its gradients can be computed. Nothing is computed.
+
+    x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed.
+    """
+    checks.check_float(OP, x)
+    checks.check_float(OP, w, "w")
+    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{OP}: x has shape {tuple(x.shape)} and w {tuple(w.shape)}; needs x (..., K) and w (N, K) with equal K"
+        )
+    x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    quantize_call(f"{OP}: x", x, s.recipe_x, -1)
+    if s.scale_layout is None:
+        quantize_call(f"{OP}: w", w, s.recipe_w, -1)
+    check_recipes(OP, s.unit, s.recipe_x, s.recipe_w, ("x", "w"))
+    if s.backward == "quantized":
+        _check_gradients(s, x, w, has_seed)
+    elif has_seed:
+        raise ValueError(f"{OP}: seed is for the rounding of quantized gradients; pass backward='quantized'")
+
+
+def _check_gradients(s: LinearSettings, x: AbstractArray, w: AbstractArray, has_seed: bool) -> None:
+    """Raise an error unless the gradients can be computed from quantized operands.
+
+    The arguments are those of check_linear, with x (M, K).
+    """
+    name, grad = "the gradient of y", AbstractArray((x.shape[0], w.shape[0]), s.out_dtype)
+    options = QuantizeOptions(rounding=s.rounding, seed=0 if has_seed else None)
+    quantize_call(f"{OP}: {name}", grad, s.recipe_grad, -1, options)
+    quantize_call(f"{OP}: {name}", grad, s.recipe_grad, 0, options._replace(hadamard=s.hadamard))
+    quantize_call(f"{OP}: x", x, s.recipe_x, 0, QuantizeOptions(hadamard=s.hadamard))
+    if s.scale_layout is None:
+        quantize_call(f"{OP}: w", w, s.recipe_w, 0)
+    elif not s.recipe_w.block or len({*s.recipe_w.block}) > 1:
+        raise ValueError(
+            f"{OP}: w is quantized as {s.recipe_w.id}, whose codes along N do not follow from those along K; needs"
+            " square blocks, such as those of nvfp4-te-2d, or an unquantized w, or backward='straight-through'"
+        )
+    else:
+        square_block(f"{OP}: w", s.recipe_w, w.shape[0])
+    check_recipes(OP, s.unit, s.recipe_grad, s.recipe_w, (name, "w"))
+    check_recipes(OP, s.unit, s.recipe_grad, s.recipe_x, (name, "x"))

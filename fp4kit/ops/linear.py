@@ -1,0 +1,50 @@
+"""Formulas of a linear layer with quantized operands, y = x w^T, and of its gradients from quantized operands.
+
+fp4kit.torch.linear and fp4kit.jax.linear call them with their own quantize, transpose and matmul.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from fp4kit.call.linear import LinearSettings
+from fp4kit.quantized.container import Quantized
+
+
+class Operations(NamedTuple):
+    """Hold three operations with the arguments of fp4kit's public functions. They differ in how they are traced."""
+
+    quantize: Callable[..., Quantized]
+    transpose: Callable[..., Quantized]
+    matmul: Callable[..., Any]
+
+
+def product(ops: Operations, s: LinearSettings, x: Any, w: Any) -> Any:
+    """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
+
+    w may be a Quantized.
+    """
+    columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
+    return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)
+
+
+def gradient_of_x(ops: Operations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
+    """Return grad w (M, K) in dtype, from grad (M, N) and w (N, K), both quantized along N.
+
+    A w that is a Quantized is transposed, so it has square blocks.
+    """
+    rows = ops.quantize(grad, s.recipe_grad, rounding=s.rounding, seed=seed)
+    columns = ops.transpose(w) if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w, axis=0)
+    return ops.matmul(rows, columns, unit=s.unit, out_dtype=dtype)
+
+
+def gradient_of_w(ops: Operations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
+    """Return grad^T x (N, K) in dtype, from grad (M, N) and x (M, K), both quantized along M.
+
+    Both are first transformed along M if s.hadamard is set. The transform is orthogonal, so the product stays the same
+    except for rounding.
+    """
+    rows = ops.quantize(grad, s.recipe_grad, axis=0, rounding=s.rounding, seed=seed, hadamard=s.hadamard)
+    columns = ops.quantize(x, s.recipe_x, axis=0, hadamard=s.hadamard)
+    return ops.matmul(rows, columns, unit=s.unit, out_dtype=dtype)

@@ -1,0 +1,346 @@
+"""Test fp4kit.torch.linear: its values and gradients equal the formulas of its docstring, in every mode of PyTorch."""
+
+import importlib
+import re
+from dataclasses import replace
+from functools import partial
+
+import numpy as np
+import pytest
+from exhaustive import exhaustive
+from inputs import BF16, ordinary
+from tensors import since_2_13, to_numpy, to_torch
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+
+torch = pytest.importorskip("torch")
+ft = importlib.import_module("fp4kit.torch")
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # raised by PyTorch's tracers
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+M, N, K = 32, 64, 96
+X, W, GRAD = ordinary(1, (M, K)), ordinary(2, (N, K)), ordinary(3, (M, N))
+rng = np.random.default_rng(4)
+TE = {"recipe_x": "nvfp4-te", "recipe_w": "nvfp4-te-2d"}
+TE_BACKWARD = {"backward": "quantized", "rounding": "stochastic", "seed": 7, "hadamard": True}
+SLOW = replace(fp4kit.unit("sm90"), id="sm90-slow", promote=128)
+PAIRS = [
+    ("nvfp4-te", "nvfp4-te-2d", "sm100"),
+    ("mxfp8-te", "mxfp4-ocp", "sm100"),
+    ("mxfp4-ocp", "mxfp4-ocp", "exact"),
+    ("int8-modelopt", "nvfp4-te", "dequantized"),
+]
+
+
+def both(x, w, grad, **options):
+    """Return y and the gradients of x and w, for the upstream gradient `grad`, as NumPy arrays."""
+    x, w = to_torch(x).requires_grad_(), to_torch(w).requires_grad_()
+    y = ft.linear(x, w, **options)
+    y.backward(to_torch(grad).to(y.dtype))
+    return to_numpy(y), to_numpy(x.grad), to_numpy(w.grad)
+
+
+def product(x, w, recipe_x, recipe_w, unit, dtype):
+    return fp4kit.matmul(fp4kit.quantize(x, recipe_x), fp4kit.quantize(w, recipe_w), unit=unit, out_dtype=dtype)
+
+
+def assert_near(found, a, b):
+    """Assert that `found` is a b in float32 arithmetic, whatever the order of its sums.
+
+    The error of a sum of n products is at most n u sum |a_k b_k| / (1 - n u), with u = 2^-24; see Higham, Accuracy and
+    Stability of Numerical Algorithms, section 3.1. The bound here has n + 2 in place of n, for the denominator.
+    """
+    exact, size = (p.astype(np.float64) @ q.astype(np.float64) for p, q in ((a, b), (abs(a), abs(b))))
+    assert (np.abs(found - exact) <= (a.shape[1] + 2) * 2.0**-24 * size).all()
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16, *exhaustive([np.float16])], ids=str)
+@pytest.mark.parametrize("recipe_x, recipe_w, unit", PAIRS)
+def test_straight_through(recipe_x, recipe_w, unit, dtype):
+    """y is the product that fp4kit.matmul gives. The gradients are those of the dequantized operands."""
+    x, w, grad = (a.astype(dtype) for a in (X, W, GRAD))
+    y, of_x, of_w = both(x, w, grad, recipe_x=recipe_x, recipe_w=recipe_w, unit=unit)
+    assert_same_bits(y, product(x, w, recipe_x, recipe_w, unit, dtype))
+    assert of_x.dtype == of_w.dtype == dtype
+    if dtype == np.float32:
+        x_values, w_values = (fp4kit.dequantize(fp4kit.quantize(a, r)) for a, r in ((x, recipe_x), (w, recipe_w)))
+        assert_near(of_x, grad, w_values)
+        assert_near(of_w, grad.T, x_values)
+
+
+def columnwise(grad, x, w, options, dtype):
+    """Return the gradients of x and w from quantized operands, by the formulas of linear's docstring."""
+    r_x, r_w, r_grad = options["recipe_x"], options["recipe_w"], options.get("recipe_grad", options["recipe_x"])
+    random = {name: options[name] for name in ("rounding", "seed") if name in options}
+    transform = {"hadamard": options.get("hadamard", False)}
+    multiply = partial(fp4kit.matmul, unit=options.get("unit", "sm100"), out_dtype=dtype)
+    of_x = multiply(fp4kit.quantize(grad, r_grad, **random), fp4kit.quantize(w, r_w, axis=0))
+    rows = fp4kit.quantize(grad, r_grad, axis=0, **random, **transform)
+    return of_x, multiply(rows, fp4kit.quantize(x, r_x, axis=0, **transform))
+
+
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {**TE, **TE_BACKWARD},
+        {**TE, "backward": "quantized"},
+        {"recipe_x": "mxfp4-ocp", "recipe_w": "mxfp4-ocp", "recipe_grad": "mxfp8-te", "backward": "quantized"},
+        {**TE, "recipe_grad": "nvfp4-te", **TE_BACKWARD, "hadamard": "no_signs", "unit": "float32-blocks"},
+    ],
+    ids=["te", "nearest", "mx", "reference"],
+)
+def test_quantized_gradients(options, dtype):
+    x, w, grad = (a.astype(dtype) for a in (X, W, GRAD))
+    y, of_x, of_w = both(x, w, grad, **options)
+    assert_same_bits(y, product(x, w, options["recipe_x"], options["recipe_w"], options.get("unit", "sm100"), dtype))
+    expected = columnwise(grad, x, w, options, dtype)
+    assert_same_bits(of_x, expected[0])
+    assert_same_bits(of_w, expected[1])
+
+
+def test_quantized_gradients_are_near_the_unquantized_ones():
+    """The options change bits, and the gradients stay within the noise of FP4: 12 dB below the gradient or less."""
+    found, (x, w, grad) = [], (rng.standard_normal(a.shape, np.float32) for a in (X, W, GRAD))
+    for options in (
+        {},
+        {"hadamard": True},
+        {"rounding": "stochastic", "seed": 1},
+        {"rounding": "stochastic", "seed": 2},
+    ):
+        _, of_x, of_w = both(x, w, grad, **TE, backward="quantized", **options)
+        found.append((of_x.tobytes(), of_w.tobytes()))
+        assert fp4kit.compare(grad @ w, of_x).sqnr > 12 < fp4kit.compare(grad.T @ x, of_w).sqnr
+    of_x, of_w = zip(*found, strict=True)
+    assert of_x[0] == of_x[1]  # the Hadamard transform is for the gradient of w
+    assert len({*of_x}) == 3 and len({*of_w}) == 4
+
+
+def test_leading_axes_are_joined():
+    x, grad = X.reshape(2, 1, 16, K), GRAD.reshape(2, 1, 16, N)
+    for options in ({}, TE_BACKWARD):
+        y, of_x, of_w = both(x, W, grad, **TE, **options)
+        flat = both(X, W, GRAD, **TE, **options)
+        assert y.shape == (2, 1, 16, N) and of_x.shape == x.shape
+        for a, b in zip((y, of_x, of_w), flat, strict=True):
+            assert_same_bits(a.reshape(b.shape), b)
+    assert ft.linear(to_torch(X[0]), to_torch(W), **TE).shape == (N,)
+    assert ft.linear(torch.zeros(0, 5, K), to_torch(W), **TE).shape == (0, 5, N)
+
+
+@pytest.mark.parametrize("recipe_w, layout", [("nvfp4-te-2d", "linear"), ("mxfp4-ocp", "swizzled_128x4")])
+def test_a_quantized_weight(recipe_w, layout):
+    """A Quantized weight gives y and the gradient of x of the weight that it was made from."""
+    recipe_x = "nvfp4-te" if recipe_w.startswith("nvfp4") else "mxfp8-te"
+    q = ft.quantize(to_torch(W), recipe_w, scale_layout=layout)
+    for options in ({}, {"backward": "quantized"}) if recipe_w == "nvfp4-te-2d" else ({},):
+        x = to_torch(X).requires_grad_()
+        y = ft.linear(x, q, recipe_x, **options)
+        y.backward(to_torch(GRAD))
+        expected = both(X, W, GRAD, recipe_x=recipe_x, recipe_w=recipe_w, **options)
+        assert_same_bits(to_numpy(y), expected[0])
+        assert_same_bits(to_numpy(x.grad), expected[1])
+
+
+def test_dtypes_and_units():
+    x, w = to_torch(X), to_torch(W.astype(BF16))
+    y = ft.linear(x, w, "fp8-modelopt", "fp8-modelopt", unit=SLOW, out_dtype=torch.bfloat16)
+    assert y.dtype == torch.bfloat16
+    assert_same_bits(to_numpy(y), product(X, W.astype(BF16), "fp8-modelopt", "fp8-modelopt", SLOW, BF16))
+    x.requires_grad_(), w.requires_grad_()
+    ft.linear(x, w, **TE, out_dtype=np.float16).sum().backward()
+    assert x.grad.dtype == torch.float32 and w.grad.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16):
+        x.grad = None
+        loss = ft.linear(x, w, **TE, out_dtype=torch.float32).sum()
+        loss.backward()
+    inside, x.grad = x.grad, None
+    ft.linear(x, w, **TE, out_dtype=torch.float32).sum().backward()
+    assert torch.equal(inside, x.grad)
+
+
+def loss_of(x, w, **options):
+    return (ft.linear(x, w, **TE, **options) ** 2).sum()
+
+
+@pytest.mark.parametrize("options", [{}, TE_BACKWARD], ids=["straight-through", "quantized"])
+def test_compiled_and_transformed(options):
+    """torch.compile, torch.func.grad and torch.vmap give the bits of eager calls."""
+    x, w = to_torch(X).requires_grad_(), to_torch(W).requires_grad_()
+    loss = partial(loss_of, **options)
+    expected = torch.autograd.grad(loss(x, w), (x, w))
+    torch._dynamo.reset()
+    found = torch.autograd.grad(torch.compile(loss, fullgraph=True, backend="aot_eager")(x, w), (x, w))
+    transformed = torch.func.grad(loss, (0, 1))(x.detach(), w.detach())
+    for a, b, c in zip(expected, found, transformed, strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    stack = torch.stack([x.detach(), x.detach() * 3])
+    mapped = torch.vmap(torch.func.grad(loss), (0, None))(stack, w.detach())
+    for one, each in zip(stack, mapped, strict=True):
+        assert torch.equal(each, torch.func.grad(loss)(one, w.detach()))
+
+
+@since_2_13()
+def test_compiled_with_a_quantized_and_a_unit():
+    q = ft.quantize(to_torch(W), "nvfp4-te-2d")
+    torch._dynamo.reset()
+    function = torch.compile(
+        lambda x, q, unit: ft.linear(x, q, "nvfp4-te", unit=unit), fullgraph=True, backend="aot_eager"
+    )
+    for unit in ("sm100", replace(fp4kit.unit("sm100"), id="mine", promote=64)):
+        assert torch.equal(function(to_torch(X), q, unit), ft.linear(to_torch(X), q, "nvfp4-te", unit=unit))
+
+
+def test_gradients_of_gradients():
+    """Second derivatives are those of the straight-through rule, and an error for quantized gradients."""
+    x, w = to_torch(X[:16, :32]).requires_grad_(), to_torch(W[:16, :32]).requires_grad_()
+
+    def by_autograd(**options):
+        found = torch.autograd.grad(loss_of(x, w, **options), (x, w), create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in found), (x, w))
+
+    def by_transforms(**options):
+        def squares(x, w):
+            return sum((g**2).sum() for g in torch.func.grad(partial(loss_of, **options), (0, 1))(x, w))
+
+        return torch.func.grad(squares, (0, 1))(x.detach(), w.detach())
+
+    def by_fake_quantize(**options):
+        def loss(x, w):
+            y = ft.linear(x, w, **TE)
+            rule = ft.fake_quantize(x, "nvfp4-te") @ ft.fake_quantize(w, "nvfp4-te-2d").T
+            return ((rule + (y - rule).detach()) ** 2).sum()
+
+        found = torch.autograd.grad(loss(x, w), (x, w), create_graph=True)
+        return torch.autograd.grad(sum((g**2).sum() for g in found), (x, w))
+
+    for a, b, c in zip(by_autograd(), by_transforms(), by_fake_quantize(), strict=True):
+        assert torch.equal(a, b)
+        torch.testing.assert_close(a, c, rtol=1e-4, atol=1e-4 * float(c.abs().max()))  # the order of sums differs
+    for second in (by_autograd, by_transforms):
+        with pytest.raises(NotImplementedError, match=r"^linear: the gradients of backward='quantized' have no"):
+            second(backward="quantized")
+
+
+def settings(*rest, weight=("", ""), recipes=("nvfp4-te", "nvfp4-te-2d", "")):
+    return "\n".join((*recipes, *weight, "sm100", *rest))
+
+
+STRAIGHT = settings("float32", "straight-through", "nearest", "False")
+QUANTIZED = settings("bfloat16", "quantized", "stochastic", "True")
+Q = fp4kit.quantize(W, "nvfp4-te-2d")
+OF_Q = settings(
+    "float32", "quantized", "nearest", "False", weight=("nvfp4-te-2d", "linear"), recipes=("nvfp4-te", "", "")
+)
+CALLS = {
+    "straight": ("linear", (X, W, None, None, None, STRAIGHT), 2),
+    "quantized": ("linear", (X, W, None, None, np.int64(5), QUANTIZED), 2),
+    "weight": ("linear", (X, Q.packed, Q.block_scale, Q.tensor_scale, None, OF_Q), 1),
+    "of x": ("linear_gradient_of_x", (GRAD, W, None, None, None, STRAIGHT, torch.bfloat16), 0),
+    "of w": ("linear_gradient_of_w", (GRAD, X, np.int64(5), QUANTIZED, torch.float32), 0),
+    "values": ("quantized_values", (X.astype(BF16), "nvfp4-te"), 1),
+}
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_opcheck(case):
+    name, arguments, differentiable = CALLS[case]
+    tensors = [to_torch(a) if isinstance(a, (np.ndarray, np.generic)) else a for a in arguments]
+    for tensor in tensors[:differentiable]:
+        tensor.requires_grad_()
+    found = torch.library.opcheck(getattr(torch.ops.fp4kit, name).default, tuple(tensors))
+    assert set(found.values()) == {"SUCCESS"}
+
+
+BAD = {
+    "x": (lambda: ft.linear(X, W, **TE), TypeError, "linear: x is ndarray; needs a torch.Tensor"),
+    "w": (lambda x, w: ft.linear(x, W, **TE), TypeError, "linear: w is ndarray; needs a torch.Tensor"),
+    "dtype": (lambda x, w: ft.linear(x.double(), w, **TE), TypeError, "linear: x is float64; needs float32"),
+    "w dtype": (lambda x, w: ft.linear(x, w.int(), **TE), TypeError, "linear: w is int32; needs float32"),
+    "K": (
+        lambda x, w: ft.linear(x, w[:, :32], **TE),
+        ValueError,
+        "linear: x has shape (32, 96) and w (64, 32); needs x (..., K) and w (N, K) with equal K",
+    ),
+    "length": (
+        lambda x, w: ft.linear(x[:, :40], w[:, :40], **TE),
+        ValueError,
+        "linear: x: axis 1 has length 40; nvfp4-te needs a multiple of 16",
+    ),
+    "no recipe": (lambda x, w: ft.linear(x, w, "nvfp4-te"), TypeError, "linear: recipe_w is missing"),
+    "unknown": (lambda x, w: ft.linear(x, w, "nvfp5", "nvfp4"), ValueError, "recipe: no recipe is called 'nvfp5'"),
+    "unit": (lambda x, w: ft.linear(x, w, **TE, unit="sm99"), ValueError, "linear: unit is 'sm99'; needs one of"),
+    "no step": (
+        lambda x, w: ft.linear(x, w, **TE, unit="sm90"),
+        ValueError,
+        "linear: x is E2M1 with E4M3 scales of 16 and w E2M1 with E4M3 scales of 16; sm90 has no instruction",
+    ),
+    "integers": (
+        lambda x, w: ft.linear(x, w, "int8-modelopt", "nvfp4"),
+        ValueError,
+        "linear: x is int8-modelopt, which no matrix unit multiplies; use unit='dequantized'",
+    ),
+    "out_dtype": (lambda x, w: ft.linear(x, w, **TE, out_dtype=torch.float64), TypeError, "linear: out_dtype is"),
+    "backward": (
+        lambda x, w: ft.linear(x, w, **TE, backward="none"),
+        ValueError,
+        "linear: backward is 'none'; needs 'straight-through' or 'quantized'",
+    ),
+    "options": (
+        lambda x, w: ft.linear(x, w, **TE, hadamard=True),
+        ValueError,
+        "linear: recipe_grad, rounding and hadamard are for quantized gradients; pass backward='quantized'",
+    ),
+    "seed": (lambda x, w: ft.linear(x, w, **TE, seed=3), ValueError, "linear: seed is for the rounding of quantized"),
+    "bytes": (
+        lambda x, w: ft.linear(x, w, **TE, backward="quantized", seed=torch.zeros(3, dtype=torch.uint8)),
+        ValueError,
+        "linear: seed has shape (3,); needs an int, or a 0-d integer tensor",
+    ),
+    "no seed": (
+        lambda x, w: ft.linear(x, w, **TE, backward="quantized", rounding="stochastic"),
+        ValueError,
+        "linear: the gradient of y: stochastic rounding needs seed",
+    ),
+    "hadamard": (lambda x, w: ft.linear(x, w, **TE, hadamard="True"), ValueError, "linear: hadamard is 'True'"),
+    "M": (
+        lambda x, w: ft.linear(x[:24], w, **TE, backward="quantized"),
+        ValueError,
+        "linear: the gradient of y: axis 0 has length 24; nvfp4-te needs a multiple of 16",
+    ),
+    "rows": (
+        lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te"), "nvfp4-te", backward="quantized"),
+        ValueError,
+        "linear: w is quantized as nvfp4-te, whose codes along N do not follow from those along K; needs square",
+    ),
+    "two recipes": (
+        lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te"), **TE),
+        ValueError,
+        "linear: recipe_w is nvfp4-te-2d, and w is quantized as nvfp4-te; needs recipe_w=None",
+    ),
+    "axis": (
+        lambda x, w: ft.linear(x, ft.quantize(w, "nvfp4-te", axis=0), "nvfp4-te"),
+        ValueError,
+        "linear: w has shape (64, 96) and axis 0; needs a matrix (N, K) with blocks along K",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_errors_before_any_work(case, monkeypatch):
+    call, kind, text = BAD[case]
+    arguments = () if case == "x" else (to_torch(X), to_torch(W))
+    quantized = ft.quantize(arguments[1], "nvfp4-te") if case in ("rows", "two recipes") else None
+    if quantized is not None:
+        monkeypatch.setattr(ft, "quantize", lambda *_, **__: quantized)
+
+    def fail(*arguments, **options):
+        raise AssertionError("work was done")
+
+    if case != "axis":
+        monkeypatch.setattr("fp4kit.quantize", fail)
+    with pytest.raises(kind, match="^" + re.escape(text)):
+        call(*arguments)
