@@ -123,7 +123,7 @@ def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
         return np.empty(_shape(tensor), dtype)
     if not tensor.data:
         raise BufferError(
-            f"{name} exports no memory, only a shape, as a tensor does while it is traced; needed is an array of values"
+            f"{name} exports no memory, only a shape, as a tensor does while it is traced; needs an array of values"
         )
     return np.asarray(_Memory(capsule, tensor, dtype, read_only)).view(dtype)
 
@@ -140,13 +140,13 @@ def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
         if versioned.major != _VERSION[0]:
             argument = name.rpartition(" ")[2]
             raise BufferError(
-                f"{name} exports DLPack {versioned.major}.{versioned.minor}; needed is 1.x or earlier; "
+                f"{name} exports DLPack {versioned.major}.{versioned.minor}; needs 1.x or earlier; "
                 f"pass a copy made by its library, such as np.asarray({argument})"
             )
         return versioned.dl_tensor, bool(versioned.flags & _READ_ONLY)
     if _capsule_is_valid(capsule, b"dltensor"):
         return _DLManagedTensor.from_address(_capsule_pointer(capsule, b"dltensor")).dl_tensor, True
-    raise BufferError(f"{name}.__dlpack__() gave {capsule!r}; needed is an unconsumed DLPack capsule; export it again")
+    raise BufferError(f"{name}.__dlpack__() gave {capsule!r}; needs an unconsumed DLPack capsule; export it again")
 
 
 def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
@@ -157,7 +157,7 @@ def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
     key = (dtype.code, dtype.bits, dtype.lanes)
     if key not in DTYPES:
         raise TypeError(
-            f"{name} has the DLPack dtype (code, bits, lanes) = {key}; needed is float32, float16, bfloat16 or "
+            f"{name} has the DLPack dtype (code, bits, lanes) = {key}; needs float32, float16, bfloat16 or "
             "another dtype that NumPy or ml_dtypes has; convert it first"
         )
     return DTYPES[key]

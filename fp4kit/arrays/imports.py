@@ -95,7 +95,7 @@ def check_unmasked(x: Any, name: str) -> None:
     if hasattr(x, "filled"):
         variable = _variable(name)
         raise TypeError(
-            f"{name} is a masked array, whose mask would be ignored; needed is a plain array; pass"
+            f"{name} is a masked array, whose mask would be ignored; needs a plain array; pass"
             f" {variable}.filled(0), or {variable}.data to use the masked elements too"
         )
 
@@ -156,11 +156,11 @@ def device_name(x: Any, name: str = "x") -> str:
         return "cuda"
     if isinstance(x, getattr(getattr(sys.modules.get("jax"), "core", None), "Tracer", ())):
         raise TypeError(
-            f"{name} is traced by JAX and has no values yet; needed is an array of values; call fp4kit.jax's function,"
+            f"{name} is traced by JAX and has no values yet; needs an array of values; call fp4kit.jax's function,"
             " or call this one outside of the traced code"
         )
     raise TypeError(
-        f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needed is a NumPy array or an array that exports "
+        f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needs a NumPy array or an array that exports "
         f"DLPack (PyTorch, JAX, ...); {way_to_array(x, _variable(name))}"
     )
 
@@ -194,7 +194,7 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
     except Exception as error:
         why = "it was deleted, or donated to a call" if getattr(x, "is_deleted", bool)() else str(error).rstrip(".")
         raise BufferError(
-            f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needed are values in"
+            f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needs values in"
             " one place: gather a sharded array; inside torch.func, call fp4kit.torch's function"
         ) from error
 
@@ -210,7 +210,7 @@ def way_to_local(variable: str) -> str:
     variable: the expression for the DTensor in the caller's code, such as "x".
     """
     return (
-        f"needed is a plain tensor; pass {variable}.full_tensor(), or {variable}.to_local() with the tensor_amax of all"
+        f"needs a plain tensor; pass {variable}.full_tensor(), or {variable}.to_local() with the tensor_amax of all"
         " shards"
     )
 
@@ -225,16 +225,16 @@ def check_tensor(x: Any, name: str = "x") -> None:
     if is_distributed(x):
         raise TypeError(f"{name} is a DTensor, whose values are spread over ranks; {way_to_local(variable)}")
     if str(getattr(x, "layout", "torch.strided")) != "torch.strided":
-        raise TypeError(f"{name} is a tensor of layout {x.layout}; needed is a dense one; pass {variable}.to_dense()")
+        raise TypeError(f"{name} is a tensor of layout {x.layout}; needs a dense one; pass {variable}.to_dense()")
     if getattr(x, "is_nested", False):
         raise TypeError(
-            f"{name} is a nested tensor; needed is one dense tensor; pass {variable}.unbind() to a grouped function"
+            f"{name} is a nested tensor; needs one dense tensor; pass {variable}.unbind() to a grouped function"
         )
     if getattr(x, "is_quantized", False):
-        raise TypeError(f"{name} is a tensor of {x.dtype}; needed are plain numbers; pass {variable}.dequantize()")
+        raise TypeError(f"{name} is a tensor of {x.dtype}; needs plain numbers; pass {variable}.dequantize()")
     if getattr(x, "is_meta", False):
         raise ValueError(
-            f"{name} is on the meta device, which has no memory; needed are values; materialize the tensor first"
+            f"{name} is on the meta device, which has no memory; needs values; materialize the tensor first"
         )
     for bit, is_set in (("negative", "is_neg"), ("conjugate", "is_conj")):
         if getattr(x, is_set, bool)():
@@ -254,9 +254,9 @@ def _check_grad(x: Any, name: str) -> None:
     if not torch.is_grad_enabled() or (isinstance(x, torch.nn.Parameter) and op not in DIFFERENTIABLE):
         return
     needed = (
-        f"needed is fp4kit.torch.{op}, which carries it, or"
+        f"call fp4kit.torch.{op}, which carries it, or"
         if op in DIFFERENTIABLE
-        else "fp4kit.torch's functions carry it;"
+        else "call one of fp4kit.torch's functions, which carry it, or"
     )
     raise ValueError(f"{name} requires grad, which would be lost here; {needed} pass {_variable(name)}.detach()")
 

@@ -305,7 +305,10 @@ class Collector:
         if count is not None:
             expert_name(op, name, 0)  # an error if the name is not that of all experts
         if self._columns.setdefault(name, k) != k:
-            raise ValueError(f"{op}: {name} has {k} columns, but had {self._columns[name]} before; needs one number")
+            raise ValueError(
+                f"{op}: {name} has {k} columns, but had {self._columns[name]} before; "
+                "needs one number of columns per layer"
+            )
         self._totals.setdefault((name, count), {})
         return name, count
 

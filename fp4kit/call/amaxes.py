@@ -64,7 +64,7 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
         raise ValueError(f"{op}: tensor_amax was given, but {recipe.id} has no tensor scale; leave it out")
     if on_device and isinstance(given, imports.cupy().ndarray):
         if given.dtype != np.float32:
-            raise TypeError(f"{op}: tensor_amax is {given.dtype}; needs float32 on a device")
+            raise TypeError(f"{op}: tensor_amax is {given.dtype}; needs float32, because x is on a GPU")
         amax = reshape_amax(op, given, moved_shape, recipe)
         return amax if amax.flags.c_contiguous else amax.copy()
     checked = check_tensor_amax(op, given, moved_shape, recipe)
@@ -173,7 +173,8 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
         return None
     if not recipe.static and not (takes_e8m0_amaxes(recipe) and op in OPERATIONS_WITH_E8M0_AMAXES):
         raise ValueError(
-            f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out or use a static recipe"
+            f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out, or use a recipe that"
+            " accepts it, such as nvfp4-modelopt-static"
         )
     shape = scale_shape(moved_shape, recipe)
     if on_device:
@@ -205,7 +206,7 @@ def clip_amax(call: Any, given: Any) -> Any:
         return None
     if call.on_device and isinstance(given, type(call.x)):
         if given.dtype != np.float32:
-            raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32 on a device")
+            raise TypeError(f"{call.op}: amax is {given.dtype}; needs float32, because x is on a GPU")
         return reshape_clip_amax(given, call)
     host = reshape_clip_amax(check_clip_amax(call.op, given), call)
     return imports.to_device(host) if call.on_device else host

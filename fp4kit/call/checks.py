@@ -34,7 +34,7 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
         )
     axis = axis if type(axis) is int else as_index(op, "axis", axis)
     if not -ndim <= axis < ndim:
-        raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")
+        raise ValueError(f"{op}: axis {axis} is out of range for a {ndim}-d array; needs {-ndim} to {ndim - 1}")
     return axis % ndim
 
 

@@ -65,7 +65,7 @@ def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Rec
         return None
     if on_device and isinstance(given, imports.cupy().ndarray):
         if given.dtype != np.float32:
-            raise TypeError(f"{op}: tensor_scale is {given.dtype}; needs float32 on a device")
+            raise TypeError(f"{op}: tensor_scale is {given.dtype}; needs float32, because x is on a GPU")
         return reshape_amax(op, given, moved_shape, r, "tensor_scale")
     scale = reshape_amax(op, as_real(op, "tensor_scale", given), moved_shape, r, "tensor_scale")
     bad = ~(scale >= 0) if r.tensor_rule in NEVER_NAN else scale < 0

@@ -220,7 +220,7 @@ def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
         return None
     array = given if call.on_device and not isinstance(given, np.ndarray) else as_real(call.op, name, given)
     if array.dtype != np.float32:
-        raise TypeError(f"{call.op}: {name} is {array.dtype}; needs float32 on a device")
+        raise TypeError(f"{call.op}: {name} is {array.dtype}; needs float32, because x is on a GPU")
     if array.shape != shape:
         raise ValueError(f"{call.op}: {name} has shape {array.shape}; needs {shape} for {shape[0]} {_UNITS[name]}")
     return array if array.flags.c_contiguous else array.copy()

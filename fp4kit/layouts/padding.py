@@ -57,7 +57,9 @@ def pad(x: Any, multiple: int, axis: int = -1) -> Any:
     original, (x,) = x, import_arrays("pad", x=x)
     if not -x.ndim <= axis < x.ndim:
         raise ValueError(
-            f"pad: axis {axis} of a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}" if x.ndim else _NO_AXIS
+            f"pad: axis {axis} is out of range for a {x.ndim}-d array; needs {-x.ndim} to {x.ndim - 1}"
+            if x.ndim
+            else _NO_AXIS
         )
     missing = -x.shape[axis] % multiple
     if not missing:

@@ -236,7 +236,7 @@ def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]
     """
     ndim = packed.ndim
     if not -ndim <= axis < ndim:
-        raise ValueError(f"{op}: axis {axis} of a {ndim}-d array; needs {-ndim} to {ndim - 1}")
+        raise ValueError(f"{op}: axis {axis} is out of range for a {ndim}-d array; needs {-ndim} to {ndim - 1}")
     *lead, last = packed.shape
     packing = recipe.element.packing
     lead.insert(axis % ndim, last // packing.bytes * packing.codes)

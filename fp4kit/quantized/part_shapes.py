@@ -90,7 +90,10 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
     or if the layout needs a matrix.
     """
     if not -len(shape) <= axis < len(shape):
-        raise ValueError(f"Quantized: axis {axis} of a {len(shape)}-d array; needs {-len(shape)} to {len(shape) - 1}")
+        raise ValueError(
+            f"Quantized: axis {axis} is out of range for a {len(shape)}-d array; "
+            f"needs {-len(shape)} to {len(shape) - 1}"
+        )
     axis %= len(shape)
     if shape[axis] % r.length_multiple:
         raise ValueError(

@@ -254,14 +254,14 @@ def test_dtypes_that_numpy_cannot_hold(memory, dtype):
 
 
 def test_an_unknown_major_version(memory):
-    with pytest.raises(BufferError, match=r"^x exports DLPack 2\.1; needed is 1\.x or earlier"):
+    with pytest.raises(BufferError, match=r"^x exports DLPack 2\.1; needs 1\.x or earlier"):
         as_array(Exporter(memory, (24,), None, flags=0, version=(2, 1)))
 
 
 def test_a_consumed_capsule():
     x = OnDevice(CPU)
     x.__dlpack__ = lambda **kwargs: object()
-    with pytest.raises(BufferError, match="needed is an unconsumed DLPack capsule"):
+    with pytest.raises(BufferError, match="needs an unconsumed DLPack capsule"):
         as_array(x)
 
 

@@ -102,14 +102,15 @@ def test_gradients_are_not_lost_silently():
         for x in (p, p * 2):
             assert torch.equal(fp4kit.fake_quantize(x, "mxfp4-ocp"), x)
     text = (
-        r"requires grad, which would be lost here; needed is fp4kit.torch.fake_quantize, which carries it, or pass"
+        r"requires grad, which would be lost here; call fp4kit.torch.fake_quantize, which carries it, or pass"
         r" x.detach\(\)"
     )
     for x in (p, p * 2):
         with pytest.raises(ValueError, match=f"^fake_quantize: x {text}"):
             fp4kit.fake_quantize(x, "mxfp4-ocp")
     with pytest.raises(
-        ValueError, match=r"^quantize: x requires grad, .* fp4kit.torch's functions carry it; pass x.detach\(\)"
+        ValueError,
+        match=r"^quantize: x requires grad, .* fp4kit.torch's functions, which carry it, or pass x.detach\(\)",
     ):
         quantized(p * 2)
     with pytest.raises(ValueError, match=r"^fake_quantize_grouped: xs\[0\] requires grad"):

@@ -323,7 +323,7 @@ def test_loading_nothing():
     [
         ((3, random(0)), {}, TypeError, "collect: layer is 3; needs a string"),
         (("", random(0)), {}, ValueError, "needs a name and positive numbers"),
-        (("a", [1.0]), {}, TypeError, "collect: a: x is a builtins.list; needed is"),
+        (("a", [1.0]), {}, TypeError, "collect: a: x is a builtins.list; needs"),
         (("a", random(0).astype(np.float64)), {}, TypeError, "collect: a: x is float64"),
         (("a", np.float32(1)), {}, ValueError, r"collect: a: x has shape \(\); needs \(\.\.\., K\)"),
         (("a", np.zeros((3, 0), np.float32)), {}, ValueError, r"collect: a: x has shape \(3, 0\)"),
@@ -341,7 +341,12 @@ def test_loading_nothing():
         ((STACK, random(0)), {"expert": np.zeros(5), "experts": 2}, TypeError, "expert is float64; needs an integer"),
         ((STACK, random(0)), {"expert": np.zeros(4, int), "experts": 2}, ValueError, r"has shape \(4,\); needs \(5,\)"),
         ((STACK, random(0)), {"expert": np.full(5, 2), "experts": 2}, ValueError, "experts are 2 to 2; needs 0 to 1"),
-        (("seen", random(0, 5, 32)), {}, ValueError, "seen has 32 columns, but had 40 before; needs one number"),
+        (
+            ("seen", random(0, 5, 32)),
+            {},
+            ValueError,
+            "seen has 32 columns, but had 40 before; needs one number of columns per layer",
+        ),
     ],
 )
 def test_refusals(arguments, keywords, error, text, tmp_path):
@@ -353,7 +358,9 @@ def test_refusals(arguments, keywords, error, text, tmp_path):
 
 
 def test_columns_that_differ_between_files():
-    with pytest.raises(ValueError, match="merge: a has 32 columns, but had 40 before; needs one number"):
+    with pytest.raises(
+        ValueError, match="merge: a has 32 columns, but had 40 before; needs one number of columns per layer"
+    ):
         Collector.merge([collected(("a", random(0))), collected(("a", random(0, 5, 32)))])
 
 

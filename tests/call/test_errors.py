@@ -49,7 +49,7 @@ ERRORS = {
     ),
     "list": (
         quantize(x=[1.0, 2.0]), TypeError,
-        "quantize: x is a builtins.list; needed is a NumPy array or an array that exports DLPack (PyTorch, JAX, ...); "
+        "quantize: x is a builtins.list; needs a NumPy array or an array that exports DLPack (PyTorch, JAX, ...); "
         "pass np.asarray(x, np.float32)",
     ),
     "0-d": (
@@ -59,11 +59,11 @@ ERRORS = {
     ),
     "axis too large": (
         quantize(axis=2), ValueError,
-        "quantize: axis 2 of a 2-d array; needs -2 to 1",
+        "quantize: axis 2 is out of range for a 2-d array; needs -2 to 1",
     ),
     "axis too small": (
         quantize(axis=-3), ValueError,
-        "quantize: axis -3 of a 2-d array; needs -2 to 1",
+        "quantize: axis -3 is out of range for a 2-d array; needs -2 to 1",
     ),
     "length": (
         quantize(x=X[:, :40]), ValueError,
@@ -163,7 +163,8 @@ ERRORS = {
     # block_amax
     "block_amax of a dynamic recipe": (
         quantize(block_amax=np.ones((32, 4))), ValueError,
-        "quantize: block_amax was given, but nvfp4-te computes it from x; leave it out or use a static recipe",
+        "quantize: block_amax was given, but nvfp4-te computes it from x; leave it out, or use a recipe that "
+        "accepts it, such as nvfp4-modelopt-static",
     ),
     "block_amax shape": (
         quantize("nvfp4-modelopt-static", block_amax=np.ones((32, 2))), ValueError,

@@ -73,7 +73,7 @@ ERRORS = {
     "fake, block_amax": (
         fake("nvfp4-modelopt-fake", block_amax=np.ones((32, 4))), ValueError,
         "fake_quantize: block_amax was given, but nvfp4-modelopt-fake computes it from x; "
-        "leave it out or use a static recipe",
+        "leave it out, or use a recipe that accepts it, such as nvfp4-modelopt-static",
     ),
     # fake_quantize_backward
     "grad shape": (
@@ -101,7 +101,7 @@ ERRORS = {
     # Quantized
     "Quantized axis": (
         quantized(axis=2), ValueError,
-        "Quantized: axis 2 of a 2-d array; needs -2 to 1",
+        "Quantized: axis 2 is out of range for a 2-d array; needs -2 to 1",
     ),
     "Quantized layout": (
         quantized(scale_layout="x"), ValueError,
@@ -166,7 +166,7 @@ ERRORS = {
     ),
     "pad along no axis": (
         lambda: layouts.pad(X, 16, axis=2), ValueError,
-        "pad: axis 2 of a 2-d array; needs -2 to 1",
+        "pad: axis 2 is out of range for a 2-d array; needs -2 to 1",
     ),
     "pad a number": (
         lambda: layouts.pad(np.float32(1), 16), ValueError,

@@ -102,7 +102,7 @@ WRONG_QUANTIZE = {
     "no recipe": (lambda: {"recipe": "nvfp4-tee"}, ValueError, "no recipe is called 'nvfp4-tee'"),
     "list of recipes": (lambda: {"recipe": ["nvfp4-te"]}, TypeError, "needs an id such as"),
     "axis": (lambda: {"axis": 0}, ValueError, "out has axis 1; needs 0"),
-    "axis out of range": (lambda: {"axis": 2}, ValueError, "axis 2 of a 2-d array; needs -2 to 1"),
+    "axis out of range": (lambda: {"axis": 2}, ValueError, "axis 2 is out of range for a 2-d array; needs -2 to 1"),
     "axis as float": (lambda: {"axis": -1.0}, TypeError, "quantize: axis is -1.0; needs an int"),
     "layout": (
         lambda: {"scale_layout": "swizzled_128x4"},

@@ -57,7 +57,7 @@ CASES = [
     (f, grouped(f, second=SHORT), "xs[1]: axis 1 has length 40; nvfp4-te needs a multiple of 16") for f in FUNCTIONS
 ]
 CASES += [(f, grouped(f, second=DOUBLE), "xs[1] is float64; needs float32, float16 or bfloat16") for f in FUNCTIONS]
-CASES += [(f, grouped(f, axis=2), "xs[0]: axis 2 of a 2-d array; needs -2 to 1") for f in FUNCTIONS]
+CASES += [(f, grouped(f, axis=2), "xs[0]: axis 2 is out of range for a 2-d array; needs -2 to 1") for f in FUNCTIONS]
 CASES += [(f, grouped(f, tensor_amax=[1.0, -1.0]), "tensor_amax[1] holds 1 negative value(s) of 1") for f in QUANTIZERS]
 CASES += [
     (f, grouped(f, tensor_amax=[1.0, A]), "tensor_amax[1] has shape (16, 64); nvfp4-te needs ()") for f in QUANTIZERS
@@ -89,7 +89,7 @@ CASES += [
     (
         "amax_grouped",
         lambda put: fp4kit.amax_grouped([put(A), put(A[0])], axis=1),
-        "xs[1]: axis 1 of a 1-d array; needs -1 to 0",
+        "xs[1]: axis 1 is out of range for a 1-d array; needs -1 to 0",
     ),
 ]
 _BACKWARD = (
@@ -123,7 +123,7 @@ def test_grouped_functions_name_themselves(function, call, text) -> None:
 @pytest.mark.parametrize(
     ("axis", "text"),
     [
-        (2, "amax: axis 2 of a 2-d array; needs -2 to 1"),
+        (2, "amax: axis 2 is out of range for a 2-d array; needs -2 to 1"),
         ((0, -2), "amax: axis (0, -2) names one axis twice; needs different axes"),
     ],
 )

@@ -217,7 +217,7 @@ def test_the_gradient_that_passes_through_is_returned() -> None:
 
 def test_errors_of_the_gradient() -> None:
     x = cupy.ones((2, 32), np.float32)
-    with pytest.raises(TypeError, match="amax is float64; needs float32 on a device"):
+    with pytest.raises(TypeError, match="amax is float64; needs float32, because x is on a GPU"):
         fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=cupy.ones(2), pass_through=False)
     with pytest.raises(ValueError, match=r"amax has shape \(3,\)"):
         fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=cupy.ones(3, np.float32), pass_through=False)

@@ -96,7 +96,7 @@ def test_out_scalars_and_nothing() -> None:
             "nvfp4-te",
             {"block_scale": np.zeros((4, 4), np.uint8), "tensor_scale": np.ones((), np.float16)},
             TypeError,
-            "quantize: tensor_scale is float16; needs float32 on a device",
+            "quantize: tensor_scale is float16; needs float32, because x is on a GPU",
         ),
         (
             "mxfp4-ocp",

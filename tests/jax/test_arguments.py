@@ -108,7 +108,7 @@ BAD = {
     "traced": (
         lambda x: jax.jit(lambda x: fp4kit.fake_quantize(x, "mxfp4"))(x),
         TypeError,
-        "fake_quantize: x is traced by JAX and has no values yet; needed is an array of values; call fp4kit.jax's",
+        "fake_quantize: x is traced by JAX and has no values yet; needs an array of values; call fp4kit.jax's",
     ),
     "codes that are traced": (
         lambda x: jax.jit(lambda q: q.dequantize())(fj.quantize(x, "mxfp4")),
@@ -119,7 +119,7 @@ BAD = {
         lambda x: fp4kit.quantize(gone(x), "mxfp4"),
         BufferError,
         "quantize: x is a ArrayImpl without memory of its own on one device (it was deleted, or donated to a call); "
-        "needed",
+        "needs values",
     ),
 }
 

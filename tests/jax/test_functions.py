@@ -298,7 +298,7 @@ BAD = {
     "axis": (
         lambda x: fj.fake_quantize(x, "nvfp4", axis=2),
         ValueError,
-        "fake_quantize: axis 2 of a 2-d array; needs -2 to 1",
+        "fake_quantize: axis 2 is out of range for a 2-d array; needs -2 to 1",
     ),
     "rounding": (
         lambda x: fj.fake_quantize(x, "nvfp4", rounding="up"),

@@ -178,7 +178,7 @@ def test_errors() -> None:
         "quantize_grouped: block_amax has 1 entries and xs 4 arrays": {"block_amax": [1.0]},
         "quantize_grouped: tensor_amax[2] holds 1 negative value(s) of 1": {"tensor_amax": [1.0, 1.0, -1.0, 1.0]},
         "quantize_grouped: tensor_amax[2] is None; needs an entry": {"tensor_amax": [1.0, 1.0, None, 1.0]},
-        "quantize_grouped: xs[0]: axis 3 of a 2-d array": {"axis": 3},
+        "quantize_grouped: xs[0]: axis 3 is out of range for a 2-d array": {"axis": 3},
     }
     for message, options in errors.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -224,7 +224,7 @@ NUMBERED = {
     "plain amax": (lambda: fp4kit.amax_grouped([ONE, ONE.astype(int)]), "amax_grouped: xs[1] is int64"),
     "axis": (
         lambda: fp4kit.quantize_grouped([ONE, ONE[0]], "mxfp4", axis=1),
-        "quantize_grouped: xs[1]: axis 1 of a 1-d array",
+        "quantize_grouped: xs[1]: axis 1 is out of range for a 1-d array",
     ),
     "list": (lambda: fp4kit.quantize_grouped([ONE, [1.0]], "mxfp4"), "quantize_grouped: xs[1] is a builtins.list"),
     "masked": (

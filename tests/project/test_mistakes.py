@@ -54,7 +54,7 @@ NO_ARRAYS = {
 @pytest.mark.parametrize("name", NO_ARRAYS)
 def test_an_object_that_is_no_array(name):
     x, way_out = NO_ARRAYS[name]
-    with raises(TypeError, f"; needed is a NumPy array or an array that exports DLPack (PyTorch, JAX, ...); {way_out}"):
+    with raises(TypeError, f"; needs a NumPy array or an array that exports DLPack (PyTorch, JAX, ...); {way_out}"):
         fp4kit.quantize(x, "nvfp4")
 
 

@@ -140,7 +140,7 @@ STATES = {  # maps a case to the changed fields of a Quantized of (4, 32) by mxf
     "wider": ({"shape": (4, 64)}, ValueError, r"mxfp4-ocp of \(4, 64\) needs uint8 \(4, 32\)"),
     "no scales": ({"block_scale": None}, ValueError, "block_scale is None"),
     "dtype": ({"dtype": np.dtype(np.float64)}, TypeError, "dtype is float64"),
-    "axis": ({"axis": 2}, ValueError, "axis 2 of a 2-d array"),
+    "axis": ({"axis": 2}, ValueError, "axis 2 is out of range for a 2-d array"),
     "bool": ({"axis": True}, TypeError, "axis is True"),
     "layout": ({"scale_layout": "rows"}, ValueError, "scale_layout is 'rows'"),
     "recipe": ({"recipe": RECIPES["nvfp4-te"]}, ValueError, "needs uint8"),

@@ -67,8 +67,8 @@ WRONG = {  # maps a case to the arguments, the error and its text
     ),
     "shape as a number": (parts(shape=4), T, "Quantized: shape is 4; needs a tuple of ints, the shape of x"),
     "negative shape": (parts(shape=(-4, 64)), V, "Quantized: shape is (-4, 64); needs lengths >= 0"),
-    "0-d": (parts(shape=()), V, "Quantized: axis 1 of a 0-d array; needs 0 to -1"),
-    "axis": (parts(axis=-3), V, "Quantized: axis -3 of a 2-d array; needs -2 to 1"),
+    "0-d": (parts(shape=()), V, "Quantized: axis 1 is out of range for a 0-d array; needs 0 to -1"),
+    "axis": (parts(axis=-3), V, "Quantized: axis -3 is out of range for a 2-d array; needs -2 to 1"),
     "axis of floats": (parts(axis=1.0), T, "Quantized: axis is 1.0; needs an int"),
     "swizzled row": (
         parts(shape=(64,), axis=0, scale_layout="swizzled_8x4"),

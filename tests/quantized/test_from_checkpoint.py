@@ -255,7 +255,7 @@ WRONG = {  # maps a case to the arguments, the error and its text
         NVFP4,
         {"packed": [1, 2]},
         TypeError,
-        "from_parts: packed is a builtins.list; needed is a NumPy array",
+        "from_parts: packed is a builtins.list; needs a NumPy array",
     ),
     "one code": (NVFP4, {"packed": np.uint8(1)}, ValueError, "from_parts: packed is 0-d; needs at least one axis"),
     "odd codes": (
@@ -320,7 +320,7 @@ WRONG = {  # maps a case to the arguments, the error and its text
         TypeError,
         "from_parts: tensor_scale is int64; needs float32, or another float",
     ),
-    "a Python int": (NVFP4, {"tensor_scale": 1}, TypeError, "from_parts: tensor_scale is a builtins.int; needed is"),
+    "a Python int": (NVFP4, {"tensor_scale": 1}, TypeError, "from_parts: tensor_scale is a builtins.int; needs"),
     "a number that is no float32": (
         NVFP4,
         {"tensor_scale": 0.1},
@@ -375,7 +375,7 @@ WRONG = {  # maps a case to the arguments, the error and its text
         ValueError,
         "from_parts: nvfp4-modelopt-fake is a fake quantizer and has values only; needs a recipe with codes",
     ),
-    "an axis": (NVFP4, {"axis": 2}, ValueError, "from_parts: axis 2 of a 2-d array; needs -2 to 1"),
+    "an axis": (NVFP4, {"axis": 2}, ValueError, "from_parts: axis 2 is out of range for a 2-d array; needs -2 to 1"),
     "a shape": (NVFP4, {"shape": (4, 48)}, ValueError, "Quantized: packed is uint8 (4, 32); nvfp4-te of (4, 48) needs"),
     "a layout": (
         NVFP4,

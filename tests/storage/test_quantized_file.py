@@ -374,7 +374,7 @@ ARRAYS = {  # maps a case to the changed facts about w and the error of load
         {**FACTS, "shape": [8, 128]},
         "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (8, 128) needs",
     ),
-    "no shape": ({**FACTS, "shape": []}, "w: Quantized: axis 1 of a 0-d array; needs 0 to -1"),
+    "no shape": ({**FACTS, "shape": []}, "w: Quantized: axis 1 is out of range for a 0-d array; needs 0 to -1"),
     "huge shape": (
         {**FACTS, "shape": [10**30, 128]},
         "w: Quantized: packed is uint8 (4, 64); nvfp4-te of (1000000000000",
@@ -388,7 +388,7 @@ ARRAYS = {  # maps a case to the changed facts about w and the error of load
         {**FACTS, "dtype": ["float32"]},
         "w: its dtype is ['float32']; needs one of float32, float16, bfloat16",
     ),
-    "axis": ({**FACTS, "axis": 2}, "w: Quantized: axis 2 of a 2-d array; needs -2 to 1"),
+    "axis": ({**FACTS, "axis": 2}, "w: Quantized: axis 2 is out of range for a 2-d array; needs -2 to 1"),
     "axis of no type": ({**FACTS, "axis": "1"}, "w: its axis is '1'; needs an integer"),
     "layout": (
         {**FACTS, "scale_layout": "x"},

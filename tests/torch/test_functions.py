@@ -235,7 +235,7 @@ BAD = {
     "axis": (
         lambda x: ft.fake_quantize(x, "nvfp4", axis=2),
         ValueError,
-        "fake_quantize: axis 2 of a 2-d array; needs -2 to 1",
+        "fake_quantize: axis 2 is out of range for a 2-d array; needs -2 to 1",
     ),
     "0-d": (
         lambda x: ft.fake_quantize(x[0, 0], "nvfp4"),

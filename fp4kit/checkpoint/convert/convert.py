@@ -275,7 +275,10 @@ def _check_file(plan: Plan, target: Path) -> None:
             f" --format {comfy.FORMAT} and a source with one file"
         )
     if form == mlx.FORMAT:
-        raise CheckpointError(f"{target}: mlx-lm decodes by config.json; name a directory, without .safetensors")
+        raise CheckpointError(
+            f"{target}: mlx-lm needs config.json to decode layers, which a single file does not have;"
+            " name a directory, without .safetensors"
+        )
 
 
 def _check_name(plan: Plan, target: Path) -> None:

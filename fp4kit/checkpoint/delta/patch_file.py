@@ -87,7 +87,7 @@ def metadata_of(
 def open_patch(path: Path) -> Patch:
     """Open a patch file and check its header. Raise CheckpointError if the file is no patch or is malformed."""
     if not path.is_file():
-        raise CheckpointError(f"{path}: is no file; a patch that fp4kit diff wrote is needed")
+        raise CheckpointError(f"{path}: is not a file; a patch that fp4kit diff wrote is needed")
     file = read_header(path)
     if KEY not in file.metadata:
         raise CheckpointError(f"{path}: has no {KEY} entry; a patch that fp4kit diff wrote is needed")

@@ -441,7 +441,7 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     if within_ulps(stored, inverse):
         return "tensor scale is inverted: a divisor stands where a multiplier is declared"
     if within_ulps(stored, ones):
-        return f"tensor scale is dropped (1), needs {_shown(right)}"
+        return f"tensor scale is missing (1 is stored), needs {_shown(right)}"
     if amax is not None and within_ulps(stored, amax):
         return f"tensor scale is the amax, as MLX stores it, needs {_shown(right)}"
     return f"{WRONG_SCALE}, needs {_shown(right)}, not {_shown(stored)}"

@@ -52,7 +52,7 @@ SIGNS_UNDER_SCALES = 0.9  # share of codes that must have the sign of the source
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
 SCALED = "weights scaled per column (AWQ or SmoothQuant)"
 SCALED_CAUSE = f"{SCALED}: the factors are not known exactly, and no recipe gives all bytes under those tried"
-GIVEN_SCALES = "searched scales: codes are right under them, and no rule known here gives them"
+GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
 
 
 @dataclass(frozen=True)
@@ -302,7 +302,10 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     if nearest.share > DAMAGED_SHARE and nearest.codes == evidence.layer.codes.size:
         return None
     whose = either(tuple(name_of(r) for r in found[:3]))
-    text = f"searched scales: codes are those of {whose} under the stored block scales, which no rule known here gives"
+    text = (
+        f"searched scales: codes are those of {whose} under the stored block scales, which no rule known to fp4kit"
+        " gives"
+    )
     equal, total = evidence.layer.codes.size, _all_bytes(evidence).total
     if nearest.share > DAMAGED_SHARE:
         share = min(100 * nearest.share, 99.99)

@@ -257,7 +257,10 @@ def _verdict(
         return f"loading fails: {error}"
     if excluded and quantized:
         culprit = _culprit(reader, name, patterns)
-        return f"is quantized, but excluded{culprit}: its packed weights do not fit{_mla_advice(reader, culprit)}"
+        return (
+            f"is quantized, but excluded{culprit}: the engine then expects unpacked weights of another shape"
+            f"{_mla_advice(reader, culprit)}"
+        )
     if not excluded and not quantized:
         return "is not quantized, but expected to be; add it to the exclusion list"
     return None

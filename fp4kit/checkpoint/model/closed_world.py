@@ -501,7 +501,7 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
         return f"{shown(json.dumps(entry))}, where an object with the key format is needed"
     unknown = [key for key in entry if key not in _COMFY_KEYS]
     if unknown:
-        return f"has the key {shown(unknown[0])}, which is not known"
+        return f"has the key {shown(unknown[0])}, which fp4kit does not know"
     if _COMFY_KINDS.get(str(entry.get("format"))) != weight.container.kind:
         return f"declares {shown(str(entry.get('format')))}, but the tensors are {weight.dtype}"
     shape = entry.get("orig_shape")
@@ -541,7 +541,7 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
         elif key == "format" or key.startswith("fp4kit"):
             yield Item(UNDERSTOOD if key != "format" else CARRIED, "metadata", key, "the library that wrote the file")
         elif _CONCERNS_WEIGHTS.search(key.lower()):
-            yield Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that is not known")
+            yield Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that fp4kit does not know")
         else:
             yield Item(CARRIED, "metadata", key, "does not concern quantization")
 
@@ -591,9 +591,9 @@ def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
         kind, data = content.get("_type"), content.get("_data") or {}
         swizzled = data.get("is_swizzled_scales")
     except (ValueError, AttributeError):
-        return Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that is not known")
+        return Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that fp4kit does not know")
     if kind not in ("Tensor", "MXTensor", "NVFP4Tensor"):
-        return Item(REFUSED, "metadata", key, f"is a {brief(kind)} of torchao, which is not known")
+        return Item(REFUSED, "metadata", key, f"is a {brief(kind)} of torchao, which fp4kit does not know")
     if kind != "Tensor" and swizzled is not True:
         unsaid = "does not say whether scales are swizzled; only swizzled ones are supported"
         why = unsaid if swizzled is None else "declares scales that are not swizzled, which is not supported"

@@ -20,7 +20,8 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import shown
 
 # A check decides on the value of one config entry: (value, layers of the checkpoint) -> the reason to refuse the entry,
-# or "" to accept it. The reason is a predicate, such as "is 5, which is not known"; the caller adds the entry's name.
+# or "" to accept it. The reason is a predicate, such as "is 5, which fp4kit does not know"; the caller adds the name of
+# the entry.
 Check = Callable[[Any, "_Layers"], str]
 
 
@@ -86,7 +87,7 @@ def _algorithm(value: Any, layers: _Layers) -> str:
     if name == _MIXED:
         return ""
     if name not in _ALGORITHMS:
-        return f"is {brief(value)}, which is not known"
+        return f"is {brief(value)}, which fp4kit does not know"
     other = sorted(layers.kinds - set(_ALGORITHMS[name]))
     return f"is {brief(value)}, but there are layers of {', '.join(other)}" if other and layers.forms else ""
 
@@ -102,10 +103,10 @@ def _quantized_layers(value: Any, layers: _Layers) -> str:
         algorithm = str(entry.get("quant_algo", "")) if isinstance(entry, Mapping) else ""
         kinds = _ALGORITHMS.get(algorithm.upper())
         if kinds is None:
-            return f"has {shown(name)} as {brief(entry)}, which is not known"
+            return f"has {shown(name)} as {brief(entry)}, which fp4kit does not know"
         extra = sorted(set(entry) - {"quant_algo", "group_size", "has_zero_point", "pre_quant_scale"})
         if extra:
-            return f"has the key {shown(extra[0])} for {shown(name)}, which is not known"
+            return f"has the key {shown(extra[0])} for {shown(name)}, which fp4kit does not know"
         form = layers.forms.get(name)
         if form is not None and form.kind not in kinds:
             return f"declares {shown(name)} as {algorithm}, but its tensors are {form}"
@@ -192,7 +193,7 @@ def _format(value: Any, layers: _Layers) -> str:
     if value in ("mixed-precision", None, "dense"):
         return ""
     if value not in _FORMATS:
-        return f"is {brief(value)}, which is not known"
+        return f"is {brief(value)}, which fp4kit does not know"
     other = sorted(layers.kinds - set(_FORMATS[value]))
     return f"is {brief(value)}, but there are layers of {', '.join(other)}" if other else ""
 
@@ -234,16 +235,16 @@ def _known_groups(value: Any, layers: _Layers) -> str:
 def _group(group: Any, layers: _Layers) -> str:
     """Return the reason to refuse one config group because it is unknown or malformed; "" to accept it.
 
-    The reason is the rest of a sentence after the group's name, such as "with the key x, which is not known".
+    The reason is the rest of a sentence after the group's name, such as "with the key x, which fp4kit does not know".
     """
     if not isinstance(group, Mapping):
         return f"which is {brief(group)}, where an object is needed"
     unknown = [key for key in group if key not in _GROUP_KEYS]
     if unknown:
-        return f"with the key {shown(unknown[0])}, which is not known"
+        return f"with the key {shown(unknown[0])}, which fp4kit does not know"
     form = group.get("format")
     if form is not None and form not in _FORMATS:
-        return f"with the format {brief(form)}, which is not known"
+        return f"with the format {brief(form)}, which fp4kit does not know"
     targets = group.get("targets")
     if targets is not None and not _is_list_of_names(targets):
         return f"whose targets are {brief(targets)}; a list of names and patterns is needed"
@@ -625,7 +626,7 @@ def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> It
                 of_tensorrt = isinstance(value, Mapping) and "quant_algo" in value
                 yield from (_declared if of_tensorrt else _mlx_items)(value, f"{prefix}{key}", layers)
             elif _DECLARES.fullmatch(key):
-                yield Item(REFUSED, CONFIG, f"{prefix}{key}", f"is {brief(value)}, an entry that is not known")
+                yield Item(REFUSED, CONFIG, f"{prefix}{key}", f"is {brief(value)}, an entry that fp4kit does not know")
 
 
 def _layers(weights: Mapping[str, Weight]) -> _Layers:
@@ -643,7 +644,7 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
         return
     method = str(value.get("quant_method", "modelopt" if "quant_algo" in value else "compressed-tensors"))
     if method not in METHODS:
-        yield Item(REFUSED, CONFIG, f"{path}.quant_method", f"is {brief(method)}, which is not known")
+        yield Item(REFUSED, CONFIG, f"{path}.quant_method", f"is {brief(method)}, which fp4kit does not know")
         return
     yield from _entries(value, path, CONFIG, {**_COMMON, **METHODS[method]}, layers)
     why = _WHOLE[method](value, layers) if method in _WHOLE else ""
@@ -664,7 +665,7 @@ def _entries(
     for key, one in value.items():
         name = f"{path}.{key}"
         if key not in known:
-            yield Item(REFUSED, place, name, f"is {brief(one)}, an entry that is not known")
+            yield Item(REFUSED, place, name, f"is {brief(one)}, an entry that fp4kit does not know")
             continue
         group, reason, check_value = known[key]
         why = check_value(one, layers)
@@ -695,7 +696,7 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
         if key not in default and key not in layers.forms and isinstance(one, Mapping):
             yield Item(REFUSED, CONFIG, f"{path}.{key}", "declares a quantized layer that is not there")
         elif key not in default and key not in layers.forms and one is not False:
-            yield Item(REFUSED, CONFIG, f"{path}.{key}", f"is {brief(one)}, an entry that is not known")
+            yield Item(REFUSED, CONFIG, f"{path}.{key}", f"is {brief(one)}, an entry that fp4kit does not know")
     yield Item(UNDERSTOOD, CONFIG, path, "agrees with the tensors")
 
 
@@ -739,4 +740,4 @@ def hf_quant_items(
         elif key == "producer":
             yield Item(CARRIED, HF_QUANT_CONFIG, key, _HISTORY)
         else:
-            yield Item(REFUSED, HF_QUANT_CONFIG, key, f"is {brief(value)}, an entry that is not known")
+            yield Item(REFUSED, HF_QUANT_CONFIG, key, f"is {brief(value)}, an entry that fp4kit does not know")

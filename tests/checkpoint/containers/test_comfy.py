@@ -102,7 +102,10 @@ def changed(root: Path, tag: object, metadata: dict[str, str] | None = None) -> 
         ({"format": "nvfp4"}, "files with this tag exist in two orders of nibbles"),
         ({"format": "nvfp4", "orig_shape": [200, 160]}, "padded layers are not supported"),
         ({"format": "mxfp8", "orig_shape": list(SHAPE)}, "declares mxfp8, but the tensors are comfy nvfp4"),
-        ({"format": "nvfp4", "orig_shape": list(SHAPE), "convrot": True}, "has the key convrot, which is not known"),
+        (
+            {"format": "nvfp4", "orig_shape": list(SHAPE), "convrot": True},
+            "has the key convrot, which fp4kit does not know",
+        ),
         ("[1]", "holds a JSON list; an object is needed"),
         ("{", "not valid JSON"),
     ],

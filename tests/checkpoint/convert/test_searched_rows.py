@@ -313,14 +313,14 @@ def test_identify_tells_searched_scales_of_no_known_rule(model, tmp_path: Path) 
     searched(source, tmp_path / "d", column_weights(tmp_path / "w.safetensors", tensors))
     verdict = identify_checkpoint(tmp_path / "d", source)
     assert verdict.recipe is None and len(verdict.exceptions) == 5
-    found = "codes are right under them, and no rule known here gives them"
+    found = "codes are right under the stored scales, which no rule known to fp4kit gives"
     assert verdict.sentence == f"searched scales in 5 layers: {found}"
     strange = LayerVerdict("strange", replace(verdict.layers[0].explanation, searched=False, cause=None))
     mixed = CheckpointVerdict((), None, (*verdict.layers, strange))
     assert mixed.sentence == f"searched scales in 5 of 6 layers: {found}; nothing explains the others"
     for layer in verdict.layers:
         assert layer.explanation.sentence.startswith("searched scales: codes are those of nvfp4-")
-        assert layer.explanation.sentence.endswith("under the stored block scales, which no rule known here gives")
+        assert layer.explanation.sentence.endswith("under the stored block scales, which no rule known to fp4kit gives")
 
 
 def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path, monkeypatch) -> None:

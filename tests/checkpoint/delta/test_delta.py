@@ -148,7 +148,7 @@ def test_files_that_are_no_patch(tmp_path: Path) -> None:
     synthetic.write_file(tmp_path / "x", {"a": np.zeros(1, np.uint8)})
     with refused("has no fp4kit.patch entry; a patch that fp4kit diff wrote is needed"):
         patch_file.open_patch(tmp_path / "x")
-    with refused("is no file; a patch that fp4kit diff wrote is needed"):
+    with refused("is not a file; a patch that fp4kit diff wrote is needed"):
         patch_file.open_patch(tmp_path / "y")
     with refused("y: does not exist; a model directory, a .safetensors or a GGUF file is needed"):
         diff(tmp_path / "y", tmp_path / "x", tmp_path / "z")

@@ -207,7 +207,7 @@ ANY = {
 }
 TENSOR = {
     "inverted": "tensor scale is inverted: a divisor stands where a multiplier is declared",
-    "dropped": "tensor scale is dropped (1)",
+    "dropped": "tensor scale is missing (1 is stored)",
     "missing": "tensor scale is missing",
 }
 
@@ -400,7 +400,9 @@ def test_an_amax_of_a_group() -> None:
         layer = StoredLayer(q.packed, q.block_scale, q.tensor_scale, RECIPES[name])
         for options in ({}, {"amaxes": (amax,)}):
             assert found(layer, x, **options).mishap is None
-        assert_found(found(tensor(layer, "dropped"), x, amaxes=(amax,)), name, "tensor scale is dropped (1), needs ")
+        assert_found(
+            found(tensor(layer, "dropped"), x, amaxes=(amax,)), name, "tensor scale is missing (1 is stored), needs "
+        )
         assert found(tensor(layer, "dropped"), x).recipe is None
         assert_found(found(tensor(layer, "inverted"), x), name, TENSOR["inverted"])
         mlx = replace(layer, tensor_scale=amax)
@@ -415,7 +417,9 @@ def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
     q = fp4kit.quantize(x, "nvfp4-te")
     layer = StoredLayer(q.packed, q.block_scale, np.float32(1), RECIPES["nvfp4-te"])
     assert_found(
-        found(layer, x, other=np.zeros_like(x), second=True), "nvfp4-te", "tensor scale is dropped (1), needs "
+        found(layer, x, other=np.zeros_like(x), second=True),
+        "nvfp4-te",
+        "tensor scale is missing (1 is stored), needs ",
     )
 
 

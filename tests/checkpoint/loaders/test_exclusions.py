@@ -171,9 +171,9 @@ def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
     by_subject = {each.subject: each.text for each in found}
     assert (
         by_subject["model.layers.0.self_attn.q_b_proj"]
-        == "is quantized, but excluded by model.layers.3.self_attn.q_b_proj: its packed weights do not fit; it "
-        "applies an exclusion that ends in q_b_proj to every layer: exclude model.layers.3.self_attn.*, or "
-        "q_b_proj*, or the whole subtree of that layer"
+        == "is quantized, but excluded by model.layers.3.self_attn.q_b_proj: the engine then expects "
+        "unpacked weights of another shape; it applies an exclusion that ends in q_b_proj to every layer: "
+        "exclude model.layers.3.self_attn.*, or q_b_proj*, or the whole subtree of that layer"
     )
     assert not check("modelopt NVFP4", ["model.layers.3.*", "lm_head"], copied, converted)
 
@@ -181,7 +181,9 @@ def test_an_mla_leaf_excludes_every_layer_in_sglang() -> None:
 def test_the_way_out_is_for_sglang_alone() -> None:
     name = "model.layers.0.self_attn.q_b_proj"
     vllm, sglang = check("modelopt NVFP4", ["lm_head", name], [], [name])
-    assert vllm.text == f"is quantized, but excluded by {name}: its packed weights do not fit"
+    assert (
+        vllm.text == f"is quantized, but excluded by {name}: the engine then expects unpacked weights of another shape"
+    )
     assert sglang.text.startswith(f"{vllm.text}; it applies an exclusion that ends in q_b_proj to every layer")
 
 
@@ -287,7 +289,7 @@ def test_gpt_oss() -> None:
     assert (vllm.engine, vllm.subject) == ("vLLM", "model.layers.0.mlp.experts")
     found = check("gpt-oss", patterns, copied[1:], copied[:1])
     assert [each.text for each in found if each.subject == copied[0]] == [
-        "is quantized, but excluded: its packed weights do not fit"
+        "is quantized, but excluded: the engine then expects unpacked weights of another shape"
     ] * 2
 
 
@@ -303,8 +305,8 @@ def test_a_tied_head_is_missed() -> None:
 def test_a_substring_is_found() -> None:
     (found,) = check("modelopt NVFP4", ["lm_head", "a.mlp.gate"], ["a.mlp.gate"], ["a.mlp.gate_proj", "a.mlp.up_proj"])
     assert (
-        str(found)
-        == "vLLM 0.33.0: a.mlp.gate_up_proj: is quantized, but excluded by a.mlp.gate: its packed weights do not fit"
+        str(found) == "vLLM 0.33.0: a.mlp.gate_up_proj: is quantized, but excluded by a.mlp.gate: the engine then "
+        "expects unpacked weights of another shape"
     )
 
 

@@ -237,11 +237,11 @@ def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_
         ("sparsity_config", {"format": "sparse-24-bitmask"}, "declares the sparse format"),
         ("quantization_status", "initialized", 'is "initialized", which is not supported'),
         ("format", "mxfp4-pack-quantized", "but there are layers of nvfp4"),
-        ("format", "marlin-24", 'is "marlin-24", which is not known'),
-        ("quant_method", "hqq", 'is "hqq", which is not known'),
+        ("format", "marlin-24", 'is "marlin-24", which fp4kit does not know'),
+        ("quant_method", "hqq", 'is "hqq", which fp4kit does not know'),
         ("config_groups", {"g": {"weights": {"type": "int", "num_bits": 4}, "targets": ["Linear"]}}, "type"),
-        ("config_groups", {"g": {"weights": {}, "rotation": 1}}, "with the key rotation, which is not known"),
-        ("anything", 1, "an entry that is not known"),
+        ("config_groups", {"g": {"weights": {}, "rotation": 1}}, "with the key rotation, which fp4kit does not know"),
+        ("anything", 1, "an entry that fp4kit does not know"),
         ("config_groups", {"g": ["Linear"]}, 'has g, which is ["Linear"], where an object is needed'),
         ("config_groups", {"g": {"targets": "Linear"}}, "whose targets are"),
         ("config_groups", {"g": {"targets": ["re:(*"]}}, "a list of names and patterns is needed"),
@@ -280,7 +280,7 @@ def test_config_keys(key: str, value: object, text: str, sound: Callable[[str, s
     ("key", "value", "text"),
     [
         ("quant_algo", "MXFP8", 'is "MXFP8", but there are layers of nvfp4'),
-        ("quant_algo", "NVFP2", 'is "NVFP2", which is not known'),
+        ("quant_algo", "NVFP2", 'is "NVFP2", which fp4kit does not know'),
         ("group_size", 32, "is 32, but the tensors have blocks of 16"),
         ("has_zero_point", True, "is true, which is not supported"),
         (
@@ -362,8 +362,8 @@ def test_configs_of_quark_and_auto_round(
     ("key", "value", "text"),
     [
         ("llm_config", {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}}, "quant_algo"),
-        ("rotation_config", {"r1": "hadamard"}, "an entry that is not known"),
-        ("quant_config", 1, "an entry that is not known"),
+        ("rotation_config", {"r1": "hadamard"}, "an entry that fp4kit does not know"),
+        ("quant_config", 1, "an entry that fp4kit does not know"),
         ("quantization", {"quant_algo": "MXFP8"}, "but there are layers of nvfp4"),
     ],
 )
