@@ -293,7 +293,7 @@ def exponent_of_mlx(amax, largest, dtype, old):
 @pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
 @pytest.mark.parametrize("name", ["mxfp4-mlx-cpu", "mxfp8-mlx-cpu", "mxfp4-mlx-cpu-0321", "mxfp8-mlx-cpu-0321"])
 def test_scales_of_mlx(name, dtype, either_engine):
-    """Scale bytes equal those of MLX's steps, also if the byte wraps.
+    """quantize gives the scale bytes of MLX's steps, also if the exponent wraps around in the byte.
 
     Wrapping does not affect the largest element's code.
     """

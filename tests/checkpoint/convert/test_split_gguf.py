@@ -60,7 +60,10 @@ def content(path: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("first", [0, 2])
 def test_a_split_model_becomes_one_file(first: int, tmp_path: Path) -> None:
-    """Any file of the model may be named. The result has the tensors and keys of the unsplit model's result."""
+    """convert takes any file of a split model for the whole, and writes one file.
+
+    The file has the tensors and keys that it writes for the unsplit model.
+    """
     gguf_files.write_model(tmp_path / "whole.gguf")
     paths = write_split(tmp_path)
     convert(tmp_path / "whole.gguf", tmp_path / "a.gguf", "nvfp4-gguf")

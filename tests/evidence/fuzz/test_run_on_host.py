@@ -105,7 +105,13 @@ def all_is_equal() -> Iterator[None]:
 @pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
 @pytest.mark.parametrize("name", by_default(("te", "shapes"), POOLS))
 def test_drawn_calls(name, cases):
-    """No result differs, no call is rejected on one side only, no input is changed, and no warning is given."""
+    """Random calls of the kernels on the CPU give the specification's results.
+
+    No call is rejected on one side only, no input is changed, and no warning is given.
+
+    name: a key of POOLS.
+    cases: the number of calls.
+    """
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():
         found = fuzz.run(ComparedEngine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
     assert not found.failures, "\n\n".join(
