@@ -25,6 +25,15 @@ from fp4kit.checkpoint.identify.hypotheses import (
     stored_scales,
 )
 from fp4kit.checkpoint.identify.permutations import permuted_blocks, permuted_rows, permuted_scales
+from fp4kit.checkpoint.identify.search_families import (
+    AUTO_ROUND,
+    FOUR_OVER_SIX,
+    IMPORTANCE,
+    STATIC_4OVER6,
+    blocks_of_equal_error,
+    is_four_over_six,
+    is_weighted_search,
+)
 from fp4kit.checkpoint.identify.searched_scales import recipes_under_stored_scales
 from fp4kit.checkpoint.identify.try_hypotheses import (
     SampleVerdict,
@@ -275,7 +284,7 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
                 try_layout(evidence, layout, orders, trial)
         found, tally = exact_hypotheses(evidence, trial.exact)
     if found:
-        return _explained(found, tally, evidence.layer.blank)
+        return _with_four_over_six(_explained(found, tally, evidence.layer.blank), found, evidence, plain)
     if given := _other_codes_under_scales(evidence, plain, trial, unnamed):
         return given
     if not plain.mishaps and (scaled := _explained_with_column_factors(evidence)):
@@ -307,10 +316,36 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
         " gives"
     )
     equal, total = evidence.layer.codes.size, _all_bytes(evidence).total
+    if family := _search_family(evidence, plain, trial.nearest, found):
+        return family
     if nearest.share > DAMAGED_SHARE:
         share = min(100 * nearest.share, 99.99)
         text += f"; {name_of(trial.nearest.recipe)} gives {share:.2f}% of bytes"
     return Explanation(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES)
+
+
+def _search_family(
+    evidence: LayerEvidence, plain: Layout, nearest: Hypothesis, found: tuple[Recipe, ...]
+) -> Explanation | None:
+    """Return the explanation that names the search that chose the block scales, or None if it is unknown.
+
+    nearest: the hypothesis that fits a sample best.
+    found: the recipes that give all codes under the stored block scales.
+    """
+    names, tally = [r.id for r in found], _all_bytes(evidence)
+    count = blocks_of_equal_error(evidence, nearest)
+    if count is not None:
+        name = name_of(nearest.recipe)
+        text = f"{name} made these bytes; in {count:,} blocks it chose another scale with an equal error"
+        scales = tally.scales - count
+        return Explanation(name, None, tally.codes, scales, tally.total, text, (name,))
+    if STATIC_4OVER6 in names and is_four_over_six(evidence, plain):
+        sentence = f"{FOUR_OVER_SIX} made these bytes"
+        return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence, rules=(FOUR_OVER_SIX,))
+    if AUTO_ROUND in names and is_weighted_search(evidence, plain):
+        text = f"searched scales: {IMPORTANCE}"
+        return Explanation(None, None, tally.codes, 0, tally.total, text, searched=True, cause=text)
+    return None
 
 
 def _other_codes_under_scales(
@@ -413,6 +448,22 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
     if texts[0]:
         sentence += f"; then: {texts[0]}" + "".join(f" (or: {text})" for text in texts[1:2])
     return Explanation(recipes[0], texts[0] or None, tally.codes, tally.scales, tally.total, sentence, recipes, blank)
+
+
+def _with_four_over_six(
+    explained: Explanation, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
+) -> Explanation:
+    """Add the rule FOUR_OVER_SIX to an explanation by recipes that choose likewise, if it gives every byte too.
+
+    So layers of Model-Optimizer on which the recipes agree get one verdict with its other layers.
+
+    hypotheses: those of the explanation.
+    """
+    alike = any(h.recipe.four_over_six == "mse" and h.recipe.scale_max == 256 for h in hypotheses)
+    if explained.mishap or plain.mishaps or not alike or not is_four_over_six(evidence, plain):
+        return explained
+    codes = any(r.id == STATIC_4OVER6 for r in recipes_under_stored_scales(evidence, plain))
+    return replace(explained, rules=(FOUR_OVER_SIX,)) if codes else explained
 
 
 def _zeros(layer: StoredLayer) -> Explanation:

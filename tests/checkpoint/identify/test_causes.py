@@ -8,9 +8,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from fp4kit import formats
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Explanation, explain
+from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, Explanation, explain
 from fp4kit.checkpoint.identify.identify import LayerPair, identify_layers
+from fp4kit.checkpoint.identify.search_families import FOUR_OVER_SIX, IMPORTANCE
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
@@ -151,3 +153,118 @@ def test_one_factor_for_all_columns_is_no_awq() -> None:
     x = weight(rows=512, columns=128)
     layer = layer_of(quantize((x.astype(np.float32) * 0.87).astype(BF16), "nvfp4-te"))
     assert explain(layer, x).cause is None
+
+
+def with_scales(x: np.ndarray, recipe: str, scales: np.ndarray, tensor_scale: np.float32) -> Quantized:
+    return quantize(x, recipe, block_scale=scales, tensor_scale=tensor_scale)
+
+
+def errors(x: np.ndarray, q: Quantized, weights: np.ndarray | None = None) -> np.ndarray:
+    """Return the sum of squared errors per block, in float64. weights: one per column, or None."""
+    squares = np.square(x.astype(np.float64) - np.asarray(dequantize(q), np.float64))
+    return (squares if weights is None else squares * weights).reshape(len(x), -1, 16).sum(-1)
+
+
+def amaxes(x: np.ndarray) -> np.ndarray:
+    return np.abs(x.astype(np.float32)).reshape(len(x), -1, 16).max(-1)
+
+
+def e4m3(values: np.ndarray) -> np.ndarray:
+    return formats.E4M3.encode(np.clip(values, 2.0**-9, 448).astype(np.float32))
+
+
+STATIC = "nvfp4-modelopt-static-4over6"
+
+
+def four_over_six(x: np.ndarray, most: float) -> StoredLayer:
+    """Quantize as Model-Optimizer's preset does: block amaxes times 1 or 1.5, whichever has the smaller error.
+
+    most: the largest scale with which the errors are computed. Tools differ in it: 448 or 256.
+    """
+    amax = amaxes(x).max()
+    tensor_scale = np.float32(amax / np.float32(6 * 256))
+    scales = [e4m3(amaxes(x) * np.float32(f) / 6 * 256 / (amax / 6)) for f in (1, 1.5)]
+    tried = [e4m3(np.minimum(formats.E4M3.values[s], most)) for s in scales]
+    first, second = (errors(x, with_scales(x, STATIC, s, tensor_scale)) for s in tried)
+    return layer_of(with_scales(x, STATIC, np.where(second < first, *scales[::-1]), tensor_scale))
+
+
+@pytest.mark.parametrize("most", [448, 256])
+def test_four_over_six_of_modelopt(most: float) -> None:
+    """Its layers get one verdict, also if other recipes give every byte of some of them."""
+    layers = [LayerPair(str(seed), four_over_six(weight(seed), most), weight(seed)) for seed in range(3)]
+    alike = LayerPair("alike", layer_of(quantize(weight(9), "nvfp4-te-4over6-mse-256")), weight(9))
+    verdict = identify_layers([*layers, alike])
+    assert verdict.sentence == f"{FOUR_OVER_SIX} in 4 layers" and verdict.is_clean
+
+
+def test_recipes_that_choose_like_four_over_six_keep_their_verdict() -> None:
+    x = weight(9)
+    found = explain(layer_of(quantize(x, "nvfp4-te-4over6-mse-256")), x)
+    assert "nvfp4-te-4over6-mse-256" in found.recipes and found.rules == (FOUR_OVER_SIX,)
+    verdict = identify_layers([LayerPair("a", layer_of(quantize(x, "nvfp4-te-4over6-mse-256")), x)])
+    assert verdict.recipes == found.recipes and not verdict.rules
+
+
+@pytest.mark.parametrize("fault", ["scale", "choice", "one"])
+def test_what_is_not_four_over_six(fault: str) -> None:
+    """A scale of another amax, a random choice, and no choice are other causes."""
+    x = weight()
+    layer = four_over_six(x, 448)
+    scales = layer.block_scale.copy()
+    if fault == "scale":
+        scales[3, 4] += 3
+    else:
+        amax = amaxes(x)
+        multiples = np.random.default_rng(1).choice([1, 1.5] if fault == "choice" else [1.5], amax.shape)
+        scales = e4m3(amax * multiples.astype(np.float32) / 6 * 256 / (amax.max() / 6))
+    found = explain(layer_of(with_scales(x, STATIC, scales, layer.tensor_scale)), x)
+    assert FOUR_OVER_SIX not in found.names and not found.explained
+
+
+def test_blocks_in_which_two_scales_are_equally_good() -> None:
+    """A search whose tool chose another of two scales with equal errors is still named."""
+    x = (np.random.default_rng(0).integers(-7, 8, (128, 64)) / 4).astype(BF16)
+    x[0, 0] = 2688 / 512  # makes the tensor scale a power of two, so that errors can be equal
+    q = quantize(x, "nvfp4-modelopt-mse")
+    own = errors(x, q)
+    scales, number = q.block_scale.copy(), 0
+    for code in range(1, 127):
+        other = with_scales(x, "nvfp4-modelopt-static", np.full_like(scales, code), q.tensor_scale)
+        ties = (errors(x, other) == own) & (q.block_scale != code) & (own > 0)
+        scales[ties] = code
+        number = int(np.count_nonzero(scales != q.block_scale))
+    assert 0 < number < scales.size / 2
+    layer = layer_of(with_scales(x, "nvfp4-modelopt-static", scales, q.tensor_scale))
+    found = explain(layer, x)
+    assert found.recipes == ("nvfp4-modelopt-mse",) and found.mishap is None
+    assert found.sentence.endswith(f"; in {number} blocks it chose another scale with an equal error")
+    assert (found.codes_equal, found.scales_equal) == (layer.codes.size, scales.size - number)
+    worse = scales.copy()
+    worse[5, 1] += 4
+    again = explain(layer_of(with_scales(x, "nvfp4-modelopt-static", worse, q.tensor_scale)), x)
+    assert not again.recipes
+
+
+@pytest.mark.parametrize("spread", [0.5, 1.5])
+def test_a_search_with_an_importance_matrix(spread: float) -> None:
+    """auto-round weights the errors of its search per column, with a matrix that no checkpoint holds."""
+    x = weight(columns=128)
+    rng, plain = np.random.default_rng(2), quantize(x, "nvfp4-auto-round")
+    weights = np.exp(rng.standard_normal(x.shape[1]) * spread)
+    best, chosen = np.full(amaxes(x).shape, np.inf), np.zeros(amaxes(x).shape, np.uint8)
+    encode_scale = np.float32(2688) / amaxes(x).max()
+    for percent in [100, *range(50, 100), *range(101, 152)]:
+        multiple = amaxes(x) * np.float32(percent / 100)
+        scales = e4m3(np.minimum(encode_scale * (multiple * np.float32(1 / 6)), 448))
+        error = errors(x, with_scales(x, "nvfp4-auto-round", scales, plain.tensor_scale), weights)
+        chosen = np.where(error < best, scales, chosen)
+        best = np.minimum(error, best)
+    layer = layer_of(with_scales(x, "nvfp4-auto-round", chosen, plain.tensor_scale))
+    found = explain(layer, x)
+    assert found.cause == f"searched scales: {IMPORTANCE}" and found.searched
+    verdict = identify_layers([LayerPair("a", layer, x)])
+    assert verdict.sentence == f"searched scales in 1 layer: {IMPORTANCE}" and not verdict.is_clean
+    others = rng.integers(chosen.min(), chosen.max() + 1, chosen.shape).astype(np.uint8)
+    random = explain(layer_of(with_scales(x, "nvfp4-auto-round", others, plain.tensor_scale)), x)
+    assert random.searched and random.cause == GIVEN_SCALES
