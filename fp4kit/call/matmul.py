@@ -33,13 +33,14 @@ _DTYPES = {
     "E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
+MAX_BLOCK = 512  # elements per block of the unit "float32-blocks"
 _LEAST_EXPONENTS = {"float16": -14, "bfloat16": -126, "E4M3FNUZ": -7, "E5M2FNUZ": -15}
 _FP8, _FNUZ, _FP6_FP4 = {"E4M3", "E5M2"}, {"E4M3FNUZ", "E5M2FNUZ"}, {"E2M3", "E3M2", "E2M1"}
 _NEEDS = "needs a Quantized, or an array of " + ", ".join(_ARRAY_ELEMENTS)
 
 
 class Operand(NamedTuple):
-    """Hold one operand of a product as the engines take it: rows of codes along K.
+    """Hold one operand of a product as the engines take it: rows of codes along K. Codes and scales are contiguous.
 
     Attributes:
         codes: uint8 (batch, rows, K), packed as a Quantized packs them, so (batch, rows, K/2) for E2M1; uint16 bits
@@ -168,13 +169,13 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def _first_sums(op: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c as float32. Raise an error unless it is a float array of the shape of the result."""
+    """Return c as contiguous float32. Raise an error unless it is a float array of the shape of the result."""
     (c,) = import_arrays(op, c=c)
     if c.dtype not in FLOATS:
         raise TypeError(f"{op}: c is {c.dtype}; needs float32, float16 or bfloat16")
     if c.shape != shape:
         raise ValueError(f"{op}: c has shape {c.shape}; needs {shape}, the shape of the result")
-    return c.astype(np.float32)
+    return c.astype(np.float32, order="C")
 
 
 def _operand(op: str, name: str, x: Any) -> Operand:
@@ -196,21 +197,28 @@ def _operand(op: str, name: str, x: Any) -> Operand:
     return Operand(codes, _ARRAY_ELEMENTS[kind], None, None, 1, None, x.shape[-1])
 
 
-def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
-    """Return a Quantized of NumPy or CuPy arrays as an Operand."""
-    r, ndim = q.recipe, len(q.shape)
+def check_axis(op: str, name: str, q: Quantized) -> None:
+    """Raise ValueError unless the quantized axis of an operand, which is K, is one of its last two axes."""
+    ndim = len(q.shape)
     if ndim < 2 or q.axis < ndim - 2:
         raise ValueError(f"{op}: {name} has axis {q.axis} of {ndim} axes; needs one of the last two axes to be K")
+
+
+def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
+    """Return a Quantized of NumPy or CuPy arrays as an Operand."""
+    check_axis(op, name, q)
+    r = q.recipe
     _check_multiplied(op, name, r)
     *lead, rows, k = q.moved_shape
+    contiguous = _library(q.packed).ascontiguousarray
     scales = q.block_scale
     if scales is not None:
-        scales = unswizzle_scales(scales, q.scale_layout, q.scale_shape)
+        scales = contiguous(unswizzle_scales(scales, q.scale_layout, q.scale_shape))
     factor = q.tensor_scale
     if factor is not None:
         missing = len(lead) + 1 - factor.ndim
         factor = _library(factor).broadcast_to(factor.reshape(*factor.shape, *[1] * missing), (*lead, rows))
-    return Operand(q.packed, r.element.name, scales, r.scale, r.block_size if r.scale else 1, factor, k)
+    return Operand(contiguous(q.packed), r.element.name, scales, r.scale, r.block_size if r.scale else 1, factor, k)
 
 
 def _check_multiplied(op: str, name: str, r: Recipe) -> None:
@@ -239,9 +247,15 @@ def _step(op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a
     """
     given = f"{op}: {names[0]} is {_described(a)} and {names[1]} {_described(b)}"
     if u.order == "float32-blocks" and not (
-        a.element == b.element == "E2M1" and a.scales is not None is not b.scales and a.block == b.block
+        a.element == b.element == "E2M1"
+        and a.scales is not None is not b.scales
+        and a.block == b.block
+        and a.block in range(16, MAX_BLOCK + 1, 16)
     ):
-        raise ValueError(f"{given}; float32-blocks needs E2M1 elements with block scales of equal blocks in both")
+        raise ValueError(
+            f"{given}; float32-blocks needs E2M1 elements with block scales of equal blocks in both, of 16 elements or"
+            f" a multiple up to {MAX_BLOCK}"
+        )
     if u.order:
         return None
     kind = _kind(u, a, b)

@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.arrays.returns import returns_in_library
-from fp4kit.call.matmul import matmul_call
+from fp4kit.call.matmul import check_axis, matmul_call
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.quantized.container import Quantized
@@ -46,7 +46,7 @@ def matmul(
             - "float64": in float64, k ascending, each sum rounded; then rounded to float32.
             - "float32-blocks": per block, blocks ascending, c += (scale_a * scale_b) * (exact sum of the block's
               products), each product and each sum rounded to float32, as Transformer Engine's reference adds NVFP4.
-              Both operands need E2M1 elements with blocks of one size.
+              Both operands need E2M1 elements with blocks of one size, a multiple of 16 up to 512.
             - "dequantized": both operands are decoded to bfloat16, tensor scales included; then in float32, k
               ascending, each product and each sum rounded.
         out_dtype: float32, float16 or bfloat16.
@@ -95,11 +95,20 @@ def matmul(
     return _matmul(a, b, unit, out_dtype, alpha, c)
 
 
+def _decoded(name: str, x: Any) -> Any:
+    """Return a Quantized decoded to bfloat16, with the quantized axis last. Return an array unchanged."""
+    if not isinstance(x, Quantized):
+        return x
+    check_axis("matmul", name, x)
+    values = dequantize(x, ml_dtypes.bfloat16)
+    return values if x.axis == len(x.shape) - 1 else values.swapaxes(-1, -2)
+
+
 @returns_in_library
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
     """Check the arguments of matmul, and return the product."""
     u = unit_of("matmul", unit)
     if u.order == "dequantized":
-        a, b = (dequantize(x, ml_dtypes.bfloat16) if isinstance(x, Quantized) else x for x in (a, b))
+        a, b = _decoded("a", a), _decoded("b", b)
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
     return run("matmul", "matmul", call.on_device, call).reshape(shape)

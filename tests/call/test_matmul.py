@@ -16,6 +16,7 @@ RNG = np.random.default_rng(0)
 BF16 = np.ones((4, 64), ml_dtypes.bfloat16)
 FP8 = np.ones((4, 64), ml_dtypes.float8_e4m3fn)
 NV, MX = drawn(RNG, "nvfp4", 4, 64), drawn(RNG, "mxfp4", 4, 64)
+NV8 = fp4kit.quantize(np.ones((4, 64), np.float32), replace(fp4kit.recipe("nvfp4-te"), block=(1, 8)))
 INT8 = fp4kit.quantize(np.ones((4, 64), np.float32), "int8-modelopt")
 BAD = {
     "float32": (lambda: fp4kit.matmul(np.ones((4, 64), np.float32), BF16), TypeError, "a is float32; needs"),
@@ -28,6 +29,9 @@ BAD = {
     "two scales": (lambda: fp4kit.matmul(NV, MX), ValueError, "b E2M1 with E8M0 scales of 32; sm100 has no"),
     "an old unit": (lambda: fp4kit.matmul(NV, NV, unit="sm90"), ValueError, "but for float16, bfloat16, fp8"),
     "blocks": (lambda: fp4kit.matmul(FP8, FP8, unit="float32-blocks"), ValueError, "needs E2M1 elements"),
+    "blocks of 8": (lambda: fp4kit.matmul(NV8, NV8, unit="float32-blocks"), ValueError, "a multiple up to 512"),
+    "axis 2": (lambda: fp4kit.matmul(fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0), MX,
+             unit="dequantized"), ValueError, "a has axis 0 of 3 axes; needs one of the last two"),
     "unit": (lambda: fp4kit.matmul(BF16, BF16, unit="sm90a"), ValueError, "did you mean sm90"),
     "unit 2": (lambda: fp4kit.matmul(BF16, BF16, unit=90), TypeError, "needs a Unit or an id"),
     "out_dtype": (lambda: fp4kit.matmul(BF16, BF16, out_dtype=np.float64), TypeError, "out_dtype is float64"),

@@ -72,6 +72,35 @@ def test_k_is_the_quantized_axis() -> None:
     assert_same_bits(fp4kit.matmul(columns, other), fp4kit.matmul(rows, other))
 
 
+def test_k_is_the_quantized_axis_of_decoded_operands() -> None:
+    rng = np.random.default_rng(4)
+    x, y = (rng.standard_normal((n, 64)).astype(np.float32) for n in (5, 3))
+    columns, rows = fp4kit.quantize(np.ascontiguousarray(x.T), "nvfp4-te", axis=0), fp4kit.quantize(x, "nvfp4-te")
+    other = fp4kit.quantize(y, "nvfp4-te")
+    d = fp4kit.matmul(rows, other, unit="dequantized")
+    assert_same_bits(fp4kit.matmul(columns, other, unit="dequantized"), d)
+
+
+def apart(x):
+    """Return an array that is equal to x, and whose elements are not adjacent in memory."""
+    if x.ndim == 0:
+        return x
+    wide = np.full((*x.shape[:-1], 3 * x.shape[-1]), 0x55, x.dtype)
+    wide[..., ::-3] = x
+    return wide[..., ::-3]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mx-e4m3", "e5m2", "bf16"])
+def test_operands_and_c_may_have_any_strides(kind) -> None:
+    rng = np.random.default_rng(7)
+    a, b = drawn(rng, kind, 9, 96), drawn(rng, kind, 13, 96)
+    c = rng.standard_normal((9, 13)).astype(np.float32)
+    x, y = (q.with_parts(apart) if isinstance(q, fp4kit.Quantized) else apart(q) for q in (a, b))
+    d = fp4kit.matmul(a, b, c=c)
+    assert_same_bits(fp4kit.matmul(x, y, c=apart(c)), d)
+    assert_same_bits(fp4kit.matmul(x, y, c=np.asfortranarray(c)), d)
+
+
 def test_scale_layouts_and_tensor_scales_per_row() -> None:
     rng = np.random.default_rng(5)
     x, y = (rng.standard_normal((n, 128)).astype(np.float32) for n in (9, 5))
