@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
 from fp4kit.checkpoint.model.weights import Weight
@@ -97,3 +98,30 @@ def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
     names = [name for name, one in others.items() if one.dtype == "F64" and name.endswith(".weight") and one.shape[1:]]
     if names:
         yield f"{listed(names)}: stay F64, because only F32, F16 and BF16 are quantized; convert them first"
+
+
+# Leaf names of layers that read the hidden state, and of layers that write it.
+_READS, _WRITES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a warning about layers that seem to be stored as [K, N], if there are any.
+
+    Only the axis of the hidden state is checked. It is the last axis of a layer that reads the hidden state, and the
+    first axis of a layer that writes it. A layer seems transposed if only its other axis has the length of the state.
+
+    weights: the weights of a model. config: the content of its config.json.
+    """
+    text = config.get("text_config")
+    size = (text if isinstance(text, Mapping) else config).get("hidden_size")
+    names = []
+    for weight in weights:
+        leaf = weight.name.rpartition(".")[2]
+        if len(weight.shape) == 2 and ".layers." in weight.name and leaf in _READS + _WRITES:
+            own, other = weight.shape[::-1] if leaf in _READS else weight.shape
+            names += [weight.name] if other == size != own else []
+    if names:
+        yield (
+            f"{listed(names)}: seems to be stored transposed, because only its other axis has hidden_size {size};"
+            " engines expect [outputs, inputs]"
+        )

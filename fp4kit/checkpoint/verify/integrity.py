@@ -34,6 +34,7 @@ from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
 from fp4kit.checkpoint.model.weights import Weight, part_names
+from fp4kit.checkpoint.plan.layer_checks import transposed_layers
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
@@ -72,13 +73,16 @@ def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
-    """Yield a warning if no layer has the factors per column (AWQ) that a config declares, and if a few layers have no
-    tensor scale although the others have one.
+    """Yield warnings about what the configs and the other layers let expect.
+
+    These are factors per column (AWQ) that a config declares and no layer has, tensor scales that only a few layers do
+    not have, and layers that seem to be transposed.
     """
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
         yield Issue("warning", "config.json", lost)
-    yield from (Issue("warning", "model", text) for text in lost_tensor_scales(model.layers.values()))
+    found = [*lost_tensor_scales(model.layers.values()), *transposed_layers(model.weights.values(), model.config or {})]
+    yield from (Issue("warning", "model", text) for text in found)
 
 
 def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:

@@ -11,6 +11,7 @@ from synthetic import refused
 
 from fp4kit.checkpoint import Rules, convert, convert_tensors, make_plan
 from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.checkpoint.verify.verify import verify
 
 O_PROJ, EXPERTS = "model.layers.0.self_attn.o_proj", "model.layers.0.mlp.experts"
 
@@ -83,3 +84,17 @@ def test_scales_that_are_multiplied_twice_are_doubted(tmp_path: Path) -> None:
     convert(model(tmp_path / "m", tiny), tmp_path / "q", "nvfp4-te", format="modelopt")
     (doubt,) = convert(tmp_path / "q", tmp_path / "out", format="bf16").doubts
     assert doubt.startswith(f"{O_PROJ}.weight: its scales allow only values up to")
+
+
+def test_transposed_layers_are_named(tmp_path: Path) -> None:
+    """A down projection stored as [K, N] gives a warning in convert and verify; a square layer cannot be told."""
+    tensors = synthetic.dense(tmp_path / "plain")
+    down, square = "model.layers.0.mlp.down_proj.weight", f"{O_PROJ}.weight"
+    turned = {name: np.ascontiguousarray(x.T) if name in (down, square) else x for name, x in tensors.items()}
+    text = "model.layers.0.mlp.down_proj: seems to be stored transposed"
+    for number, (found, expected) in enumerate(((tensors, 0), (turned, 1))):
+        config = {"model_type": "qwen3", "num_hidden_layers": 2, "hidden_size": synthetic.HIDDEN}
+        root = tmp_path / str(number)
+        synthetic.write_model(root, config, found)
+        assert sum(warning.startswith(text) for warning in make_plan(root).warnings) == expected
+        assert sum(issue.text.startswith(text) for issue in verify(root).issues) == expected
