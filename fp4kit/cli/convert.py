@@ -107,8 +107,8 @@ def register(subparsers: Any) -> None:
     )
     text = (
         "how layers are quantized; `fp4kit recipes` lists the recipes"
-        f" (default: {_RECIPE}; with --scale-search {scale_search.RECIPE}). PATTERN=RECIPE is for the modules that"
-        " match, as in --only; repeatable, the first pattern that matches decides"
+        f" (default: {_RECIPE}; with --scale-search {scale_search.RECIPE}). PATTERN=RECIPE sets the recipe of the"
+        " modules that match PATTERN, a GLOB as in --only; repeatable; the first pattern that matches decides"
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="[PATTERN=]RECIPE", help=text)
     form: Any = parser.add_argument(
@@ -133,18 +133,18 @@ def register(subparsers: Any) -> None:
 def add_scale_search(parser: Any) -> None:
     """Add the options --scale-search, --column-weights and --imatrix, which the commands convert and verify share."""
     text = (
-        "search for the block scales with the smallest error, instead of computing them from the amax. The error is"
-        " mse, mae, max or a p-norm (p2.4). For NVFP4, and for MXFP4 in GGUF files"
+        "search for the block scales with the smallest error, instead of computing them from the amax. ERROR is mse,"
+        " mae, max, or p and a power, such as p2.4. For NVFP4, and for MXFP4 in GGUF files"
     )
     parser.add_argument("--scale-search", metavar="ERROR", help=text)
     text = (
-        "weight the error per column: a safetensors file with one float32 vector per layer, named as its weight or"
-        " module"
+        "weight the error per column. FILE is a safetensors file with one float32 vector per layer, which has the name"
+        " of the layer's weight or module"
     )
     parser.add_argument("--column-weights", metavar="FILE", help=text)
     text = (
-        "weight the error per column by llama.cpp's importance matrix, a legacy (.dat) or GGUF file: the mean square of"
-        " each input channel, per expert"
+        "weight the error per column by an importance matrix of llama.cpp, which holds the mean square of each input"
+        " channel, per expert. FILE is a legacy (.dat) or GGUF file"
     )
     parser.add_argument("--imatrix", metavar="FILE", help=text)
 
@@ -159,11 +159,11 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preset", choices=PRESETS, default="linear", help=text)
     for option, which in (("--keep-first", "first"), ("--keep-last", "last")):
         group.add_argument(
-            option, type=int, default=0, metavar="N", help=f"leave the {which} N decoder layers as they are"
+            option, type=int, default=0, metavar="N", help=f"do not convert the {which} N decoder layers"
         )
     for option, text in (
-        ("--keep", "leave modules that match as they are"),
-        ("--only", "convert only modules that match"),
+        ("--keep", "do not convert modules whose name matches"),
+        ("--only", "convert only modules whose name matches"),
     ):
         text += ", such as 'model.layers.*.mlp.*'; repeatable"
         group.add_argument(option, action="append", default=[], metavar="GLOB", help=text)
@@ -179,8 +179,8 @@ def _add_numbers(parser: argparse.ArgumentParser) -> None:
         "--nonfinite",
         choices=NONFINITE,
         default="error",
-        help="for NaN and infinities: error: stop; keep: quantize them as the recipe does; saturate: replace infinities"
-        " by the largest finite magnitude and NaN by 0 (default: %(default)s)",
+        help="what to do with NaN and infinities: error: stop; keep: quantize them as the recipe does; saturate:"
+        " replace infinities by the largest finite magnitude and NaN by 0 (default: %(default)s)",
     )
     add_ignore(group)
     group.add_argument(
@@ -209,19 +209,20 @@ def add_activations(parser: argparse.ArgumentParser, does: str) -> None:
         action="append",
         default=[],
         metavar="FILE",
-        help=f"{does}, from the inputs that fp4kit.torch.collect or fp4kit.calibration.Collector measured; repeatable,"
-        " files of several ranks are merged. NVFP4 only",
+        help=f"{does}. FILE holds the inputs that fp4kit.torch.collect or fp4kit.calibration.Collector measured; repeat"
+        " the option for the files of several ranks, which are merged. NVFP4 only",
     )
     group.add_argument(
         "--activation-rule",
         choices=RULES,
-        help="max: the largest input; headroom: an amax above it, so that larger inputs do not saturate (default: max)",
+        help="the amax from which an input scale is computed: max: the largest input; headroom: a number above the"
+        " largest input, so that larger inputs do not saturate (default: max)",
     )
     group.add_argument(
         "--unseen-experts",
         choices=UNSEEN,
-        help="for experts that saw no token: error: stop and name them; layer: take the largest amax of the experts of"
-        " their layer; none: write no input scale (default: error)",
+        help="what to do for experts that saw no token: error: stop and name the experts; layer: use the largest amax"
+        " of the experts of their layer; none: write no input scale for them (default: error)",
     )
 
 
@@ -241,8 +242,8 @@ def _add_execution(parser: argparse.ArgumentParser) -> None:
 def add_workers(parser: Any) -> None:
     """Add the options --workers, --dask and --device about where work is done, which convert and verify share."""
     text = (
-        "number of workers (default: depends on the machine). Workers are threads, with three exceptions: verify on the"
-        " CPU, a missing compiled engine, and 4 or more workers that convert a large model on the CPU use processes"
+        "number of workers (default: depends on the machine). Workers are threads. They are processes if verify runs on"
+        " the CPU, if there is no compiled engine, or if 4 or more workers convert a large model on the CPU"
     )
     parser.add_argument("--workers", type=int, metavar="N", help=text)
     parser.add_argument(

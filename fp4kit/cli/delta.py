@@ -24,10 +24,13 @@ def register(subparsers: Any) -> None:
         subparsers,
         "diff",
         _diff,
-        "write a patch: what changed in a model",
-        examples=(("fp4kit diff step100 step101 -o step101.patch", "write the bytes that changed, and count flips"),),
-        description="Write a patch: the bytes that changed between two versions of a model, with the SHA-256 of every"
-        " file. Also print, per quantized layer, how many codes and block scales changed.",
+        "write what changed between two versions to a patch",
+        examples=(
+            ("fp4kit diff step100 step101 -o step101.patch", "write the changed bytes, and count the changed codes"),
+        ),
+        description="Write a patch file: the bytes that changed between two versions of a model, and the SHA-256 of"
+        " every file. Also print, per quantized layer, how many codes and block scales changed. Exit codes: 0 done, 2"
+        " error.",
         writes=lambda args: args.output,
     )
     add_path(parser, "a", metavar="A", help="old version: a model directory, safetensors file or GGUF file")
@@ -37,10 +40,15 @@ def register(subparsers: Any) -> None:
         subparsers,
         "apply",
         _apply,
-        "write the model that a patch leads to",
-        examples=(("fp4kit apply step100 step101.patch step101", "write the new version; every file is hashed"),),
+        "write the new version of a model from a patch",
+        examples=(
+            (
+                "fp4kit apply step100 step101.patch step101",
+                "write the new version, and compare the SHA-256 of each file",
+            ),
+        ),
         description="Write the new version of a model from the old version and a patch that fp4kit diff wrote. The old"
-        " and the new files are compared with the patch's SHA-256.",
+        " and the new files must have the SHA-256 that the patch states. Exit codes: 0 done, 2 error.",
         writes=lambda args: Path(args.destination),
     )
     add_path(parser, "a", metavar="A", help="old version: a model directory, safetensors file or GGUF file")

@@ -26,12 +26,13 @@ def register(subparsers: Any) -> None:
             ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer"),
         ),
         description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
-        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained, 1 some layer is not,"
-        " is corrupted or has no counterpart in the source, 2 error.",
+        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained; 1 a layer is not explained, is"
+        " corrupted, or has no counterpart in the source; 2 error.",
     )
     parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
-    parser.add_argument("--source", required=True, metavar="SRC", help="directory or GGUF file that it was made from")
+    text = "directory or GGUF file of the unquantized model that DST was made from"
+    parser.add_argument("--source", required=True, metavar="SRC", help=text)
     add_ignore(parser)
     parser.add_argument("--all", action="store_true", help="print every layer, not only the exceptions to the verdict")
 

@@ -184,8 +184,8 @@ def add_command(
 def add_ignore(parser: Any) -> None:
     """Add the option --ignore, which several commands that read checkpoints share."""
     text = (
-        "leave out a tensor, config key or metadata entry that fp4kit does not know, instead of stopping; at your own"
-        " risk; repeatable"
+        "leave out tensors, config keys and metadata entries that match and that fp4kit does not know, instead of"
+        " stopping. Decoded values may then be wrong; repeatable"
     )
     parser.add_argument("--ignore", action="append", default=[], metavar="GLOB", help=text)
 

@@ -31,8 +31,10 @@ def register(commands: Any) -> None:
         examples=(
             ("fp4kit recipes nvfp4", "list the recipes of a format"),
             ("fp4kit recipes modelopt", "list the recipes of a producer"),
-            ("fp4kit recipes nvfp4-te --check", "compare one with its producer's recorded outputs"),
+            ("fp4kit recipes nvfp4-te --check", "compare one recipe with its producer's recorded outputs"),
         ),
+        description="List the recipes, or compare them with the outputs of their producers. Exit codes: 0 done, 1 a"
+        " recipe differs or nothing was compared, 2 error.",
     )
     listing.add_argument(
         "ids", nargs="*", metavar="ID", help="recipes to show, by id, format or producer (default: all)"
@@ -54,7 +56,8 @@ def register(commands: Any) -> None:
     text = "with --check: directory of recorded outputs (default: those of the package)"
     listing.add_argument("--golden", metavar="DIR", help=text)
     example = ("fp4kit formats", "list element formats, scale formats and block formats")
-    add_command(commands, "formats", _formats, "list the number formats", examples=(example,))
+    text = "List the number formats: element formats, scale formats, and block formats, which combine both."
+    add_command(commands, "formats", _formats, "list the number formats", examples=(example,), description=text)
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:

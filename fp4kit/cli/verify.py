@@ -28,14 +28,14 @@ def register(subparsers: Any) -> None:
         subparsers,
         "verify",
         _verify,
-        "check that a checkpoint is intact, loads, and is exact",
+        "check the files, config and bytes of a checkpoint",
         examples=(
-            ("fp4kit verify Llama-NVFP4 --source Llama", "compare every byte with the original, encoded again"),
+            ("fp4kit verify Llama-NVFP4 --source Llama", "compare every byte with the original, quantized again"),
             ("fp4kit verify Llama-NVFP4", "check the files and what engines require"),
             ("fp4kit verify Llama-NVFP4 --source Llama --html report.html", "also write a report with charts"),
         ),
         description="Check the files of a checkpoint against its manifest, and its scales and configs against what"
-        " engines require. With --source, encode the source again and compare every byte.",
+        " engines require. With --source, quantize the source again and compare every byte.",
         epilog="Exit codes: 0 no errors, perhaps warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot"
         " be read.",
     )
@@ -50,7 +50,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--html", type=Path, metavar="FILE", help="write a report with charts: one HTML file, readable offline"
     )
-    add_activations(parser, "compare with the input scales that follow")
+    add_activations(parser, "compare the stored input scales with those of these activations")
     add_workers(parser)
 
 

@@ -29,6 +29,7 @@ RIGHT = {
     "fake_quantize_grouped_backward": {"grads": [X], "xs": [X], "recipe": "nvfp4", "pass_through": False},
     "GroupedPlan": {"xs": [X], "recipe": "nvfp4"},
     "identify": {"q": Q, "x": X},
+    "matmul": {"a": Q, "b": Q},
     "pack": {"codes": Q.packed & 7},
     "partial_amax": {"shard": FLAT, "shape": (32, 64), "start": 0, "recipe": "nvfp4-te-2d"},
     "partial_cast": {
@@ -49,6 +50,7 @@ RIGHT = {
     "set_num_threads": {"count": 2},
     "swizzle": {"q_or_scales": Q, "layout": "swizzled_8x4"},
     "transpose": {"q": Q},
+    "unit": {"id": "sm100"},
     "unpack": {"packed": Q.packed},
     "unswizzle": {"q_or_scales": Q.block_scale, "layout": "linear", "shape": Q.block_scale.shape},
 }
@@ -66,7 +68,7 @@ WRONG = [
     np.zeros((2, 2), np.uint8),
     np.zeros((0, 16), np.float32),
 ]
-NOT_CALLED = {"engine", "num_threads", "specification"}  # they take no arguments
+NOT_CALLED = {"engine", "num_threads", "specification", "units"}  # they take no arguments
 # cast_master_weights makes a MasterWeightsPlan, so it raises the plan's errors. threads raises only when it is entered.
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}
 
