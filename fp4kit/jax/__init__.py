@@ -1,6 +1,7 @@
 """fp4kit for JAX: differentiable operations under jit, grad and vmap. Import it by name: `import fp4kit.jax`.
 
 - fake_quantize and fake_quantize_grouped have gradients.
+- linear multiplies quantized activations and weights as a matrix unit does, with gradients.
 - quantize returns a Quantized of JAX arrays, and dequantize takes one. A Quantized is a pytree.
 """
 
@@ -11,10 +12,11 @@ import jax
 from fp4kit.jax.codes import dequantize, quantize
 from fp4kit.jax.functions import fake_quantize
 from fp4kit.jax.groups import fake_quantize_grouped
+from fp4kit.jax.linear import linear
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import flatten, unflatten
 
-__all__ = ["dequantize", "fake_quantize", "fake_quantize_grouped", "quantize"]
+__all__ = ["dequantize", "fake_quantize", "fake_quantize_grouped", "linear", "quantize"]
 
 
 def _with_keys(q: Quantized) -> tuple[Any, Any]:

@@ -25,6 +25,8 @@ from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.jax import ffi
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.units import from_spec as unit_from_spec
+from fp4kit.units import to_spec as unit_to_spec
 
 Array = Any
 Shapes = Sequence[jax.ShapeDtypeStruct]
@@ -118,6 +120,8 @@ def _encoded(value: Any, arrays: list[Array]) -> Any:
         return {"quantized": {**facts, **parts, "recipe": _encoded(value.recipe, arrays)}}
     if isinstance(value, fp4kit.Recipe):
         return {"recipe": to_spec(value)}
+    if isinstance(value, fp4kit.Unit):
+        return {"unit": unit_to_spec(value)}
     if isinstance(value, (list, tuple)):
         return [_encoded(entry, arrays) for entry in value]
     if hasattr(value, "dtype"):
@@ -136,5 +140,7 @@ def _decoded(value: Any, arrays: list[Array]) -> Any:
         return arrays[value["array"]]
     if "recipe" in value and len(value) == 1:
         return from_spec(value["recipe"])
+    if "unit" in value:
+        return unit_from_spec(value["unit"])
     fields = {name: _decoded(entry, arrays) for name, entry in value["quantized"].items()}
     return Quantized(**fields | {"shape": tuple(fields["shape"])})

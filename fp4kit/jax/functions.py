@@ -122,9 +122,8 @@ def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
         checks.check_float(op, x, name)
         return jax.numpy.asarray(x)
     if not isinstance(x, jax.Array):
-        raise TypeError(
-            f"{op}: {name} is {type(x).__name__}; needs a jax.Array; fp4kit.{op} takes arrays of other libraries"
-        )
+        way_out = f"; fp4kit.{op} takes arrays of other libraries" if hasattr(fp4kit, op) else ""
+        raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a jax.Array{way_out}")
     return x
 
 

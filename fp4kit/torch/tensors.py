@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+import fp4kit
 from fp4kit.arrays.imports import check_one_device, is_distributed, way_to_array, way_to_local
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.abstract_array import AbstractArray
@@ -33,8 +34,10 @@ def check_devices(op: str, **tensors: torch.Tensor | None) -> None:
 def check_tensor(op: str, x: Any, name: str = "x") -> None:
     """Raise TypeError unless x is a torch.Tensor that is not a DTensor. The message begins with ``op`` and ``name``."""
     if not isinstance(x, torch.Tensor):
-        is_array = hasattr(x, "__dlpack__") or isinstance(x, (list, tuple, float, int))
-        way_out = f"fp4kit.{op} takes arrays of other libraries" if is_array else way_to_array(x, name)
+        way_out = way_to_array(x, name)
+        if hasattr(x, "__dlpack__") or isinstance(x, (list, tuple, float, int)):
+            others = f"fp4kit.{op} takes arrays of other libraries"
+            way_out = others if hasattr(fp4kit, op) else f"pass torch.as_tensor({name})"
         raise TypeError(f"{op}: {name} is {type(x).__name__}; needs a torch.Tensor; {way_out}")
     if is_distributed(x):
         raise TypeError(f"{op}: {name} is a DTensor, whose values are spread over ranks; {way_to_local(name)}")

@@ -256,7 +256,11 @@ def test_opcheck(case):
 
 
 BAD = {
-    "x": (lambda: ft.linear(X, W, **TE), TypeError, "linear: x is ndarray; needs a torch.Tensor"),
+    "x": (
+        lambda x, w: ft.linear(X, w, **TE),
+        TypeError,
+        "linear: x is ndarray; needs a torch.Tensor; pass torch.as_tensor(x)",
+    ),
     "w": (lambda x, w: ft.linear(x, W, **TE), TypeError, "linear: w is ndarray; needs a torch.Tensor"),
     "dtype": (lambda x, w: ft.linear(x.double(), w, **TE), TypeError, "linear: x is float64; needs float32"),
     "w dtype": (lambda x, w: ft.linear(x, w.int(), **TE), TypeError, "linear: w is int32; needs float32"),
@@ -332,7 +336,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_errors_before_any_work(case, monkeypatch):
     call, kind, text = BAD[case]
-    arguments = () if case == "x" else (to_torch(X), to_torch(W))
+    arguments = to_torch(X), to_torch(W)
     quantized = ft.quantize(arguments[1], "nvfp4-te") if case in ("rows", "two recipes") else None
     if quantized is not None:
         monkeypatch.setattr(ft, "quantize", lambda *_, **__: quantized)
