@@ -15,12 +15,16 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers.container import (
+    CT_FP8,
+    CT_FP8_ROWS,
     CT_MXFP4,
     CT_MXFP8,
     CT_NVFP4,
     DEEPSEEK_V4,
     DEEPSEEK_V4_NVFP4,
     GPT_OSS,
+    MODELOPT_FP8,
+    MODELOPT_FP8_ROWS,
     MODELOPT_MXFP8,
     MODELOPT_NVFP4,
     SGLANG_MXFP8,
@@ -33,9 +37,13 @@ ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMAT
 WRITTEN = (
     MODELOPT_NVFP4,
     MODELOPT_MXFP8,
+    MODELOPT_FP8,
+    MODELOPT_FP8_ROWS,
     CT_NVFP4,
     CT_MXFP4,
     CT_MXFP8,
+    CT_FP8,
+    CT_FP8_ROWS,
     SGLANG_MXFP8,
     GPT_OSS,
     DEEPSEEK_V4,
@@ -48,6 +56,8 @@ def quant_algo(form: Container, has_input_scale: bool) -> str:
 
     NVFP4 without input scales is "W4A16_NVFP4", because loaders of plain NVFP4 always read ``input_scale``.
     """
+    if form.name == MODELOPT_FP8_ROWS.name:
+        return "FP8_PER_CHANNEL_PER_TOKEN"
     name = form.name.removeprefix("modelopt ")
     return "W4A16_NVFP4" if name == "NVFP4" and not has_input_scale else name
 
@@ -59,6 +69,15 @@ def container_id(form: Container, has_input_scale: bool) -> str:
     without them have different names. It is ``form.name`` for all other containers.
     """
     return f"modelopt {quant_algo(form, has_input_scale)}" if form.format == "modelopt" else form.name
+
+
+def compressed_format(name: str) -> str:
+    """Return the ``format`` that compressed-tensors declares for the layers of one of its containers.
+
+    name: the name of the container, such as "compressed-tensors nvfp4-pack-quantized". All FP8 containers have the
+        format "float-quantized".
+    """
+    return "float-quantized" if name in (CT_FP8.name, CT_FP8_ROWS.name) else name.removeprefix("compressed-tensors ")
 
 
 def _producer() -> dict[str, str]:
@@ -88,11 +107,9 @@ def declarations(
         return _deepseek_v4_nvfp4(form, declared, layers)
     if form.format != "modelopt":
         return declared, None
-    quantization = {
-        "quant_algo": quant_algo(form, has_input_scale),
-        "kv_cache_quant_algo": None,
-        "group_size": form.group_size,
-    }
+    quantization: dict[str, Any] = {"quant_algo": quant_algo(form, has_input_scale), "kv_cache_quant_algo": None}
+    if form.group_size:
+        quantization["group_size"] = form.group_size
     return declared, {"producer": _producer(), "quantization": {**quantization, "exclude_modules": list(ignore)}}
 
 
@@ -113,10 +130,11 @@ def awq_declarations(
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of Model-Optimizer, which has ``config_groups`` only for NVFP4."""
+    """Return the ``quantization_config`` of Model-Optimizer, which has ``config_groups`` for NVFP4 and FP8 only."""
     config: dict[str, Any] = {}
-    if form is MODELOPT_NVFP4:
-        one = {"dynamic": False, "num_bits": form.element.bits, "type": "float", "group_size": form.group_size}
+    if form in (MODELOPT_NVFP4, MODELOPT_FP8):
+        one = {"dynamic": False, "num_bits": form.element.bits, "type": "float"}
+        one |= {"group_size": form.group_size} if form.group_size else {}
         kinds = ("input_activations", "weights") if has_input_scale else ("weights",)
         config["config_groups"] = {"group_0": {**{kind: dict(one) for kind in kinds}, "targets": ["Linear"]}}
     algo = quant_algo(form, has_input_scale)
@@ -125,6 +143,30 @@ def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict
 
 def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     """Return the ``quantization_config`` of compressed-tensors, with one config group for all Linear layers."""
+    group = _compressed_group(form, has_input_scale)
+    return {
+        "config_groups": {"group_0": group},
+        "quant_method": "compressed-tensors",
+        "kv_cache_scheme": None,
+        "format": group["format"],
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "ignore": ignore,
+    }
+
+
+def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
+    """Return the config group of compressed-tensors for the layers of one container. Its target is Linear.
+
+    Inputs of FP8 layers are quantized per token at run time, or with the layer's input scale if there is one.
+    """
+    if form.kind in ("fp8 tensor", "fp8 rows"):
+        fp8 = {"num_bits": form.element.bits, "type": "float", "symmetric": True}
+        weights = {**fp8, "strategy": "channel" if form is CT_FP8_ROWS else "tensor", "dynamic": False}
+        inputs: dict[str, Any] | None = {**fp8, "strategy": "token", "dynamic": True}
+        if has_input_scale:
+            inputs = {**fp8, "strategy": "tensor", "dynamic": False}
+        return _group_of(form, weights, inputs)
     strategy = "tensor_group" if form is CT_NVFP4 else "group"
     scale_dtype = "torch.float8_e4m3fn" if form is CT_NVFP4 else "torch.uint8"
     common = {"num_bits": form.element.bits, "type": "float", "symmetric": True, "group_size": form.group_size}
@@ -137,22 +179,20 @@ def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: boo
     )
     if form is CT_MXFP8:  # vLLM supports MXFP8 only with dynamic activations
         inputs = {**common, "dynamic": True, "scale_dtype": scale_dtype}
-    name = form.name.removeprefix("compressed-tensors ")
-    group = {
+    return _group_of(form, weights, inputs)
+
+
+def _group_of(form: Container, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a config group of compressed-tensors for all Linear layers.
+
+    weights, inputs: the schemes of weights and inputs; None leaves inputs unquantized.
+    """
+    return {
         "targets": ["Linear"],
         "weights": weights,
         "input_activations": inputs,
         "output_activations": None,
-        "format": name,
-    }
-    return {
-        "config_groups": {"group_0": group},
-        "quant_method": "compressed-tensors",
-        "kv_cache_scheme": None,
-        "format": name,
-        "quantization_status": "compressed",
-        "global_compression_ratio": None,
-        "ignore": ignore,
+        "format": compressed_format(form.name),
     }
 
 

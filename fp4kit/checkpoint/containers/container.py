@@ -104,7 +104,7 @@ class Container:
 
     name: the container's unique name, as in the table at the head of this file.
     format: the value of ``--format`` that writes it; "" for containers that are only read.
-    kind: "nvfp4", "mxfp4", "mxfp8" or "fp8".
+    kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (128x128 blocks), "fp8 rows" or "fp8 tensor".
     element: the element format of the codes.
     scale: the element format of the block scales; None for float32 scales.
     block: (rows, columns) that share one block scale.
@@ -122,6 +122,7 @@ class Container:
     high_first: True if a byte of 4-bit codes has the even element in the high nibble.
     swizzled: True if the block scales are stored in the order of cuBLAS, in tiles of 128 rows and 4 columns.
     rounds: True if decoded values are rounded to the dtype in which the scales are stored.
+    flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
     method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
     algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none must.
     """
@@ -144,6 +145,7 @@ class Container:
     high_first: bool = False
     swizzled: bool = False
     rounds: bool = False
+    flat_scales: bool = False
     method: str = ""
     algorithm: str = ""
 
@@ -237,7 +239,7 @@ class Container:
             codes, scales = ((*lead, part[-1], part[-2]) for part in (codes, scales))
         found: dict[str, Spec] = {CODES: (self.codes_dtype, codes)}
         if SCALES in self.suffixes:
-            found[SCALES] = (self.scales_dtype, scales)
+            found[SCALES] = (self.scales_dtype, scales[:-1] if self.flat_scales else scales)
         if COLUMN_SCALE in self.suffixes:
             found[COLUMN_SCALE] = ("BF16", (columns,))
         if TAG in self.suffixes:
@@ -299,11 +301,12 @@ class Container:
         - Swizzled scales, padded to whole tiles, are [rows, columns] or, in torchao, [rows / 4, columns * 4].
         """
         usual = self.specs(shape)[SCALES][1]
+        if not self.block[1]:
+            lead_and_rows = usual if self.flat_scales else usual[:-1]
+            return usual, (*lead_and_rows, 1) if self.flat_scales else lead_and_rows
         *lead, rows, columns = usual
         if self.swizzled:
             return usual, (*lead, rows // 4, columns * 4)
-        if not self.block[1]:
-            return usual, (*lead, rows)
         return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
 
     def module_of(self, name: str) -> str | None:
@@ -328,20 +331,22 @@ class Container:
         """Return whether this container can store the codes and scales of a recipe.
 
         Element format, scale format, block size and tensor scaling must agree. A recipe that only fakes quantization
-        cannot be stored.
+        cannot be stored. FP8 containers with one scale per layer or per row need a recipe without blocks.
         """
-        scaling = "tensor" if self.has_tensor_scale else "none"
+        scaling = {"fp8 rows": "row", "fp8": "block"}.get(self.kind, "tensor" if self.has_tensor_scale else "none")
+        size = recipe.block_size == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
         return (
             not recipe.fake_only
             and (recipe.element, recipe.scale, recipe.tensor_scaling) == (self.element, self.scale, scaling)
-            and recipe.block_size == self.group_size
+            and size
         )
 
     def same_codes(self, other: Container) -> bool:
         """Return whether a layer can be moved to the container ``other`` without changing its codes and block scales.
 
         Names, layout and the direction of the tensor scale may differ. A layer without a tensor scale can be moved to a
-        container with a tensor scale, which becomes 1; the reverse is not possible.
+        container with a tensor scale, which becomes 1; the reverse is not possible. Rounding of decoded values is not
+        considered here (see job.action_of).
         """
         return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
 
@@ -349,7 +354,8 @@ class Container:
     def _values(self) -> tuple[object, ...]:
         """The properties that, together with the stored numbers, determine a layer's decoded values."""
         per_column = COLUMN_SCALE in self.suffixes
-        return self.element, self.scale, self.block, per_column, self.rounds
+        block = self.kind if self.scale is None and self.block[0] == 1 else self.block
+        return self.element, self.scale, block, per_column
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the number of bytes of a layer of shape [..., N, K] in this container, without its input scale."""
@@ -439,13 +445,13 @@ MODELOPT_STACKS = Container(
 FP8_BLOCKS = Container(
     "fp8 128x128", "", "fp8", E4M3, None, (128, 128), {CODES: ".weight", SCALES: ".weight_scale_inv"}, "F8_E4M3", "F32"
 )
-# The containers of _fp8 are only read: FP8 with one scale per layer or per row, or with 128x128 blocks whose scales are
-# called weight_scale.
+# The containers of _fp8: FP8 with one scale per layer or per row, or with 128x128 blocks whose scales are called
+# weight_scale. Model-Optimizer's and compressed-tensors' are written, those with blocks and quark's are only read.
 _FP8_DTYPES = ("F8_E4M3", "F32")
 
 
 def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
-    """Return a container of FP8 codes with float32 scales, which is only read.
+    """Return a container of FP8 codes with float32 scales.
 
     name: the container's name without the method.
     block: (rows, columns) per scale; (1, 0) for one scale per row; (0, 0) for one scale per layer.
@@ -456,15 +462,18 @@ def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
     kind = {(128, 128): "fp8", (1, 0): "fp8 rows"}.get(block, "fp8 tensor")
     rounds = method == "compressed-tensors"
     sized = block if block[0] else (1, 0)
-    return Container(
-        f"{method} {name}", "", kind, E4M3, None, sized, suffixes, *_FP8_DTYPES, rounds=rounds, method=method
-    )
+    format = "" if kind == "fp8" or method == "quark" else method
+    scalar = (1,) if rounds else ()
+    flat = kind == "fp8 rows" and method == "modelopt"
+    found = Container(f"{method} {name}", format, kind, E4M3, None, sized, suffixes, *_FP8_DTYPES, scalar)
+    return replace(found, rounds=rounds, flat_scales=flat, method=method)
 
 
 _FP8_BLOCKS = (("FP8", (0, 0)), ("FP8 per row", (1, 0)), ("FP8 128x128", (128, 128)))
 FP8_LAYERS = tuple(
     _fp8(name, block, method) for method in ("modelopt", "compressed-tensors", "quark") for name, block in _FP8_BLOCKS
 )
+MODELOPT_FP8, MODELOPT_FP8_ROWS, _, CT_FP8, CT_FP8_ROWS = FP8_LAYERS[:5]
 FP8_POWERS = Container(
     "fp8 128x128 ue8m0", "", "fp8", E4M3, E8M0, (128, 128), {CODES: ".weight", SCALES: ".scale"}, "F8_E4M3", "F8_E8M0"
 )
@@ -514,7 +523,7 @@ def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Co
 COMFY_NVFP4 = _comfy(MODELOPT_NVFP4, "nvfp4", high_first=True)
 COMFY_AWQ = _comfy(MODELOPT_AWQ, "nvfp4 with pre_quant_scale", "", high_first=True)
 COMFY_MXFP8 = _comfy(MODELOPT_MXFP8, "mxfp8")
-COMFY_FP8 = _comfy(FP8_LAYERS[0], "float8_e4m3fn", "")
+COMFY_FP8 = _comfy(MODELOPT_FP8, "float8_e4m3fn", "")
 
 
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:

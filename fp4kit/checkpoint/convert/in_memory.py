@@ -518,10 +518,14 @@ def _parts(
     packed, scales_of_blocks = q.packed, q.block_scale
     if shared is not None and shared == 0:
         q = of_zeros(q.to("numpy"))
-        packed, scales_of_blocks = _in_library(q.packed, packed), _in_library(q.block_scale, packed)
+        zeros = None if q.block_scale is None else _in_library(q.block_scale, packed)
+        packed, scales_of_blocks = _in_library(q.packed, packed), zeros
     specs = form.specs(tuple(matrix.shape))
     yield module + form.suffixes[CODES], _typed(packed, form.codes_dtype).reshape(specs[CODES][1])
-    yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
+    if rules.recipe.tensor_scaling == "row":
+        yield module + form.suffixes[SCALES], q.tensor_scale.reshape(specs[SCALES][1])
+    elif SCALES in form.suffixes:
+        yield module + form.suffixes[SCALES], _typed(scales_of_blocks, form.scales_dtype)
     scales = [] if shared is None else [(TENSOR_SCALE, _stored_scale(module, q, shared, rules))]
     if rules.input_scale is not None:
         input_scale = np.float32(rules.input_scale)

@@ -18,7 +18,8 @@ def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
     tensors. If it stores swizzled scales, every call but the last must get a multiple of 128 rows.
 
     codes: packed codes of shape (rows, bytes per row).
-    scales: the codes of the block scales, of shape (rows, blocks per row).
+    scales: the codes of the block scales, of shape (rows, blocks per row); for FP8, the scales of the rows, as floats.
+        They are ignored if the container stores one scale per layer.
     """
     form = job.container
     if form.in_blocks:
@@ -27,4 +28,5 @@ def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
     if form.high_first:
         codes = (codes << np.uint8(4)) | (codes >> np.uint8(4))
     output.put(CODES, codes)
-    output.put(SCALES, swizzle_scales(scales, "swizzled_128x4") if form.swizzled else scales)
+    if output.has(SCALES):
+        output.put(SCALES, swizzle_scales(scales, "swizzled_128x4") if form.swizzled else scales)

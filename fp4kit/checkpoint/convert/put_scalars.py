@@ -12,7 +12,7 @@ import numpy as np
 from fp4kit.calibration.scales import input_global_scale, input_scale
 from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container
 from fp4kit.checkpoint.plan.job import Job, Sink
-from fp4kit.formats import FLT_MAX, FLT_MIN
+from fp4kit.formats import E4M3, FLT_MAX, FLT_MIN
 from fp4kit.storage.errors import CheckpointError, shown
 
 
@@ -86,6 +86,8 @@ def input_scale_of(form: Container, amax: np.float32) -> np.float32:
 
     amax: the measured amax of the layer's inputs.
     """
+    if form.kind == "fp8 tensor":  # Model-Optimizer 0.47 export/quant_utils.py get_activation_scaling_factor
+        return np.float32(np.float32(amax) / np.float32(E4M3.max))
     return input_global_scale(amax) if form.divides else input_scale(amax)
 
 

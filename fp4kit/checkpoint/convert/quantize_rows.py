@@ -17,6 +17,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.checkpoint.plan.scale_search import Losses
+from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -32,7 +33,8 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
 
     amax: the largest amax of the layers that share the tensor scale.
     """
-    tensor_amax = None if job.new_recipe.tensor_scaling == "none" else amax
+    tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
+    by_row = job.new_recipe.tensor_scaling == "row"
     replaced, q, losses = 0, None, Losses()
     weights = _column_weights(job, readers)
     height = lcm(job.new_recipe.block_rows, job.container.slab_rows)
@@ -47,8 +49,8 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
         else:
             q = quantized(x, job, tensor_amax)
         check_scales(job, q)
-        put_rows(job, output, q.packed, q.block_scale)
-    if q is not None and q.tensor_scale is not None:
+        put_rows(job, output, q.packed, q.tensor_scale if by_row else q.block_scale)
+    if q is not None and q.tensor_scale is not None and not by_row:
         put_scalars(job, output, np.float32(q.tensor_scale), divisor_of(job.new_recipe, job.container, amax, x.dtype))
     return replaced, losses
 
@@ -77,10 +79,13 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
 def of_zeros(q: Quantized) -> Quantized:
     """Return the quantized zeros ``q`` with scales that every loader can read: block scales 0 and tensor scale 1.
 
+    FP8 has no block scales.
+
     For all-zero tensors, most producers store scales that are 0, subnormal or NaN. Only the recipe nvfp4-te already
     computes these scales.
     """
-    zeros = {"packed": np.zeros_like(q.packed), "block_scale": np.zeros_like(q.block_scale)}
+    zeros = {"packed": np.zeros_like(q.packed)}
+    zeros |= {} if q.block_scale is None else {"block_scale": np.zeros_like(q.block_scale)}
     return replace(q, **zeros, tensor_scale=np.ones_like(q.tensor_scale), tensor_amax=None)
 
 
@@ -124,9 +129,19 @@ def check_scales(job: Job, q: Quantized) -> None:
     """Raise CheckpointError if new block scales are NaN, because no loader can use them.
 
     Some recipes compute NaN block scales for zeros or subnormals. NaN is accepted if the job has nonfinite="keep",
-    except in GGUF blocks.
+    except in GGUF blocks. A scale per row must be a positive normal float32, or NaN or infinity with "keep".
     """
-    assert q.recipe.scale is not None and q.block_scale is not None
+    if q.recipe.scale is None:
+        scales = np.asarray(q.tensor_scale, np.float32)
+        usable = (scales >= FLT_MIN) & (scales <= FLT_MAX)
+        bad = int(np.count_nonzero(~(usable | (~np.isfinite(scales) & (job.nonfinite == "keep")))))
+        if bad and q.recipe.tensor_scaling == "row":
+            raise CheckpointError(
+                f"{shown(job.name)}: {bad} scales of rows are not positive normal float32 numbers;"
+                " leave the layer out with --keep"
+            )
+        return
+    assert q.block_scale is not None
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
     # In GGUF blocks, llama.cpp would read a NaN scale as a number.
     if bad and (job.nonfinite != "keep" or job.container.in_blocks):

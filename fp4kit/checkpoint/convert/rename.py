@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE
+from fp4kit.checkpoint.containers.container import COLUMN_SCALE, INPUT_SCALE, SCALES
 from fp4kit.checkpoint.convert.put_rows import put_rows
 from fp4kit.checkpoint.convert.put_scalars import (
     check_input_scale,
@@ -19,6 +19,7 @@ from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
 from fp4kit.checkpoint.model.weights import TENSOR_SCALE
 from fp4kit.checkpoint.plan.job import Job, Sink
 from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 
 def write(job: Job, readers: Readers, output: Sink) -> None:
@@ -30,15 +31,21 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
     """
     source_form = job.weight.container
     assert source_form is not None
+    dtypes = {
+        target.part: NUMPY_DTYPES[target.dtype] for target in job.targets if target.part in (SCALES, TENSOR_SCALE)
+    }
     for slab in slabs(readers, job.weight, job.expert, job.span, job.container.slab_rows):
-        put_rows(job, output, slab.codes, slab.scales)
+        scales = slab.scales
+        if job.container.scale is None and scales is not None and SCALES in dtypes:
+            scales = scales.astype(dtypes[SCALES])
+        put_rows(job, output, slab.codes, scales)
     for part, put in ((TENSOR_SCALE, put_tensor_scale), (INPUT_SCALE, put_input_scale)):
         if output.has(part) and part in job.weight.parts:
             stored = scalar_of(readers, job.weight, part, job.expert)
             if part == INPUT_SCALE:
                 check_input_scale(job, stored)
             if source_form.direction == job.container.direction:
-                output.put(part, np.array([stored], np.float32))
+                output.put(part, np.array([stored], dtypes.get(part, np.float32)))
             else:
                 put(job, output, source_form.multiplier(stored))
         elif output.has(part) and part == TENSOR_SCALE:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from fp4kit.checkpoint.containers.configs import compressed_format
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
 
@@ -35,18 +36,25 @@ def groups(config: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [group for group in found.values() if isinstance(group, Mapping)] if isinstance(found, Mapping) else []
 
 
+_WITH_INPUT_SCALES = (
+    "compressed-tensors nvfp4-pack-quantized",
+    "compressed-tensors FP8",
+    "compressed-tensors FP8 per row",
+)
+
+
 def has_static_inputs(container: str, config: Mapping[str, Any]) -> bool:
     """Return whether a checkpoint must store input scales according to compressed-tensors' config.
 
-    It must if its layers are NVFP4 and a group of its config quantizes input activations with scales that are not
-    computed at run time. Return False for other containers.
+    It must if its layers are NVFP4 or FP8, and a group of its config quantizes input activations with scales that are
+    not computed at run time. Return False for other containers.
 
     container: one of ``containers.CONTAINERS``.
     config: the content of config.json.
     """
     inputs = [_section(group, "input_activations") for group in groups(config)]
     stored = any(each and each.get("dynamic") is not True for each in inputs)
-    return stored and container == "compressed-tensors nvfp4-pack-quantized"
+    return stored and container in _WITH_INPUT_SCALES
 
 
 def _method(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -153,7 +161,7 @@ def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mappin
         fitting = sorted(one for one in algorithms if one.upper().endswith(kind.upper()))
         if fitting:
             return {**config, "quantization_config": {**declared, "quant_algo": fitting[0]}}
-    form = container.removeprefix("compressed-tensors ")
+    form = compressed_format(container)
     found = declared.get("config_groups")
     if declared.get("format") == "mixed-precision" and isinstance(found, Mapping):
         own = {n: each for n, each in found.items() if isinstance(each, Mapping) and each.get("format") == form}
@@ -165,6 +173,8 @@ _CT_WEIGHTS: dict[str, dict[str, Any]] = {
     "compressed-tensors nvfp4-pack-quantized": {"strategy": "tensor_group", "num_bits": 4, "group_size": 16},
     "compressed-tensors mxfp4-pack-quantized": {"strategy": "group", "num_bits": 4, "group_size": 32},
     "compressed-tensors mxfp8-quantized": {"strategy": "group", "num_bits": 8, "group_size": 32},
+    "compressed-tensors FP8": {"strategy": "tensor", "num_bits": 8},
+    "compressed-tensors FP8 per row": {"strategy": "channel", "num_bits": 8},
 }
 
 
@@ -176,7 +186,7 @@ def _compressed_tensors(container: str, config: Mapping[str, Any]) -> Iterator[F
     container: the container of the tensors, one of ``containers.CONTAINERS``.
     config: the content of config.json.
     """
-    needed_format = container.removeprefix("compressed-tensors ")
+    needed_format = compressed_format(container)
     if (found := quantization_config(config).get("format")) != needed_format:
         yield finding(
             "vLLM", "error", _CONFIG, f"quantization_config.format is {found!r}; the tensors are {needed_format!r}"

@@ -11,7 +11,7 @@ from fp4kit.checkpoint.containers.configs import FORMATS, container_id
 from fp4kit.checkpoint.containers.container import CONTAINERS as STORED
 from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
 
-KINDS = ("nvfp4", "mxfp4", "mxfp8")
+KINDS = ("nvfp4", "mxfp4", "mxfp8", "fp8 tensor", "fp8 rows")
 _SYNTAX = {
     "modelopt": "modelopt",
     "compressed-tensors": "compressed-tensors",
@@ -27,7 +27,7 @@ class LoaderContainer:
     id: the unique name, such as "modelopt NVFP4".
     format: the value of ``--format`` that writes it.
     kind: the kind of the recipes that it stores, such as "nvfp4"; None for unquantized weights.
-    group_size: the number of elements that share a block scale; None for unquantized weights.
+    group_size: the number of elements that share a block scale; None for unquantized weights and for FP8.
     syntax: the syntax of its exclusion list, as for ``exclusions.exclusion_list``; None if it has no list.
     """
 
@@ -46,7 +46,8 @@ def _declared() -> dict[str, LoaderContainer]:
     ids = [(container_id(MODELOPT_NVFP4, False), MODELOPT_NVFP4)]
     ids += [(container_id(form, True), form) for form in STORED if form.format in FORMATS]
     found = {
-        id: LoaderContainer(id, form.format, form.kind, form.group_size, _SYNTAX.get(form.format)) for id, form in ids
+        id: LoaderContainer(id, form.format, form.kind, form.group_size or None, _SYNTAX.get(form.format))
+        for id, form in ids
     }
     return found | {"bf16": LoaderContainer("bf16", "bf16", None)}
 

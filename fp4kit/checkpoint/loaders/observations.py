@@ -17,6 +17,9 @@ _MXFP4 = ("modelopt mxfp4",)
 _CT_NVFP4 = ("compressed-tensors nvfp4-pack-quantized",)
 _CT_MXFP4 = ("compressed-tensors mxfp4-pack-quantized",)
 _CT_MXFP8 = ("compressed-tensors mxfp8-quantized",)
+_FP8 = ("modelopt FP8",)
+_FP8_CHANNEL = ("modelopt FP8_PER_CHANNEL_PER_TOKEN",)
+_CT_FP8 = ("compressed-tensors FP8", "compressed-tensors FP8 per row")
 _SGLANG_MXFP8 = ("sglang-mxfp8",)
 _GPT_OSS = ("gpt-oss",)
 _DEEPSEEK_V4 = ("deepseek-v4",)
@@ -29,6 +32,10 @@ _NAMES = (
 )
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
 _NO_MODELOPT = "the engine has no modelopt quantizer, so the shapes of packed weights are wrong for it"
+_NO_MODELOPT_FP8 = "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights"
+_ROUNDED_SCALES = (
+    "the engine rounds scales to the dtype of the model, so that in bfloat16 values are off by up to 2^-9 of their size"
+)
 _DEQUANTIZED = "tested without a GPU, where the engine dequantizes the weights to bfloat16"
 _NO_PACKED = "the engine has no parameters for the biases of packed experts (w2_bias)"
 SPLIT_EXPERTS = "the engine reads these experts only as stacks, and leaves separate experts at random values"
@@ -139,7 +146,15 @@ RUNS: tuple[Row, ...] = (
         "run",
         "the engine multiplies experts by their scales as if the scales were not per block",
     ),
-    ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8), "all", "compressed-tensors", "loads", "run", ""),
+    ((*_FP8, *_FP8_CHANNEL), "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
+    (_FP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "read", ""),
+    ((*_FP8, *_FP8_CHANNEL), "all", "Model-Optimizer", "loads", "read", ""),
+    ((*_FP8, *_FP8_CHANNEL), _HF, "transformers", "wrong values", "read", _NO_MODELOPT_FP8),
+    (_CT_FP8, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
+    (_CT_FP8, "dense", "SGLang", "loads", "read", ""),
+    (_CT_FP8, "dense moe", "transformers", "loads", "run", _ROUNDED_SCALES),
+    (_CT_FP8, "stacked_moe", "transformers", "wrong values", "read", SPLIT_EXPERTS),
+    ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8, *_CT_FP8), "all", "compressed-tensors", "loads", "run", ""),
     (_SGLANG_MXFP8, _HF, "SGLang", "loads", "run", ""),
     (
         _SGLANG_MXFP8,

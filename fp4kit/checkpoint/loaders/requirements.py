@@ -13,6 +13,11 @@ The functions work on plain data; no file is read. The table lists the required 
 |                          | weight_global_scale F32 [1] (a divisor), input_global_scale with static inputs      |
 | compressed-tensors mxfp4 | weight_packed U8 [N, K/2], weight_scale U8 [N, K/32]                                |
 | compressed-tensors mxfp8 | weight F8_E4M3 [N, K], weight_scale U8 [N, K/32]                                    |
+| modelopt FP8             | weight F8_E4M3 [N, K], weight_scale [], input_scale []; scales in any float dtype   |
+| modelopt FP8 per channel | weight F8_E4M3 [N, K], weight_scale [N] in any float dtype                          |
+| compressed-tensors FP8   | weight F8_E4M3 [N, K], weight_scale [1] in any float dtype, input_scale with static |
+|                          | inputs                                                                              |
+| - per row                | weight F8_E4M3 [N, K], weight_scale [N, 1] in any float dtype                       |
 | sglang-mxfp8             | weight F8_E4M3 [N, K], weight_scale_inv U8 [N, K/32]                                |
 | gpt-oss                  | P_blocks U8 [E, N, K/32, 16], P_scales U8 [E, N, K/32]                              |
 | deepseek-v4              | weight I8 [N, K/2], scale F8_E8M0 [N, K/32]; FP8 layers: scale [N/128, K/128]       |
@@ -54,11 +59,13 @@ class Required:
     suffix: the end of the tensor's name, after the name of the layer.
     dtype: the safetensors dtype that it must have.
     shape: its shape in terms of the layer's N and K, such as "N, K/16"; "" for a scalar, which may be stored as [1].
+    others: further dtypes that engines accept.
     """
 
     suffix: str
     dtype: str
     shape: str
+    others: tuple[str, ...] = ()
 
 
 _CODES = {"packed": ("U8", "N, K/2"), "bytes": ("F8_E4M3", "N, K")}
@@ -83,10 +90,27 @@ def _nvfp4(weight: str, *scalars: str) -> tuple[Required, ...]:
     return Required(weight, *_CODES["packed"]), Required(".weight_scale", "F8_E4M3", "N, K/16"), *scales
 
 
+_HALVES = ("BF16", "F16")  # dtypes of FP8 scales that engines convert to float32 when they load them
+
+
+def _fp8(shape: str, *scalars: str) -> tuple[Required, ...]:
+    """Return the tensors of an FP8 layer: codes, scales and scalars.
+
+    shape: the shape of the scales.
+    scalars: the suffixes of the scalars, such as the input scale.
+    """
+    scales = (Required(scalar, "F32", "", _HALVES) for scalar in scalars)
+    return Required(".weight", *_CODES["bytes"]), Required(".weight_scale", "F32", shape, _HALVES), *scales
+
+
 REQUIRED: Mapping[str, tuple[Required, ...]] = {
     "modelopt W4A16_NVFP4": _nvfp4(".weight", ".weight_scale_2"),
     "modelopt NVFP4": _nvfp4(".weight", ".weight_scale_2", ".input_scale"),
     "modelopt MXFP8": _mx(".weight", "bytes", ".weight_scale"),
+    "modelopt FP8": _fp8("", ".input_scale"),
+    "modelopt FP8_PER_CHANNEL_PER_TOKEN": _fp8("N"),
+    "compressed-tensors FP8": _fp8(""),
+    "compressed-tensors FP8 per row": _fp8("N, 1"),
     "modelopt mxfp4": _mx(".weight", "packed", ".weight_scale"),
     "compressed-tensors nvfp4-pack-quantized": _nvfp4(".weight_packed", ".weight_global_scale"),
     "compressed-tensors mxfp4-pack-quantized": _mx(".weight_packed", "packed", ".weight_scale"),
@@ -100,7 +124,10 @@ REQUIRED: Mapping[str, tuple[Required, ...]] = {
 _FP8_BLOCKS = (Required(".weight", "F8_E4M3", "N, K"), Required(".scale", "F8_E8M0", "N/128, K/128"))
 # Suffixes of scalars that a layer may have even if its container does not require them.
 _OPTIONAL = {".input_scale", ".input_global_scale"}
-_INPUT_SCALE = Required(".input_global_scale", "F32", "")
+_INPUT_SCALES = {
+    True: Required(".input_global_scale", "F32", ""),
+    False: Required(".input_scale", "F32", "", _HALVES),
+}  # is NVFP4 -> the input scale of compressed-tensors
 
 
 def _split(name: str) -> tuple[str, str] | None:
@@ -149,7 +176,8 @@ def _required(container: str, parts: Parts, config: Mapping[str, Any]) -> tuple[
         return _FP8_BLOCKS
     if container == "deepseek-v4 nvfp4" and dtype == "I8":  # MXFP4 experts of multi-token prediction
         return REQUIRED["deepseek-v4"]
-    extra = (_INPUT_SCALE,) if configs.has_static_inputs(container, config) else ()
+    is_nvfp4 = CONTAINERS[container].kind == "nvfp4"
+    extra = (_INPUT_SCALES[is_nvfp4],) if configs.has_static_inputs(container, config) else ()
     return REQUIRED[container] + extra
 
 
@@ -182,7 +210,7 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
     size: N and K of the layer.
     """
     dtype, shape = tensor
-    if dtype != part.dtype:
+    if dtype not in (part.dtype, *part.others):
         return f"{part.suffix[1:]} is {dtype}; {part.dtype} is needed"
     needed = (*lead, *_evaluated(part.shape, *size))
     if shape != needed and not (not part.shape and not lead and shape == (1,)):

@@ -31,9 +31,7 @@ def actions_of(
     tensor scales to the weight's dtype and weights that share one have different dtypes.
     """
     forms = {name: _written(choices[name]) for name in selected}
-    found = {
-        name: action_of(weight.container, target_of(weight.container, forms[name])) for name, weight in selected.items()
-    }
+    found = {name: action_of(weight, target_of(weight.container, forms[name])) for name, weight in selected.items()}
     mixed: dict[str, str] = {}
     for group, names in groups.items():
         for name in names:

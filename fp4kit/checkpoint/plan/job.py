@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from fp4kit.checkpoint.containers.container import MODELOPT_AWQ, MODELOPT_NVFP4, Container
+from fp4kit.checkpoint.containers.container import MODELOPT_AWQ, MODELOPT_NVFP4, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights
 from fp4kit.recipes import Recipe
@@ -63,19 +63,29 @@ def target_of(have: Container | None, form: Container) -> Container:
     return MODELOPT_AWQ if have is MODELOPT_AWQ and form is MODELOPT_NVFP4 else form
 
 
-def action_of(have: Container | None, form: Container | None) -> str:
+def action_of(weight: Weight, form: Container | None) -> str:
     """Return the action, as listed at the head of this file, that brings a weight into the container to write.
 
-    have: the container of the weight; None if it is unquantized.
     form: the container to write; None to write unquantized values.
     """
+    have = weight.container
     if have is None:
         return COPY if form is None else QUANTIZE
     if form is None:
         return DEQUANTIZE
-    if have.same_codes(form):
+    if have.same_codes(form) and (form.rounds or not is_rounded(weight)):
         return RENAME
     return {("mxfp4", "nvfp4"): CAST, ("fp8", "mxfp8"): CARRY}.get((have.kind, form.kind), REQUANTIZE)
+
+
+def is_rounded(weight: Weight) -> bool:
+    """Return whether the decoded values of a weight are rounded to 16 bits, the dtype of its scales.
+
+    This is so in FP8 layers of compressed-tensors with 16-bit scales.
+    """
+    place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
+    rounds = weight.container is not None and weight.container.rounds
+    return rounds and place is not None and place.entry.dtype != "F32"
 
 
 class Target(NamedTuple):

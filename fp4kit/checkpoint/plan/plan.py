@@ -20,7 +20,7 @@ import numpy as np
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, TENSOR_SCALE, Container, OutputTensor
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, SCALES, TENSOR_SCALE, Container, OutputTensor
 from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE, SCALE_SEARCH, VERSION
 from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
@@ -45,7 +45,18 @@ from fp4kit.checkpoint.plan.borrowed_codes import (
     recorded_recipe,
 )
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
-from fp4kit.checkpoint.plan.job import CARRY, CAST, COPY, DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, SEARCHED, target_of
+from fp4kit.checkpoint.plan.job import (
+    CARRY,
+    CAST,
+    COPY,
+    DEQUANTIZE,
+    QUANTIZE,
+    RENAME,
+    REQUANTIZE,
+    SEARCHED,
+    is_rounded,
+    target_of,
+)
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.output_files import OutputFile, parts_of
 from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
@@ -584,10 +595,12 @@ class _Planner:
         """
         if self.form is None or self.form.format not in ("modelopt", "compressed-tensors"):
             return
+        # Engines encode FP8 layers anew with the largest scale of a fused layer, so scales of FP8 may differ.
         stored: dict[str, set[float]] = defaultdict(set)
         with Readers() as readers:
             for tensor, weight in self.selected.items():
                 kept = self.actions[tensor] == RENAME and len(weight.shape) == 2 and TENSOR_SCALE in weight.parts
+                kept = kept and weight.container is not None and weight.container.scale is not None
                 if kept and weight.name in self.groups:
                     stored[self.groups[weight.name]].add(float(scalar_of(readers, weight, TENSOR_SCALE)))
         names = [group for group, scales in stored.items() if len(scales) > 1]
@@ -722,6 +735,8 @@ class _Planner:
             else piece
             for piece in pieces(weight, form, self.config, self.has_input_scale)
         )
+        if action == RENAME and is_rounded(weight):
+            found = tuple(_with_scales_of(weight, piece) for piece in found)
         groups = {piece.module: self.groups[piece.module] for piece in found if piece.module in self.groups}
         shared = f"; shares its tensor scale: {next(iter(groups.values()))}" if groups else ""
         made_by = self.mixture.of(weight.name).recipe
@@ -799,6 +814,15 @@ class _Planner:
         separate = requirements.split_experts(declared.id, support.family_of(self.config), converted)
         warnings += [shown(str(found)) for found in separate]
         return ignore, tuple(warnings)
+
+
+def _with_scales_of(weight: Weight, piece: Piece) -> Piece:
+    """Return a piece that writes scales in the dtype in which its weight stores them.
+
+    Decoded values are rounded to this dtype, so that it must be kept.
+    """
+    kept = {part: weight.parts[part].entry.dtype for part in (SCALES, TENSOR_SCALE) if part in weight.parts}
+    return replace(piece, outputs=tuple(replace(one, dtype=kept.get(one.part, one.dtype)) for one in piece.outputs))
 
 
 def _several(layers: list[str]) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, WRITTEN
-from fp4kit.checkpoint.containers.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, Container
+from fp4kit.checkpoint.containers.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8, Container
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.plan import gguf
 from fp4kit.checkpoint.plan.activations import Activations
@@ -250,7 +250,7 @@ class Request:
 
 
 def kind_of(recipe: Recipe) -> str:
-    """Return the kind of container that stores a recipe's codes and scales: "nvfp4", "mxfp4" or "mxfp8".
+    """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows".
 
     Only containers of model directories count. Raises CheckpointError if none of them can store the recipe.
     """
@@ -272,6 +272,11 @@ def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
         raise CheckpointError(
             "input scale: loaders of DeepSeek-V4 with NVFP4 experts require one; "
             "measure activations for --activations, or add --input-scale 1.0 (not calibrated)"
+        )
+    if form is MODELOPT_FP8 and not has_input_scale:
+        raise CheckpointError(
+            "input scale: Model-Optimizer's FP8 layers have one; measure activations for --activations, or use"
+            " fp8-modelopt-channel or --format compressed-tensors, with which engines scale inputs at run time"
         )
 
 

@@ -13,11 +13,13 @@ from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import (
     DEEPSEEK_V4_NVFP4,
+    FP8_LAYERS,
     INPUT_SCALE,
     MODELOPT_NVFP4,
     MODELOPT_STACKS,
     TENSOR_SCALE,
     Container,
+    container,
 )
 from fp4kit.checkpoint.loaders import exclusions, requirements
 from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_layers
@@ -182,7 +184,8 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
     others = _other_layers(model, form)
     unknown = [_unknown(container, names) for container, names in others.items()]
     if name not in requirements.REQUIRED:
-        return [_unknown(name, [n for n, w in model.layers.items() if w.container is form]), *unknown]
+        alike = [n for n, w in model.layers.items() if w.container and form and w.container.name == form.name]
+        return [_unknown(name, alike), *unknown]
     left_out = {
         place.entry.name for names in others.values() for n in names for place in model.layers[n].parts.values()
     }
@@ -246,7 +249,8 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
     Containers that ``--format`` can write take precedence, because the requirements of engines are known only for them.
     """
-    counts = Counter(weight.container for weight in weights if weight.container is not None)
+    # FP8 containers of layers with different row lengths differ in their block, so they are counted by name.
+    counts = Counter(container(weight.container.name) for weight in weights if weight.container is not None)
     usable = {form: count for form, count in counts.items() if form.format} or counts
     return max(usable, key=lambda form: usable[form], default=None)
 
@@ -265,9 +269,12 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     if form.kind == DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
         return DEEPSEEK_V4_NVFP4.name
     algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
+    if str(algo).upper() == "FP8_PB_WO":  # a layer within one block looks like FP8 with one scale per layer
+        return FP8_LAYERS[2].name
     if algo in ("NVFP4", "W4A16_NVFP4"):
         return container_id(form, algo == "NVFP4")
-    have = [INPUT_SCALE in weight.parts for weight in weights if weight.container is form]
+    own = (weight for weight in weights if weight.container is not None and weight.container.name == form.name)
+    have = [INPUT_SCALE in weight.parts for weight in own]
     return container_id(form, 2 * sum(have) > len(have))
 
 

@@ -143,7 +143,9 @@ class Check:
         if job is None or not job.is_measured or job.action == DEQUANTIZE:
             return False
         assert job.recipe is not None
-        return job.action not in _MADE_FROM_VALUES or job.recipe.tensor_scaling != "none" or job.nonfinite == "saturate"
+        return (
+            job.action not in _MADE_FROM_VALUES or job.recipe.tensor_scaling == "tensor" or job.nonfinite == "saturate"
+        )
 
     @property
     def nbytes(self) -> int:
@@ -256,7 +258,7 @@ def _job(
     form, recipe = stored.container, settings.recipe_of(origin.weight.name)
     if form is not None and form.stack == "columns":
         return None, f"fp4kit reads {form}, but does not write it"
-    action = action_of(origin.weight.container, form)
+    action = action_of(origin.weight, form)
     if action not in (RENAME, DEQUANTIZE):
         if recipe is None:
             return None, "no recipe is recorded; give one with --recipe"

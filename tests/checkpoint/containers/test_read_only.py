@@ -76,9 +76,21 @@ def test_fp8(method: str, kind: str, dtype: Any, tmp_path: Path) -> None:
     wanted = codes.astype(np.float32) * spread(scales.astype(np.float32))
     if method == "compressed-tensors":
         wanted = wanted.astype(dtype).astype(np.float32)
-    model = written(tmp_path / "m", {".weight": codes, ".weight_scale": scales}, quant_method=method)
+    parts = {".weight": codes, ".weight_scale": scales}
+    declared: dict[str, Any] = {"quant_method": method}
+    if method == "modelopt":
+        declared["quant_algo"] = {"": "FP8", " per row": "FP8_PER_CHANNEL_PER_TOKEN", " 128x128": "FP8_PB_WO"}[kind]
+        declared["ignore"] = ["lm_head"]
+        parts |= {} if kind else {".input_scale": np.ones((), np.float32)}
+    elif method == "compressed-tensors":
+        strategy = {"": "tensor", " per row": "channel", " 128x128": "block"}[kind]
+        weights = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+        declared |= {"config_groups": {"g": {"targets": ["Linear"], "weights": weights}}, "format": "float-quantized"}
+    model = written(tmp_path / "m", parts, **declared)
     check(model, wanted, f"{method} FP8{kind}")
-    assert verify(model).clean
+    errors = [issue.text for issue in verify(model).issues if issue.severity == "error"]
+    flat = method == "modelopt" and kind == " per row"
+    assert errors == ["weight_scale has shape [256, 1]; [256] is needed"] * flat
 
 
 @pytest.mark.parametrize("shape", [(256,), (1,), (2, 1, 3, 1)])

@@ -41,6 +41,8 @@ NVFP4: Target = ("nvfp4-te", "compressed-tensors")
 NVFP4_OWN: Target = ("nvfp4-compressed-tensors", "compressed-tensors")
 MXFP4: Target = ("mxfp4-ocp", "compressed-tensors")
 MXFP8: Target = ("mxfp8-te", "compressed-tensors")
+FP8: Target = ("fp8-modelopt", "compressed-tensors")
+FP8_ROWS: Target = ("fp8-modelopt-channel", "compressed-tensors")
 TOKENS = torch.arange(48).reshape(2, 24) * 5 % 128
 
 
@@ -128,7 +130,7 @@ def _bits(x: Any) -> Any:
 
 
 TARGETS: dict[str, list[Target]] = {
-    "llama": [NVFP4, NVFP4_OWN, MXFP4, MXFP8, ("nvfp4-te", "modelopt"), ("mxfp8-te", "modelopt")],
+    "llama": [NVFP4, NVFP4_OWN, MXFP4, MXFP8, FP8, FP8_ROWS, ("nvfp4-te", "modelopt"), ("mxfp8-te", "modelopt")],
     "tied": [NVFP4, MXFP4, ("nvfp4-modelopt", "modelopt")],
     "qwen3_moe": [NVFP4, MXFP4, ("nvfp4-te", "modelopt"), ("mxfp8-te", "modelopt"), ("mxfp8-te", "sglang-mxfp8")],
     "gpt_oss": [("mxfp4-ocp", "gpt-oss"), ("mxfp4-te", "gpt-oss")],
@@ -156,10 +158,24 @@ def _layers(converted: Any, name: str, recipe: str, format: str) -> dict[str, np
 
     That scale is the one that Model-Optimizer's format stores.
     """
-    kept = "modelopt" if recipe != "mxfp4-ocp" else format
+    kept = "modelopt" if recipe != "mxfp4-ocp" and not recipe.startswith("fp8") else format
     tensors = oracle.arrays(oracle.load(converted(name, (recipe, kept))))
     found = oracle.layers(tensors)
     return {module: layer.x for layers in found.values() for module, layer in layers.items() if layer.kind}
+
+
+def _fp8_layers(tensors: dict[str, Any], rounded: bool = False) -> dict[str, np.ndarray]:
+    """Return {layer: float32 values} of FP8 layers, as the product of codes and scales.
+
+    rounded: True to round scales to bfloat16 first.
+    """
+    found = {}
+    for name, scale in tensors.items():
+        if name.endswith(".weight_scale"):
+            module = name.removesuffix(".weight_scale")
+            scale = scale.to(torch.bfloat16) if rounded else scale
+            found[module] = (tensors[f"{module}.weight"].float() * scale.float()).numpy()
+    return found
 
 
 def _ulp(a: np.ndarray, b: np.ndarray) -> int:
@@ -184,13 +200,15 @@ def _unpacked(stored: dict[str, Any], args: Any) -> Any:
         codes = stored["weight"].float()
     else:
         codes = unpack_fp4_from_uint8(packed, len(packed), 2 * packed.shape[1], torch.float32)
-    scale = stored["weight_scale"] if args.group_size == 16 else decompress_mx_scale(stored["weight_scale"])
+    scale = stored["weight_scale"] if args.group_size in (16, None) else decompress_mx_scale(stored["weight_scale"])
     return dequantize(
         codes, scale.float(), args=args, dtype=torch.float32, global_scale=stored.get("weight_global_scale")
     )
 
 
-@pytest.mark.parametrize(("target", "ulp"), [(NVFP4, 2), (NVFP4_OWN, 2), (MXFP4, 0), (MXFP8, 0)])
+@pytest.mark.parametrize(
+    ("target", "ulp"), [(NVFP4, 2), (NVFP4_OWN, 2), (MXFP4, 0), (MXFP8, 0), (FP8, 0), (FP8_ROWS, 0)]
+)
 def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, ulp: int) -> None:
     """compressed-tensors decodes converted layers to fp4kit's values, which are equal in bfloat16.
 
@@ -206,7 +224,7 @@ def test_compressed_tensors_decodes_our_values(converted: Any, target: Target, u
     compressor = BaseCompressor.get_value_from_registry(declared["format"])
     with safe_open(root / "model.safetensors", "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}
-    layers = _layers(converted, "llama", *target)
+    layers = _fp8_layers(tensors) if target in (FP8, FP8_ROWS) else _layers(converted, "llama", *target)
     assert len(layers) == COUNTS["llama"]
     for module, values in layers.items():
         stored = {name.removeprefix(f"{module}."): x for name, x in tensors.items() if name.startswith(f"{module}.")}
@@ -271,6 +289,20 @@ def test_transformers_loads_our_values(made: Path, converted: Any, tmp_path: Pat
     assert torch.equal(_bits(logits), _bits(_logits(numbers)))
     assert not torch.equal(_bits(logits), _bits(_logits(_loaded(made / name))))
     assert _different(loaded, numbers) == []
+
+
+@pytest.mark.parametrize("target", [FP8, FP8_ROWS])
+def test_transformers_rounds_the_scales_of_fp8(converted: Any, tmp_path: Path, target: Target) -> None:
+    """transformers loads FP8 layers, with scales that are rounded to the dtype of the model, as the table says."""
+    root = converted("llama", target)
+    with safe_open(root / "model.safetensors", "pt") as file:
+        values = _fp8_layers({name: file.get_tensor(name) for name in file.keys()}, rounded=True)
+    loaded = _loaded(_of_weights_alone(root, tmp_path))
+    assert torch.isfinite(_logits(loaded)).all()
+    found = dict(loaded.named_parameters())
+    assert len(values) == COUNTS["llama"]
+    for module, x in values.items():
+        assert torch.equal(_bits(found[f"{module}.weight"]), _bits(torch.from_numpy(x).to(torch.bfloat16)))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])

@@ -30,6 +30,9 @@ CT_NVFP4, CT_MXFP4, CT_MXFP8 = (
     f"compressed-tensors {name}" for name in ("nvfp4-pack-quantized", "mxfp4-pack-quantized", "mxfp8-quantized")
 )
 
+FP8, FP8_CHANNEL = "modelopt FP8", "modelopt FP8_PER_CHANNEL_PER_TOKEN"
+CT_FP8, CT_FP8_ROWS = "compressed-tensors FP8", "compressed-tensors FP8 per row"
+
 
 def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
     """Return {tensor name: (dtype, shape)} for a layer of shape [96, 64] in a container. The table is written by hand.
@@ -56,6 +59,14 @@ def layer(container: str, name: str, lead: tuple[int, ...] = ()) -> Tensors:
         },
         CT_MXFP4: {".weight_packed": ("U8", packed), ".weight_scale": ("U8", by_32)},
         CT_MXFP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("U8", by_32)},
+        FP8: {
+            ".weight": ("F8_E4M3", codes),
+            ".weight_scale": ("F32", scalar),
+            ".input_scale": ("F32", scalar),
+        },
+        FP8_CHANNEL: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", (*lead, 96))},
+        CT_FP8: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", lead or (1,))},
+        CT_FP8_ROWS: {".weight": ("F8_E4M3", codes), ".weight_scale": ("F32", (*lead, 96, 1))},
         "sglang-mxfp8": {".weight": ("F8_E4M3", codes), ".weight_scale_inv": ("U8", by_32)},
         "gpt-oss": {"_blocks": ("U8", (4, 96, 2, 16)), "_scales": ("U8", (4, 96, 2))},
         "deepseek-v4": {".weight": ("I8", packed), ".scale": ("F8_E8M0", by_32)},
@@ -76,6 +87,15 @@ def ct_config(container: str, inputs: object = None) -> dict[str, Any]:
     container: its name, such as "compressed-tensors nvfp4-pack-quantized".
     inputs: the entry input_activations; None if activations are not quantized.
     """
+    if container in (CT_FP8, CT_FP8_ROWS):
+        strategy = "tensor" if container == CT_FP8 else "channel"
+        scheme = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+        return {
+            "quant_method": "compressed-tensors",
+            "format": "float-quantized",
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme, "input_activations": inputs}},
+            "ignore": ["lm_head"],
+        }
     name = container.removeprefix("compressed-tensors ")
     four, nv = "4" in name, name.startswith("nv")
     weights = {
@@ -151,8 +171,10 @@ def test_every_tensor_counts(container: str) -> None:
         part = name.removeprefix(name_of(container))[1:]
         missing = {other: tensor for other, tensor in tensors.items() if other != name}
         assert any(each.text.startswith(f"{part} is missing; ") for each in checked(container, missing))
-        other_dtype = checked(container, {**tensors, name: ("F16", shape)})
-        assert f"{part} is F16; {dtype} is needed" in [each.text for each in other_dtype]
+        other_dtype = checked(container, {**tensors, name: ("I64", shape)})
+        assert f"{part} is I64; {dtype} is needed" in [each.text for each in other_dtype]
+        if part == "weight" and container in (FP8, CT_FP8):  # no other tensor depends on the shape of the weight
+            continue
         wrong = (shape[0] + 1, *shape[1:]) if shape else (2,)
         found = checked(container, {**tensors, name: (dtype, wrong)})
         assert found and all("has shape" in each.text for each in found), name

@@ -42,7 +42,19 @@ STATED = [
         for id in CONTAINERS
         if id.startswith(("compressed-tensors", "sglang"))
     ),
-    *((id, "llama4", "transformers", "loads") for id in CONTAINERS if id.startswith("compressed-tensors")),
+    *(
+        (id, "llama4", "transformers", "loads")
+        for id in CONTAINERS
+        if id.startswith("compressed-tensors") and "FP8" not in id
+    ),
+    *((id, family, "transformers", "loads") for id in CONTAINERS if "tensors FP8" in id for family in ("dense", "moe")),
+    *(
+        (id, "moe", engine, "loads")
+        for id in CONTAINERS
+        if "modelopt FP8" in id
+        for engine in ("vLLM", "Model-Optimizer")
+    ),
+    ("modelopt FP8_PER_CHANNEL_PER_TOKEN", "dense", "SGLang", "unknown"),
     ("sglang-mxfp8", "llama4", "transformers", "wrong values"),
     ("compressed-tensors mxfp4-pack-quantized", "granite_moe", "transformers", "loads"),
     ("modelopt NVFP4", "granite_moe", "vLLM", "loads"),
@@ -114,6 +126,30 @@ BEST = {
         "llama4": "compressed-tensors",
         "granite_moe": "compressed-tensors",
         "deepseek_v3": "sglang-mxfp8",
+        "vlm": "compressed-tensors",
+        "gpt_oss": None,
+        "deepseek_v4": None,
+    },
+    "fp8 tensor": {
+        "dense": "compressed-tensors",
+        "llama": "compressed-tensors",
+        "moe": "compressed-tensors",
+        "stacked_moe": None,
+        "llama4": None,
+        "granite_moe": None,
+        "deepseek_v3": "modelopt",
+        "vlm": "modelopt",
+        "gpt_oss": None,
+        "deepseek_v4": None,
+    },
+    "fp8 rows": {
+        "dense": "compressed-tensors",
+        "llama": "compressed-tensors",
+        "moe": "compressed-tensors",
+        "stacked_moe": None,
+        "llama4": None,
+        "granite_moe": None,
+        "deepseek_v3": "compressed-tensors",
         "vlm": "compressed-tensors",
         "gpt_oss": None,
         "deepseek_v4": None,
@@ -250,8 +286,13 @@ def test_container() -> None:
         ValueError, match=r"^container: format 'mlx'; one of modelopt, compressed-tensors, .* is needed$"
     ):
         container("mlx", "nvfp4")
-    with pytest.raises(ValueError, match=r"^container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8 is needed$"):
+    with pytest.raises(
+        ValueError, match=r"^container: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows is needed$"
+    ):
         container("modelopt", "int4")
-    with pytest.raises(ValueError, match=r"^best_format: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8 is needed$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^best_format: recipe kind 'int4'; one of nvfp4, mxfp4, mxfp8, fp8 tensor, fp8 rows is needed$",
+    ):
         support.best_format("int4", "dense")
     assert {each.format for each in CONTAINERS.values()} == set(FORMATS) == set(containers.FORMATS)
