@@ -201,7 +201,9 @@ def check_axis(op: str, name: str, q: Quantized) -> None:
     """Raise ValueError unless the quantized axis of an operand, which is K, is one of its last two axes."""
     ndim = len(q.shape)
     if ndim < 2 or q.axis < ndim - 2:
-        raise ValueError(f"{op}: {name} has axis {q.axis} of {ndim} axes; needs one of the last two axes to be K")
+        raise ValueError(
+            f"{op}: {name} is quantized along axis {q.axis} of {ndim}; needs one of the last two, which is K"
+        )
 
 
 def quantized_operand(op: str, name: str, q: Quantized) -> Operand:

@@ -77,7 +77,7 @@ def register(subparsers: Any) -> None:
         "       fp4kit convert [options] --demo DST\n"
         "       fp4kit convert --remove-stale DST",
         examples=(
-            ("fp4kit convert --demo tiny", "quantize the small model of a package"),
+            ("fp4kit convert --demo tiny", "quantize a small demo model, to see how it works"),
             ("fp4kit convert Llama Llama-NVFP4", "quantize a Hugging Face model directory with nvfp4-te"),
             ("fp4kit convert Llama Llama-NVFP4 --dry-run", "print what would be converted, and write nothing"),
             ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
@@ -85,7 +85,10 @@ def register(subparsers: Any) -> None:
                 "fp4kit convert Llama Llama-2D --recipe nvfp4-te --recipe '*.down_proj=nvfp4-te-2d'",
                 "quantize some layers with another recipe",
             ),
-            ("fp4kit convert Llama Llama-W4A4 --activations act.safetensors", "also quantize activations, as measured"),
+            (
+                "fp4kit convert Llama Llama-W4A4 --activations act.safetensors",
+                "also write input scales, so that engines quantize activations",
+            ),
             ("fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf", "quantize a GGUF file"),
             (
                 "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf --scale-search mse"
@@ -558,8 +561,8 @@ def _print_losses(out: Output, report: ConversionReport) -> None:
     total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(again)
     if again:
         out.line(
-            f"{len(again)} of {total} layers could not keep their codes, because their scales do not fit;"
-            " they were quantized again"
+            f"{len(again)} of {total} layers could not keep their codes, because the new format cannot hold their"
+            " scales; they were quantized again"
         )
     if report.changes:
         out.table(
@@ -570,7 +573,7 @@ def _print_losses(out: Output, report: ConversionReport) -> None:
             ],
         )
         out.line(
-            f"{len(report.changes)} of {total} layers have blocks whose scales do not fit;"
+            f"{len(report.changes)} of {total} layers have blocks whose scales the new format cannot hold;"
             " only these blocks have new codes"
         )
     for doubt in report.doubts[:_MOST_DOUBTS]:

@@ -106,18 +106,21 @@ def not_encoded(r: Recipe) -> str | None:
     """Return the reason why the engine cannot encode blocks like those of a recipe, or None if it can."""
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
-            f"4over6 of blocks of {r.block_rows} x {r.block_size}, which are not of 16 columns and of"
-            f" {MAX_BLOCK_ROWS} rows at most"
+            f"4over6 with blocks of {r.block_rows}x{r.block_size} (the engine supports 16 columns and at most"
+            f" {MAX_BLOCK_ROWS} rows)"
         )
     if r.block and ((r.block_size != 16 and r.block_size % SEGMENT) or r.block_size > PANEL_COLUMNS):
-        return f"blocks of {r.block_size}, neither 16 nor a multiple of {SEGMENT} up to {PANEL_COLUMNS}"
+        return (
+            f"blocks of {r.block_size} columns (the engine supports 16, and multiples of {SEGMENT} up to"
+            f" {PANEL_COLUMNS})"
+        )
     return None
 
 
 @lru_cache(256)
 def not_faked(r: Recipe) -> str | None:
     """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
-    return "a fake_rule of its own" if r.fake_rule is not None else not_encoded(r)
+    return "a fake_rule, which is a formula of its own for the values" if r.fake_rule is not None else not_encoded(r)
 
 
 FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supports
@@ -126,13 +129,13 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 def not_searched(r: Recipe) -> str | None:
     """Return the reason why the engine cannot run the search of a recipe during quantize, or None if it can."""
     is_refused = r.search in FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
-    return f"a search of blocks of {r.block_size}, neither 16 nor 32" if is_refused else None
+    return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
 
 
 COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
-    "quantize and all that makes codes": not_encoded,
+    "quantize, and other operations that compute codes": not_encoded,
     "fake_quantize": not_faked,
-    "block amaxes before these": not_searched,
+    "the search of block amaxes": not_searched,
 }
 COVERAGE_COLUMNS = ("operation", "recipes", "why")
 

@@ -190,7 +190,7 @@ def amax(call: Call) -> np.ndarray:
     """
     _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
-        raise Declined("only the specification finds amaxes without blocks or of empty arrays")
+        raise Declined("the CPU engine computes amaxes only per block, and not of empty arrays")
     matrices = stack(call.moved, call.recipe)
     *lead, K = call.moved.shape
     height, width = call.recipe.block
@@ -205,7 +205,7 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     """
     functions()
     if axis is not None or not x.size:
-        raise Declined("only the specification finds amaxes along axes or of empty arrays")
+        raise Declined("the CPU engine computes amaxes only of whole arrays that are not empty")
     encode.check_array(x)
     found = encode.largest(x.reshape(1, -1) if x.flags.c_contiguous else _as_matrix(x))
     return reference.plain_amax(x, axis) if found is None else np.asarray(found)
@@ -215,7 +215,7 @@ def search_scales(search: Search) -> np.ndarray:
     """Return the block amaxes with the smallest loss. Raise Declined unless the recipe has E4M3 scales."""
     functions()
     if not search.searches_e4m3:
-        raise Declined("only the specification searches E8M0 scales and tensor amaxes")
+        raise Declined("the CPU engine searches only E4M3 block scales")
     searching.rule_of(search.call.recipe, search.terms.offsets)
     encode.check_array(search.call.x)
     return reference.search_scales(search, _FUNCTIONS)
@@ -224,7 +224,7 @@ def search_scales(search: Search) -> np.ndarray:
 def _as_matrix(x: np.ndarray) -> np.ndarray:
     """Return an array of at most two dimensions as a matrix. Raise Declined for more dimensions."""
     if x.ndim > 2:
-        raise Declined("the CPU engine takes non-contiguous arrays of at most two dimensions")
+        raise Declined("the CPU engine supports non-contiguous arrays only up to two dimensions")
     return x.reshape(1, -1) if x.ndim < 2 else x
 
 

@@ -101,7 +101,7 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     key = rule_key(r) if r.block_rule == specification.OWN_RULE else None
     rule = -1 if key is None else functions().fp4kit_block_rule(key.encode())
     if rule < 0:
-        raise Declined(f"the CPU engine has no rule for the codes beside which {r.id} has its candidates")
+        raise Declined(f"the CPU engine cannot compute the scale codes that candidates={offsets} refer to for {r.id}")
     return rule
 
 

@@ -339,7 +339,7 @@ def test_convert_reports_blocks_out_of_range(tmp_path: Path, run: Run) -> None:
     assert report["changed"] == [{"name": "a", "blocks": 1, "values": 32, "largest_error": 2.0**-25}]
     text = run("convert", tmp_path / "m", tmp_path / "again", "--format", "modelopt").out
     assert ["a", "1", "32", f"{2.0**-25:.3g}"] in rows(text)
-    assert "1 of 2 layers have blocks whose scales do not fit; only these blocks have new codes" in text
+    assert "1 of 2 layers have blocks whose scales the new format cannot hold; only these blocks have new codes" in text
 
 
 def test_json_of_inspect_and_compare(tmp_path: Path, run: Run) -> None:

@@ -221,7 +221,7 @@ def test_views_in_small_tiles(name, monkeypatch):
 @pytest.mark.parametrize("block", [(1, 32), (1, 8), (32, 16)])
 def test_other_blocks_fall_to_the_specification(block):
     r = replace(RECIPES["nvfp4-te-4over6-mse-256"], block=block)
-    assert not covered(r) and "4over6 of blocks of" in coverage.not_encoded(r)
+    assert not covered(r) and "4over6 with blocks of" in coverage.not_encoded(r)
     agree(fp4kit.quantize, ordinary(5, (64, 128)), r)
 
 

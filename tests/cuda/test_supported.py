@@ -31,8 +31,12 @@ REFUSED = [  # recipe, replaced fields, error
         {"amax_nan": "lanes"},
         "amax_nan='lanes' with tensor_scaling='block', .*; needs 'ignore' or 'propagate'",
     ),
-    ("nvfp4-fouroversix", {"block": (16, 16)}, "4over6 of blocks of 16 rows by lane_sums, which no .*; needs one row"),
-    (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 of blocks of 32 columns, which no CUDA kernel supports; needs 16"),
+    (
+        "nvfp4-fouroversix",
+        {"block": (16, 16)},
+        "4over6 by lane_sums with blocks of 16 rows, which no .*; needs one row",
+    ),
+    (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 with blocks of 32 columns, which no CUDA kernel supports; needs 16"),
 ]
 
 

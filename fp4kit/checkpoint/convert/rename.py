@@ -56,6 +56,7 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
         place = job.weight.parts[COLUMN_SCALE]
         if place.entry.dtype != "BF16":
             raise CheckpointError(
-                f"{shown(place.entry.name)}: is {place.entry.dtype}; BF16 is needed to keep AWQ layers"
+                f"{shown(place.entry.name)}: is {place.entry.dtype}; BF16 is needed to keep the scales of AWQ; store"
+                " them as BF16, or leave the layer out with --keep"
             )
         output.put(COLUMN_SCALE, readers.bytes(place))

@@ -263,7 +263,10 @@ class _Output:
         raw = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         target, position = self._targets[part], self._next[part]
         if position + raw.size > target.position + target.nbytes:
-            raise CheckpointError(f"{shown(target.path.name)}: got more bytes than the planned {target.nbytes}")
+            raise CheckpointError(
+                f"{shown(target.path.name)}: the conversion gave more than the {target.nbytes} planned bytes; this is a"
+                " defect of fp4kit, please report it"
+            )
         self._sums[part] = zlib.crc32(raw.data, self._sums[part])
         write_at(self._open[target.path], raw.data, position)
         self._next[part] += raw.size
@@ -274,7 +277,8 @@ class _Output:
             missing = target.position + target.nbytes - self._next[part]
             if missing:
                 raise CheckpointError(
-                    f"{shown(target.path.name)}: {missing} of {target.nbytes} planned bytes are missing"
+                    f"{shown(target.path.name)}: the conversion gave {target.nbytes - missing} of {target.nbytes}"
+                    " planned bytes; this is a defect of fp4kit, please report it"
                 )
         return _joined_sums(self._sums.values())
 

@@ -121,9 +121,14 @@ def _write_file(
         out.flush()
         os.fsync(out.fileno())
     if whole is None and read.hexdigest() != patch.base[name].sha256:
-        raise CheckpointError(f"{shown(name)}: in {root} is not the file that the patch was made from")
+        raise CheckpointError(
+            f"{shown(name)}: the file in {root} is not the one that the patch was made from; name the old version"
+        )
     if written.hexdigest() != facts.sha256:
-        raise CheckpointError(f"{shown(name)}: the patch is damaged; its result has another SHA-256 than it says")
+        raise CheckpointError(
+            f"{shown(name)}: the patch is damaged; the file that it gives does not have the stated SHA-256;"
+            " make it again"
+        )
 
 
 def _patched(
@@ -169,7 +174,9 @@ def _check_counts(name: str, counts: np.ndarray, runs: int, nbytes: int) -> None
     """
     within = counts.min(initial=0) >= 0 and counts.max(initial=0) <= CHUNK
     if not within or counts.sum(axis=0).tolist() != [runs, nbytes]:
-        raise CheckpointError(f"{shown(name)}: the patch is damaged; its runs do not add up")
+        raise CheckpointError(
+            f"{shown(name)}: the patch is damaged; the lengths of its runs are inconsistent; make it again"
+        )
 
 
 def _overlaid(name: str, data: bytes, starts: np.ndarray, lengths: np.ndarray, values: np.ndarray) -> bytes:
@@ -184,7 +191,9 @@ def _overlaid(name: str, data: bytes, starts: np.ndarray, lengths: np.ndarray, v
     """
     within = lengths.min() >= 1 and lengths.max() <= len(data) and starts.min() >= 0 and starts.max() < len(data)
     if not within or (starts + lengths).max() > len(data) or int(lengths.sum()) != values.size:
-        raise CheckpointError(f"{shown(name)}: the patch is damaged; a run of bytes lies outside its chunk")
+        raise CheckpointError(
+            f"{shown(name)}: the patch is damaged; a run of bytes lies outside its chunk; make it again"
+        )
     chunk = np.frombuffer(data, np.uint8).copy()
     chunk[positions_of(starts, lengths)] = values
     return chunk.tobytes()

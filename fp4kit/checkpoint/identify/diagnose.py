@@ -60,7 +60,9 @@ DAMAGED_SHARE = 0.95
 SIGNS_UNDER_SCALES = 0.9  # share of codes that must have the sign of the source; GPTQ may flip signs of values near 0
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
 SCALED = "weights scaled per column (AWQ or SmoothQuant)"
-SCALED_CAUSE = f"{SCALED}: the factors are not known exactly, and no recipe gives all bytes under those tried"
+SCALED_CAUSE = (
+    f"{SCALED}: the factors are not known exactly, and with the factors that were tried no recipe gives all bytes"
+)
 GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
 
 

@@ -473,7 +473,7 @@ _SUFFIXES = (
 _COMFY_KEYS = ("format", "group_size", "orig_dtype", "orig_shape", "full_precision_matrix_mult", "params")
 _COMFY_KINDS = {"nvfp4": "nvfp4", "mxfp8": "mxfp8", "float8_e4m3fn": "fp8 tensor"}
 _NIBBLES = (
-    "files with this tag exist in two orders of nibbles, and this one does not tell which it has; with --ignore"
+    "files with this tag exist in two orders of nibbles, and this file does not say which order it has; with --ignore"
     " '*.comfy_quant' it is read as ComfyUI's loader reads it, with the even element in the high nibble"
 )
 
@@ -558,14 +558,17 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
     unknown = [key for key in content if key not in ("format_version", "layers")]
     if unknown or content.get("format_version", "1.0") != "1.0":
         yield Item(
-            REFUSED, "metadata", COMFY_METADATA, f"has {brief(content.get('format_version'))} {unknown}, not known"
+            REFUSED,
+            "metadata",
+            COMFY_METADATA,
+            f"has {brief(content.get('format_version'))} {unknown}, which fp4kit does not know",
         )
     layers = content.get("layers")
     for name, entry in layers.items() if isinstance(layers, Mapping) else ():
         weight = quantized.get(name)
         if weight is None:
             yield Item(
-                REFUSED, "metadata", f"{COMFY_METADATA}.{name}", "names a layer that is not there or not quantized"
+                REFUSED, "metadata", f"{COMFY_METADATA}.{name}", "names a layer that is missing or is not quantized"
             )
         elif TAG not in weight.parts:
             why = _comfy_trouble(weight, entry)
@@ -631,5 +634,8 @@ def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Wei
     for name, weight in quantized.items():
         form = weight.container
         if form is not None and form.method == "torchao" and not {name, f"{name}.weight"} & keys:
-            why = "has no entry of torchao, which says whether block scales are swizzled; they would be read so"
+            why = (
+                "has no entry of torchao, which would say whether its block scales are swizzled; fp4kit would read them"
+                " as swizzled"
+            )
             yield Item(REFUSED, "metadata", f"{name}.weight", why)

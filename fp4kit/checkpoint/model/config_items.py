@@ -694,7 +694,7 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
         if key == "fp4kit":
             continue
         if key not in default and key not in layers.forms and isinstance(one, Mapping):
-            yield Item(REFUSED, CONFIG, f"{path}.{key}", "declares a quantized layer that is not there")
+            yield Item(REFUSED, CONFIG, f"{path}.{key}", "declares a quantized layer that the checkpoint does not have")
         elif key not in default and key not in layers.forms and one is not False:
             yield Item(REFUSED, CONFIG, f"{path}.{key}", f"is {brief(one)}, an entry that fp4kit does not know")
     yield Item(UNDERSTOOD, CONFIG, path, "agrees with the tensors")

@@ -135,6 +135,6 @@ def _entries(a: list[Any], b: list[Any]) -> str:
     one, other = ([_text(value) for value in values] for values in (a, b))
     only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
     if not only_a and not only_b:
-        return f"{len(a)} and {len(b)} entries, in another order or number"
+        return f"{len(a)} and {len(b)} entries, which differ in number or order"
     parts = ((only_a, "only in a"), (only_b, "only in b"))
     return "; ".join(f"{len(names)} entries {where}, such as {names[0]}" for names, where in parts if names)

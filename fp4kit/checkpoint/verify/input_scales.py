@@ -51,7 +51,8 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
             "warning",
             "model",
             f"the input scales stand for inputs of up to {median(known.values()):.3g} in half of the layers, as they do"
-            " if they are inverted; input_scale is amax / 2688, and input_global_scale is 2688 / amax",
+            " if they are inverted; compare them with the formulas: input_scale is amax / 2688, and"
+            " input_global_scale is 2688 / amax",
         )
     yield from _outliers(known)
     divides = {weight.name for weight in layers if weight.container is not None and weight.container.divides}

@@ -39,14 +39,18 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
     e = r.element
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
-    yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} of {e}", "'rn'"
+    yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} for elements {e}", "'rn'"
     lanes = r.amax_nan == "lanes" and r.tensor_scaling == "block"
     yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
     if r.four_over_six:
-        yield not is_same(e, E2M1), f"4over6 of {e}", "E2M1"
+        yield not is_same(e, E2M1), f"4over6 with elements {e}", "E2M1"
         in_lanes = (r.lane_sums or r.four_over_six == "max") and r.block_rows > 1
-        yield in_lanes, f"4over6 of blocks of {r.block_rows} rows by {'lane_sums' if r.lane_sums else 'max'}", "one row"
-        shape = f"4over6 of blocks of {r.block_size} columns"
+        yield (
+            in_lanes,
+            f"4over6 by {'lane_sums' if r.lane_sums else 'max'} with blocks of {r.block_rows} rows",
+            "one row",
+        )
+        shape = f"4over6 with blocks of {r.block_size} columns"
         yield r.block_size != FOUR_OVER_SIX_COLUMNS, shape, f"{FOUR_OVER_SIX_COLUMNS}"
 
 

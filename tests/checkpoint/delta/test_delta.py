@@ -104,7 +104,7 @@ def test_drawn_files(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_base_that_is_another_is_refused(tmp_path: Path) -> None:
     old, new = two_steps(tmp_path)
     diff(old, new, tmp_path / "p")
-    with refused("is not the file that the patch was made from"):
+    with refused("is not the one that the patch was made from"):
         apply(new, tmp_path / "p", tmp_path / "out")  # the new version itself is not the base
     assert not (tmp_path / "out").exists() and not staging.partial_of(tmp_path / "out").exists()
     shard = sorted(old.glob("*.safetensors"))[0]
@@ -202,7 +202,7 @@ def test_single_safetensors_files(tmp_path: Path) -> None:
     assert {*report.layers} <= {*diff(old, new, tmp_path / "q").layers}
     out = apply(paths[0], tmp_path / "p", tmp_path / "out.safetensors")
     assert out.read_bytes() == paths[1].read_bytes() and not staging.partial_of(out).exists()
-    with refused("is not the file that the patch was made from"):
+    with refused("is not the one that the patch was made from"):
         apply(paths[1], tmp_path / "p", tmp_path / "other.safetensors")
     with refused("the patch leads to a .safetensors file; name a file that ends in .safetensors"):
         apply(paths[0], tmp_path / "p", tmp_path / "out")

@@ -168,7 +168,7 @@ def test_compare_configs_key_by_key(tmp_path: Path) -> None:
 def test_compare_lists_in_another_order(tmp_path: Path) -> None:
     for name, layers in (("a", ["x", "y"]), ("b", ["y", "x"])):
         synthetic.write_model(tmp_path / name, {"layers": layers}, {"a.weight": np.zeros(1, np.float32)})
-    detail = "2 and 2 entries, in another order or number"
+    detail = "2 and 2 entries, which differ in number or order"
     assert config_differences(tmp_path / "a", tmp_path / "b") == [("config.json", "layers", "value", detail)]
 
 
