@@ -88,6 +88,9 @@ def _algorithm(value: Any, layers: _Layers) -> str:
         return ""
     if name not in _ALGORITHMS:
         return f"is {brief(value)}, which fp4kit does not know"
+    sizes = {form.group_size for form in layers.forms.values() if form.kind == "nvfp4"}
+    if name == "W4A8_NVFP4_FP8" and sizes - {32}:
+        return f"is {brief(value)}, which has blocks of 32, but the tensors have blocks of 16"
     other = sorted(layers.kinds - set(_ALGORITHMS[name]))
     return f"is {brief(value)}, but there are layers of {', '.join(other)}" if other and layers.forms else ""
 

@@ -417,6 +417,9 @@ def trouble_with_scales(weight: Weight, slab: Slab) -> str:
     negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))
     if negative:
         return f"{negative} block scales are negative, which turns the signs of their blocks"
+    factors = slab.column_scale
+    if factors is not None and (factors <= 0).any():
+        return f"{int(np.count_nonzero(factors <= 0))} factors per column (AWQ) are zero or negative"
     scale = slab.tensor_scale
     if (
         scale is not None

@@ -12,11 +12,17 @@ Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 qua
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from fp4kit.checkpoint.model.declarations import declared, with_declaration
 from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.weights import located
+from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
 _LEAVES = {"k_scale": "k_proj", "v_scale": "v_proj"}
 FORMATS = ("modelopt", "compressed-tensors")
@@ -106,3 +112,28 @@ def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
     if cache.is_declared and not cache.is_carried(format):
         scales = f" and its {len(cache.tensors)} scales are" if cache.tensors else " is"
         yield f"the quantized KV cache of the source{scales} left out: {format_name} has no place for it"
+
+
+def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iterator[tuple[str, str, str]]:
+    """Yield (severity, name, reason) for each scale of the KV cache that is unusable, or whose counterpart is missing.
+
+    A scale that is zero, negative, NaN or infinite is an "error". A scale of the keys without one of the values, or the
+    reverse, is a "warning", because models with latent attention (MLA) may need only one. The scales are read.
+
+    tensors: tensor name -> (its file, its header entry), for a whole model.
+    """
+    scales = {name: place for name, place in tensors.items() if name.rpartition(".")[2] in _LEAVES}
+    layers: dict[str, set[str]] = defaultdict(set)
+    with Readers() as readers:
+        for name, place in scales.items():
+            attention, _, leaf = name.rpartition(".")
+            layers[attention.removesuffix(f".{_LEAVES[leaf]}")].add(leaf)
+            values = np.asarray(readers.array(located(*place)).reshape(-1), np.float32)
+            wrong = values[~((values > 0) & np.isfinite(values))]
+            if wrong.size:
+                yield "error", name, f"is {wrong[0]}; a positive finite number is needed as scale of the KV cache"
+    for attention, found in layers.items():
+        if len(found) == 1:
+            (leaf,) = found
+            other = next(one for one in _LEAVES if one != leaf)
+            yield "warning", attention, f"has a {leaf}, but no {other}; most engines need both for the KV cache"

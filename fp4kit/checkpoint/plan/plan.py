@@ -572,6 +572,9 @@ class _Planner:
         warnings += tuple(closed_world.lost_tensor_scales(self.weights.values()))
         lost = lost_column_scales(self.config, self.source.hf_quant_config, self.weights)
         warnings += (lost,) if lost else ()
+        if self.kv_cache.is_carried(format):
+            found_troubles = kv_cache.troubles(self.source.tensors)
+            warnings += tuple(f"{shown(name)}: {why}" for _, name, why in found_troubles)
         warnings += tuple(kv_cache.warnings(self.kv_cache, format, "bf16" if form is None else str(form)))
         return Plan(
             self.source,

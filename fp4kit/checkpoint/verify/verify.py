@@ -23,6 +23,7 @@ from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existin
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
+from fp4kit.checkpoint.plan import kv_cache
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
@@ -232,6 +233,7 @@ def prepare(
     refused = refused_items(items_of(model, model.weights, ignore))
     issues = [*refused, *doubtful_declarations(model), *wrapped_names(model), *loader_issues(model, scales)]
     issues += unusable_tensor_scales(model.layers.values())
+    issues += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
     issues += input_scale_issues(model.layers.values(), scales)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
     settings, settings_issues = _settings(model, recipe, options or Options(), search)

@@ -130,6 +130,11 @@ def test_awq_multiplies_the_columns(tmp_path: Path) -> None:
     declared = {"quant_method": "modelopt", "quant_algo": "NVFP4_AWQ", "group_size": 16}
     model = written(tmp_path / "m", {**parts, ".pre_quant_scale": factor}, **declared)
     check(model, plain * factor.astype(np.float32), "modelopt NVFP4_AWQ")
+    zeroed = written(
+        tmp_path / "zero", {**parts, ".pre_quant_scale": factor * (np.arange(len(factor)) > 1)}, **declared
+    )
+    with refused("2 factors per column (AWQ) are zero or negative"):
+        convert(zeroed, tmp_path / "zeroed", format="bf16")
     with refused("is already quantized as modelopt NVFP4_AWQ"):
         make_plan(model, "nvfp4-te", format="compressed-tensors")
     convert(model, tmp_path / "kept", "nvfp4-modelopt", format="modelopt")

@@ -280,6 +280,11 @@ def test_config_keys(key: str, value: object, text: str, sound: Callable[[str, s
     ("key", "value", "text"),
     [
         ("quant_algo", "MXFP8", 'is "MXFP8", but there are layers of nvfp4'),
+        (
+            "quant_algo",
+            "W4A8_NVFP4_FP8",
+            'is "W4A8_NVFP4_FP8", which has blocks of 32, but the tensors have blocks of 16',
+        ),
         ("quant_algo", "NVFP2", 'is "NVFP2", which fp4kit does not know'),
         ("group_size", 32, "is 32, but the tensors have blocks of 16"),
         ("has_zero_point", True, "is true, which is not supported"),

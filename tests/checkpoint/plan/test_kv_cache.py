@@ -84,3 +84,21 @@ def test_another_scheme_stays_in_its_own_format(tmp_path: Path) -> None:
     convert(model, tmp_path / "out", "nvfp4-modelopt", format="modelopt")
     declared = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
     assert declared["kv_cache_scheme"] == scheme
+
+
+def test_scales_that_no_engine_can_use(tmp_path: Path) -> None:
+    """A negative scale is an error in verify and a warning in convert. A scale of the keys alone is a warning."""
+    model = with_cache(tmp_path, "modelopt")
+    assert not any("KV cache" in text for text in make_plan(model, format="modelopt").warnings)
+    tensors = oracle.arrays(oracle.load(model))
+    keys, values = ATTENTION.format(0) + NAMES["modelopt"][0], ATTENTION.format(1) + NAMES["modelopt"][1]
+    tensors[keys] = np.float32(-1)
+    del tensors[values]
+    synthetic.write_model(tmp_path / "bad", json.loads((model / "config.json").read_text()), tensors)
+    negative = "is -1.0; a positive finite number is needed as scale of the KV cache"
+    alone = "has a k_scale, but no v_scale"
+    warnings = make_plan(tmp_path / "bad", format="modelopt").warnings
+    assert f"{keys}: {negative}" in warnings and any(alone in text for text in warnings)
+    found = {issue.subject: issue for issue in verify(tmp_path / "bad").issues if "KV cache" in issue.text}
+    assert found[keys].severity == "error" and found[keys].text == negative
+    assert found["model.layers.1.self_attn"].severity == "warning" and alone in found["model.layers.1.self_attn"].text
