@@ -51,8 +51,8 @@ REASONS = (
         (
             "a transposed copy and the row kernel, with sums in double: 0.08 along columns, 0.09 in both directions",
             (
-                "sums in float32, and a function call that recomputes the columns that float32 does not decide"
-                " from kept rows: 192 bytes of stack, 0.48 and 0.47"
+                "sums in float32, and a function call that recomputes from stored rows the columns for which"
+                " float32 is not exact enough: 0.48 and 0.47, with 192 bytes of stack"
             ),
             (
                 "64 registers per thread and four thread blocks per multiprocessor, with some spilled registers: 0.50"
@@ -62,22 +62,22 @@ REASONS = (
                 "test only whether sums are exact, not whether their rounding is certain, so that more columns are read"
                 " again: 0.51 and 0.47"
             ),
-            "tensor cores (mma m16n8k16) in the row kernel: 223 us; sums in float32 took 203 us",
+            "tensor cores (mma m16n8k16) in the row kernel: 223 us, where sums in float32 took 203 us",
         ),
     ),
     Reason(
         "quantize along columns",
         ("nvfp4-te", "nvfp4-te-2d"),
         BF16,
-        "The kernels are not the cause of the spread of 30 and 41 us. In a separate process on the same day, the same"
-        " kernels reached 0.947 and 0.949, with a spread of 0.4 us. The host, which checks each call along columns,"
-        " was probably late because other libraries in this run kept it busy. Timings are now queued behind 2 ms of"
-        " copies instead of 0.1 ms.",
+        "The times of these two rows spread over 30 and 41 us, which the kernels do not cause. In a separate process on"
+        " the same day, the same kernels reached efficiencies of 0.947 and 0.949, with a spread of 0.4 us. The host,"
+        " which checks each call along columns, was probably late, because other libraries in this run kept it busy."
+        " Since then, timings are queued behind 2 ms of copies instead of 0.1 ms.",
         (
             "patches of 8 rows, two threads per column block, 128 registers per thread: 0.58 and 0.65",
             "persistent thread blocks, with and without prefetching: at most 0.60",
             "five thread blocks per multiprocessor, 48 registers per thread: 0.71",
-            "three thread blocks per multiprocessor: 0.01 to 0.03 less than four",
+            "three thread blocks per multiprocessor: 0.01 to 0.03 less than with four",
         ),
     ),
     Reason(
@@ -107,7 +107,7 @@ REASONS = (
         (
             "arguments from a table in memory: 1.069",
             "arguments copied for every part of a matrix: 1.065",
-            "persistent thread blocks that prefetch, 18 settings: 1.065 at best",
+            "persistent thread blocks that prefetch, in 18 settings: 1.065 at best",
             "arguments staged in shared memory: 1.045, but up to 1.064 for other recipes",
         ),
     ),

@@ -91,7 +91,7 @@ def markdown(record: Record) -> str:
         "",
         "## Bars",
         "",
-        "A bar is a target for a set of measurements; it holds if the worst of them meets the target. "
+        "A bar is a target for a set of measurements. It holds if the worst measurement of the set meets the target. "
         f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars hold.",
         "",
         table(("bar", "found", "where", ""), [_bar_cells(bar) for bar in found]),
@@ -134,7 +134,7 @@ def _groups(rows: list[CpuRow], record: Record) -> list[str]:
             head = _HEADS.get(group, tuple(name.format(n=record["threads"]) for name in COLUMNS))
             lines += ["", f"## {title}", "", table(head, [cells(row) for row in found])]
     beyond = [
-        f"\n{call}: {mib:.1f} MiB of peak memory in excess of input and result."
+        f"\n{call}: the peak memory exceeds input and result by {mib:.1f} MiB."
         for call, mib in record.get("MiB beyond", {}).items()
     ]
     return lines + beyond + [f"\nLeft out: {size}: {why}." for size, why in record.get("left out", {}).items()]
@@ -216,8 +216,8 @@ def _sweep(record: Record) -> list[str]:
     lines = ["", "## Compared with the specification: every recipe, dtype, operation and shape (cpu_sweep.py)", ""]
     lines += [
         (
-            f"{found['cases']} cases, {len(found['slower'])} slower by more than the noise of 5%. The smallest speed-up"
-            " per shape:"
+            f"{found['cases']} calls were timed with fp4kit and with the specification. In {len(found['slower'])} of"
+            " them fp4kit is slower by more than the noise of 5%. The table shows the smallest speed-up for each shape:"
         ),
         "",
     ]
@@ -243,7 +243,7 @@ def summary(record: Record) -> str:
     held = f"{sum(bar.holds is True for bar in found)} of {sum(bar.holds is not None for bar in found)} bars hold"
     return (
         f"{heading(record)}. Rates are GB/s of bfloat16 for matrices of {record['size']} x"
-        f" {record['size']}. {held} (targets for sets of measurements).\n\n{table(tuple(head), cells)}"
+        f" {record['size']}. {held}; a bar is a target for a set of measurements.\n\n{table(tuple(head), cells)}"
     )
 
 

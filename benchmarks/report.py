@@ -97,7 +97,7 @@ def markdown(record: Record) -> str:
         "",
         (
             f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets are met,"
-            f" {missed} missed. Rows in which another library is faster by more than the spread:"
+            f" and {missed} missed. Rows in which another library is faster by more than the spread:"
             f" {'; '.join(slower) or 'none'}."
         ),
         *(f"Not measured: {name}: {why}." for name, why in record.get("errors", {}).items()),
@@ -120,24 +120,28 @@ def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASO
         if row.met is False:
             found.setdefault(reason_of(row, reasons), []).append(row)
     lines = ["", "## Below target"] if found else []
+    if found:
+        lines += ["", "Each paragraph names rows that miss their target: what they reached, and the target."]
+        lines += ["The items below a paragraph are other designs that were tried, with the figure that each reached."]
+        lines += ["A figure without a unit is an efficiency, or a ratio if the row states a ratio."]
     for reason, missed in found.items():
         names = "; ".join(
             f"{row.operation}, {row.recipe} {SHORT.get(row.dtype, row.dtype)}: {_shortfall(row)}" for row in missed
         )
         why = "No reason is known." if reason is None else reason.why
         tried = () if reason is None else reason.tried
-        lines += ["", f"**{names}.** {why}", *(["", *(f"- tried: {text}" for text in tried)] if tried else [])]
+        lines += ["", f"**{names}.** {why}", *(["", *(f"- Tried: {text}" for text in tried)] if tried else [])]
     return lines
 
 
 def _shortfall(row: BenchmarkRow) -> str:
-    """Return text on what a row reached and what its target is, such as "0.896, not 0.90"."""
+    """Return text on what a row reached and what its target is, such as "efficiency 0.896, target 0.90"."""
     if row.beside is not None:
-        return f"{row.us / row.beside.us:.3f} of {row.beside.name}, not {row.beside.at_most:.2f}"
+        return f"{row.us / row.beside.us:.3f} times as long as {row.beside.name}, target {row.beside.at_most:.2f}"
     return (
-        f"{row.us:.1f} us, not {row.target_us:g}"
+        f"{row.us:.1f} us, target {row.target_us:g}"
         if row.efficiency is None
-        else f"{row.efficiency:.3f}, not {row.target:.2f}"
+        else f"efficiency {row.efficiency:.3f}, target {row.target:.2f}"
     )
 
 

@@ -208,7 +208,7 @@ def test_table_counts_misses_and_names_faster_peers():
         a_row(kind="host", copy_us=None),
     ]
     text = report.markdown(a_record(found) | {"errors": {"amax": "AssertionError: wrong"}})
-    assert "1 of 2 targets are met, 1 missed" in text and "0.95 (missed)" in text
+    assert "1 of 2 targets are met, and 1 missed" in text and "0.95 (missed)" in text
     assert (
         "another library is faster by more than the spread: quantize mxfp8-te bfloat16." in text
         and "torchao 0.50" in text
@@ -227,9 +227,12 @@ def test_misses_stand_below_the_table_with_their_reasons():
     found = [a_row(), a_row(target=0.95), a_row(recipe="mxfp8-te", beside=beside), a_row(recipe="mxfp8-te", target=0.9)]
     assert report.below_target(found, [reason]) == [
         *("", "## Below target"),
-        *("", "**quantize, mxfp4-ocp bf16: 0.900, not 0.95.** No reason is known."),
-        *("", "**quantize, mxfp8-te bf16: 1.042 of linear, not 1.03.** It waits."),
-        *("", "- tried: half: 0.5", "- tried: twice: 0.6"),
+        *("", "Each paragraph names rows that miss their target: what they reached, and the target."),
+        "The items below a paragraph are other designs that were tried, with the figure that each reached.",
+        "A figure without a unit is an efficiency, or a ratio if the row states a ratio.",
+        *("", "**quantize, mxfp4-ocp bf16: efficiency 0.900, target 0.95.** No reason is known."),
+        *("", "**quantize, mxfp8-te bf16: 1.042 times as long as linear, target 1.03.** It waits."),
+        *("", "- Tried: half: 0.5", "- Tried: twice: 0.6"),
     ]
     assert report.below_target([a_row(), a_row(target=0.9)], [reason]) == []
 
