@@ -27,6 +27,7 @@ from fp4kit.ops.amax import amax
 from fp4kit.ops.compare import Comparison, compare
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import engine, specification
+from fp4kit.ops.error_budget import ErrorBudget, error_budget
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.grouped import (
     amax_grouped,
@@ -98,6 +99,7 @@ __version__ = "0.2.0"
 __all__ = [
     "Comparison",
     "DotAdd",
+    "ErrorBudget",
     "FloorDotAdd",
     "GroupedPlan",
     "Identification",
@@ -113,6 +115,7 @@ __all__ = [
     "compare",
     "dequantize",
     "engine",
+    "error_budget",
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_grouped",

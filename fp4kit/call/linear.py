@@ -57,6 +57,7 @@ class LinearSettings(NamedTuple):
 
 
 def linear_settings(
+    op: str,
     recipes: tuple[Any, Any, Any],
     weight: tuple[Any, ScaleLayout] | None,
     unit: Any,
@@ -67,33 +68,33 @@ def linear_settings(
 ) -> LinearSettings:
     """Return the LinearSettings of a call. Raise an error for an argument that is unknown or contradicts another.
 
-    recipes: recipe_x, recipe_w and recipe_grad as the caller passed them. weight: the recipe and the scale layout of a
-    w that is a Quantized; None for an unquantized w.
+    op: the public function that error messages begin with. recipes: recipe_x, recipe_w and recipe_grad as the caller
+    passed them. weight: the recipe and the scale layout of a w that is a Quantized; None for an unquantized w.
     """
-    recipe_x, recipe_w = recipe_of(OP, recipes[0]), _recipe_of_weight(recipes[1], weight)
+    recipe_x, recipe_w = recipe_of(op, recipes[0]), _recipe_of_weight(op, recipes[1], weight)
     if not is_one_of(backward, BACKWARD):
-        raise ValueError(f"{OP}: backward is {backward!r:.60}; needs {' or '.join(map(repr, BACKWARD))}")
-    check_hadamard(OP, hadamard)
+        raise ValueError(f"{op}: backward is {backward!r:.60}; needs {' or '.join(map(repr, BACKWARD))}")
+    check_hadamard(op, hadamard)
     if backward == "straight-through" and (recipes[2] is not None or rounding != "nearest" or hadamard):
         raise ValueError(
-            f"{OP}: recipe_grad, rounding and hadamard are for quantized gradients; pass backward='quantized'"
+            f"{op}: recipe_grad, rounding and hadamard are for quantized gradients; pass backward='quantized'"
         )
-    dtype = numpy_dtype(OP, out_dtype)
+    dtype = numpy_dtype(op, out_dtype)
     if dtype not in FLOATS:
-        raise TypeError(f"{OP}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
-    recipe_grad = recipe_x if recipes[2] is None else recipe_of(OP, recipes[2])
-    u, layout = unit_of(OP, unit), None if weight is None else weight[1]
+        raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
+    recipe_grad = recipe_x if recipes[2] is None else recipe_of(op, recipes[2])
+    u, layout = unit_of(op, unit), None if weight is None else weight[1]
     return LinearSettings(recipe_x, recipe_w, u, dtype, backward, recipe_grad, rounding, hadamard, layout)
 
 
-def _recipe_of_weight(recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
+def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
     """Return the recipe of w. Raise an error if it is missing, or differs from that of a w that is a Quantized."""
     if recipe_w is None and weight is None:
-        raise TypeError(f"{OP}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
-    r = recipe_of(OP, weight[0] if recipe_w is None and weight else recipe_w)
-    if weight is not None and r != recipe_of(OP, weight[0]):
+        raise TypeError(f"{op}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
+    r = recipe_of(op, weight[0] if recipe_w is None and weight else recipe_w)
+    if weight is not None and r != recipe_of(op, weight[0]):
         raise ValueError(
-            f"{OP}: recipe_w is {r.id}, and w is quantized as {recipe_of(OP, weight[0]).id}; needs recipe_w=None"
+            f"{op}: recipe_w is {r.id}, and w is quantized as {recipe_of(op, weight[0]).id}; needs recipe_w=None"
         )
     return r
 
@@ -108,6 +109,7 @@ def settings_from_text(text: str) -> LinearSettings:
     *recipes, weight, layout, unit, out_dtype, backward, rounding, hadamard = text.split("\n")
     recipe_x, recipe_w, recipe_grad = (recipe_from_spec(r) if r else None for r in recipes)
     return linear_settings(
+        OP,
         (recipe_x, recipe_w, recipe_grad),
         (recipe_from_spec(weight), cast(ScaleLayout, layout)) if weight else None,
         unit_from_spec(unit) if unit.startswith("{") else unit,
@@ -126,22 +128,31 @@ def check_weight(w: Quantized) -> None:
         )
 
 
+def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractArray, AbstractArray]:
+    """Raise an error unless a unit can multiply x (..., K) and w (N, K) after they were quantized along K.
+
+    op: the public function that error messages begin with. x, w: AbstractArrays. Return them with x as a matrix (M, K).
+    """
+    checks.check_float(op, x)
+    checks.check_float(op, w, "w")
+    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
+        raise ValueError(
+            f"{op}: x has shape {tuple(x.shape)} and w {tuple(w.shape)}; needs x (..., K) and w (N, K) with equal K"
+        )
+    x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
+    quantize_call(f"{op}: x", x, s.recipe_x, -1)
+    if s.scale_layout is None:
+        quantize_call(f"{op}: w", w, s.recipe_w, -1)
+    check_recipes(op, s.unit, s.recipe_x, s.recipe_w, ("x", "w"))
+    return x, w
+
+
 def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
     """Raise an error unless y = x w^T and its gradients can be computed. Nothing is computed.
 
     x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed.
     """
-    checks.check_float(OP, x)
-    checks.check_float(OP, w, "w")
-    if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[1]:
-        raise ValueError(
-            f"{OP}: x has shape {tuple(x.shape)} and w {tuple(w.shape)}; needs x (..., K) and w (N, K) with equal K"
-        )
-    x = x.reshape(prod(x.shape[:-1]), x.shape[-1])
-    quantize_call(f"{OP}: x", x, s.recipe_x, -1)
-    if s.scale_layout is None:
-        quantize_call(f"{OP}: w", w, s.recipe_w, -1)
-    check_recipes(OP, s.unit, s.recipe_x, s.recipe_w, ("x", "w"))
+    x, w = check_product(OP, s, x, w)
     if s.backward == "quantized":
         _check_gradients(s, x, w, has_seed)
     elif has_seed:

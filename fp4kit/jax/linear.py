@@ -130,7 +130,7 @@ def linear(
     else:
         w = as_jax(OP, w, "w")
     options = unit, x.dtype if out_dtype is None else out_dtype, backward, str(rounding), hadamard
-    s = linear_settings((recipe_x, recipe_w, recipe_grad), weight, *options)
+    s = linear_settings(OP, (recipe_x, recipe_w, recipe_grad), weight, *options)
     number, given = _seeds(seed)
     check_linear(s, outline(x), outline(w) if shape is None else shape, seed is not None)
     y = _linear(StaticLinear(s, number), x.reshape(prod(x.shape[:-1]), x.shape[-1]), w, given)
