@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import PAIRS, TINY, drawn, drawn_c, drawn_options, recorded, tiny
+from products import PAIRS, TINY, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
 
 import fp4kit
 from fp4kit.cpu import engine
@@ -41,6 +41,12 @@ def test_drawn_products(pair, seed) -> None:
 def test_sums_below_the_normal_numbers(unit, kind) -> None:
     """Sums of about 2^-126 and below keep the bits of subnormal numbers."""
     both(*tiny(kind), unit=unit, c=np.full((40, 33), 3e-39, np.float32))
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4", "mxfp4-block16"])
+def test_terms_that_lose_bits(kind) -> None:
+    for a, b, c in far_apart(kind, np.random.default_rng(9)):
+        both(a, b, c=c)
 
 
 @pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((2, 3, 5, 64), (7, 64)), ((5, 64), (3, 7, 64))], ids=str)

@@ -202,3 +202,15 @@ def tiny(kind: str) -> tuple[Any, Any]:
     r = recipe_of(kind)
     with np.errstate(all="ignore"):
         return fp4kit.quantize(x.astype(np.float32), r), fp4kit.quantize(y.astype(np.float32), r)
+
+
+def far_apart(kind: str, rng: np.random.Generator) -> Iterator[tuple[Any, Any, np.ndarray]]:
+    """Yield operands a, b and c of a block-scaled kind, so far apart in size that terms lose bits when they are added."""
+    a, b = (drawn(rng, kind, n, 192) for n in (33, 70))
+    for sizes in (60, 20):
+        c = (rng.standard_normal((33, 70)) * 2.0 ** rng.integers(-sizes, sizes, (33, 70))).astype(np.float32)
+        for extreme in (None, 1, 126 if kind == "nvfp4" else 253):
+            scales = a.block_scale.copy()
+            if extreme is not None:
+                scales[:, ::3] = extreme
+            yield replace(a, block_scale=scales), b, c

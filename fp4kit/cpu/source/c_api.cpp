@@ -4,7 +4,7 @@
 // Prototype: the arguments of a call except addresses, such as the shape, steps and recipe of a matrix. Python stores
 // it and repeats the call with new addresses (cpu/cached_calls.py).
 #include "decode_matrix.h"
-#include "matmul.h"
+#include "matmul_vnni.h"
 #include "search_factors.h"
 #include "search_scales.h"
 #include "tensor_scale.h"
@@ -223,9 +223,14 @@ FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 colu
 
 // Multiply two matrices as a matrix unit does (matmul.h).
 FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* call) {
-  const ProductTask task{*call};
-  auto work = [&](i64 index) { task.run(index); };
-  run_tiles(task.count(), call->threads, work);
+  const auto run = [&](const auto& task) {
+    auto work = [&](i64 index) { task.run(index); };
+    run_tiles(task.count(), call->threads, work);
+  };
+#if FP4KIT_HAS_VNNI
+  if (uses_vnni(*call)) return run(VnniTask{*call});
+#endif
+  run(ProductTask{*call});
 }
 
 }  // extern "C"

@@ -429,6 +429,18 @@ struct ProductTask {
     }
   }
 
+  // Multiply one sum by the tensor scales, and store it.
+  void put(i64 row, i64 column, float sum) const {
+    const float* fa = call.a.factors;
+    const float* fb = call.b.factors;
+    if (fa && fb) {
+      sum *= fa[row * call.a.factors_step] * fb[column * call.b.factors_step];
+    } else if (fa || fb) {
+      sum *= fa ? fa[row * call.a.factors_step] : fb[column * call.b.factors_step];
+    }
+    store(call, row * call.columns + column, sum);
+  }
+
   // Multiply the sums by the tensor scales, and store them.
   void finish(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     for (i64 r = 0; r < rows; ++r) {
@@ -436,14 +448,7 @@ struct ProductTask {
         const i64 row = first_row + r, column = first + j;
         float x = static_cast<float>((call.promote ? m.totals : m.sums)[r][j / kProductLanes][j % kProductLanes]);
         if (call.adder == Adder::exact) x = exact[r * columns + j].rounded();
-        const float* fa = call.a.factors;
-        const float* fb = call.b.factors;
-        if (fa && fb) {
-          x *= fa[row * call.a.factors_step] * fb[column * call.b.factors_step];
-        } else if (fa || fb) {
-          x *= fa ? fa[row * call.a.factors_step] : fb[column * call.b.factors_step];
-        }
-        store(call, row * call.columns + column, x);
+        put(row, column, x);
       }
     }
   }
