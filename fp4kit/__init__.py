@@ -60,6 +60,7 @@ _ELSEWHERE = {
         ("FakeQuantSettings", "FakeQuantized", "fake_quantize_model"),
         "; it is in fp4kit.torch, after import fp4kit.torch",
     ),
+    "linear": "; it is fp4kit.torch.linear, after import fp4kit.torch, or fp4kit.jax.linear, after import fp4kit.jax",
     "pad": "; it is fp4kit.layouts.pad",
     "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
 }

@@ -25,6 +25,7 @@ M, N, K = 32, 64, 96
 X, W, GRAD = ordinary(1, (M, K)), ordinary(2, (N, K)), ordinary(3, (M, N))
 rng = np.random.default_rng(4)
 TE = {"recipe_x": "nvfp4-te", "recipe_w": "nvfp4-te-2d"}
+importlib.import_module("torch.utils.checkpoint")
 TE_BACKWARD = {"backward": "quantized", "rounding": "stochastic", "seed": 7, "hadamard": True}
 SLOW = replace(fp4kit.unit("sm90"), id="sm90-slow", promote=128)
 PAIRS = [
@@ -168,7 +169,7 @@ def loss_of(x, w, **options):
 
 @pytest.mark.parametrize("options", [{}, TE_BACKWARD], ids=["straight-through", "quantized"])
 def test_compiled_and_transformed(options):
-    """torch.compile, torch.func.grad and torch.vmap give the bits of eager calls."""
+    """torch.compile, torch.func.grad, checkpointing and torch.vmap give the bits of eager calls."""
     x, w = to_torch(X).requires_grad_(), to_torch(W).requires_grad_()
     loss = partial(loss_of, **options)
     expected = torch.autograd.grad(loss(x, w), (x, w))
@@ -177,6 +178,9 @@ def test_compiled_and_transformed(options):
     transformed = torch.func.grad(loss, (0, 1))(x.detach(), w.detach())
     for a, b, c in zip(expected, found, transformed, strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
+    again = torch.utils.checkpoint.checkpoint(loss, x, w, use_reentrant=False)
+    for a, b in zip(expected, torch.autograd.grad(again, (x, w)), strict=True):
+        assert torch.equal(a, b)
     stack = torch.stack([x.detach(), x.detach() * 3])
     mapped = torch.vmap(torch.func.grad(loss), (0, None))(stack, w.detach())
     for one, each in zip(stack, mapped, strict=True):
@@ -192,6 +196,17 @@ def test_compiled_with_a_quantized_and_a_unit():
     )
     for unit in ("sm100", replace(fp4kit.unit("sm100"), id="mine", promote=64)):
         assert torch.equal(function(to_torch(X), q, unit), ft.linear(to_torch(X), q, "nvfp4-te", unit=unit))
+
+
+def test_lengths_that_change_are_traced_once():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    function = torch.compile(lambda x, w: ft.linear(x, w, **TE) + 1, fullgraph=True, backend="aot_eager")
+    for length in (32, 48, 7):
+        x = to_torch(ordinary(length, (length, K)))
+        torch._dynamo.mark_dynamic(x, 0)
+        assert torch.equal(function(x, to_torch(W)), ft.linear(x, to_torch(W), **TE) + 1)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_gradients_of_gradients():
