@@ -27,6 +27,7 @@ element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
 | mlx mxfp8                               | P.weight U32 [N, K/4]       | P.scales U8            |                               |
 | modelopt NVFP4 group 32                 | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
 | modelopt NVFP4_AWQ                      | as modelopt NVFP4, and P.pre_quant_scale [K], which multiplies the columns           |
+| modelopt NVFP4_SVD                      | as modelopt NVFP4_AWQ, and low-rank parts A [r, K] and B [N, r]; see decode.py       |
 | METHOD FP8                              | P.weight F8_E4M3 [N, K]     |                        | P.weight_scale []             |
 | METHOD FP8 per row                      | P.weight F8_E4M3 [N, K]     | P.weight_scale [N, 1]  |                               |
 | METHOD FP8 128x128                      | P.weight F8_E4M3 [N, K]     | P.weight_scale         |                               |
@@ -66,6 +67,7 @@ from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
 COLUMN_SCALE, TAG = "column_scale", "tag"
+LOW_RANK_A, LOW_RANK_B = "low_rank_a", "low_rank_b"  # SVDQuant adds B A to the decoded matrix: A [r, K], B [N, r]
 # usual safetensors dtype of codes or block scales -> the dtypes that are accepted for it, because some tools declare
 # the bytes so; U8 may hold any 8-bit codes, and float32 scales may be stored as BF16 or F16
 SAME_BYTES = {
@@ -189,11 +191,11 @@ class Container:
 
     @property
     def needed(self) -> set[str]:
-        """The parts without which a layer cannot be read, among codes, block scales and column scales.
+        """The parts without which a layer cannot be read, except the tensor scale.
 
         They are those that the container has. A missing tensor scale is handled separately.
         """
-        return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE}
+        return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
 
     @property
     def keeps_stacks(self) -> bool:
@@ -353,9 +355,9 @@ class Container:
     @property
     def _values(self) -> tuple[object, ...]:
         """The properties that, together with the stored numbers, determine a layer's decoded values."""
-        per_column = COLUMN_SCALE in self.suffixes
+        more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block
-        return self.element, self.scale, block, per_column
+        return self.element, self.scale, block, more
 
     def nbytes(self, shape: tuple[int, ...]) -> int:
         """Return the number of bytes of a layer of shape [..., N, K] in this container, without its input scale."""
@@ -498,6 +500,20 @@ MODELOPT_AWQ = replace(
 )
 
 
+def _svdquant(name: str, prefix: str) -> Container:
+    """Return a container of Model-Optimizer's SVDQuant: NVFP4_AWQ with a low-rank matrix that is added on decode.
+
+    name: the container's name without "modelopt".
+    prefix: the beginning of the names of the low-rank parts, after the layer's name.
+    """
+    low_rank = {LOW_RANK_A: f"{prefix}svdquant_lora_a", LOW_RANK_B: f"{prefix}svdquant_lora_b"}
+    return replace(MODELOPT_AWQ, name=f"modelopt {name}", suffixes={**MODELOPT_AWQ.suffixes, **low_rank})
+
+
+# The export of Transformers models and that of Diffusers models use different names.
+SVDQUANT = _svdquant("NVFP4_SVD", ".weight_quantizer._"), _svdquant("NVFP4_SVD of Diffusers", ".")
+
+
 # Containers of Quark and AutoRound, which store the tensors of the containers above under their own quant_method.
 QUARK_MXFP4 = replace(MODELOPT_MXFP4, name="quark mxfp4", format="", method="quark")
 AUTO_ROUND = tuple(
@@ -606,6 +622,7 @@ CONTAINERS = (
     COMFY_NVFP4,
     COMFY_MXFP8,
     COMFY_FP8,
+    *SVDQUANT,
     MODELOPT_AWQ,
     MODELOPT_NVFP4,
     MODELOPT_NVFP4_32,

@@ -33,6 +33,7 @@ class LayerPair:
     second: True if the layer is the second half (up_proj or w3).
     heads: possible numbers of query or key heads if the layer is q or k; otherwise empty.
     amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
+    is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then nearly the rest that the codes store.
     """
 
     name: str
@@ -42,6 +43,7 @@ class LayerPair:
     second: bool = False
     heads: tuple[int, ...] = ()
     amaxes: tuple[float, ...] = ()
+    is_rest: bool = False
 
     @property
     def format(self) -> str:
@@ -288,8 +290,21 @@ def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
         amaxes=layer.amaxes,
         unnamed=unnamed,
     )
+    if layer.is_rest and not found.unlike:
+        return _of_rest(found)
     if unnamed or found.explained or found.cause:
         return found
     return replace(
         found, sentence=f"{found.sentence} (other orders were not tried, because {MAX_FAILURES} layers before failed)"
     )
+
+
+_LOW_RANK = "low-rank part (SVDQuant): the codes store the rest of the weight, which is not known in every bit"
+
+
+def _of_rest(found: Explanation) -> Explanation:
+    """Return the explanation of a layer with a low-rank part. found: that of the rest, as far as it is known."""
+    if found.explained:
+        return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
+    share = min(100 * (found.codes_equal + found.scales_equal) / max(found.total, 1), 99.99)
+    return replace(found, cause=_LOW_RANK, sentence=f"{_LOW_RANK}; the nearest recipe gives {share:.2f}% of bytes")

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.container import CODES, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.container import CODES, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict, LayerPair, identify_layers
@@ -249,9 +249,22 @@ class _Pairs:
         heads = self._heads(leaf)
         parts = stored_layer(weight, expert, self.readers)
         self.tick(weight.nbytes // weight.experts)
-        amaxes = self._amaxes(weight, expert)
         name = _name(weight, expert)
+        if LOW_RANK_A in weight.parts:
+            return LayerPair(name, parts, self._rest(weight, origin), is_rest=True)
+        amaxes = self._amaxes(weight, expert)
         return LayerPair(name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, amaxes)
+
+    def _rest(self, weight: Weight, origin: Origin) -> np.ndarray:
+        """Return what the codes of an SVDQuant layer store: the source without its column factors and low-rank part.
+
+        The tool rounds the rest to the dtype of the model several times, so this is it only nearly.
+        """
+        x = origin.values(self.readers)
+        slab = next(slabs(self.readers, weight, max_bytes=1 << 40))
+        assert slab.low_rank is not None and slab.column_scale is not None
+        with np.errstate(all="ignore"):
+            return (x.astype(np.float64) / slab.column_scale - slab.low_rank[0] @ slab.low_rank[1]).astype(x.dtype)
 
     def _heads(self, leaf: str) -> tuple[int, ...]:
         """Return the possible numbers of heads of a layer according to the config; () if the layer is not q or k.

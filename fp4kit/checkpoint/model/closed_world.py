@@ -23,6 +23,8 @@ from fp4kit.checkpoint.containers.container import (
     COLUMN_SCALE,
     CONTAINERS,
     INPUT_SCALE,
+    LOW_RANK_A,
+    LOW_RANK_B,
     SCALES,
     TAG,
     TENSOR_SCALE,
@@ -152,8 +154,10 @@ _CARRIED_TENSORS = {
 # Last part of a tensor's name, after the name of its layer -> why the decoded weight would be wrong without the tensor.
 _REFUSED_TENSORS = {
     "pre_quant_scale": "multiplies the columns of the weight (AWQ), which is not supported for this format",
-    "weight_quantizer._svdquant_lora_a": "low-rank part of the weight (SVDQuant), which is not supported",
-    "weight_quantizer._svdquant_lora_b": "low-rank part of the weight (SVDQuant), which is not supported",
+    **dict.fromkeys(
+        (f"{prefix}svdquant_lora_{part}" for prefix in ("weight_quantizer._", "") for part in "ab"),
+        "low-rank part of the weight (SVDQuant), whose other parts are missing or do not fit",
+    ),
     "weight_zero_point": "zero points, which no 4-bit float format has",
     "weight_g_idx": "an order of the columns, which is not supported",
     "g_idx": "an order of the columns, which is not supported",
@@ -212,6 +216,8 @@ _PART_NAMES = {
     SCALES: "block scales",
     TENSOR_SCALE: "tensor scale",
     COLUMN_SCALE: "factor per column",
+    LOW_RANK_A: "low-rank part of the weight",
+    LOW_RANK_B: "low-rank part of the weight",
     "input_scale": "scale of the inputs",
 }
 

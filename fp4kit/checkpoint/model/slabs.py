@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import CODES, COLUMN_SCALE, SCALES, TENSOR_SCALE, VALUES
+from fp4kit.checkpoint.containers.container import (
+    CODES,
+    COLUMN_SCALE,
+    LOW_RANK_A,
+    LOW_RANK_B,
+    SCALES,
+    TENSOR_SCALE,
+    VALUES,
+)
 from fp4kit.checkpoint.model.decode import decode_rows, scales_of
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
@@ -83,6 +91,8 @@ class Slab(NamedTuple):
     scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
     tensor_scale: the factor to multiply by on decode; None if there is none.
     column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
+    low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded values
+        before the columns are multiplied.
 
     Codes and scales do not depend on how the file stores them: the even element of a byte is in the low nibble, and
     scales are in linear order.
@@ -94,6 +104,7 @@ class Slab(NamedTuple):
     scales: np.ndarray | None = None
     tensor_scale: np.float32 | None = None
     column_scale: npt.NDArray[np.float32] | None = None
+    low_rank: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
@@ -131,6 +142,14 @@ def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32]
     return None if place is None else readers.array(place).reshape(-1).astype(np.float32)
 
 
+def _low_rank_of(readers: Readers, weight: Weight) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None:
+    """Return the low-rank parts (B, A) of a weight, float64 [N, r] and [r, K]; None if it has none."""
+    if LOW_RANK_A not in weight.parts:
+        return None
+    a, b = (readers.array(weight.parts[part]).astype(np.float64) for part in (LOW_RANK_A, LOW_RANK_B))
+    return b, a
+
+
 def slabs(
     readers: Readers,
     weight: Weight,
@@ -164,6 +183,7 @@ def slabs(
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     step = max(max_bytes // (columns * itemsize * height), 1) * height
     tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
+    low_rank = _low_rank_of(readers, weight)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)
@@ -180,7 +200,8 @@ def slabs(
                 if transposed
                 else _codes(readers, weight, expert, start, count)
             )
-            yield Slab(start, None, codes, scales, tensor_scale, column_scale)
+            part_of = None if low_rank is None else (low_rank[0][start : start + count], low_rank[1])
+            yield Slab(start, None, codes, scales, tensor_scale, column_scale, part_of)
         else:
             yield Slab(
                 start,
@@ -209,7 +230,8 @@ def _in_order(
         values, codes, scales = (
             None if part is None else part[index] for part in (slab.values, slab.codes, slab.scales)
         )
-        yield slab._replace(start=slab.start + low, values=values, codes=codes, scales=scales)
+        low_rank = None if slab.low_rank is None else (slab.low_rank[0][index], slab.low_rank[1])
+        yield slab._replace(start=slab.start + low, values=values, codes=codes, scales=scales, low_rank=low_rank)
 
 
 def _of_members(
@@ -367,6 +389,9 @@ class _TransposedReader:
 def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     """Return the values of a slab, (rows, K). Unquantized values keep their dtype; codes are decoded to float32.
 
+    The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
+    are products of 16-bit floats, so the float64 sum is exact except for extreme ranges.
+
     weight: the weight that the slab was read from.
     """
     if slab.values is not None:
@@ -374,6 +399,9 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
         values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
+        if slab.low_rank is not None:
+            b, a = slab.low_rank
+            values = (values + b @ a).astype(np.float32)
         if slab.column_scale is not None:
             values *= slab.column_scale
         return _rounded(values, weight)
@@ -404,7 +432,9 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     bits, wide = weight.container.element.bits, weight.container.block[1]
     codes = np.ascontiguousarray(slab.codes[:, first * bits // 8 : end * bits // 8])
     column_scale = None if slab.column_scale is None else slab.column_scale[first:end]
-    return slab._replace(codes=codes, scales=slab.scales[:, first // wide : -(-end // wide)], column_scale=column_scale)
+    scales = slab.scales[:, first // wide : -(-end // wide)]
+    low_rank = None if slab.low_rank is None else (slab.low_rank[0], slab.low_rank[1][:, first:end])
+    return slab._replace(codes=codes, scales=scales, column_scale=column_scale, low_rank=low_rank)
 
 
 def trouble_with_scales(weight: Weight, slab: Slab) -> str:

@@ -22,6 +22,8 @@ from fp4kit.checkpoint.containers.container import (
     COLUMN_SCALE,
     CONTAINERS,
     INPUT_SCALE,
+    LOW_RANK_A,
+    LOW_RANK_B,
     SAME_BYTES,
     SCALES,
     TAG,
@@ -270,6 +272,10 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
     for part, place in parts.items():
         if part == TAG:
             continue
+        if part in (LOW_RANK_A, LOW_RANK_B):
+            if not _fits_low_rank(parts, shape):
+                return None
+            continue
         entry, (dtype, wanted) = place.entry, specs[part]
         shapes = container.shapes_of_scales(shape) if part == SCALES else (wanted,)
         # [1, 1] is the scale of a single block if there are no other scales.
@@ -282,6 +288,13 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         if not fits or (entry.dtype != dtype and (damaged or plain or not _holds(entry.dtype, dtype, part))):
             return None
     return Weight(module, parts[CODES].entry.name, shape, container.for_columns(shape[-1]), parts, transposed)
+
+
+def _fits_low_rank(parts: Mapping[str, Located], shape: tuple[int, ...]) -> bool:
+    """Return whether the low-rank parts of a layer are float matrices A [r, K] and B [N, r]. shape: [N, K]."""
+    a, b = (parts[part].entry for part in (LOW_RANK_A, LOW_RANK_B))
+    fits = len(a.shape) == len(b.shape) == 2 and (*b.shape[:1], *a.shape[1:]) == shape and a.shape[0] == b.shape[1]
+    return fits and {a.dtype, b.dtype} <= set(FLOAT_DTYPES)
 
 
 def _holds(dtype: str, wanted: str, part: str) -> bool:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, VALUES
+from fp4kit.checkpoint.containers.container import INPUT_SCALE, VALUES, Container
 from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.slabs import Readers, slabs
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
 from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
@@ -416,8 +416,23 @@ def _tally(check: Check, readers: Readers) -> StoredCounts:
     for slab in slabs(readers, check.stored, check.expert, None, height):
         assert slab.codes is not None and slab.scales is not None
         x = None if origin is None else rows_of(origin, slab.start, len(slab.codes)).values(readers)
-        found.append(tally(form, slab.codes, slab.scales, slab.tensor_scale, x, slab.column_scale))
+        found.append(_tally_of(form, slab, x))
     return total(found)
+
+
+def _tally_of(form: Container, slab: Slab, x: np.ndarray | None) -> StoredCounts:
+    """Count the stored values of some rows and, if their source ``x`` is given, the errors against it.
+
+    The low-rank matrix of SVDQuant is subtracted from the source, because the codes store only the rest.
+    """
+    assert slab.codes is not None and slab.scales is not None
+    if x is None or slab.low_rank is None:
+        return tally(form, slab.codes, slab.scales, slab.tensor_scale, x, slab.column_scale)
+    whole = x.astype(np.float64)
+    low_rank = slab.low_rank[0] @ slab.low_rank[1]
+    rest = whole - (low_rank if slab.column_scale is None else low_rank * slab.column_scale)
+    found = tally(form, slab.codes, slab.scales, slab.tensor_scale, rest, slab.column_scale)
+    return replace(found, signal=float(np.square(whole).sum()))
 
 
 # kind of container -> a recipe that gives the usual error of this kind; "mxfp8-te" for kinds that are not listed

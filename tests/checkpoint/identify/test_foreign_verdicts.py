@@ -63,6 +63,16 @@ def test_awq_is_told() -> None:
     assert verdict.sentence.startswith("weights scaled per column (AWQ or SmoothQuant) in 7 layers: ")
 
 
+def test_svdquant_is_told() -> None:
+    verdict = identify_checkpoint(FOREIGN / "modelopt--NVFP4_SVDQUANT_DEFAULT_CFG", SOURCES / "llama")
+    assert verdict.sentence == (
+        "low-rank part (SVDQuant) in 7 layers: the codes store the rest of the weight, which is not known in every bit"
+    )
+    assert not verdict.is_clean and verdict.hint is None
+    shares = [layer.explanation.sentence.rpartition(" gives ")[2] for layer in verdict.layers]
+    assert all(float(share.removesuffix("% of bytes")) > 95 for share in shares)
+
+
 def test_a_layer_without_a_counterpart_fails_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(SOURCES / "llama", tmp_path / "m")
     path = tmp_path / "m" / "model.safetensors"

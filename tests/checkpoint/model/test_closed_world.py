@@ -179,7 +179,7 @@ def test_a_change_is_refused_or_does_not_change_values(
     [
         (".codebook", "not known beside a layer of modelopt NVFP4"),
         (".weight_zero_point", "zero points, which no 4-bit float format has"),
-        (".weight_quantizer._svdquant_lora_a", "low-rank part of the weight (SVDQuant)"),
+        (".weight_quantizer._svdquant_lora_a", "low-rank part of the weight (SVDQuant), whose other parts are missing"),
         (".lora_A.weight", "a tensor of an adapter (LoRA), not of a model"),
         (".bias_2", "not known beside"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections import Counter
 from pathlib import Path
 
@@ -11,12 +12,15 @@ import numpy as np
 import numpy.typing as npt
 import oracle
 import pytest
+import synthetic
 from synthetic import refused
 
 from fp4kit import formats
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.storage.safetensors_file import read_header
 
 Array = npt.NDArray[np.float32]
 ROOT = Path(__file__).parents[2] / "data" / "foreign"
@@ -28,6 +32,7 @@ LAYERS = {
     # A layer that fits in one block of 128x128 has a single scale, so it is read as FP8 with one scale per tensor.
     "modelopt--FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": {"modelopt FP8 128x128": 3, "modelopt FP8": 4},
     "modelopt--NVFP4_AWQ_LITE_CFG": {"modelopt NVFP4": 6, "modelopt NVFP4_AWQ": 1},
+    "modelopt--NVFP4_SVDQUANT_DEFAULT_CFG": {"modelopt NVFP4_SVD": 7},
     "modelopt--NVFP4_DEFAULT_CFG+FP8DOWN": {"modelopt NVFP4": 6, "modelopt FP8": 1},
     "modelopt--NVFP4_DEFAULT_CFG+FP8_KV_CFG": {"modelopt NVFP4": 7},
     "modelopt--W4A8_NVFP4_FP8_CFG": {"modelopt NVFP4 group 32": 7},
@@ -144,7 +149,20 @@ def stated(parts: dict[str, tuple[str, tuple[int, ...], bytes]], module: str) ->
         values, group = e2m1(bytes_of("").swapaxes(1, 2)), 16
         scales, outer = bytes_of("_weight_scale").swapaxes(1, 2), factor("_weight_scale_2")
     numbers = formats.E4M3.values[scales] if group == 16 else np.exp2(scales.astype(np.float32) - 127)
-    return bfloat16(values * np.repeat(numbers.astype(np.float32) * outer, group, -1))
+    values = values * np.repeat(numbers.astype(np.float32) * outer, group, -1)
+    if module + LOW_RANK + "a" in parts:
+        factors = [wide(parts[module + LOW_RANK + part]) for part in "ba"]
+        values = (values + factors[0].astype(np.float64) @ factors[1]).astype(np.float32)
+        values *= wide(parts[module + ".pre_quant_scale"])
+    return bfloat16(values)
+
+
+LOW_RANK = ".weight_quantizer._svdquant_lora_"
+
+
+def wide(part: tuple[str, tuple[int, ...], bytes]) -> Array:
+    """Return a bfloat16 tensor (dtype, shape, bytes) as float32 values."""
+    return (np.frombuffer(part[2], "<u2").astype(np.uint32) << 16).view(np.float32).reshape(part[1])
 
 
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - DECODED.keys()))
@@ -157,6 +175,79 @@ def test_values_are_as_stated(name: str, tmp_path: Path) -> None:
         if values.shape != expected.shape or weight.transposed:
             values = values.swapaxes(-1, -2)
         assert np.array_equal(values, expected)
+
+
+# The first digits of the SHA-256 of the values that Model-Optimizer's decoder gives. It leaves the low-rank part out.
+CODES_OF_SVDQUANT = {
+    "mlp.down_proj": "469b81e0dc517169",
+    "mlp.gate_proj": "b95e23477b4fabf0",
+    "mlp.up_proj": "e23bd4dfea314093",
+    "self_attn.k_proj": "3234b133d155dddc",
+    "self_attn.o_proj": "7837c9369e4a3056",
+    "self_attn.q_proj": "7a6af86ff737d211",
+    "self_attn.v_proj": "da07ca66d19897d0",
+}
+SVDQUANT = "modelopt--NVFP4_SVDQUANT_DEFAULT_CFG"
+
+
+def overwrite(path: Path, name: str, data: bytes) -> None:
+    """Replace the bytes of a tensor of a safetensors file."""
+    entry = next(entry for entry in read_header(path).entries if entry.name == name)
+    whole = bytearray(path.read_bytes())
+    whole[entry.start : entry.start + entry.nbytes] = data
+    path.write_bytes(whole)
+
+
+def test_svdquant_without_its_low_rank_part_has_the_values_of_the_tool(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / SVDQUANT, tmp_path / "m")
+    for entry in read_header(tmp_path / "m" / "model.safetensors").entries:
+        if "_lora_b" in entry.name:
+            overwrite(tmp_path / "m" / "model.safetensors", entry.name, bytes(entry.nbytes))
+    have = decoded(str(tmp_path / "m"), tmp_path / "out")
+    found = {name: digest(have[f"model.layers.0.{name}.weight"])[:16] for name in CODES_OF_SVDQUANT}
+    assert found == CODES_OF_SVDQUANT
+
+
+def test_svdquant_is_near_its_source(tmp_path: Path) -> None:
+    """verify finds the usual error of NVFP4 if the low-rank part is added, and garbage if it is damaged."""
+    source = ROOT.parent / "foreign_sources" / "llama"
+    report = verify(ROOT / SVDQUANT, source)
+    assert not [issue for issue in report.issues if issue.severity == "error"]
+    assert all(21 < sqnr_db(layer.tally.signal, layer.tally.noise) < 26 for layer in report.layers)
+    shutil.copytree(ROOT / SVDQUANT, tmp_path / "m")
+    name = "model.layers.0.mlp.down_proj.weight_quantizer._svdquant_lora_a"
+    overwrite(tmp_path / "m" / "model.safetensors", name, bytes(2 * 32 * 256))
+    errors = [issue for issue in verify(tmp_path / "m", source).issues if issue.severity == "error"]
+    assert [issue.subject for issue in errors] == ["model.layers.0.mlp.down_proj"]
+
+
+def test_svdquant_is_requantized_only_on_demand(tmp_path: Path) -> None:
+    """The low-rank part makes other values, so no other format can keep the codes."""
+    with refused("is already quantized as modelopt NVFP4_SVD"):
+        convert(ROOT / SVDQUANT, tmp_path / "out", "nvfp4-modelopt", format="modelopt")
+    convert(ROOT / SVDQUANT, tmp_path / "out", "nvfp4-modelopt", format="modelopt", requantize=True, input_scale=1.0)
+    assert verify(tmp_path / "out", ROOT / SVDQUANT).clean
+
+
+@pytest.mark.parametrize(("name", "shape"), [("_svdquant_lora_a", (31, 256)), ("_svdquant_lora_b", (127, 32))])
+def test_low_rank_parts_that_do_not_fit_are_refused(name: str, shape: tuple[int, int], tmp_path: Path) -> None:
+    tensors = oracle.arrays(oracle.load(ROOT / SVDQUANT))
+    full = f"model.layers.0.mlp.down_proj.weight_quantizer.{name}"
+    tensors[full] = np.resize(tensors[full], shape)
+    config = json.loads((ROOT / SVDQUANT / "config.json").read_text())
+    synthetic.write_model(tmp_path / "m", config, tensors)
+    with refused("low-rank part of the weight (SVDQuant), whose other parts are missing or do not fit"):
+        convert(tmp_path / "m", tmp_path / "out", format="bf16")
+
+
+def test_names_of_diffusers(tmp_path: Path) -> None:
+    """The export of Diffusers models stores the low-rank parts beside the codes."""
+    tensors = oracle.arrays(oracle.load(ROOT / SVDQUANT))
+    renamed = {name.replace("weight_quantizer._", ""): x for name, x in tensors.items()}
+    config = json.loads((ROOT / SVDQUANT / "config.json").read_text())
+    synthetic.write_model(tmp_path / "m", config, renamed)
+    have, want = decoded(str(tmp_path / "m"), tmp_path / "a"), decoded(SVDQUANT, tmp_path / "b")
+    assert {name: x.tobytes() for name, x in have.items()} == {name: x.tobytes() for name, x in want.items()}
 
 
 def test_stacks_with_blocks_along_the_output_axis_are_refused(tmp_path: Path) -> None:
