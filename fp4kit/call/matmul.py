@@ -141,7 +141,7 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
             f"{op}: a is a stack {lead} of matrices and b a stack {lead_b}; needs equal stacks, or one matrix"
         )
     M, N = left.codes.shape[-2], right.codes.shape[-2]
-    step = _step(op, u, left, right)
+    step = step_of(op, u, left, right)
     if alpha is not None:
         number = np.float32(_number(op, alpha))
         left = left._replace(factor=_library(left.codes).full(left.codes.shape[:-1], number))
@@ -234,7 +234,7 @@ def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]
     if u.order != "dequantized":
         for name, r in zip(names, (a, b), strict=True):
             _check_multiplied(op, name, r)
-        _step(op, u, _operand_of_recipe(a), _operand_of_recipe(b), names)
+        step_of(op, u, _operand_of_recipe(a), _operand_of_recipe(b), names)
 
 
 def _operand_of_recipe(r: Recipe) -> Operand:
@@ -242,7 +242,9 @@ def _operand_of_recipe(r: Recipe) -> Operand:
     return Operand(None, r.element.name, r.scale, r.scale, r.block_size if r.scale else 1, None, 0)
 
 
-def _step(op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")) -> DotAdd | FloorDotAdd | None:
+def step_of(
+    op: str, u: Unit, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")
+) -> DotAdd | FloorDotAdd | None:
     """Return the step of a unit for two operands; None if the unit has an order.
 
     Raise ValueError, naming what the unit has, if it has no step for them. names: the operands in the message.

@@ -16,7 +16,7 @@ from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command
 from fp4kit.evidence.fuzz import parallel
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.draw import OPERATIONS, Pool
+from fp4kit.evidence.fuzz.pool import OPERATIONS, Pool
 from fp4kit.recipes import recipe
 
 _SHOWN = 20  # the largest number of reasons for rejected or declined calls that are printed
@@ -56,6 +56,7 @@ def register(commands: Any) -> None:
     parser.add_argument("--recipes", nargs="+", metavar="ID", help="draw only these recipes and their variants")
     text = f"draw only these operations: {', '.join(OPERATIONS)}"
     parser.add_argument("--operations", nargs="+", metavar="NAME", help=text)
+    parser.add_argument("--units", nargs="+", metavar="ID", help="draw only these units of matmul")
     parser.add_argument(
         "--changes", type=int, default=3, metavar="N", help="change at most N fields per variant (default: 3)"
     )
@@ -84,19 +85,22 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
 
 
 def _pool(args: argparse.Namespace) -> Pool:
-    """Return the Pool from which random cases are drawn, with the recipes, operations and changes of the options."""
+    """Return the Pool from which random cases are drawn, as the options restrict it."""
     chosen: dict[str, Any] = {"changes": args.changes}
     if args.recipes:
         chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)
-    if args.operations:
-        chosen["operations"] = tuple(args.operations)
+    for name in ("operations", "units"):
+        if getattr(args, name):
+            chosen[name] = tuple(getattr(args, name))
     return Pool(**chosen)
 
 
 def _pool_options(args: argparse.Namespace) -> str:
     """Return the options that must be given again to reproduce a case, as text for the command line; "" if none."""
     lists = "".join(
-        f" --{name} {' '.join(getattr(args, name))}" for name in ("recipes", "operations") if getattr(args, name)
+        f" --{name} {' '.join(getattr(args, name))}"
+        for name in ("recipes", "operations", "units")
+        if getattr(args, name)
     )
     return lists + (f" --changes {args.changes}" if args.changes != Pool.changes else "")
 

@@ -74,7 +74,7 @@ def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
     e = a.elements.exponent[:, None] + b.elements.exponent
     zero = s == 0
     if isinstance(step, DotAdd) and step.group > 1:
-        grouped = np.ldexp(s, e).reshape(*s.shape[:2], -1, step.group)
+        grouped = np.ldexp(s, e).reshape(*s.shape[:2], step.k // step.group, step.group)
         s, zero = grouped.sum(axis=-1), (grouped == 0).all(axis=-1)
         e = np.zeros(s.shape, np.int32)
     for scales, block, axis in ((a.scales, a.block, 1), (b.scales, b.block, 0)):

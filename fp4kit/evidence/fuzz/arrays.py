@@ -18,6 +18,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.evidence.engines import PARTS
+from fp4kit.evidence.fuzz.code_patterns import OPERANDS
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, INT8, unsigned
 from fp4kit.quantized.container import Quantized
 
@@ -287,6 +288,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
     "weights": _weights,
     "hessians": _hessians,
     "ones": lambda rng, shape, dtype: np.ones(shape, dtype),
+    **OPERANDS,
 }
 
 
@@ -345,6 +347,13 @@ def touched(g: Guarded) -> int:
 
 
 # ---- further functions that programs call ----
+
+
+def as_float8(codes: Any, dtype: str) -> Any:
+    """Return codes as an array of a float8 dtype, such as "float8_e4m3fn". Raises NotImplementedError for CuPy."""
+    if not isinstance(codes, np.ndarray):
+        raise NotImplementedError("CuPy has no float8 arrays")
+    return codes.view(getattr(ml_dtypes, dtype))
 
 
 def overwrite(target: Any, values: Any) -> None:

@@ -22,7 +22,8 @@ from fp4kit.evidence.fuzz.replay import Place, ended
 from fp4kit.quantized.container import Quantized
 from fp4kit.training.communicators import SingleProcess
 
-FUNCTIONS = {name: getattr(arrays, name) for name in ("guarded", "touched", "overwrite", "largest", "with_codes")} | {
+FUNCTIONS_OF_ARRAYS = ("guarded", "touched", "overwrite", "largest", "with_codes", "as_float8")
+FUNCTIONS = {name: getattr(arrays, name) for name in FUNCTIONS_OF_ARRAYS} | {
     "replace": dataclasses.replace,
     "SingleProcess": SingleProcess,
 }

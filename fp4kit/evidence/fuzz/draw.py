@@ -12,37 +12,14 @@ from functools import cache
 from math import lcm, prod
 from typing import Any
 
-import numpy as np
-
 from fp4kit.call.search_scales import is_searchable
-from fp4kit.evidence.fuzz.arrays import KINDS, NUMBERS, DrawnArray, View
+from fp4kit.evidence.fuzz.arrays import KINDS, NUMBERS, DrawnArray
+from fp4kit.evidence.fuzz.pool import Picks, Pool
+from fp4kit.evidence.fuzz.products import DrawnProduct, draw_product
 from fp4kit.evidence.fuzz.recipes import Variant, draw_variant
 from fp4kit.formats import E2M1, E4M3, E8M0
-from fp4kit.layouts import SCALE_LAYOUTS
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import Recipe
 
-OPERATIONS = (
-    "quantize",
-    "quantize_both",
-    "with_scales",
-    "decode",
-    "fake_quantize",
-    "quantize_grouped",
-    "fake_quantize_grouped",
-    "amax_grouped",
-    "plan",
-    "requantize",
-    "backward",
-    "backward_grouped",
-    "transpose",
-    "swizzle",
-    "swizzle_bytes",
-    "pack",
-    "amax",
-    "partial",
-    "master_weights",
-    "search_scales",
-)
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
 # Operations that return no codes. Only these are drawn for recipes without codes.
 VALUES_ONLY = (
@@ -60,43 +37,6 @@ FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative a
 LENGTHS = (1, 1, 2, 3, 5, 8, 15, 16, 17, 31, 32, 33, 64, 65, 127, 128, 129, 256)
 MAX_SEARCHED = 1 << 12  # elements per array in searches, where the specification tries 126 scales or 39 amaxes
 BLOCKED = (16, 32, 48, 64, 96, 128, 160, 256, 272, 512, 1024)
-
-
-@dataclass(frozen=True)
-class Pool:
-    """State what cases are drawn from.
-
-    Attributes:
-        recipes: ids of recipes.
-        variants: further recipes, which are drawn unchanged.
-        dtypes: dtypes of input arrays.
-        layouts: layouts of block scales.
-        operations: names in OPERATIONS.
-        roundings: values of DrawnOptions.rounding.
-        hadamard: values of the argument hadamard.
-        changes: the largest number of fields that a drawn variant of ``recipes`` changes. 0: no variants are drawn.
-        faults: True to give some cases a fault, so that their call must be rejected.
-        largest: the largest number of elements per array.
-    """
-
-    recipes: tuple[str, ...] = tuple(RECIPES)
-    variants: tuple[Variant, ...] = ()
-    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
-    layouts: tuple[str, ...] = SCALE_LAYOUTS
-    operations: tuple[str, ...] = OPERATIONS
-    roundings: tuple[str, ...] = ("nearest", "seed", "bytes")
-    hadamard: tuple[Any, ...] = (False, True, "no_signs")
-    changes: int = 3
-    faults: bool = True
-    largest: int = 1 << 16
-
-    def __post_init__(self) -> None:
-        for name, allowed in (("recipes", tuple(RECIPES)), ("operations", OPERATIONS), ("layouts", SCALE_LAYOUTS)):
-            unknown = [value for value in getattr(self, name) if value not in allowed]
-            if unknown or not getattr(self, name):
-                raise ValueError(
-                    f"fuzz: {name} holds {unknown or 'nothing'}; needs one or more of {', '.join(allowed)}"
-                )
 
 
 @dataclass(frozen=True)
@@ -140,6 +80,7 @@ class DrawnCase:
         arrays: the input arrays; several only for grouped operations and master weights.
         axis: the quantized axis of each array. If an array is a stack of experts, it is the axis of one expert's array.
         options: everything else.
+        product: for the operation "matmul", the product, which has its own arrays; ``arrays`` is then empty.
     """
 
     operation: str
@@ -147,6 +88,7 @@ class DrawnCase:
     arrays: tuple[DrawnArray, ...]
     axis: int
     options: DrawnOptions
+    product: DrawnProduct | None = None
 
     @property
     def r(self) -> Recipe:
@@ -164,6 +106,8 @@ class DrawnCase:
 
     def __str__(self) -> str:
         """Return the case as one line."""
+        if self.product is not None:
+            return f"{self.operation} {self.product}"
         named = {name: getattr(self.options, name) for name in self.changed_options()}
         shapes = " ".join(f"{a.dtype}{list(a.shape)}" for a in self.arrays)
         return (
@@ -172,24 +116,15 @@ class DrawnCase:
         )
 
 
-class Draw:
+class Draw(Picks):
     """Draw the parts of one case, in a fixed order, from an integer.
 
     ``refused`` counts variants that Recipe rejected.
     """
 
     def __init__(self, seed: int, pool: Pool) -> None:
-        self.rng = np.random.default_rng(seed)
-        self.pool = pool
+        super().__init__(seed, pool)
         self.refused = 0
-
-    def pick(self, choices: Any) -> Any:
-        """Return one of the choices at random."""
-        return choices[self.rng.integers(len(choices))]
-
-    def chance(self, probability: float) -> bool:
-        """Return True with the given probability."""
-        return bool(self.rng.random() < probability)
 
     def case(self) -> DrawnCase:
         """Return a random case whose options fit its operation and recipe.
@@ -198,6 +133,8 @@ class Draw:
         """
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
+        if operation == "matmul":
+            return DrawnCase(operation, recipe, (), -1, DrawnOptions(), draw_product(self, recipe))
         # Plans get no fault, because a plan may reject the faulty argument only when it runs.
         fault = self.pick(FAULTS) if self.pool.faults and self.chance(0.03) and operation != "plan" else ""
         options = replace(self.options(operation, recipe.recipe), fault=fault)
@@ -319,21 +256,6 @@ class Draw:
         if self.chance(0.03):
             shape[self.rng.integers(ndim)] = 0
         return tuple(shape)
-
-    def view(self, ndim: int, flat: bool) -> View:
-        """Return a random memory layout of an array of ``ndim`` axes.
-
-        Half of the layouts are contiguous. The others may have permuted axes, steps other than 1, and an offset; if
-        ``flat`` is True, only an offset.
-        """
-        view = View.plain(ndim)
-        if self.chance(0.5):
-            offset = int(self.rng.integers(0, 9)) if self.chance(0.6) else 0
-            if flat:
-                return replace(view, offset=offset)
-            order = tuple(self.rng.permutation(ndim).tolist()) if self.chance(0.5) else view.order
-            view = View(order, tuple(self.rng.choice([1, 1, 1, 2, -1, 3], ndim).tolist()), offset)
-        return view
 
 
 # ---- groups of operations

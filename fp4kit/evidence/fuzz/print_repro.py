@@ -12,10 +12,12 @@ from fp4kit.evidence.engines import ComparedEngine
 from fp4kit.evidence.fuzz.arrays import DrawnArray
 from fp4kit.evidence.fuzz.check import Verdict, written_names
 from fp4kit.evidence.fuzz.draw import DrawnCase
+from fp4kit.evidence.fuzz.products import changes_of
 from fp4kit.evidence.fuzz.program_ir import Dtype, Make, ProgramCall, Ref, Same, Statement
 from fp4kit.evidence.fuzz.programs import program
 from fp4kit.evidence.fuzz.recipes import Variant
 from fp4kit.formats import ELEMENT_FORMATS, ElementFormat, unsigned
+from fp4kit.units import Unit
 
 MAX_LISTED = 64  # an array with more nonzero elements is printed as hexadecimal digits
 # Functions whose results are not compared, so that the printed program does not yield these results.
@@ -32,9 +34,11 @@ _IMPORTS = (
     ("fp4kit", "import fp4kit"),
     ("SingleProcess", "from fp4kit.training.communicators import SingleProcess"),
     ("formats", "from fp4kit import formats"),
+    ("DotAdd", "from fp4kit import DotAdd"),
+    ("FloorDotAdd", "from fp4kit import FloorDotAdd"),
 )
 _HELPERS = {
-    "fuzz.arrays": ("View", "drawn", "given", "guarded", "largest", "overwrite", "touched", "with_codes"),
+    "fuzz.arrays": ("View", "as_float8", "drawn", "given", "guarded", "largest", "overwrite", "touched", "with_codes"),
     "fuzz.replay": ("agree", "same"),
 }
 
@@ -154,6 +158,9 @@ def text(value: Any) -> str:
     if isinstance(value, ElementFormat):
         arguments = (value.name, value.exponent_bits, value.mantissa_bits, value.bias)
         return f"formats.{value.name}" if value in ELEMENT_FORMATS else f"formats.ElementFormat{arguments}"
+    if isinstance(value, Unit):
+        changes = "".join(f", {name}={field!r}" for name, field in changes_of(value).items())
+        return f'replace(fp4kit.unit("{value.id}"){changes})' if changes else f'"{value.id}"'
     if isinstance(value, Dtype):
         return f"ml_dtypes.{value.name}" if value.name == "bfloat16" else f"np.{value.name}"
     if isinstance(value, list):

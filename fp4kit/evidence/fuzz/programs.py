@@ -26,6 +26,7 @@ from fp4kit.evidence.fuzz.arguments import (
 )
 from fp4kit.evidence.fuzz.draw import DrawnCase
 from fp4kit.evidence.fuzz.program_ir import Program, Ref, Statement
+from fp4kit.evidence.fuzz.programs_matmul import matmul
 from fp4kit.evidence.fuzz.programs_search import search_scales
 from fp4kit.evidence.fuzz.programs_with_scales import with_scales
 from fp4kit.layouts import padded_shape
@@ -36,6 +37,9 @@ from fp4kit.recipes.schema import faking
 def program(case: DrawnCase) -> list[Statement]:
     """Return the program of a case, as a list of statements."""
     p = Program()
+    if case.product is not None:
+        matmul(p, case)
+        return p.statements
     p.make("r", case.recipe)
     _PROGRAMS[case.operation](p, with_fault(case))
     return p.statements

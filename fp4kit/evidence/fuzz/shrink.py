@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fp4kit.evidence.engines import ComparedEngine
-from fp4kit.evidence.fuzz.arrays import DTYPES, DrawnArray, View
+from fp4kit.evidence.fuzz.arrays import DrawnArray, View
 from fp4kit.evidence.fuzz.check import Verdict, check
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOptions
-from fp4kit.formats import bit_patterns
+from fp4kit.evidence.fuzz.shrink_arrays import parts, simpler_values
+from fp4kit.evidence.fuzz.shrink_products import simpler_products
 
 T = TypeVar("T")
-MAX_ONE_BY_ONE = 24  # elements are set to 1 one by one if at most this many are nonzero
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
@@ -67,6 +67,9 @@ def shrink_case(case: DrawnCase, verdict: Verdict, engine: ComparedEngine | None
 
 def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
     """Yield cases that are simpler in one respect, the largest simplifications first."""
+    if case.product is not None:
+        yield from (replace(case, product=product) for product in simpler_products(case.product))
+        return
     yield from _fewer_arrays(case)
     for variant in case.recipe.simpler():
         yield replace(case, recipe=variant)
@@ -77,7 +80,7 @@ def simpler_cases(case: DrawnCase) -> Iterator[DrawnCase]:
     if len(case.arrays) == 1 and not case.options.stacked:
         yield from _fewer_axes(case)
     for i, a in enumerate(case.arrays):
-        for plainer in _simpler_values(a):
+        for plainer in simpler_values(a):
             yield _with_array(case, i, plainer)
 
 
@@ -119,7 +122,7 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
         yield replace(a, view=View(tuple(range(a.ndim)), a.view.steps, a.view.offset))
     values = a.values()
     for axis in range(a.ndim):
-        for part in _parts(a.shape[axis], _unit(case, a, axis)):
+        for part in parts(a.shape[axis], _unit(case, a, axis)):
             index: list[Any] = [slice(None)] * a.ndim
             index[axis] = part
             yield a.with_values(values[tuple(index)], a.view)
@@ -143,18 +146,6 @@ def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
     return lcm(*lengths)
 
 
-def _parts(n: int, unit: int) -> Iterator[slice]:
-    """Yield slices of an axis of length ``n`` to keep: the first unit, each half, all but the last or first unit.
-
-    A unit is ``unit`` elements. If ``n`` is above 16, units of 16 elements are tried too.
-    """
-    for step in sorted({unit, 16 * (n > 16) or unit}):
-        half = n // 2 // step * step
-        for part in (slice(0, step), slice(0, half), slice(half, n), slice(0, n - step), slice(step, n)):
-            if 0 < len(range(*part.indices(n))) < n:
-                yield part
-
-
 def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
     """Yield cases without one of the axes of length 1. The quantized axis is kept."""
     a, along = case.x, case.axis % case.x.ndim
@@ -162,31 +153,3 @@ def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
         if a.shape[axis] == 1 and axis != along and a.ndim > 1:
             smaller = a.with_values(np.squeeze(a.values(), axis))
             yield replace(case, arrays=(smaller,), axis=along - (axis < along) - smaller.ndim)
-
-
-def _simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
-    """Yield arrays with more zeros. If few elements are nonzero, also yield arrays in which one of them is set to 1."""
-    values = a.values()
-    bits = bit_patterns(values).reshape(-1)
-    (nonzero,) = np.nonzero(bits)
-    size = len(nonzero)
-    while size:
-        for start in range(0, len(nonzero), size):
-            yield _with_bits(a, bits, nonzero[start : start + size], 0)
-        size //= 2
-    one = _ones(a, bits)
-    for i in nonzero[: MAX_ONE_BY_ONE if len(nonzero) <= MAX_ONE_BY_ONE else 0]:
-        if bits[i] != one[i]:
-            yield _with_bits(a, bits, np.array([i]), int(one[i]))
-
-
-def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of an array with every nonzero element replaced by 1. ``bits`` are the array's own."""
-    return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
-
-
-def _with_bits(a: DrawnArray, bits: np.ndarray, at: np.ndarray, value: int) -> DrawnArray:
-    """Return the array with the bit patterns ``bits``, except for ``value`` at the flat indices ``at``."""
-    changed = bits.copy()
-    changed[at] = value
-    return a.with_values(changed.view(DTYPES[a.dtype]).reshape(a.shape), a.view)

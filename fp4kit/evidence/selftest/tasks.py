@@ -19,7 +19,7 @@ import numpy as np
 
 from fp4kit.evidence.engines import SPECIFICATION, ComparedEngine, Outcome, attempt, compare
 from fp4kit.evidence.fuzz import run as fuzz
-from fp4kit.evidence.fuzz.draw import Pool
+from fp4kit.evidence.fuzz.pool import Pool
 from fp4kit.evidence.golden.check import Operations, check_bytes, check_row
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.result import GoldenResult
@@ -32,6 +32,7 @@ from fp4kit.ops.fake_quantize import fake_quantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.units import UNITS
 
 BF16 = FLOATS[2]
 QUICK = (
@@ -169,6 +170,15 @@ def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, 
     return fuzz.outcome(engine, Pool(recipes=ids, changes=changes), seed, count)
 
 
+def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
+    """Compare matmul with the specification on ``count`` random products of all kinds of operands.
+
+    id: the id of the unit. A third of the products use variants of a matrix unit.
+    seed: seed of the random products.
+    """
+    return fuzz.outcome(engine, Pool(operations=("matmul",), units=(id,), faults=False), seed, count)
+
+
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
     """Compare quantize and dequantize with the specification on a large array of normally distributed values."""
     return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
@@ -250,6 +260,10 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
         names = ids if quick else tuple(RECIPES)
         tasks += [Task("recorded outputs of the producers", id, partial(recorded, engine, golden, id)) for id in names]
     tasks += [Task("adversarial blocks and random bits", id, partial(specification, engine, id, quick)) for id in ids]
+    for seed in range(1 if quick else 5):
+        for unit in UNITS:
+            drawn = partial(products, engine, unit, seed, 10 if quick else 60)
+            tasks.append(Task("matrix products of every unit", f"{unit} seed {seed}", drawn))
     for seed in range(6 if quick else 20):
         drawn = partial(fuzzed, engine, ids, seed, 8 if quick else 50, 0 if quick else 1)
         tasks.append(Task("random shapes, strides, alignment", f"seed {seed}", drawn))

@@ -137,6 +137,7 @@ def test_the_command_prints_a_failure(monkeypatch, capsys, away):
     ("arguments", "message"),
     [
         (["--operations", "pick"], "fuzz: operations holds ['pick']; needs one or more of quantize, "),
+        (["--units", "sm99"], "fuzz: units holds ['sm99']; needs one or more of sm100, "),
         (["--recipes", "nvfp5"], "recipe: no recipe is called 'nvfp5'"),
         (["--processes", "0"], "--processes is 0; a number of at least 1 is needed"),
         (["--seed", "-1"], "--seed is -1; a number of at least 0 is needed"),

@@ -57,6 +57,7 @@ def comparisons(engine, golden):
         "recorded": partial(selftest.recorded, engine, golden, "mxfp4-te"),
         "specification": partial(selftest.specification, engine, "nvfp4-te", quick=False),
         "fuzzed": partial(selftest.fuzzed, engine, ("mxfp4-ocp", "nvfp4-te-2d", "fp8-modelopt-channel"), 1, 30),
+        "products": partial(selftest.products, engine, "sm90", 1, 20),
         "large": partial(selftest.large, engine, "nvfp4-te", BF16, (64, 512)),
         "every_bfloat16": partial(selftest.every_bfloat16, engine, "nvfp4-te"),
         "every_code": partial(selftest.every_code, engine, "nvfp4-modelopt"),
@@ -211,6 +212,7 @@ def test_the_full_plan_covers_every_recipe(golden):
     assert parts["recorded outputs of the producers"] == set(RECIPES)
     assert parts["adversarial blocks and random bits"] == {id for id, r in RECIPES.items() if not r.fake_only}
     assert parts["every float32"] == {sweep.name for sweep in SWEEPS}
+    assert {name.partition(" ")[0] for name in parts["matrix products of every unit"]} == {u.id for u in fp4kit.units()}
     assert "recorded outputs of the producers" not in {task.part for task in selftest.plan(NUMPY, None, quick=False)}
     assert len(selftest.plan(NUMPY, golden, quick=True)) < sum(map(len, parts.values()))
 

@@ -1,0 +1,119 @@
+"""State what cases are drawn from, and pick at random."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from fp4kit.evidence.fuzz.arrays import View
+from fp4kit.evidence.fuzz.recipes import Variant
+from fp4kit.layouts import SCALE_LAYOUTS
+from fp4kit.recipes import RECIPES
+from fp4kit.units import UNITS
+
+OPERATIONS = (
+    "quantize",
+    "quantize_both",
+    "with_scales",
+    "decode",
+    "fake_quantize",
+    "quantize_grouped",
+    "fake_quantize_grouped",
+    "amax_grouped",
+    "plan",
+    "requantize",
+    "backward",
+    "backward_grouped",
+    "transpose",
+    "swizzle",
+    "swizzle_bytes",
+    "pack",
+    "amax",
+    "partial",
+    "master_weights",
+    "search_scales",
+    "matmul",
+)
+
+
+@dataclass(frozen=True)
+class Pool:
+    """State what cases are drawn from.
+
+    Attributes:
+        recipes: ids of recipes.
+        variants: further recipes, which are drawn unchanged.
+        dtypes: dtypes of input arrays.
+        layouts: layouts of block scales.
+        operations: names in OPERATIONS.
+        roundings: values of DrawnOptions.rounding.
+        hadamard: values of the argument hadamard.
+        changes: the largest number of fields that a drawn variant of ``recipes`` changes. 0: no variants are drawn, of
+            units neither.
+        faults: True to give some cases a fault, so that their call must be rejected.
+        largest: the largest number of elements per array.
+        units: ids of the units of fp4kit.matmul.
+    """
+
+    recipes: tuple[str, ...] = tuple(RECIPES)
+    variants: tuple[Variant, ...] = ()
+    dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
+    layouts: tuple[str, ...] = SCALE_LAYOUTS
+    operations: tuple[str, ...] = OPERATIONS
+    roundings: tuple[str, ...] = ("nearest", "seed", "bytes")
+    hadamard: tuple[Any, ...] = (False, True, "no_signs")
+    changes: int = 3
+    faults: bool = True
+    largest: int = 1 << 16
+    units: tuple[str, ...] = tuple(UNITS)
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("recipes", tuple(RECIPES)),
+            ("operations", OPERATIONS),
+            ("layouts", SCALE_LAYOUTS),
+            ("units", tuple(UNITS)),
+        ):
+            unknown = [value for value in getattr(self, name) if value not in allowed]
+            if unknown or not getattr(self, name):
+                raise ValueError(
+                    f"fuzz: {name} holds {unknown or 'nothing'}; needs one or more of {', '.join(allowed)}"
+                )
+
+
+class Picks:
+    """Pick from a pool at random, in an order that an integer determines.
+
+    Attributes:
+        rng: the random generator.
+        pool: what cases are drawn from.
+    """
+
+    def __init__(self, seed: int, pool: Pool) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.pool = pool
+
+    def pick(self, choices: Any) -> Any:
+        """Return one of the choices at random."""
+        return choices[self.rng.integers(len(choices))]
+
+    def chance(self, probability: float) -> bool:
+        """Return True with the given probability."""
+        return bool(self.rng.random() < probability)
+
+    def view(self, ndim: int, flat: bool) -> View:
+        """Return a random memory layout of an array of ``ndim`` axes.
+
+        Half of the layouts are contiguous. The others may have permuted axes, steps other than 1, and an offset; if
+        ``flat`` is True, only an offset.
+        """
+        view = View.plain(ndim)
+        if self.chance(0.5):
+            offset = int(self.rng.integers(0, 9)) if self.chance(0.6) else 0
+            if flat:
+                return replace(view, offset=offset)
+            order = tuple(self.rng.permutation(ndim).tolist()) if self.chance(0.5) else view.order
+            view = View(order, tuple(self.rng.choice([1, 1, 1, 2, -1, 3], ndim).tolist()), offset)
+        return view

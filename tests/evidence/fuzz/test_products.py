@@ -1,0 +1,216 @@
+"""Test drawn matrix products: what is drawn, that planted faults are found and shrunk, and the patterns of codes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+from engine_cases import NEEDS_ENGINE
+from exhaustive import every, exhaustive
+from fuzz_faults import SMALL, executed, plant
+
+import fp4kit
+from fp4kit.cli import main
+from fp4kit.evidence.fuzz import code_patterns
+from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.arrays import DTYPES, drawn
+from fp4kit.evidence.fuzz.check import Verdict, check
+from fp4kit.evidence.fuzz.code_patterns import DISTANCES, FORMATS, PATTERNS, codes_of
+from fp4kit.evidence.fuzz.draw import draw
+from fp4kit.evidence.fuzz.pool import Pool
+from fp4kit.evidence.fuzz.print_repro import script
+from fp4kit.evidence.fuzz.products import ALPHAS, ARRAYS, LONGEST, changes_of, units_for
+from fp4kit.evidence.fuzz.recipes import Variant
+from fp4kit.evidence.fuzz.shrink_products import simpler_products
+
+PRODUCTS = Pool(operations=("matmul",))
+SMALL_PRODUCTS = replace(SMALL, operations=("matmul",))
+
+
+def products(count: int, pool: Pool = PRODUCTS) -> list:
+    """Return the products of ``count`` cases."""
+    return [draw(number, pool)[0].product for number in range(count)]
+
+
+# ---- what is drawn ----
+
+
+def test_draws_reach_everything() -> None:
+    """Draws have every unit, variant, dtype of arrays, alpha and layout, K of one step and the longest K."""
+    found = products(1500)
+    assert {p.unit.id for p in found} == {u.id for u in fp4kit.units()}
+    changed = set().union(*(changes_of(p.unit) for p in found))
+    assert changed == {"float16", "bfloat16", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4", "promote"}
+    assert {x.dtype for p in found for x in (p.a, p.b)} == {"", *ARRAYS}
+    assert {p.alpha for p in found} == {None, *ALPHAS} and {p.out_dtype for p in found} == set(PRODUCTS.dtypes)
+    assert {x.layout for p in found for x in (p.a, p.b)} == {"linear", "swizzled_128x4", "swizzled_8x4"}
+    lengths = [(p.a.codes.shape[-1], {step.k for step in p.unit.steps().values()}) for p in found]
+    assert any(K in steps for K, steps in lengths) and any(K % 2 for K, _ in lengths)
+    assert max(K for K, _ in lengths) == LONGEST and min(K for K, _ in lengths) == 0
+    stacks = {(p.a.codes.ndim > 2, p.b.codes.ndim > 2) for p in found}
+    assert len(stacks) == 4 and any(p.a.columns for p in found) and any(not p.a.codes.view.is_plain for p in found)
+
+
+def test_few_products_are_refused() -> None:
+    report = fuzz.run(None, 600, 1, cases=100, pool=replace(SMALL_PRODUCTS, faults=False))
+    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 10_000
+
+
+def test_a_pool_restricts_units() -> None:
+    pool = replace(SMALL_PRODUCTS, units=("sm70", "cdna3"), changes=0, faults=False)
+    assert {p.unit for p in products(60, pool)} == {fp4kit.unit("sm70"), fp4kit.unit("cdna3")}
+    with pytest.raises(ValueError, match=r"fuzz: units holds \['sm71'\]; needs one or more of sm100, sm90"):
+        Pool(units=("sm71",))
+
+
+def test_units_of_two_operands() -> None:
+    nvfp4, mxfp4, int8 = (Variant(id) for id in ("nvfp4-te", "mxfp4-ocp", "int8-modelopt"))
+    orders = ("exact", "float64", "float32-blocks", "dequantized")
+    assert units_for(nvfp4, nvfp4) == ("sm100", *orders)
+    assert units_for(nvfp4, mxfp4) == ("exact", "float64", "dequantized")
+    assert units_for(int8, int8) == ("dequantized",)
+    assert units_for("float16", "float16")[:4] == ("sm100", "sm90", "sm89", "sm80")
+
+
+# ---- planted faults ----
+
+
+def without_c(right, a, b, c=None, **options):
+    """Stand in for fp4kit.matmul with a planted fault (fuzz_faults.plant): ignore c."""
+    return right(a, b, **options)
+
+
+def without_promotion(right, a, b, unit, **options):
+    """Stand in for fp4kit.matmul with a planted fault: add in one chain over K."""
+    unit = fp4kit.unit(unit) if isinstance(unit, str) else unit
+    return right(a, b, unit=replace(unit, promote=None), **options)
+
+
+def one_bit_less(right, a, b, unit, **options):
+    """Stand in for fp4kit.matmul with a planted fault: drop the last bit of every term."""
+    unit = fp4kit.unit(unit) if isinstance(unit, str) else unit
+    steps = {kind: replace(step, fraction_bits=step.fraction_bits - 1) for kind, step in unit.steps().items()
+             if step.fraction_bits > 1}  # fmt: skip
+    return right(a, b, unit=replace(unit, **steps), **options)
+
+
+def without_the_smallest_scale(right, a, b, **options):
+    """Stand in for fp4kit.matmul with a planted fault: take the block scale code 0 of b for 1."""
+    if isinstance(b, fp4kit.Quantized) and b.block_scale is not None:
+        b = replace(b, block_scale=np.maximum(b.block_scale, 1))
+    return right(a, b, **options)
+
+
+def first_row(right, a, b, **options):
+    """Stand in for fp4kit.matmul with a planted fault: return zeros in the second row of more than four."""
+    d = right(a, b, **options)
+    if d.shape[-2] > 4:
+        d[..., 1, :] = 0
+    return d
+
+
+FAULTS = {
+    fault.__name__: fault
+    for fault in (without_c, without_promotion, one_bit_less, without_the_smallest_scale, first_row)
+}
+
+
+@pytest.mark.parametrize("name", every(3, FAULTS))
+def test_a_fault_is_found_shrunk_and_reproduced(name, away, monkeypatch) -> None:
+    restore = plant(monkeypatch, "matmul", FAULTS[name])
+    reports = (fuzz.run(away, 600, seed, cases=40, pool=SMALL_PRODUCTS, shrink_seconds=3) for seed in range(20))
+    failure = next(f for report in reports for f in report.failures if f.kind == "differs")
+    assert failure.function == "fp4kit.matmul" and len(failure.shrunk) <= len(failure.drawn)
+    assert executed(failure.script).startswith("differs: "), failure.script
+    restore()
+    assert executed(failure.script) == ""
+
+
+def test_the_command_repeats_a_case_with_its_units(away, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(fuzz, "device_engine", lambda: (away, "Away"))
+    plant(monkeypatch, "matmul", without_c)
+    assert main(["fuzz", "--cases", "30", "--operations", "matmul", "--units", "sm90", "sm80"]) == 1
+    arguments = capsys.readouterr().out.partition("# fp4kit fuzz ")[2].partition("\n")[0].split()
+    assert arguments[2:] == ["--operations", "matmul", "--units", "sm90", "sm80"]
+    assert main(["fuzz", *arguments]) == 1
+
+
+def test_a_wrong_row_is_shrunk_to_five_rows(away, monkeypatch) -> None:
+    plant(monkeypatch, "matmul", first_row)
+    report = fuzz.run(away, 600, 3, cases=30, pool=SMALL_PRODUCTS, shrink_seconds=20)
+    shrunk = next(f.script for f in report.failures if f.kind == "differs")
+    assert "View" not in shrunk and "swizzle" not in shrunk and "alpha" not in shrunk and "c=" not in shrunk
+
+
+def test_simpler_products_are_whole(away) -> None:
+    """Every simpler product is a valid call if unit and recipes have no changes that could get lost."""
+    for product in products(16, replace(SMALL_PRODUCTS, changes=0, faults=False)):
+        for number, smaller in enumerate(simpler_products(product)):
+            if number > 30:
+                break
+            case = replace(draw(0, SMALL_PRODUCTS)[0], product=smaller)
+            assert check(case, away).kind == "equal", smaller
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_programs_are_printed_as_they_run(number, away) -> None:
+    case, _ = draw(number, SMALL_PRODUCTS)
+    assert not check(case, away).failed
+    assert executed(script(case, Verdict("written", step=10**6), away)) == ""
+
+
+@NEEDS_ENGINE
+@pytest.mark.parametrize("seed", [1, *exhaustive(range(2, 12))])
+def test_the_compiled_engine_multiplies_as_the_specification(seed) -> None:
+    engine, _ = fuzz.host_engine()
+    report = fuzz.run(engine, 600, seed, cases=150, pool=PRODUCTS)
+    assert not report.failures, "\n\n".join(f"{f.drawn}\n{f.text}\n{f.script}" for f in report.failures)
+    assert report.total("values") > 10**6
+
+
+# ---- patterns ----
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("pattern", PATTERNS)
+def test_patterns_give_codes_of_the_format(pattern, name) -> None:
+    c = codes_of(np.dtype(FORMATS[name]))
+    codes = drawn(f"codes of {name}, {pattern}", "uint8", (40, 96), 1)
+    assert codes.max() < 2 * c.sign and codes.max() >= c.sign
+    special = np.isin(codes, c.special)
+    assert special.any() == bool(c.special.size and pattern in ("any", "with special"))
+    assert pattern == "any" or special.mean() < 0.1
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("distance", DISTANCES)
+def test_products_of_pairs_cancel(distance, dtype) -> None:
+    a, b = (drawn(f"{kind} by {distance}", dtype, (30, 4 * distance), 2).astype(np.float64) for kind in PAIRED)
+    assert np.isfinite(a).all() and (a != 0).mean() > 0.9
+    for x, y in zip(a, b, strict=True):
+        terms = (x * y).reshape(2, 2, distance)
+        assert (terms[:, 0] == -terms[:, 1]).all()
+
+
+PAIRED = ("paired", "opposed")
+
+
+def test_one_large_value_per_row() -> None:
+    x = np.abs(drawn("one large", "float16", (50, 64), 3).astype(np.float32))
+    assert ((x == float(ml_dtypes.finfo(np.float16).max)).sum(axis=1) == 1).all() and np.sort(x)[:, -2].max() <= 4
+
+
+def test_zero_runs_have_rows_of_zeros() -> None:
+    x = drawn("zero runs", "bfloat16", (60, 64), 4).astype(np.float32)
+    rows = (x == 0).all(axis=1)
+    assert 0 < rows.sum() < 60 and np.signbit(x[x == 0]).any() and not np.signbit(x[x == 0]).all()
+    assert ((x[~rows].reshape(-1, 4, 16) == 0).all(axis=-1) | (x[~rows].reshape(-1, 4, 16) != 0).all(axis=-1)).all()
+
+
+def test_scales_of_every_kind() -> None:
+    ordinary = fp4kit.formats.E4M3.values[drawn("scale codes of E4M3", "uint8", (40, 8), 1)]
+    assert 2.0**-2 <= np.abs(ordinary[ordinary != 0]).min() and np.abs(ordinary).max() <= 2.0**4
+    assert drawn("smallest scale codes", "uint8", (3, 8), 2).max() < 8
+    assert code_patterns.SCALES.keys() == {"E4M3", "E8M0"} and DTYPES["uint8"] == np.uint8
