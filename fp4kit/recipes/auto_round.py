@@ -14,13 +14,13 @@ VERSIONS = Versions("0.16.1", "0.16.1")
 # Texts for Recipe.exact: the exceptions that QuantLinear.pack causes, because it recomputes each code as value / scale
 # in the dtype of x.
 PACKED = (
-    "; values that overflow the dtype get the code of zero, and so do all values whose scale is 0 in float16 (0 / 0 "
-    "has the sign of x86's NaN); the sign of a NaN element is undefined in auto-round"
+    ". Values that overflow the dtype get the code of zero. So do all values whose scale is 0 in float16; the sign of "
+    "0 / 0 is that of x86's NaN. The sign of a NaN element is undefined in auto-round"
 )
 PACKED8 = (
-    "; values that overflow the dtype get the largest code, and so do all values whose scale is 0 in float16 (0 / 0 "
-    "gives FF, as on x86); the sign of a NaN element is undefined in auto-round; needs torch 2.13 or later (earlier "
-    "versions turn elements that overflow into NaN)"
+    ". Values that overflow the dtype get the largest code. So do all values whose scale is 0 in float16; 0 / 0 gives "
+    "FF, as on x86. The sign of a NaN element is undefined in auto-round. Needs torch 2.13 or later, because earlier "
+    "versions turn elements that overflow into NaN"
 )
 
 
@@ -53,7 +53,7 @@ def recipes() -> Iterator[Recipe]:
         id="nvfp4-auto-round-opt",
         search="auto_round_percents",
         source="auto-round 0.16.1 data_type/nvfp.py opt_rtn_nv_fp4, search_nvfp4_scale",
-        exact="packed tensors with iters=0, the default; if tensor_amax is passed, the search uses it too",
+        exact="packed tensors with iters=0, the default. If tensor_amax is passed, the search uses it too",
     )
     floor = of_format(
         MXFP4,

@@ -25,7 +25,7 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0,
         amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams, pack_fp4_to_uint8",
-        exact="codes and block scales; the producer's global scale divides on decode, and tensor_scale is its "
+        exact="codes and block scales. The producer's global scale divides on decode, and tensor_scale is its "
         "reciprocal",
     )
     yield _mx(MXFP4, "mxfp4-compressed-tensors", sign="negative", nan_code=0)
@@ -44,8 +44,8 @@ def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
         round_scaled=True,
         amax_nan="propagate",
         source="compressed-tensors 0.20 quantization/utils calculate_qparams",
-        exact=f"codes and scales{zero_points}; not for blocks with inf, NaN or an amax of at least {top} * 2^127 "
-        f"(float16: {top} * 2^15), where the producer's scale byte is an undefined cast (127 on x86, with codes of 0) "
+        exact=f"codes and scales{zero_points}. Except for blocks with inf, NaN or an amax of at least {top} * 2^127 "
+        f"(float16: {top} * 2^15): there the producer's scale byte is an undefined cast (127 on x86, with codes of 0), "
         "and the recipe follows OCP",
         **fields,
     )

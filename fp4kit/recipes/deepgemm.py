@@ -26,7 +26,7 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0,
         amax_nan="propagate",
         source=_SOURCE,
-        exact="codes for blocks of 32; an amax below 1e-4 counts as 1e-4, and ties round toward zero",
+        exact="codes for blocks of 32. An amax below 1e-4 counts as 1e-4, and ties round toward zero",
     )
     yield of_format(
         MXFP8_E4M3,
@@ -34,5 +34,5 @@ def recipes() -> Iterator[Recipe]:
         block_rule="e8m0_deepgemm",
         amax_nan="propagate",
         source=_SOURCE,
-        exact="codes for blocks of 32; an amax below 1e-4 counts as 1e-4",
+        exact="codes for blocks of 32. An amax below 1e-4 counts as 1e-4",
     )

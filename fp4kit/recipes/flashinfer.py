@@ -29,7 +29,7 @@ def recipes() -> Iterator[Recipe]:
         fast,
         id="nvfp4-flashinfer-precise",
         block_rule="flashinfer_precise",
-        exact="FlashInfer with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1; same bytes as nvfp4-te except for "
+        exact="FlashInfer with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1. Same bytes as nvfp4-te except for "
         "subnormals and NaN",
     )
     yield precise

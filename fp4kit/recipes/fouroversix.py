@@ -13,9 +13,9 @@ VERSIONS = Versions("1.0.5", "1.0.5")
 _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"
 _TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 _BEYOND = (
-    "not for elements of 127 or more times their scale (possible only if tensor_amax is too small), whose codes "
-    "overflow into the neighbouring code; needs torch 2.13 or later (earlier versions turn scales that overflow into "
-    "NaN)"
+    "Except for elements of 127 or more times their scale, which exist only if tensor_amax is too small: their codes "
+    "overflow into the neighbouring code. Needs torch 2.13 or later, because earlier versions turn scales that "
+    "overflow into NaN"
 )
 
 
@@ -36,14 +36,14 @@ def recipes() -> Iterator[Recipe]:
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_to_nvfp4",
         exact="codes with scale rule mse, the default, also in blocks of 16x16; and the decoded values, which "
-        "overflow from 2^128 / 1536 on; same codes as nvfp4-te-4over6-mse-256 except for scales of 0 and elements of "
-        f"7 or more times their scale; {_BEYOND}",
+        "overflow from 2^128 / 1536 on. Same codes as nvfp4-te-4over6-mse-256 except for scales of 0 and elements of "
+        f"7 or more times their scale. {_BEYOND}",
     )
     yield mse
-    mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact=f"codes with scale rule mae; {_BEYOND}")
+    mae = replace(mse, id="nvfp4-fouroversix-mae", four_over_six="mae", exact=f"codes with scale rule mae. {_BEYOND}")
     yield mae
     yield replace(
-        mse, id="nvfp4-fouroversix-absmax", four_over_six="max", exact=f"codes with scale rule abs_max; {_BEYOND}"
+        mse, id="nvfp4-fouroversix-absmax", four_over_six="max", exact=f"codes with scale rule abs_max. {_BEYOND}"
     )
     six = of_format(
         NVFP4,
@@ -56,7 +56,7 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0xB,
         amax_nan="propagate",
         source=f"{_SOURCE} quantize_to_nvfp4",
-        exact=f"codes with scale rule static_6; {_BEYOND}",
+        exact=f"codes with scale rule static_6. {_BEYOND}",
     )
     yield six
     yield replace(six, id="nvfp4-fouroversix-6-2d", block=(16, 16))
@@ -72,7 +72,7 @@ def recipes() -> Iterator[Recipe]:
             keep_infinity=True,
             nan_code=0xF,
             source=_TRITON,
-            exact=f"codes of the Triton kernels on an H200{blocks}; same as {cpu.id} except for tensors whose amax is "
+            exact=f"codes of the Triton kernels on an H200{blocks}. Same as {cpu.id} except for tensors whose amax is "
             "about 2^-126 or less, and for elements of 7 or more times their scale, which become 6",
         )
     yield replace(
@@ -80,7 +80,7 @@ def recipes() -> Iterator[Recipe]:
         id="nvfp4-fouroversix-4",
         tensor_rule="fouroversix_4",
         block_rule="fouroversix_4",
-        exact=f"codes with scale rule static_4; {_BEYOND}",
+        exact=f"codes with scale rule static_4. {_BEYOND}",
     )
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(
@@ -92,6 +92,6 @@ def recipes() -> Iterator[Recipe]:
             nan_code=0xB,
             amax_nan="propagate",
             source=f"{_SOURCE} quantize_to_mxfp4",
-            exact=f"codes with scale rule static_{top}, where the codes of a zero block mean -1.5; and the decoded "
-            "values, which are rounded to float16, so that scales from 2^16 on and below 2^-24 are lost",
+            exact=f"codes with scale rule static_{top}, where the codes of a zero block decode to -1.5; and the "
+            "decoded values, which are rounded to float16, so that scales from 2^16 on and below 2^-24 are lost",
         )

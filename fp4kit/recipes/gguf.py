@@ -32,8 +32,8 @@ def recipes() -> Iterator[Recipe]:
         apply="compare",
         **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_nvfp4_ref",
-        exact="the C function, which has no tensor scale, turns scales of 248 or more into 448, rounds scales half way "
-        "between two codes up, and turns elements beyond 2^36 into 0",
+        exact="the C function, which has no tensor scale. It turns scales of 248 or more into 448, rounds scales "
+        "halfway between two codes up, and turns elements beyond 2^36 into 0",
     )
     yield of_format(
         MXFP4,
@@ -43,7 +43,7 @@ def recipes() -> Iterator[Recipe]:
         apply="compare",
         **FIRST,
         source="llama.cpp 0c1e57098 (ggml 0.25.3) ggml-quants.c quantize_row_mxfp4_ref",
-        exact="the C function, and gguf.quants.quantize except for blocks with NaN; for an amax a few ulp below a "
-        "power of two, log2f rounds up and the scale is twice as large; for an amax below 2^-125 the scale byte wraps, "
-        "as x86-64 casts it, and all codes are 0",
+        exact="the C function, and gguf.quants.quantize except for blocks with NaN. For an amax a few ulp below a "
+        "power of two, log2f rounds up, and the scale is twice as large. For an amax below 2^-125 the scale byte "
+        "wraps, as x86-64 casts it, and all codes are 0",
     )

@@ -66,8 +66,8 @@ def _nvfp4() -> Iterator[Recipe]:
         block_rule="mlx_metal",
         source=METAL.format("0.32.4"),
         versions=Versions("0.32.4", "0.32.4"),
-        exact="the conversions in the Metal headers, compiled for a CPU; an Apple GPU may flush float32 subnormals; "
-        "for versions up to 0.32.2, where scale bytes 7F and FF decode to 480 and -480, use decode_rule='mlx_0322'",
+        exact="the conversions in the Metal headers, compiled for a CPU. An Apple GPU may flush float32 subnormals. "
+        "For versions up to 0.32.2, where scale bytes 7F and FF decode to 480 and -480, use decode_rule='mlx_0322'",
     )
     older = replace(
         cpu,
@@ -85,7 +85,7 @@ def _nvfp4() -> Iterator[Recipe]:
             id=f"{r.id}-global",
             tensor_scaling="tensor",
             tensor_rule="mlx",
-            exact=f"{r.exact}; with global_scale, which is the tensor amax",
+            exact=f"{r.exact}. With global_scale, which is the tensor amax",
         )
 
 
@@ -103,7 +103,7 @@ def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
         source=_cpu(name, "0.32.4"),
         exact="mx.quantize on a CPU since 0.32.2"
         + ", mx.dequantize since 0.32.3" * (fmt is MXFP8_E4M3)
-        + "; as in MLX, scale bytes of tiny blocks wrap and decode as huge scales, and float16 values are decoded "
+        + ". As in MLX, scale bytes of tiny blocks wrap and decode as huge scales, and float16 values are decoded "
         "with float16 scales, which are inf from 2^16 on and 0 below 2^-24",
         versions=DECODES_NAN if fmt is MXFP8_E4M3 else None,
     )
@@ -134,7 +134,7 @@ def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
         block_rule="e8m0_mlx_metal_0321",
         source=METAL.format("0.32.1"),
         versions=Versions("0.32.1", "0.32.1"),
-        exact="the conversions in the Metal headers up to 0.32.1, compiled for a CPU; an Apple GPU may flush float32 "
+        exact="the conversions in the Metal headers up to 0.32.1, compiled for a CPU. An Apple GPU may flush float32 "
         "subnormals"
         + (", and the headers decode element codes 7F and FF to 480 and -480" if fmt is MXFP8_E4M3 else ""),
     )

@@ -89,8 +89,8 @@ def _mx() -> Iterator[Recipe]:
         sign="not_positive",
         amax_nan="propagate",
         source="Model-Optimizer 0.47 qtensor/mxfp4_tensor.py MXFP4QTensor",
-        exact="MXFP4QTensor, where ties round toward zero, every zero is code 8, and scale byte 255 decodes to inf; "
-        "not for blocks with inf or NaN, which the producer leaves undefined",
+        exact="MXFP4QTensor, where ties round toward zero, every zero is code 8, and scale byte 255 decodes to inf. "
+        "Except for blocks with inf or NaN, which the producer leaves undefined",
     )
     yield _fake(MXFP4, "mxfp4-modelopt-fake")
     yield of_format(
@@ -114,7 +114,7 @@ def _fake(fmt: BlockFormat, id: str) -> Recipe:
         fake_only=True,
         fake_rule="mx_modelopt",
         source="Model-Optimizer 0.47 tensor_quant_mx.cu fused_amax_convert",
-        exact="values of the CUDA fake quantizer; not for NaN elements, which the producer leaves undefined",
+        exact="values of the CUDA fake quantizer, except for NaN elements, which the producer leaves undefined",
     )
 
 

@@ -14,7 +14,7 @@ _STORED = (
     "a scale of 2^-127 is stored as 2^-126 and blocks with inf lose their values; the decoded values, where float16 "
     "loses scales from 2^16 on and below 2^-24; and the values of the fake quantizer, which keeps those scales"
 )
-_TORCH = "needs torch 2.13 or later (earlier versions turn scales that overflow into NaN)"
+_TORCH = "Needs torch 2.13 or later, because earlier versions turn scales that overflow into NaN"
 
 
 def recipes() -> Iterator[Recipe]:
@@ -28,14 +28,14 @@ def recipes() -> Iterator[Recipe]:
         sign="unsigned_zero",
         amax_nan="propagate",
         source="AMD Quark 0.13, scheme nvfp4",
-        exact=f"packed tensors of the model flow; {_TORCH}",
+        exact=f"packed tensors of the model flow. {_TORCH}",
     )
     yield nvfp4
     yield replace(
         nvfp4,
         id="nvfp4-quark-file2file",
         block_rule="quark_file",
-        exact=f"packed tensors of the file-to-file flow; {_TORCH}",
+        exact=f"packed tensors of the file-to-file flow. {_TORCH}",
     )
     even = _mx(MXFP4, "mxfp4-quark-even")
     yield even
@@ -56,7 +56,7 @@ def recipes() -> Iterator[Recipe]:
         block_rule="e8m0_even_finite",
         decode_rule="e8m0",
         sign="signbit",
-        exact="values of the fake quantizer; Quark does not pack FP8 with block scales",
+        exact="values of the fake quantizer. Quark does not pack FP8 with block scales",
     )
 
 

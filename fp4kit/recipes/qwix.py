@@ -10,11 +10,11 @@ from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.1.8", "0.1.8")
 _COMMON = (
-    "where qwix divides, XLA on a CPU multiplies by rounded reciprocals; a scale below 2^-63 (2^-7 for float16) "
+    "Where qwix divides, XLA on a CPU multiplies by rounded reciprocals. A scale below 2^-63 (2^-7 for float16) "
     "becomes 1"
 )
 _MX = (
-    "codes with jax 0.10, which rounds logarithms to the dtype of the elements (jax 0.11 does not for bfloat16); "
+    "codes with jax 0.10, which rounds logarithms to the dtype of the elements (jax 0.11 does not for bfloat16). "
     f"{_COMMON}"
 )
 
@@ -31,7 +31,7 @@ def recipes() -> Iterator[Recipe]:
         nan_code=8,
         amax_nan="propagate",
         source="qwix 0.1.8",
-        exact=f"codes; {_COMMON}",
+        exact=f"codes. {_COMMON}",
     )
     yield of_format(
         MXFP4,

@@ -24,7 +24,7 @@ def recipes() -> Iterator[Recipe]:
         round_scaled=True,
         amax_nan="propagate",
         source="SGLang 0.5.23 mxfp4_tensor.py MXFP4QuantizeUtil",
-        exact="codes; logarithms and quotients are computed in the dtype of the elements, and every zero is code 8",
+        exact="codes. Logarithms and quotients are computed in the dtype of the elements, and every zero is code 8",
     )
     yield util
     yield replace(

@@ -29,7 +29,7 @@ def _nvfp4() -> Iterator[Recipe]:
         block_rule="te",
         decode_rule="te",
         source="TE d0067d0 common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
-        exact="TE's CUDA kernels; same bytes as nvfp4-te-reference except for -0 and NaN",
+        exact="TE's CUDA kernels. Same bytes as nvfp4-te-reference except for -0 and NaN",
     )
     yield te
     yield replace(
@@ -38,7 +38,7 @@ def _nvfp4() -> Iterator[Recipe]:
         block=(16, 16),
         tensor_rule="te_primary_weight",
         source="TE d0067d0 common/recipe/nvfp4.cu",
-        exact="TE's primary-weight kernels; also defined for odd offsets and K % 64 != 0, where these kernels fail",
+        exact="TE's primary-weight kernels. Also defined for odd offsets and K % 64 != 0, where these kernels fail",
     )
     reference = replace(
         te,

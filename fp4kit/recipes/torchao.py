@@ -93,8 +93,9 @@ def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
         "under which elements become zeros" if mode == "rceil" else "which encodes as 2^-126 but decodes as 2^-127"
     )
     more = {
-        "even": " or an amax that rounds to inf",
-        "rceil": ", and for an amax a few ulp above 2^k times the largest element value, where its log2 rounds down",
+        "even": ", and for blocks with inf or an amax that rounds to inf",
+        "rceil": "; for blocks with inf; and for an amax a few ulp above 2^k times the largest element value, where "
+        "the log2 of the release rounds down",
     }
     return of_format(
         fmt,
@@ -103,6 +104,6 @@ def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
         amax_nan="propagate",
         versions=Versions("0.18.0", "0.18.0"),
         source=f"torchao 0.18.0 mx_formats/mx_tensor.py to_mx {mode.upper()}",
-        exact=f"to_mx with mode {mode.upper()} in release 0.18.0; differs from {id} for scale byte 0, {scale_0}, and "
-        f"for blocks with inf{more.get(mode, '')}",
+        exact=f"to_mx with mode {mode.upper()} in release 0.18.0. Differs from {id} for scale byte 0, "
+        f"{scale_0}{more.get(mode, ', and for blocks with inf')}",
     )

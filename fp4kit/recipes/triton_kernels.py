@@ -25,14 +25,14 @@ def recipes() -> Iterator[Recipe]:
         decode_rule="e8m0_flashinfer_api",
         amax_nan="propagate",
         source=_SOURCE,
-        exact=f"{_UP}; ties round away from zero",
+        exact=f"{_UP}. Ties round away from zero",
     )
     yield up
     yield replace(
         up,
         id="mxfp4-triton-kernels-down",
         block_rule="e8m0_triton_down",
-        exact=f"{_DOWN}; ties round away from zero",
+        exact=f"{_DOWN}. Ties round away from zero",
     )
     yield replace(
         up,

@@ -23,8 +23,8 @@ def recipes() -> Iterator[Recipe]:
         sign="negative",
         amax_nan="propagate",
         source="vLLM 0.33 utils/nvfp4_emulation_utils.py ref_nvfp4_quant",
-        exact="codes of the emulation on a CPU and a GPU, and the decoded values on a CPU; not for blocks of a "
-        "tensor with inf or NaN, for which vLLM has no codes",
+        exact="codes of the emulation on a CPU and a GPU, and the decoded values on a CPU. Except for blocks of "
+        "a tensor with inf or NaN, for which vLLM has no codes",
     )
     yield nvfp4
     yield replace(
