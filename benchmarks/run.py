@@ -22,7 +22,13 @@ from measure import REPEAT, SIZE, Bench
 import fp4kit
 
 HERE = Path(__file__).resolve().parent
-ELSEWHERE = ("checkpoint", "cpu", "distributed", "scale_search")  # bench_*.py that use the CPU or several GPUs
+ELSEWHERE = (
+    "checkpoint",
+    "cpu",
+    "distributed",
+    "matmul_cpu",
+    "scale_search",
+)  # bench_*.py that use the CPU or several GPUs
 # Benchmarks that run first. "small" measures host times. Libraries that the other benchmarks load would disturb these
 # times, because such libraries keep threads and processes busy.
 FIRST = ("small",)
