@@ -29,7 +29,7 @@ from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.gguf_file import is_gguf
 from fp4kit.storage.json_object import load_object
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry, read_header
-from fp4kit.storage.split_gguf import read_gguf_model
+from fp4kit.storage.split_gguf import first_parts_of, read_gguf_model
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     if resolved(place).is_dir():
         files = open_model_files(place)[0]
         return Checkpoint(place, files, _optional(place, CONFIG), _optional(place, HF_QUANT_CONFIG))
-    if not os.path.lexists(place):
+    if not os.path.lexists(place) and not first_parts_of(place):
         raise CheckpointError(
             f"{place}: does not exist; a model directory, a .safetensors or a GGUF file is needed{hint_on_path(place)}"
         )

@@ -221,7 +221,7 @@ def test_torchao(recipe: str, tmp_path: Path) -> None:
         metadata = {f"{NAME}.weight": entry}
         with refused(text):
             make_plan(written(tmp_path / str(number), parts, metadata, quant_method="torchao"), format="bf16")
-    with refused("has no entry of torchao, which says whether block scales are swizzled"):
+    with refused("has no entry of torchao, which would say whether its block scales are swizzled"):
         make_plan(written(tmp_path / "none", parts, {}, quant_method="torchao"), format="bf16")
 
 
