@@ -151,6 +151,12 @@ def requantize(place: Place, call: KernelCall) -> list[Any]:
     return [*parts(found.quantized), found.changed, found.largest_error]
 
 
+def matmul(place: Place, call: KernelCall) -> list[Any]:
+    """Multiply the quantized input with its own transpose."""
+    q = quantized(place, call)
+    return [fp4kit.matmul(q, q, **call.given(place))]
+
+
 def search_scales(place: Place, call: KernelCall) -> list[Any]:
     x = np.nan_to_num(searched_blocks(call.dtype)[:43].astype(np.float32), nan=1, posinf=1, neginf=1)
     return [fp4kit.search_scales(place(x.astype(call.dtype)), call.recipe, **call.given(place))]
@@ -316,6 +322,12 @@ KINDS = [
     call_of(transpose, "mxfp8-te-2d", scale_layout="swizzled_128x4"),
     call_of(swizzle, "nvfp4-te"),
     call_of(pack, "nvfp4-te"),
+    call_of(matmul, "nvfp4-te", unit="sm100"),
+    call_of(matmul, "mxfp4-ocp", unit="sm100"),
+    call_of(matmul, "mxfp8-te", unit="sm100"),
+    call_of(matmul, "fp8-modelopt", unit="sm90"),
+    call_of(matmul, "fp8-modelopt", unit="sm89"),
+    *(call_of(matmul, "nvfp4-te", unit=order) for order in ("exact", "float64", "float32-blocks", "dequantized")),
     *SEARCHES,
     call_of(quantize_grouped, "nvfp4-te"),
     call_of(quantize_large_group, "nvfp4-te"),
