@@ -97,9 +97,23 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
         text = f"{name} under given scales, which are not amax / 448; codes nearest to the quotient in {quotients[0]}"
         cause = f"{name} under given scales: codes are nearest, and scales are not amax / 448"
         return Explanation(None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause)
+    if _are_reciprocals(layer, x):
+        cause = f"{name}: scales are inverted, because their reciprocals decode to the source"
+        return Explanation(None, None, equal_codes, equal_scales, total, cause, cause=cause)
     share = min(100 * equal_codes / max(layer.codes.size, 1), 99.99)
     text = f"nothing explains these bytes: {name}; {share:.2f}% of codes are nearest under the stored scales"
     return _unexplained(text, equal_codes, equal_scales, total)
+
+
+# Smallest share of codes that are nearest under inverted scales. A reciprocal of a reciprocal may be 1 ulp off.
+_NEARLY_ALL = 0.98
+
+
+def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
+    """Return whether nearly all codes are nearest to the source if the stored scales are divisors on decode."""
+    with np.errstate(all="ignore"):
+        inverted = Fp8Layer(layer.codes, np.float32(1) / layer.scales, layer.scaling)
+    return max(_quotients(inverted, x).values()) >= _NEARLY_ALL * layer.codes.size
 
 
 def _rule(name: str, scales: str, quotient: str) -> str:

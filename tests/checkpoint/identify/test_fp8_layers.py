@@ -119,3 +119,14 @@ def test_rows_of_kv_b_proj() -> None:
     for head in range(3):
         assert range(*kv_b_rows("embed_q", 4, 6, 4, head)) == range(rows[head, 0], rows[head, 4])
         assert range(*kv_b_rows("unembed_out", 2, 6, 4, head)) == range(rows[head, 4], rows[head, 5] + 1)
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row", "block"])
+def test_scales_that_are_stored_as_reciprocals(scaling: str) -> None:
+    """A scale that is a divisor on decode is named; scales that are wrong otherwise are not called inverted."""
+    x = weight()
+    layer = quantized(x, scaling, F32, F32)
+    turned = Fp8Layer(layer.codes, np.float32(1) / layer.scales, scaling)
+    assert "scales are inverted" in str(explain_fp8(turned, x).cause)
+    doubled = Fp8Layer(layer.codes, layer.scales * np.float32(2), scaling)
+    assert explain_fp8(doubled, x).cause is None
