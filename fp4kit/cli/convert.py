@@ -82,7 +82,7 @@ def register(subparsers: Any) -> None:
             ("fp4kit convert Llama Llama-NVFP4 --dry-run", "print what would be converted, and write nothing"),
             ("fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'", "quantize MLPs only"),
             (
-                "fp4kit convert Llama Llama-2D --recipe nvfp4-te --recipe '*.down_proj=nvfp4-te-2d'",
+                "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'",
                 "quantize some layers with another recipe",
             ),
             (

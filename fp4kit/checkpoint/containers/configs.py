@@ -10,7 +10,8 @@ Sources:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from fp4kit import __version__
@@ -49,6 +50,10 @@ WRITTEN = (
     DEEPSEEK_V4,
     DEEPSEEK_V4_NVFP4,
 )
+
+
+# format that can hold layers of several containers -> how its configs call that
+MIXED = {"compressed-tensors": "compressed-tensors mixed-precision", "modelopt": "modelopt MIXED_PRECISION"}
 
 
 def quant_algo(form: Container, has_input_scale: bool) -> str:
@@ -111,6 +116,65 @@ def declarations(
     if form.group_size:
         quantization["group_size"] = form.group_size
     return declared, {"producer": _producer(), "quantization": {**quantization, "exclude_modules": list(ignore)}}
+
+
+def mixed_declarations(
+    layers: Mapping[Container, Sequence[str]], ignore: Sequence[str], scaled: Collection[str], own: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return both configs of a model with layers in several containers of one format, as ``declarations`` does.
+
+    compressed-tensors has a config group per container, whose targets are its layers. Model-Optimizer's
+    MIXED_PRECISION names the algorithm of every layer, and no unquantized layers.
+
+    layers: container -> names of its layers.
+    ignore: the exclusion list of compressed-tensors.
+    scaled: the names of the containers whose layers have input scales.
+    own: fp4kit's record of the conversion.
+    """
+    if next(iter(layers)).format == "compressed-tensors":
+        compressed = {
+            f"group_{i}": {**_compressed_group(form, form.name in scaled), "targets": _targets(names)}
+            for i, (form, names) in enumerate(layers.items())
+        }
+        first = _compressed_tensors(next(iter(layers)), list(ignore), False)
+        return {**first, "config_groups": compressed, "format": "mixed-precision", "fp4kit": dict(own)}, None
+    groups: dict[str, Any] = {}
+    algorithms: dict[str, dict[str, Any]] = {}
+    for i, (form, names) in enumerate(layers.items()):
+        has_input_scale = form.name in scaled
+        entry: dict[str, Any] = {"quant_algo": quant_algo(form, has_input_scale)}
+        entry |= {"group_size": form.group_size} if form.group_size else {}
+        algorithms |= dict.fromkeys(names, entry)
+        groups[f"group_{i}"] = {**_modelopt_group(form, has_input_scale), "targets": sorted(names)}
+    listed = {name: dict(algorithms[name]) for name in sorted(algorithms)}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": listed}
+    declared = {"config_groups": groups, "ignore": [], **mixed, "producer": _producer(), "quant_method": "modelopt"}
+    beside = {"producer": _producer(), "quantization": {"kv_cache_quant_algo": None, **mixed}}
+    return {**declared, "fp4kit": dict(own)}, beside
+
+
+def _targets(names: Sequence[str]) -> list[str]:
+    """Return the targets of a config group of compressed-tensors for layers: their names, sorted.
+
+    One pattern stands for all experts of a module, because engines need one container for all of them.
+    """
+    found = set()
+    for name in names:
+        cut = name.rfind(".experts.")
+        found.add(name if cut < 0 else f"re:{re.escape(name[: cut + len('.experts.')])}.*")
+    return sorted(found)
+
+
+def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
+    """Return the config group of Model-Optimizer for the layers of one container, without targets.
+
+    Source: Model-Optimizer modelopt/torch/export/convert_hf_config.py _quant_algo_to_group_config.
+    """
+    one: dict[str, Any] = {"dynamic": False, "num_bits": form.element.bits, "type": "float"}
+    one |= {"group_size": form.group_size} if form.group_size else {}
+    weights = {**one, "strategy": "channel"} if form.name == MODELOPT_FP8_ROWS.name else dict(one)
+    inputs = {"input_activations": one} if has_input_scale or form.kind in ("mxfp8", "fp8 rows") else {}
+    return {**inputs, "weights": weights}
 
 
 def awq_declarations(

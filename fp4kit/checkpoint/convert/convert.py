@@ -14,7 +14,7 @@ from typing import Any
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.configs import awq_declarations, declarations
+from fp4kit.checkpoint.containers.configs import awq_declarations, declarations, mixed_declarations
 from fp4kit.checkpoint.containers.container import MODELOPT_AWQ
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
@@ -545,8 +545,11 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         return found | {CONFIG: {**config, "quantization_config": {**config["quantization"], "fp4kit": own}}}
     if plan.form.format == "deepseek-v4":
         config["expert_dtype"] = "fp4"
-    layers = [piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is plan.form]
-    declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+    if plan.is_mixed:
+        declared, beside = mixed_declarations(plan.layers_of_forms, plan.ignore, plan.input_scaled, own)
+    else:
+        layers = plan.layers_of_forms.get(plan.form, [])
+        declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
     if any(piece.form is MODELOPT_AWQ for tensor in plan.converted for piece in tensor.pieces):
         declared, beside = awq_declarations(declared, beside)
     if plan.kv_cache is not None:

@@ -158,13 +158,18 @@ def declared_for(kind: str, container: str, config: Mapping[str, Any]) -> Mappin
     layers = declared.get("quantized_layers")
     if isinstance(layers, Mapping) and is_mixed(config):
         algorithms = {str(each.get("quant_algo")) for each in layers.values() if isinstance(each, Mapping)}
-        fitting = sorted(one for one in algorithms if one.upper().endswith(kind.upper()))
+        needed = container.removeprefix("modelopt ")
+        fitting = sorted(one for one in algorithms if one == needed or one.upper().endswith(kind.upper()))
+        fitting.sort(key=lambda one: one != needed)
         if fitting:
             return {**config, "quantization_config": {**declared, "quant_algo": fitting[0]}}
     form = compressed_format(container)
     found = declared.get("config_groups")
     if declared.get("format") == "mixed-precision" and isinstance(found, Mapping):
         own = {n: each for n, each in found.items() if isinstance(each, Mapping) and each.get("format") == form}
+        strategy = _CT_WEIGHTS.get(container, {}).get("strategy")
+        fitting_groups = {n: each for n, each in own.items() if _section(each, "weights").get("strategy") == strategy}
+        own = fitting_groups or own
         return {**config, "quantization_config": {**declared, "format": form, "config_groups": own}}
     return config
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fp4kit.checkpoint.containers.configs import FORMATS, container_id
+from fp4kit.checkpoint.containers.configs import FORMATS, MIXED, container_id
 from fp4kit.checkpoint.containers.container import CONTAINERS as STORED
 from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
 
@@ -53,6 +53,8 @@ def _declared() -> dict[str, LoaderContainer]:
 
 
 CONTAINERS = _declared()
+# Mixtures: checkpoints whose layers have several of CONTAINERS, as their configs call them.
+MIXTURES = {name: LoaderContainer(name, format, "mixed", None, _SYNTAX[format]) for format, name in MIXED.items()}
 
 
 def container(format: str, kind: str, *, input_scale: bool = False) -> LoaderContainer | None:

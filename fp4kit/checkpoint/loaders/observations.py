@@ -20,6 +20,8 @@ _CT_MXFP8 = ("compressed-tensors mxfp8-quantized",)
 _FP8 = ("modelopt FP8",)
 _FP8_CHANNEL = ("modelopt FP8_PER_CHANNEL_PER_TOKEN",)
 _CT_FP8 = ("compressed-tensors FP8", "compressed-tensors FP8 per row")
+_CT_MIXED = ("compressed-tensors mixed-precision",)
+_MIXED = ("modelopt MIXED_PRECISION",)
 _SGLANG_MXFP8 = ("sglang-mxfp8",)
 _GPT_OSS = ("gpt-oss",)
 _DEEPSEEK_V4 = ("deepseek-v4",)
@@ -32,6 +34,8 @@ _NAMES = (
 )
 _MTP = f"{_NAMES}; an exclusion that ends in an MLA projection applies to that projection in every layer"
 _NO_MODELOPT = "the engine has no modelopt quantizer, so the shapes of packed weights are wrong for it"
+_AS_ALONE = "each layer loads as in a checkpoint with its container alone"
+_MIXABLE = "some versions load only layers in NVFP4, W4A16_NVFP4 and FP8, and take all others for unquantized"
 _NO_MODELOPT_FP8 = "the engine has no modelopt quantizer: it prints a warning, and uses the E4M3 codes as weights"
 _ROUNDED_SCALES = (
     "the engine rounds scales to the dtype of the model, so that in bfloat16 values are off by up to 2^-9 of their size"
@@ -155,6 +159,11 @@ RUNS: tuple[Row, ...] = (
     (_CT_FP8, "dense moe", "transformers", "loads", "run", _ROUNDED_SCALES),
     (_CT_FP8, "stacked_moe", "transformers", "wrong values", "read", SPLIT_EXPERTS),
     ((*_CT_NVFP4, *_CT_MXFP4, *_CT_MXFP8, *_CT_FP8), "all", "compressed-tensors", "loads", "run", ""),
+    (_CT_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
+    (_CT_MIXED, "dense", "transformers", "loads", "run", _AS_ALONE),
+    (_CT_MIXED, "all", "compressed-tensors", "loads", "run", _AS_ALONE),
+    (_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", _MIXABLE),
+    (_MIXED, _HF, "transformers", "fails", "read", _NO_MODELOPT),
     (_SGLANG_MXFP8, _HF, "SGLang", "loads", "run", ""),
     (
         _SGLANG_MXFP8,

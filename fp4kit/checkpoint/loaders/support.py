@@ -8,11 +8,11 @@ engine loads, the warnings in reports, and the table in the docs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, LoaderContainer, container
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, MIXTURES, LoaderContainer, container
 from fp4kit.checkpoint.loaders.engines import SERVING, VERSIONS, How, Status, named
 from fp4kit.checkpoint.loaders.observations import RUNS
 
@@ -82,13 +82,13 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
     Its status is "unknown" if nothing is known. If the family "llama" has no cell of its own, the cell of "dense" is
     returned.
 
-    container_id: one of ``containers.CONTAINERS``.
+    container_id: one of ``containers.CONTAINERS``, or of ``containers.MIXTURES``.
     family: one of FAMILIES.
     engine: one of ``engines.VERSIONS``.
 
     Raises ValueError if one of the arguments is not listed there.
     """
-    if container_id not in CONTAINERS or family not in FAMILIES or engine not in VERSIONS:
+    if container_id not in (*CONTAINERS, *MIXTURES) or family not in FAMILIES or engine not in VERSIONS:
         raise ValueError(
             f"cell: container {container_id!r}, family {family!r}, engine {engine!r}: at least one is unknown; see"
             " CONTAINERS, FAMILIES and VERSIONS"
@@ -193,6 +193,27 @@ def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
     return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")
 
 
+# The algorithms of Model-Optimizer that vLLM loads in a mixture. Read in one version of vLLM, layers/quantization/
+# modelopt.py ModelOptMixedPrecisionConfig; a test of a later version expects all algorithms.
+_MIXABLE = ("modelopt NVFP4", "modelopt W4A16_NVFP4", "modelopt FP8")
+
+
+def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
+    """Return a warning if a mixture has layers that vLLM may take for unquantized, otherwise [].
+
+    container_ids: the containers of the layers. If there is only one, it is no mixture.
+    """
+    ids = [*container_ids]
+    other = [each.removeprefix("modelopt ") for each in ids if each.startswith("modelopt") and each not in _MIXABLE]
+    if len(ids) < 2 or not other:
+        return []
+    known = ", ".join(each.removeprefix("modelopt ") for each in _MIXABLE)
+    return [
+        f"vLLM: in a MIXED_PRECISION checkpoint, some versions load only {known} and take layers in"
+        f" {', '.join(other)} for unquantized; --format compressed-tensors has no such limit"
+    ]
+
+
 def family_of(config: Mapping[str, Any]) -> str:
     """Return the family of a model, one of FAMILIES, judged by the content of its config.json.
 
@@ -249,6 +270,7 @@ def markdown() -> str:
     """
     notes: dict[str, int] = {}
     head = f"| container | models | {' | '.join(f'{engine} {version}' for engine, version in VERSIONS.items())} |"
-    rows = [_row(container_id, families, notes) for container_id in CONTAINERS for families in _alike(container_id)]
+    ids = (*CONTAINERS, *MIXTURES)
+    rows = [_row(container_id, families, notes) for container_id in ids for families in _alike(container_id)]
     below = [f"{number}. {note}" for note, number in notes.items()]
     return "\n".join([head, f"|{' --- |' * (len(VERSIONS) + 2)}", *rows, "", *below]) + "\n"

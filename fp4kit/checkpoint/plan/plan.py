@@ -19,8 +19,16 @@ import numpy as np
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.configs import container_id
-from fp4kit.checkpoint.containers.container import INPUT_SCALE, SCALES, TENSOR_SCALE, Container, OutputTensor
+from fp4kit.checkpoint.containers.configs import MIXED, container_id
+from fp4kit.checkpoint.containers.container import (
+    INPUT_SCALE,
+    MODELOPT_AWQ,
+    MODELOPT_NVFP4,
+    SCALES,
+    TENSOR_SCALE,
+    Container,
+    OutputTensor,
+)
 from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE, SCALE_SEARCH, VERSION
 from fp4kit.checkpoint.convert import fp8_to_mxfp8
 from fp4kit.checkpoint.convert.journal import identity
@@ -149,8 +157,8 @@ class Plan:
     Attributes:
         source: the model to read.
         request: what the user asked for.
-        form: the container to write; None to write unquantized tensors.
-        has_input_scale: True if quantized layers get an input scale. Only experts that saw no token may lack one.
+        form: the container to write, or one of them (see layers_of_forms); None to write unquantized tensors.
+        has_input_scale: True if quantized layers in ``form`` have input scales. Experts that saw no token may lack one.
         shards: the tensors to write, by source file.
         ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
         warnings: messages for the user.
@@ -158,6 +166,7 @@ class Plan:
         items: what the source stores beside its quantized layers (see model/closed_world.py).
         kv_cache: the quantized KV cache of the source, if the output carries it; otherwise None.
         input_amaxes: output layer -> amax of its inputs, for layers whose input scale is computed from activations.
+        input_scaled: the names of the containers whose layers get an input scale.
     """
 
     source: Source
@@ -171,6 +180,22 @@ class Plan:
     items: tuple[Item, ...] = ()
     kv_cache: kv_cache.KvCache | None = None
     input_amaxes: Mapping[str, np.float32] = field(default_factory=dict)
+    input_scaled: frozenset[str] = frozenset()
+
+    @lazy_property
+    def layers_of_forms(self) -> dict[Container, list[str]]:
+        """Container -> names of the layers that are written in it. Several containers make a mixed checkpoint."""
+        found: dict[Container, dict[str, None]] = defaultdict(dict)
+        for piece in (piece for tensor in self.converted for piece in tensor.pieces):
+            if piece.form is not None:
+                found[piece.form][piece.module] = None
+        return {form: [*names] for form, names in found.items()}
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if layers are written in several containers that the config must tell apart."""
+        forms = {MODELOPT_NVFP4 if form is MODELOPT_AWQ else form for form in self.layers_of_forms}
+        return len(forms) > 1 and self.form is not None and self.form.format in MIXED
 
     @property
     def recipe(self) -> Recipe:
@@ -233,7 +258,9 @@ class Plan:
     @property
     def format_name(self) -> str:
         """The name of the output format, such as "modelopt NVFP4"; "bf16" if the output is unquantized."""
-        return "bf16" if self.form is None else container_id(self.form, self.has_input_scale)
+        if self.form is None:
+            return "bf16"
+        return MIXED[self.form.format] if self.is_mixed else container_id(self.form, self.has_input_scale)
 
     @property
     def bytes_in(self) -> int:
@@ -375,11 +402,15 @@ class _Planner:
         }
         if self.form is not None:
             layer_checks.check(self.selected, self._others())
-        self.has_input_scale = self._has_input_scale()
+        self.forms = self._forms()
+        self.form = next(iter(self.forms)) if len(self.forms) == 1 else self.form
+        self.input_scaled = frozenset(form.name for form, own in self.forms.items() if self._has_input_scale(form, own))
+        self.has_input_scale = self.form is not None and self.form.name in self.input_scaled
         mlx.check(self.form, self.config, [weight.name for weight in self.selected.values()])
         comfy.check(self.form, {weight.name: weight.shape for weight in self.selected.values()})
         gguf.check(self.source, self.form, [weight.name for weight in self.selected.values()])
-        check_input_scale(self.form, self.has_input_scale)
+        for form in self.forms:
+            check_input_scale(form, form.name in self.input_scaled)
         self._check_recipes()
         self.groups = self._groups()
         self.actions = self._actions()
@@ -466,24 +497,43 @@ class _Planner:
         dtype = "F32" if weight.dtype == Q8_0 and self.request.requantize else weight.dtype
         return Candidate(name, weight.name, dtype, weight.shape, facts)
 
-    def _has_input_scale(self) -> bool:
-        """Return whether quantized layers get an input scale: from the user, or their own if all of them have one.
+    def _forms(self) -> dict[Container, dict[str, Weight]]:
+        """Return container -> the selected weights to write in it; {} for unquantized output.
 
-        Return False if the output container has no tensor scale. Input scales of formats other than the output's, such
-        as FP8, do not count, because they are for activations of that format.
+        Raises CheckpointError if there are several containers and an AWQ layer, which would be a further one.
+        """
+        found: dict[Container, dict[str, Weight]] = defaultdict(dict)
+        for name, weight in self.selected.items():
+            form = self._form_of(weight.name)
+            if form is not None:
+                found[form][name] = weight
+        awq = next((w.name for w in self.selected.values() if w.container is MODELOPT_AWQ), None)
+        if len(found) > 1 and awq is not None:
+            raise CheckpointError(
+                f"{shown(awq)}: is an AWQ layer, which a mixture of containers cannot hold; leave it out with --keep"
+            )
+        return found
+
+    def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:
+        """Return whether the layers of a container get an input scale: from the user, or their own if all have one.
+
+        Return False if the container has no tensor scale. Input scales of formats other than the output's, such as FP8
+        for NVFP4, do not count, because they are for activations of that format.
+
+        form: the container. own: the weights to write in it.
 
         Raises CheckpointError if the user gives none and only some of the layers to convert have one.
         """
-        if self.form is None or not self.form.has_tensor_scale:
+        if not form.has_tensor_scale:
             return False
         if self.request.gives_input_scales:
             return True
-        same = [w for w in self.selected.values() if w.container is not None and w.container.kind == self.form.kind]
+        same = [w for w in own.values() if w.container is not None and w.container.kind == form.kind]
         have = [weight for weight in same if INPUT_SCALE in weight.parts]
-        if have and len(have) < len(self.selected):
-            without = next(name for name, weight in self.selected.items() if weight not in have)
+        if have and len(have) < len(own):
+            without = next(name for name, weight in own.items() if weight not in have)
             raise CheckpointError(
-                f"{shown(without)}: has no input scale, but {len(have)} of {len(self.selected)} layers have one;"
+                f"{shown(without)}: has no input scale, but {len(have)} of {len(own)} layers have one;"
                 " --activations FILE or --input-scale X writes one for those without, --keep leaves them as they are"
             )
         return bool(have)
@@ -501,7 +551,7 @@ class _Planner:
         columns = {
             name: weight.shape[-1]
             for tensor, weight in self.selected.items()
-            if not self._keeps_input_scale(tensor)
+            if self._gets_input_scale(weight) and not self._keeps_input_scale(tensor)
             for name in layer_names(weight, self.form, self.config)
         }
         if self.selected and not columns:
@@ -509,6 +559,11 @@ class _Planner:
                 "activations: every layer keeps its codes and its own input scale; leave the activations out"
             )
         return self.request.activations.of_layers(columns)
+
+    def _gets_input_scale(self, weight: Weight) -> bool:
+        """Return whether a weight's container gets input scales."""
+        form = self._form_of(weight.name)
+        return form is not None and form.name in self.input_scaled
 
     def _keeps_input_scale(self, tensor: str) -> bool:
         """Return whether a weight keeps its codes and has an input scale of its own, which it also keeps.
@@ -523,7 +578,7 @@ class _Planner:
         weight: the source weight of the layer. Return False if the user gives no activations.
         """
         measured = self.request.activations is not None and piece.module not in self.input_amaxes
-        return measured and not self._keeps_input_scale(weight.tensor)
+        return measured and self._gets_input_scale(weight) and not self._keeps_input_scale(weight.tensor)
 
     def _groups(self) -> dict[str, str]:
         """Return output module -> name of its group, for all modules that share a tensor scale with other modules.
@@ -532,9 +587,10 @@ class _Planner:
 
         Raises CheckpointError if a gate projection has no up projection beside it.
         """
-        if self.form is None or not self.form.has_tensor_scale:
-            return {}
-        modules = [name for weight in self.selected.values() for name in layer_names(weight, self.form, self.config)]
+        scaled = [
+            (form, weight) for form, own in self.forms.items() if form.has_tensor_scale for weight in own.values()
+        ]
+        modules = [name for form, weight in scaled for name in layer_names(weight, form, self.config)]
         alone = fused_layers.missing_gated_halves(modules, [weight.name for weight in self.weights.values()])
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
@@ -588,6 +644,7 @@ class _Planner:
             self.items,
             self.kv_cache if self.kv_cache.is_carried(format) else None,
             self.input_amaxes,
+            self.input_scaled,
         )
 
     def _different_tensor_scales(self) -> Iterator[str]:
@@ -619,17 +676,17 @@ class _Planner:
         shards: the plans of all output files.
         """
         converted = (tensor for shard in shards for tensor in shard.tensors if tensor.name in self.selected)
-        names = [
-            piece.module
+        pairs = [
+            (piece.module, piece.form)
             for tensor in converted
             for piece in tensor.pieces
-            if self._without_input_scale(self.selected[tensor.name], piece)
+            if piece.form is not None and self._without_input_scale(self.selected[tensor.name], piece)
         ]
-        if not names or self.form is None:
+        if not pairs:
             return ()
-        container = container_id(self.form, True)
+        names, form = [name for name, _ in pairs], pairs[0][1]
         found = (
-            f"{engine}: {consequence(engine, container, names[0], self.form.suffixes[INPUT_SCALE])}"
+            f"{engine}: {consequence(engine, container_id(form, True), names[0], form.suffixes[INPUT_SCALE])}"
             for engine in ("vLLM", "SGLang")
         )
         return (
@@ -730,13 +787,15 @@ class _Planner:
         """Return the plan for a selected weight: convert it, or decode it if the output is unquantized."""
         if self.form is None:
             return self._decoded(weight, f"{weight.dtype}: decoded")
-        action = self.actions[weight.tensor]
-        form = target_of(weight.container, self.form) if action == RENAME else self.form
+        action, form = self.actions[weight.tensor], self._form_of(weight.name)
+        assert form is not None
+        has_input_scale = form.name in self.input_scaled
+        form = target_of(weight.container, form) if action == RENAME else form
         found = tuple(
             replace(piece, outputs=tuple(output for output in piece.outputs if output.part != INPUT_SCALE))
             if self._without_input_scale(weight, piece)
             else piece
-            for piece in pieces(weight, form, self.config, self.has_input_scale)
+            for piece in pieces(weight, form, self.config, has_input_scale)
         )
         if action == RENAME and is_rounded(weight):
             found = tuple(_with_scales_of(weight, piece) for piece in found)
@@ -772,7 +831,9 @@ class _Planner:
         assert self.form is not None
         rows: dict[str, list[str]] = defaultdict(list)
         for name, weight in self.weights.items():
-            found, length = self.decisions.get(name), no_multiple(weight.shape, self.form.row_multiple)
+            found, form = self.decisions.get(name), self._form_of(weight.name)
+            assert form is not None
+            length = no_multiple(weight.shape, form.row_multiple)
             if found is not None and found.reason == length:
                 dtype = "BF16" if weight.container is not None else self.source.tensors[name][1].dtype
                 rows[f"{length}; {{}} {dtype}"].append(weight.name)
@@ -808,8 +869,11 @@ class _Planner:
         modules += [layer.name for layer in self.split.values()]
         warnings = [shown(line) for line in fused_layers.partly_converted(modules, set(converted))]
         warnings += _kept_stacks(self.decisions) + self._restored_layers()
+        ids = [container_id(form, form.name in self.input_scaled) for form in self.forms]
+        warnings += support.mixture_warnings(ids)
         warnings += [*self._rows_of_other_length(), *filter(None, [diffusers_classes.warning(self.config)])]
-        if declared is None or declared.syntax is None:
+        listless = len(self.forms) > 1 and self.form.format == "modelopt"  # only layers that are listed are quantized
+        if declared is None or declared.syntax is None or listless:
             return (), tuple(warnings)
         subtrees = sorted({found.subtree for found in self.decisions.values() if found.subtree is not None})
         ignore = exclusions.exclusion_list(declared.syntax, modules, subtrees, converted)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, mlx
-from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, WRITTEN
+from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
 from fp4kit.checkpoint.containers.container import DEEPSEEK_V4, DEEPSEEK_V4_NVFP4, GPT_OSS, MODELOPT_FP8, Container
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.plan import gguf
@@ -142,11 +142,11 @@ class Request:
             form = replace(common, recipe=one, search=search, **self._input_scales_of(one, some)).form_for(config)
             choices.append((pattern, Choice(one, form)))
         forms = {choice.form.name: choice for choice in (default, *(one for _, one in choices)) if choice.form}
-        if len(forms) > 1:
+        if len(forms) > 1 and common.format not in MIXED:
             a, b, *_ = forms.values()
             raise CheckpointError(
-                f"recipes {a.recipe.id} and {b.recipe.id}: need two containers, {a.form} and {b.form}, but a checkpoint"
-                " holds layers of one; use recipes of one format"
+                f"recipes {a.recipe.id} and {b.recipe.id}: need two containers, {a.form} and {b.form}, but --format"
+                f" {common.format} holds layers of one; use recipes of one format, or --format {' or '.join(MIXED)}"
             )
         return Mixture(default, choices)
 
@@ -163,7 +163,8 @@ class Request:
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
         """Return the format for all recipes of a request: the user's, or one that stores each of them.
 
-        The best format of the default recipe is preferred. If no format stores all recipes, it is returned all the
+        If the recipes need several containers, only a format that declares mixtures can store them. Otherwise the best
+        format of the default recipe is preferred. If no format stores all recipes, the best one is returned all the
         same, and building the containers raises the error.
 
         config: the content of the model's config.json.
@@ -173,7 +174,7 @@ class Request:
         kinds = [kind_of(one) for one in (self.recipe, *(each for _, each in self.recipes))]
         family = support.family_of(config)
         best = support.best_format(kinds[0], family)
-        ordered = [*([best] if best else []), *FORMATS[:-1]]
+        ordered = [*MIXED] if len({*kinds}) > 1 else [*([best] if best else []), *FORMATS[:-1]]
         return next((f for f in ordered if not any(support.refusal(f, kind, family) for kind in kinds)), best)
 
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.containers.container import (
     Container,
     container,
 )
-from fp4kit.checkpoint.loaders import exclusions, requirements
+from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.configs import declared_for, is_mixed, unlisted_layers
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding, finding
@@ -182,7 +182,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         return [Issue("error", "model", declared_only)]
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     others = _other_layers(model, form)
-    unknown = [_unknown(container, names) for container, names in others.items()]
+    unknown = [issue for other, names in others.items() for issue in _mixed_issues(model, other, names, tensor_scales)]
     if name not in requirements.REQUIRED:
         alike = [n for n, w in model.layers.items() if w.container and form and w.container.name == form.name]
         return [_unknown(name, alike), *unknown]
@@ -195,7 +195,9 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
         declared = declared_for(form.kind, name, config)
         findings = requirements.findings(name, tensors, scales, declared)
         unlisted = (Issue("error", layer, _UNLISTED, "vLLM") for layer in unlisted_layers(config, model.layers))
-        return [*map(_issue, findings), *unlisted, *unknown]
+        ids = [name, *(_container_id(container(one), (), config) for one in others)]
+        traps = (Issue("warning", "model", text) for text in support.mixture_warnings(ids))
+        return [*map(_issue, findings), *unlisted, *traps, *unknown]
     declared = declared_for(form.kind, name, config) if others and form is not None else config
     findings = requirements.findings(name, tensors, scales, declared, model.hf_quant_config)
     return [*(_issue(one) for one in (*findings, *_exclusions(model, name, form, config))), *unknown]
@@ -203,6 +205,24 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> list
 
 _ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"
 _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
+
+
+def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales: Mapping[str, float]) -> list[Issue]:
+    """Return the issues of the layers of one container in a mixed checkpoint, or a warning that they are not checked.
+
+    name: the name of the container. layers: the names of its layers.
+    tensor_scales: tensor name -> stored value, for tensor scales and input scales.
+    """
+    config = with_declaration(model.config or {}, model.hf_quant_config)
+    form, own = container(name), [model.layers[layer] for layer in layers]
+    known = _container_id(form, own, config)
+    if known not in requirements.REQUIRED:
+        return [_unknown(name, layers)]
+    parts = part_names(own)
+    tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if t in parts}
+    scales = {tensor: scale for tensor, scale in tensor_scales.items() if tensor in parts}
+    found = requirements.findings(known, tensors, scales, declared_for(form.kind, known, config))
+    return [_issue(one) for one in found]
 
 
 def _unknown(container: str, names: list[str]) -> Issue:

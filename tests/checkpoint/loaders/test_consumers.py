@@ -305,6 +305,34 @@ def test_transformers_rounds_the_scales_of_fp8(converted: Any, tmp_path: Path, t
         assert torch.equal(_bits(found[f"{module}.weight"]), _bits(torch.from_numpy(x).to(torch.bfloat16)))
 
 
+MIX = [("*.down_proj", "fp8-modelopt-channel"), ("*.o_proj", "mxfp8-te"), ("*.0.self_attn.[qkv]_proj", "mxfp4-ocp")]
+
+
+def test_transformers_loads_a_mixture(made: Path, tmp_path: Path) -> None:
+    """transformers loads each layer of a mixture as in a checkpoint with its container alone.
+
+    The values are those that fp4kit decodes, except for FP8 layers, whose scales transformers rounds to bfloat16.
+    """
+    root = tmp_path / "mixed"
+    plan = convert(made / "llama", root, "nvfp4-te", recipes=MIX).plan
+    assert plan.format_name == "compressed-tensors mixed-precision" and len(plan.layers_of_forms) == 4
+    config = json.loads((root / "config.json").read_text())
+    for group in config["quantization_config"]["config_groups"].values():
+        group["input_activations"] = None
+    (root / "config.json").write_text(json.dumps(config))
+    with safe_open(root / "model.safetensors", "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}
+    down = {name: x for name, x in stored.items() if ".down_proj." in name}
+    fp8 = {f"{name}.weight": x for name, x in _fp8_layers(down, rounded=True).items()}
+    convert(root, tmp_path / "back", format="bf16")
+    loaded, numbers = _loaded(root), _loaded(tmp_path / "back")
+    assert torch.isfinite(_logits(loaded)).all()
+    assert set(_different(loaded, numbers)) <= set(fp8) and len(fp8) == 2
+    found = dict(loaded.named_parameters())
+    for name, x in fp8.items():
+        assert torch.equal(_bits(found[name]), _bits(torch.from_numpy(x).to(torch.bfloat16)))
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])
 def test_transformers_still_drops_the_global_scale_of_experts(made: Path, converted: Any, name: str) -> None:
     """transformers drops the global scale of experts (transformers#48371).

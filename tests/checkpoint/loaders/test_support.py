@@ -10,7 +10,7 @@ import pytest
 from together import together
 
 from fp4kit.checkpoint.loaders import containers, engines, observations, support
-from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, container
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, FORMATS, KINDS, MIXTURES, container
 
 STATED = [
     ("modelopt W4A16_NVFP4", "dense", "vLLM", "loads"),
@@ -79,7 +79,7 @@ def test_entries_of_the_table(container_id: str, family: str, engine: str, statu
 
 def test_only_unknown_cells_lack_a_source() -> None:
     for known, families, engine, status, how, note in observations.RUNS:
-        assert set(known) <= set(CONTAINERS) and engine in engines.VERSIONS, (known, engine)
+        assert set(known) <= {*CONTAINERS, *MIXTURES} and engine in engines.VERSIONS, (known, engine)
         assert families == "all" or set(families.split()) <= set(support.FAMILIES), families
         assert (how == "") == (status == "unknown"), (known, families)
         assert note or status in ("loads", "unknown"), (known, families, engine)
@@ -254,7 +254,7 @@ def test_the_table_of_the_documentation() -> None:
         "Model-Optimizer 0.47.0 |"
     )
     assert {line.count("|") for line in [head, rule, *rows]} == {8}
-    assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == set(CONTAINERS)
+    assert {row.split(" | ")[0].removeprefix("| ") for row in rows} == {*CONTAINERS, *MIXTURES}
     assert [int(note.split(".")[0]) for note in notes] == list(range(1, len(notes) + 1))
     used = {int(number) for row in rows for number in re.findall(r"\[(\d+)\]", row)}
     assert used == set(range(1, len(notes) + 1))
