@@ -78,7 +78,11 @@ def _fp8_function(rows: str, columns: str, wide_step: bool, dtype: np.dtype, dev
 
     rows, columns: the element formats of the operands. wide_step: True for steps of 32 elements, False for 16.
     """
-    names = {"kRowsAreE5M2": rows == "E5M2", "kColumnsAreE5M2": columns == "E5M2", "kWideStep": wide_step}
+    names: dict[str, Any] = {
+        "kRowsAreE5M2": rows == "E5M2",
+        "kColumnsAreE5M2": columns == "E5M2",
+        "kWideStep": wide_step,
+    }
     return loader.function(instantiation("matmul_fp8", **names, Output=TYPES[dtype]), "matmul_fp8_kernel", device)
 
 
