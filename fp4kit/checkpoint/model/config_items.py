@@ -522,6 +522,12 @@ _MODELOPT: dict[str, _Entry] = {
     "quantized_layers": (UNDERSTOOD, "agrees with the tensors", _quantized_layers),
     "has_zero_point": (UNDERSTOOD, "no zero points", _only(False)),
     "pre_quant_scale": (UNDERSTOOD, "the tensors decide", _any),
+    # Entries of TensorRT-LLM's and older configs, which are often null.
+    "awq_block_size": (UNDERSTOOD, "agrees with the tensors", _group_size),
+    "smoothquant_val": (CARRIED, _ACTIVATIONS, _any),
+    "clamp_val": (CARRIED, _ACTIVATIONS, _any),
+    "use_meta_recipe": (CARRIED, _ACTIVATIONS, _any),
+    "mamba_ssm_cache_dtype": (CARRIED, "concerns the state of Mamba layers", _any),
 }
 METHODS: dict[str, dict[str, _Entry]] = {
     "modelopt": _MODELOPT,
@@ -645,6 +651,10 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
         return
+    nested = value.get("quantization")
+    if isinstance(nested, Mapping) and "quant_algo" in nested:  # the content of hf_quant_config.json
+        yield from _entries(nested, f"{path}.quantization", CONFIG, {**_COMMON, **_MODELOPT}, layers)
+        value = {key: one for key, one in value.items() if key != "quantization"} | {"quant_method": "modelopt"}
     method = str(value.get("quant_method", "modelopt" if "quant_algo" in value else "compressed-tensors"))
     if method not in METHODS:
         yield Item(REFUSED, CONFIG, f"{path}.quant_method", f"is {brief(method)}, which fp4kit does not know")

@@ -33,17 +33,17 @@ def declared(config: Mapping[str, Any]) -> Mapping[str, Any]:
 def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | None) -> Mapping[str, Any]:
     """Return a config that has the declaration of a checkpoint as its ``quantization_config``, wherever it comes from.
 
-    A declaration in hf_quant_config.json is used only if config.json has none, and gets the keys of config.json. If
-    there is no declaration at all, return ``config`` unchanged.
+    A declaration in hf_quant_config.json is used only if config.json has none. It gets the keys of config.json, and so
+    does a declaration of this form inside config.json. If there is no declaration at all, return ``config`` unchanged.
 
     config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
     """
-    if config.get("quantization_config"):
-        return config
     found = declared(config)
-    other = (hf_quant_config or {}).get("quantization")
-    if not found and isinstance(other, Mapping):
+    other = (found or hf_quant_config or {}).get("quantization")
+    if isinstance(other, Mapping):
         found = {"quant_method": "modelopt", **other, "ignore": other.get("exclude_modules") or []}
+    elif config.get("quantization_config"):
+        return config
     return {**config, "quantization_config": found} if found else config
 
 

@@ -407,6 +407,13 @@ def test_a_declaration_in_a_nested_config(sound: Callable[[str, str], Sound], tm
         "kv_cache_quant_algo": None,
         "exclude_modules": declared["ignore"],
     }
+    inside = {**config, "quantization_config": {"producer": {}, "quantization": {**entry, "smoothquant_val": None}}}
+    inner = write(tmp_path / "inside", start.tensors, inside, start.metadata)
+    assert not [issue for issue in verify(inner).issues if issue.severity == "error"]
+    assert decoded(inner, tmp_path / "out_of_inside") == start.values
+    entry_of_mxfp8 = {"quantization_config": {"quantization": {**entry, "quant_algo": "MXFP8"}}}
+    with refused("config.json: quantization_config.quantization.quant_algo: is"):
+        make_plan(write(tmp_path / "wrong", start.tensors, config | entry_of_mxfp8, start.metadata), format="bf16")
     (old / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": entry}))
     assert not [issue for issue in verify(old).issues if issue.severity == "error"]
 
