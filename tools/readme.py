@@ -12,9 +12,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
+import numpy as np
+
+import fp4kit
 from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.tables import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 from fp4kit.cpu.coverage import COVERAGE_COLUMNS, uncovered_rows
@@ -24,7 +29,7 @@ from fp4kit.evidence.live.run import adapters
 from fp4kit.recipes import RECIPES
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCS = ("benchmarks", "checkpoints", "live-producers", "processors", "recipes", "scale-search")
+DOCS = ("benchmarks", "checkpoints", "live-producers", "processors", "recipes", "scale-search", "guides/matmul")
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: (operation, recipe)
@@ -117,7 +122,63 @@ def uncovered() -> str:
     return markdown(COVERAGE_COLUMNS, uncovered_rows(RECIPES.values()))
 
 
-ALL = (recipes, agreement, performance, cpu, scale_search, live, loaders, uncovered)
+UNIT_COLUMNS = (
+    "unit",
+    "hardware",
+    "operands",
+    "products per step",
+    "bits of a term",
+    "bits of the sum",
+    "compared with hardware",
+)
+HARDWARE = {
+    "sm100": "Blackwell (B200)",
+    "sm90": "Hopper (H100, H200)",
+    "sm89": "Ada (L40S)",
+    "sm80": "Ampere (A100)",
+    "sm75": "Turing (T4)",
+    "sm70": "Volta (V100)",
+    "cdna3": "AMD CDNA3 (MI300)",
+}
+OPERANDS = {
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "fp8": "FP8",
+    "fp8_fnuz": "FP8 (fnuz)",
+    "fp6_fp4": "FP6 and FP4 without block scales",
+    "mx": "MXFP8, MXFP6, and pairs of these with MXFP4",
+    "fp4": "NVFP4, MXFP4",
+}
+
+
+def units() -> str:
+    """Return the table of matrix units, with one row per unit and step."""
+    rows = []
+    for unit in fp4kit.units():
+        operands: dict[Any, list[str]] = {}
+        for kind, step in unit.steps().items():
+            operands.setdefault(step, []).append(OPERANDS[kind])
+        for step, kinds in operands.items():
+            is_first, sum_bits = step is next(iter(operands)), getattr(step, "output_bits", 23)
+            names = (f"`{unit.id}`", HARDWARE[unit.id]) if is_first else ("", "")
+            numbers = (f"{step.k}", f"{step.fraction_bits}", f"{sum_bits}")
+            rows.append((*names, ", ".join(kinds), *numbers, unit.checked.partition(";")[0] if is_first else ""))
+    return markdown(UNIT_COLUMNS, rows)
+
+
+def accumulation() -> str:
+    """Return the table of mean errors of long sums of positive E4M3 products, relative to the exact sums."""
+    sm90, rng = fp4kit.unit("sm90"), np.random.default_rng(0)
+    columns = {"`sm90`, fast": sm90, "`sm90`, slow": replace(sm90, promote=128), "`sm100`": fp4kit.unit("sm100")}
+    rows = []
+    for K in (1024, 4096, 16384):
+        a, b = (np.abs(rng.standard_normal((8, K))).astype(ml_dtypes.float8_e4m3fn) for _ in "ab")
+        exact, *sums = (fp4kit.matmul(a, b, unit=unit).astype(np.float64) for unit in ("exact", *columns.values()))
+        rows.append((f"{K:,}", *(f"{100 * (1 - d / exact).mean():.2g}%" for d in sums)))
+    return markdown(("K", *columns), rows)
+
+
+ALL = (recipes, agreement, performance, cpu, scale_search, live, loaders, uncovered, units, accumulation)
 PARTS = {one.__name__: one for one in ALL}
 
 
