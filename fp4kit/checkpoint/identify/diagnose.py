@@ -30,8 +30,10 @@ from fp4kit.checkpoint.identify.search_families import (
     FOUR_OVER_SIX,
     IMPORTANCE,
     STATIC_4OVER6,
+    TUNED,
     blocks_of_equal_error,
     is_four_over_six,
+    is_rounded_near,
     is_weighted_search,
 )
 from fp4kit.checkpoint.identify.searched_scales import recipes_under_stored_scales
@@ -293,7 +295,10 @@ def _try_all(evidence: LayerEvidence, layouts: list[Layout], unnamed: bool) -> E
         return scaled
     if unnamed and (permuted := _permuted(evidence, plain, trial)):
         return permuted
-    return replace(_nearest(evidence, plain, trial, unnamed), unlike=not is_like)
+    nearest = replace(_nearest(evidence, plain, trial, unnamed), unlike=not is_like)
+    if is_like and nearest.codes_equal + nearest.scales_equal < DAMAGED_SHARE * nearest.total:
+        return replace(nearest, cause=TUNED) if is_rounded_near(evidence, plain) else nearest
+    return nearest
 
 
 def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:

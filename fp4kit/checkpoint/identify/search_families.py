@@ -37,8 +37,10 @@ IMPORTANCE = "auto-round's (nvfp4-auto-round-opt, iters=0), weighted by an impor
 # Recipes that give the codes under the block scales that each of the two searches chose.
 STATIC_4OVER6, AUTO_ROUND = "nvfp4-modelopt-static-4over6", "nvfp4-auto-round"
 _STATIC, _AUTO_ROUND = RECIPES[STATIC_4OVER6], RECIPES["nvfp4-auto-round-opt"]
+TUNED = "scales and codes by another rule, with every code near its quotient: tuned (auto-round), or another source"
 _TIE = 1e-6  # relative difference of two errors that are equal up to the rounding of float32 sums
 _CHOSEN = 0.9  # the least share of blocks in which four over six chose the smaller error
+_WITHIN, _NEAREST = 0.98, 0.5  # the least shares of codes near their quotients, and nearest to them, if tuned
 _LEAST = 0.25  # the least share of blocks in which a weighted search chose the least error without weights
 
 
@@ -133,6 +135,37 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
     errors = (sample._replace(values=_requantized(evidence, sample, s)).error for s in _tried(evidence, sample, tensor))
     least = reduce(np.minimum, errors)
     return float(np.mean(sample.error <= least * (1 + _TIE))) >= _LEAST
+
+
+@ieee("identify")
+def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
+    """Return whether almost every code lies within half a unit of its quotient, for a sample of a layer.
+
+    The quotient is the source divided by the stored scales. A code q lies within half a unit of the quotient y if
+    round(y - 1/2) <= q <= round(y + 1/2), as after auto-round has tuned the rounding. Most codes must be the nearest.
+    """
+    layer = evidence.layer
+    r, scale = layer.recipe, layer.tensor_scale
+    in_order = layer.scale_layout == "linear" and layer.block_scale.size * r.block_size == evidence.x.size
+    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
+    if plain.mishaps or not in_order or not usable or r.element.bits != _STATIC.element.bits:
+        return False
+    sample = _rows_of(evidence, plain, sample_of(plain.shape, r).rows)
+    assert r.scale is not None
+    factor = r.scale.values[sample.scales].astype(np.float64)[..., None] * (1.0 if scale is None else float(scale))
+    kept = np.broadcast_to(factor > 0, sample.x.shape) & np.isfinite(sample.x)
+    with np.errstate(all="ignore"):
+        quotient, codes = ((part / factor)[kept] for part in (sample.x, sample.values))
+    low, near, high = (_nearest_values(quotient + shift, r) for shift in (-0.5, 0, 0.5))
+    within, nearest = np.mean((low <= codes) & (codes <= high)), np.mean(near == codes)
+    return bool(within >= _WITHIN and nearest >= _NEAREST)
+
+
+def _nearest_values(quotient: npt.NDArray[np.float64], r: Recipe) -> npt.NDArray[np.float64]:
+    """Return the nearest element values to quotients. Larger quotients become the largest value."""
+    clipped = np.clip(quotient, -r.element.max, r.element.max).astype(np.float32)
+    found: npt.NDArray[np.float64] = r.element.values[r.element.encode(clipped)].astype(np.float64)
+    return found
 
 
 def _tried(evidence: LayerEvidence, part: _Rows, tensor: TensorScale) -> Iterator[npt.NDArray[np.uint8]]:

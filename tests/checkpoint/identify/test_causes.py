@@ -12,7 +12,7 @@ from fp4kit import formats
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, Explanation, explain
 from fp4kit.checkpoint.identify.identify import LayerPair, identify_layers
-from fp4kit.checkpoint.identify.search_families import FOUR_OVER_SIX, IMPORTANCE
+from fp4kit.checkpoint.identify.search_families import FOUR_OVER_SIX, IMPORTANCE, TUNED
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
@@ -268,3 +268,21 @@ def test_a_search_with_an_importance_matrix(spread: float) -> None:
     others = rng.integers(chosen.min(), chosen.max() + 1, chosen.shape).astype(np.uint8)
     random = explain(layer_of(with_scales(x, "nvfp4-auto-round", others, plain.tensor_scale)), x)
     assert random.searched and random.cause == GIVEN_SCALES
+
+
+@pytest.mark.parametrize(("half_width", "named"), [(0.5, True), (2.0, False)])
+def test_tuned_scales_and_codes(half_width: float, named: bool) -> None:
+    """auto-round tunes the scale of each block, and an offset of at most one half per element before rounding."""
+    x, rng = weight(), np.random.default_rng(3)
+    plain = quantize(x, "nvfp4-auto-round")
+    factors = rng.uniform(0.5, 1, amaxes(x).shape).astype(np.float32)
+    scales = e4m3(amaxes(x) * factors / np.float32(6) / plain.tensor_scale)
+    steps = np.repeat(formats.E4M3.values[scales] * plain.tensor_scale, 16, axis=1)
+    offset = np.where(rng.random(x.shape) < 0.3, rng.uniform(-half_width, half_width, x.shape), 0)
+    codes = formats.E2M1.encode(np.clip(x.astype(np.float32) / steps + offset, -6, 6).astype(np.float32))
+    layer = StoredLayer(codes[:, ::2] | codes[:, 1::2] << 4, scales, plain.tensor_scale, plain.recipe)
+    found = explain(layer, x)
+    assert not found.explained and (found.cause == TUNED) == named
+    if named:
+        verdict = identify_layers([LayerPair("a", layer, x)])
+        assert verdict.sentence.startswith("scales and codes by another rule, with every code near its quotient in 1")
