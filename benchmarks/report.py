@@ -130,7 +130,12 @@ def below_target(rows: Iterable[BenchmarkRow], reasons: Sequence[Reason] = REASO
         )
         why = "No reason is known." if reason is None else reason.why
         tried = () if reason is None else reason.tried
-        lines += ["", f"**{names}.** {why}", *(["", *(f"- Tried: {text}" for text in tried)] if tried else [])]
+        parts = [text.partition(": ") for text in tried]
+        lines += [
+            "",
+            f"**{names}.** {why}",
+            *(["", *(f"- Tried: {design}. Result: {figure}" for design, _, figure in parts)] if tried else []),
+        ]
     return lines
 
 

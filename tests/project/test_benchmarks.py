@@ -232,7 +232,7 @@ def test_misses_stand_below_the_table_with_their_reasons():
         "A figure without a unit is an efficiency, or a ratio if the row states a ratio.",
         *("", "**quantize, mxfp4-ocp bf16: efficiency 0.900, target 0.95.** No reason is known."),
         *("", "**quantize, mxfp8-te bf16: 1.042 times as long as linear, target 1.03.** It waits."),
-        *("", "- Tried: half: 0.5", "- Tried: twice: 0.6"),
+        *("", "- Tried: half. Result: 0.5", "- Tried: twice. Result: 0.6"),
     ]
     assert report.below_target([a_row(), a_row(target=0.9)], [reason]) == []
 
