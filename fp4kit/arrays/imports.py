@@ -273,8 +273,7 @@ def _require_host(device: str, name: str) -> None:
     x = _variable(name)
     way_out = f"cupy.asnumpy({x}) or {x}.cpu()" if device.startswith("cuda") else f"{x}.cpu() or jax.device_get({x})"
     raise NotImplementedError(
-        f"{name} is on {device}; this version computes on NumPy arrays and on DLPack exporters in host memory; "
-        f"move it with {way_out}"
+        f"{name} is on {device}; this function computes only on arrays in host memory; move it with {way_out}"
     )
 
 

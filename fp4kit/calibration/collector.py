@@ -103,7 +103,7 @@ class Collector:
         if x.ndim == 0 or not x.shape[-1]:
             raise ValueError(f"{op}: x has shape {x.shape}; needs (..., K), one row of inputs per token")
         if given and experts is None:
-            raise ValueError(f"{op}: expert is an array; needs experts=, the number of experts, as well")
+            raise ValueError(f"{op}: expert is an array; needs experts=, the number of experts, too")
         columns, tokens = x.shape[-1], x.shape[:-1]
         owner: Any = as_index(op, "expert", expert) if expert is not None and not given else None
         if owner is not None and not 0 <= owner < (owner + 1 if experts is None else as_index(op, "experts", experts)):

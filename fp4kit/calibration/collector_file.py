@@ -55,7 +55,9 @@ class Entry(NamedTuple):
         Raises ValueError, which begins with ``op``, if the entries differ in the number of columns.
         """
         if self.columns != other.columns:
-            raise ValueError(f"{op} has {self.columns} and {other.columns} columns; needs one number of columns")
+            raise ValueError(
+                f"{op} has {self.columns} and {other.columns} columns; needs one number of columns per layer"
+            )
         histogram = None
         if self.histogram is not None and other.histogram is not None:
             histogram = self.histogram + other.histogram

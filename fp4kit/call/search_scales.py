@@ -182,9 +182,9 @@ def check_e4m3_search(op: str, r: Recipe) -> None:
     unfit = unfit_for_search(r)
     if unfit is not None:
         raise ValueError(
-            f"{op}: {r.id} cannot be searched, because its {unfit} is {getattr(r, unfit)!r}; needs a static recipe with"
-            " nearest E2M1 elements, E4M3 scales of amax / 6 for blocks of 16, and one tensor scale, such as"
-            " nvfp4-modelopt-static; a recipe with E8M0 scales; or an FP8 or integer recipe without block scales"
+            f"{op}: {r.id} cannot be searched, because its {unfit} is {getattr(r, unfit)!r}; needs a static recipe such"
+            " as nvfp4-modelopt-static (nearest E2M1 elements, E4M3 scales of amax / 6 for blocks of 16, one tensor"
+            " scale), a recipe with E8M0 scales, or an FP8 or integer recipe without block scales"
         )
 
 

@@ -332,7 +332,7 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
     for key, item in items.items():
         name = AmaxName.parse(key, op)
         if name in named:
-            raise ValueError(f"{op}: {key!r} is present in both spellings; needs one of them")
+            raise ValueError(f"{op}: {key!r} occurs with both separators, '.' and '_'; needs one of them")
         named[name] = item
     return named
 

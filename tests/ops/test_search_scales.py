@@ -459,8 +459,8 @@ def variant(**fields) -> fp4kit.Recipe:
 
 BAD_WEIGHTS = "that are negative, NaN or infinite; needs finite weights >= 0"
 SEARCHED = (
-    "needs a static recipe with nearest E2M1 elements, E4M3 scales of amax / 6 for blocks of 16, and one tensor scale,"
-    " such as nvfp4-modelopt-static; a recipe with E8M0 scales; or an FP8 or integer recipe without block scales"
+    "needs a static recipe such as nvfp4-modelopt-static (nearest E2M1 elements, E4M3 scales of amax / 6 for blocks of"
+    " 16, one tensor scale), a recipe with E8M0 scales, or an FP8 or integer recipe without block scales"
 )
 GRID = (
     "needs 'all', which is (0.25, 4.0, 0.1), or three numbers (start, stop, step) with 0 < start <= stop, "

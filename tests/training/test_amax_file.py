@@ -130,7 +130,11 @@ ONE = np.float32(1)
             {"*": 2},
             "holds all experts, but",
         ),
-        ({f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE}, {}, "is present in both spellings; needs one of them"),
+        (
+            {f"{BASE}.0._amax": ONE, f"{BASE}_0._amax": ONE},
+            {},
+            "occurs with both separators, '.' and '_'; needs one of them",
+        ),
         ({f"{BASE}.0._amax": ONE, f"{BASE}_1._amax": np.float32(np.nan)}, {}, f"{BASE}.1._amax holds NaN (1 of 1)"),
         ({f"{BASE}._amax": np.float32([1, np.nan])}, {"*": 2}, f"{BASE}.1._amax holds NaN (1 of 1)"),
         ({f"{BASE}._amax": np.float32([1, -2])}, {}, f"{BASE}._amax holds negative values (1 of 2)"),
@@ -238,9 +242,9 @@ def test_fit():
         ({f"{BASE}.{i}": () for i in range(3)} | {QKV: (2, 1)}, f"{BASE}.2._amax is missing in the state"),
         ({f"{BASE}.0": (), f"{BASE}.1": (), QKV: (2,)}, f"{QKV}._amax has shape (2, 1); needs (2,)"),
         ({f"{BASE}.0": (2,), f"{BASE}.1": (), QKV: (2, 1)}, f"{BASE}.0._amax has shape (); needs (2,)"),
-        ({f"{BASE}.0": (), f"{BASE}_0": ()}, "is present in both spellings"),
+        ({f"{BASE}.0": (), f"{BASE}_0": ()}, "occurs with both separators"),
     ):
         with pytest.raises(
-            ValueError, match=re.escape(f"fit: {message}") if "spell" not in message else re.escape(message)
+            ValueError, match=re.escape(f"fit: {message}") if "separators" not in message else re.escape(message)
         ):
             state.fit(shapes)

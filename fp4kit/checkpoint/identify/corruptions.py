@@ -417,7 +417,7 @@ def within_ulps(a: Any, b: Any) -> bool:
 def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     """Return the name of the mishap of a stored tensor scale, or None if the tensor scale is right.
 
-    The name is a clause such as "tensor scale is missing, needs 0.5". A difference of 2 ulp is accepted, because
+    The name is a clause such as "tensor scale is missing (0.5 is needed)". A difference of 2 ulp is accepted, because
     compressed-tensors stores a divisor, and the reciprocal of a reciprocal may be off by as much. No tensor scale and a
     tensor scale of 1 are equivalent.
 
@@ -429,11 +429,11 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     if right is None or stored is None:
         needless = stored is None or within_ulps(stored, ones)
         missing = (
-            f"tensor scale is missing, needs {_shown(right)}"
+            f"tensor scale is missing ({_shown(right)} is needed)"
             if right is not None and not within_ulps(right, ones)
             else None
         )
-        return missing if needless else f"{WRONG_SCALE}, needs none, not {_shown(stored)}"
+        return missing if needless else f"{WRONG_SCALE} ({_shown(stored)} is stored, none is needed)"
     with np.errstate(all="ignore"):
         inverse = np.float32(1) / right
     if within_ulps(stored, right):
@@ -441,10 +441,10 @@ def tensor_mishap(stored: Any, right: Any, amax: Any) -> str | None:
     if within_ulps(stored, inverse):
         return "tensor scale is inverted: a divisor stands where a multiplier is declared"
     if within_ulps(stored, ones):
-        return f"tensor scale is missing (1 is stored), needs {_shown(right)}"
+        return f"tensor scale is 1, as if it were missing ({_shown(right)} is needed)"
     if amax is not None and within_ulps(stored, amax):
-        return f"tensor scale is the amax, as MLX stores it, needs {_shown(right)}"
-    return f"{WRONG_SCALE}, needs {_shown(right)}, not {_shown(stored)}"
+        return f"tensor scale is the amax, as MLX stores it ({_shown(right)} is needed)"
+    return f"{WRONG_SCALE} ({_shown(stored)} is stored, {_shown(right)} is needed)"
 
 
 def _shown(scale: Any) -> str:

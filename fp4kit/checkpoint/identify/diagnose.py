@@ -6,6 +6,7 @@ have made a layer (hypotheses.py). If no hypothesis gives every byte, the neares
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -114,12 +115,16 @@ class Explanation:
         return (*self.recipes, *self.rules)
 
 
+# The end of a mishap of a tensor scale, such as " (2 is stored, 0.5 is needed)".
+_NEEDED = re.compile(r" \([^()]* is needed\)$")
+
+
 def kind(mishap: str) -> str:
     """Return the name of a mishap without the numbers of one layer, so that mishaps of several layers can be compared.
 
-    mishap: one name, or several joined by "; ". What follows ", needs " is removed from each.
+    mishap: one name, or several joined by "; ". The values, as in " (0.5 is needed)", are removed from each.
     """
-    return "; ".join(part.partition(", needs ")[0] for part in mishap.split("; "))
+    return "; ".join(_NEEDED.sub("", part) for part in mishap.split("; "))
 
 
 @ieee("identify")

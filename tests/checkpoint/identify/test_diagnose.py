@@ -207,7 +207,7 @@ ANY = {
 }
 TENSOR = {
     "inverted": "tensor scale is inverted: a divisor stands where a multiplier is declared",
-    "dropped": "tensor scale is missing (1 is stored)",
+    "dropped": "tensor scale is 1, as if it were missing",
     "missing": "tensor scale is missing",
 }
 
@@ -401,14 +401,14 @@ def test_an_amax_of_a_group() -> None:
         for options in ({}, {"amaxes": (amax,)}):
             assert found(layer, x, **options).mishap is None
         assert_found(
-            found(tensor(layer, "dropped"), x, amaxes=(amax,)), name, "tensor scale is missing (1 is stored), needs "
+            found(tensor(layer, "dropped"), x, amaxes=(amax,)), name, "tensor scale is 1, as if it were missing"
         )
         assert found(tensor(layer, "dropped"), x).recipe is None
         assert_found(found(tensor(layer, "inverted"), x), name, TENSOR["inverted"])
         mlx = replace(layer, tensor_scale=amax)
-        assert_found(found(mlx, x, amaxes=(amax,)), name, "tensor scale is the amax, as MLX stores it, needs ")
+        assert_found(found(mlx, x, amaxes=(amax,)), name, "tensor scale is the amax, as MLX stores it (")
         other = replace(layer, tensor_scale=q.tensor_scale * np.float32(4))
-        assert_found(found(other, x, amaxes=(amax,)), name, "tensor scale is wrong, needs ")
+        assert_found(found(other, x, amaxes=(amax,)), name, "tensor scale is wrong (")
 
 
 def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
@@ -419,7 +419,7 @@ def test_a_half_of_zeros_does_not_hide_a_dropped_tensor_scale() -> None:
     assert_found(
         found(layer, x, other=np.zeros_like(x), second=True),
         "nvfp4-te",
-        "tensor scale is missing (1 is stored), needs ",
+        "tensor scale is 1, as if it were missing",
     )
 
 
@@ -431,7 +431,7 @@ def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
         assert found(replace(layer, tensor_scale=scale), x).mishap is None
     right = np.asarray(layer.tensor_scale)
     off = (right.view(np.int32) + 3).view(np.float32)
-    assert tensor_mishap(off, right, None) == f"tensor scale is wrong, needs {right:.9g}, not {off:.9g}"
+    assert tensor_mishap(off, right, None) == f"tensor scale is wrong ({off:.9g} is stored, {right:.9g} is needed)"
     assert within_ulps(np.float32(np.nan), np.float32(np.nan)) and not within_ulps(np.float32(1), np.float32(np.nan))
 
 
@@ -447,7 +447,7 @@ def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
 
 def test_a_tensor_scale_where_the_recipe_has_none() -> None:
     assert tensor_mishap(np.float32(1), None, None) is None and tensor_mishap(None, None, None) is None
-    assert tensor_mishap(np.float32(2), None, None) == "tensor scale is wrong, needs none, not 2"
+    assert tensor_mishap(np.float32(2), None, None) == "tensor scale is wrong (2 is stored, none is needed)"
 
 
 def test_stochastic_rounding_and_transforms_are_told() -> None:
