@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Protocol
 
@@ -550,6 +550,16 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
             yield Item(REFUSED, "metadata", key, f"is {brief(text)}, an entry that fp4kit does not know")
         else:
             yield Item(CARRIED, "metadata", key, "does not concern quantization")
+
+
+def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[str]) -> bool:
+    """Return whether a metadata entry says how layers are stored: ComfyUI's entry, or one of torchao's per tensor.
+
+    A conversion does not copy such entries, because its result stores the layers otherwise.
+
+    key: the key of the entry. tensors: the tensors of the model. quantized: the module names of its quantized layers.
+    """
+    return key == COMFY_METADATA or key in tensors or key.removesuffix(".weight") in quantized
 
 
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:

@@ -455,6 +455,16 @@ class _Planner:
         check(found, wishes, decisions)
         return decisions
 
+    def _kept_metadata(self, file: SafetensorsFile) -> dict[str, str]:
+        """Return the metadata of a source file without the entries that say how its layers are stored."""
+        quantized = {weight.name for weight in self.weights.values() if weight.container is not None}
+        tensors = self.source.tensors
+        return {
+            key: text
+            for key, text in file.metadata.items()
+            if not closed_world.describes_stored_layers(key, tensors, quantized)
+        }
+
     def _others(self) -> dict[str, TensorEntry]:
         """Return the tensors of the source that store no weight and are not left out, by name."""
         taken = part_names(self.weights.values()) | self.absorbed | self.left_out | set(self.kv_cache.tensors)
@@ -719,7 +729,7 @@ class _Planner:
             own[PATTERNS] = json.dumps({"recipes": patterns})
         if gguf.is_gguf_config(self.config) and self.request.search is not None:
             own[SCALE_SEARCH] = self.request.search.words.removeprefix("searched by ")
-        taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **file.metadata}
+        taken_over = {} if gguf.is_gguf_config(self.config) else {"format": "pt", **self._kept_metadata(file)}
         taken_over.pop(PATTERNS, None)
         if self.form is not None and self.form.format == mlx.FORMAT:
             taken_over["format"] = mlx.FORMAT

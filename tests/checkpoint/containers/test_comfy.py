@@ -16,6 +16,7 @@ from fp4kit.checkpoint import Rules, convert, make_plan
 from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.safetensors_file import read_header
 
 NAME = "model.diffusion_model.blocks.0.qkv"
 # The scales (224, 160 / 16) do not fill their tiles of 128 x 4: 224 rows need 2 tiles, and 10 columns need 3.
@@ -133,6 +134,31 @@ def test_metadata_in_place_of_tags(tmp_path: Path) -> None:
     convert(root, tmp_path / "x", format="bf16")
     convert(tmp_path / "a", tmp_path / "y", format="bf16")
     assert oracle.load(tmp_path / "x") == oracle.load(tmp_path / "y")
+
+
+@pytest.mark.parametrize("format", ["bf16", "modelopt", "comfy"])
+def test_metadata_about_stored_layers_is_not_copied(format: str, tmp_path: Path) -> None:
+    """Entries of ComfyUI and torchao say how the source stores its layers, and would be wrong in the result."""
+    x = model(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-te", format="comfy")
+    tensors = oracle.arrays(oracle.load(tmp_path / "q"))
+    entry = tensors.pop(f"{NAME}.comfy_quant").tobytes().decode()
+    layers = {NAME: json.loads(entry)}
+    metadata = {
+        "format": "pt",
+        "author": "somebody",
+        "norm.weight": json.dumps({"_type": "Tensor"}),
+        "_quantization_metadata": json.dumps({"format_version": "1.0", "layers": layers}),
+    }
+    source = tmp_path / "tagged.safetensors"
+    synthetic.write_file(source, tensors, metadata)
+    convert(source, tmp_path / "out.safetensors", "nvfp4-te", format=format)
+    header = read_header(tmp_path / "out.safetensors")
+    kept = header.metadata
+    assert kept["author"] == "somebody" and not {"_quantization_metadata", "norm.weight"} & set(kept)
+    assert verify(tmp_path / "out.safetensors").clean
+    if format == "bf16":
+        assert ("BF16", x.shape) in [(entry.dtype, entry.shape) for entry in header.entries]
 
 
 def test_row_counts_that_comfyui_cannot_load_are_refused(tmp_path: Path) -> None:
