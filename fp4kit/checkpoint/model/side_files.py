@@ -34,6 +34,8 @@ WEIGHT_SUFFIXES = (
     ".npz",
 )
 WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST)  # never copied, because a conversion writes its own
+# Files beside the config in which auto-round, GPTQ and AWQ tools declare how a model is quantized.
+_DECLARATIONS = ("quantization_config.json", "quantize_config.json", "quant_config.json")
 
 
 @dataclass(frozen=True)
@@ -117,12 +119,14 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     return None if real.is_file() else "not a regular file"
 
 
-def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
+def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> AuxiliaryFiles:
     """Decide for each file in a model directory that is not part of the model whether a conversion copies it.
 
     Return the files to copy and the skipped files. Both are empty if ``root`` is a file.
 
     model_files: the names of the files that the conversion handles itself: tensors and their index.
+    keeps_layers: True if the result stores its layers as the source does. Otherwise files that declare how the source
+        is quantized are skipped.
 
     Raises CheckpointError if a directory or a file to copy cannot be read.
     """
@@ -132,6 +136,8 @@ def scan(root: Path, model_files: set[str]) -> AuxiliaryFiles:
         if name in model_files or name in WRITTEN_AT_ROOT:
             continue
         reason = _skip_reason(name, path, root)
+        if reason is None and name in _DECLARATIONS and not keeps_layers:
+            reason = "describes how the source is quantized"
         if reason is None:
             if not os.access(path, os.R_OK):
                 _unreadable(PermissionError(errno.EACCES, os.strerror(errno.EACCES), path))

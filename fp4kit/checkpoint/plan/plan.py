@@ -627,7 +627,7 @@ class _Planner:
         ignore, warnings = self._exclusions()
         warnings += found
         names = {file.name for file in self.source.files} | {INDEX, DIFFUSERS_INDEX}
-        auxiliary = side_files.scan(self.source.root, names)
+        auxiliary = side_files.scan(self.source.root, names, keeps_layers=False)
         warnings += self._unmeasured(shards)
         form, has_scale = self.form, self.has_input_scale
         format = "" if form is None else form.format

@@ -241,6 +241,7 @@ def test_auxiliary_files(tmp_path: Path) -> None:
     synthetic.dense(root)
     (tmp_path / "secret.txt").write_text("secret")
     names = ("LICENSE", "notes.md", "chat.jinja", "modeling.py", "pytorch_model.bin", "model.gguf", ".hidden")
+    (root / "quantization_config.json").write_text('{"bits": 4}')
     nested = ("pytorch_model.bin.index.json", "sub/deep/vocab.txt", "sub/other.safetensors", ".git/config.json")
     for name in (*names, *nested):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
@@ -268,6 +269,7 @@ def test_auxiliary_files(tmp_path: Path) -> None:
         "pipe.txt": "not a regular file",
         "pytorch_model.bin": "weights that are not part of the model",
         "pytorch_model.bin.index.json": "index of other weights",
+        "quantization_config.json": "describes how the source is quantized",
         "sub/other.safetensors": "weights that are not part of the model",
     }
 
