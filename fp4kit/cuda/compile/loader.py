@@ -83,7 +83,8 @@ def cache_folder() -> Path:
         if os.access(folder, os.W_OK) and folder.stat().st_uid == os.getuid():
             return folder
     raise RuntimeError(
-        "fp4kit.cuda: neither ~/.cache nor the temporary directory is writable; compiled kernels need one of them"
+        "fp4kit.cuda: neither ~/.cache nor the temporary directory is writable; compiled kernels are stored in one of"
+        " them; make one writable"
     )
 
 
