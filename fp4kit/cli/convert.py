@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan import scale_search
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign
+from fp4kit.checkpoint.plan.bit_budget import shown_points
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
@@ -50,7 +53,7 @@ _BY_ENGINE = "; leave --format out, which writes the format that most engines lo
 _OPTION_HINTS = {
     **dict.fromkeys(("-o", "--output", "--out", "--output-dir"), "; name the destination as the second path, SRC DST"),
     **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "; use --device cuda"),
-    **dict.fromkeys(("--block-size", "--group-size", "--bits"), "; the recipe sets it; use --recipe"),
+    **dict.fromkeys(("--block-size", "--group-size"), "; the recipe sets it; use --recipe"),
     **dict.fromkeys(("--quantization", "--quant", "-q"), "; use --recipe"),
     "--dtype": "; the recipe sets the format; --format bf16 decodes a quantized model",
     **dict.fromkeys(("--model", "-i", "--input"), "; name the source as the first path, SRC DST"),
@@ -85,6 +88,7 @@ def register(subparsers: Any) -> None:
                 "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'",
                 "quantize some layers with another recipe",
             ),
+            ("fp4kit convert Llama Llama-5-bits --bits 5.0", "assign NVFP4, FP8 or no recipe to every layer"),
             (
                 "fp4kit convert Llama Llama-W4A4 --activations act.safetensors",
                 "also write input scales, so that engines quantize activations",
@@ -126,6 +130,7 @@ def register(subparsers: Any) -> None:
         help="write a GGUF model as several files, DST-00001-of-00003.gguf for DST.gguf. Each has at most SIZE bytes of"
         " tensors, such as 500M or 5G, as with llama-gguf-split (default: one file)",
     )
+    _add_budget(parser)
     _add_selection(parser)
     _add_numbers(parser)
     add_activations(parser, "write an input scale per layer")
@@ -150,6 +155,23 @@ def add_scale_search(parser: Any) -> None:
         " channel, per expert. FILE is a legacy (.dat) or GGUF file"
     )
     parser.add_argument("--imatrix", metavar="FILE", help=text)
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    """Add the options --bits and --candidates, which assign a recipe to every layer."""
+    group = parser.add_argument_group("a recipe for every layer")
+    group.add_argument(
+        "--bits",
+        type=float,
+        metavar="B",
+        help="assign recipes to layers so that the error is smallest within B bits per weight, such as 5.0. The error"
+        " is the sum of the noise-to-signal ratios of all linear operators. --column-weights or --imatrix weight it",
+    )
+    group.add_argument(
+        "--candidates",
+        metavar="RECIPE,...",
+        help=f"the recipes to assign; {KEEP} leaves a layer unquantized (default: {','.join(CANDIDATES)})",
+    )
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -285,21 +307,24 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         return 0
     if not args.demo and len(args.paths) == 2 and Path(args.paths[0]).exists():
         check_gguf_name(is_gguf(Path(args.paths[0])), destination)
-    plan = _plan(args)
+    assignment = _assignment(args)
+    plan = _plan(args, assignment)
     if args.remove_stale:
         _remove_stale(args, destination, out)
     elif not args.dry_run and not (args.resume and finished_before(plan, destination)):
         _remove_leftovers(destination, out)
     check(plan, destination, args.resume, args.remove_stale)
     if args.dry_run:
-        out.document("convert.plan/1", _plan_body(plan, destination))
+        out.document("convert.plan/1", {**_plan_body(plan, destination), "assignment": _assignment_body(assignment)})
         _print_plan(out, plan, destination)
+        _print_assignment(out, assignment)
         return 0
     with cluster(args.dask) as executor, out.progress("converting", bytes_to_read(plan)) as tick:
         report = execute(
             plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True)
         )
-    out.document("convert/1", _report_body(report))
+    out.document("convert/1", {**_report_body(report), "assignment": _assignment_body(assignment)})
+    _print_assignment(out, assignment)
     _print_gains(out, report)
     _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", report.actions)
     _print_losses(out, report)
@@ -328,11 +353,82 @@ def _remove_leftovers(destination: Path, out: Output) -> None:
         out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
 
 
-def _plan(args: argparse.Namespace) -> Plan:
-    """Return the plan of the conversion that the arguments describe."""
-    wishes = Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
-    search = ScaleSearch.of(args.scale_search, args.column_weights, args.imatrix)
+def _assignment(args: argparse.Namespace) -> Assignment | None:
+    """Return the assignment of recipes to layers that --bits asks for, or None without this option.
+
+    Raise CheckpointError if an option is given that does not fit --bits.
+    """
+    if args.bits is None:
+        if args.candidates is not None:
+            raise CheckpointError("--candidates: are assigned within a budget; add --bits, such as --bits 5.0")
+        return None
+    given = {"--recipe": args.recipe, "--scale-search": args.scale_search, "--codes": args.codes}
+    other = next((option for option, value in given.items() if value), None)
+    if other is not None:
+        raise CheckpointError(f"--bits: assigns a recipe to every layer; leave {other} out, or use --candidates")
+    columns = None
+    if args.column_weights is not None or args.imatrix is not None:
+        columns = ScaleSearch.of("mse", args.column_weights, args.imatrix)
+    candidates = CANDIDATES if args.candidates is None else tuple(args.candidates.split(","))
+    source = _source(args.paths, args.demo)
+    return assign(source, args.bits, candidates, format=args.format, wishes=_wishes(args), columns=columns)
+
+
+def _wishes(args: argparse.Namespace) -> Wishes:
+    """Return the user's choice of layers."""
+    return Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
+
+
+def _assignment_body(assignment: Assignment | None) -> dict[str, Any] | None:
+    """Return an assignment as a dict for the JSON documents, or None if there is none."""
+    if assignment is None:
+        return None
+    units = zip(assignment.units, assignment.options, strict=True)
+    return {
+        "budget": assignment.budget,
+        "bits": assignment.bits_of(assignment.chosen),
+        "error": assignment.chosen.error,
+        "weights": assignment.weights,
+        "layers": [{"name": u.name, "recipe": o.name, "bits": o.bits, "error": o.error} for u, o in units],
+        "curve": [{"bits": assignment.bits_of(point), "error": point.error} for point in assignment.curve],
+    }
+
+
+_MOST_POINTS = 12  # how many points of the curve are printed
+
+
+def _print_assignment(out: Output, assignment: Assignment | None) -> None:
+    """Print how many units each candidate gets, and the curve of bits against error. Print nothing without --bits."""
+    if assignment is None:
+        return
+    points = sorted({*shown_points(assignment.curve, _MOST_POINTS), assignment.chosen}, key=lambda point: point.bits)
+    names = [option.name for unit in assignment.units for option in unit.options]
+    candidates = list(dict.fromkeys(names))
+    rows = []
+    for point in points:
+        used = [unit.options[choice].name for unit, choice in zip(assignment.units, point.choices, strict=True)]
+        mark = "chosen" if point == assignment.chosen else ""
+        counts = (f"{used.count(name)}" for name in candidates)
+        rows.append((f"{assignment.bits_of(point):.3f}", f"{point.error:.5g}", *counts, mark))
+    out.table(("#bits per weight", "#error", *(f"#{name}" for name in candidates), ""), rows)
+    out.line(
+        f"budget {assignment.budget:g} bits per weight: {assignment.bits_of(assignment.chosen):.3f} used, error"
+        f" {assignment.chosen.error:.5g} (optimal), {len(assignment.units)} groups of layers"
+    )
+
+
+def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
+    """Return the plan of the conversion that the arguments describe.
+
+    assignment: the recipes that --bits assigns to layers, or None.
+    """
+    wishes, search = _wishes(args), None
     default, recipes = _recipes(args.recipe)
+    if assignment is None:
+        search = ScaleSearch.of(args.scale_search, args.column_weights, args.imatrix)
+    else:
+        default, recipes = assignment.default, [*assignment.recipes]
+        wishes = replace(wishes, keep=(*wishes.keep, *assignment.kept))
     return make_plan(
         _source(args.paths, args.demo),
         default or (scale_search.RECIPE if search else _RECIPE),

@@ -1,0 +1,325 @@
+"""Assign recipes to the layers of a model within a budget of bits per weight (--bits): measure errors, then choose.
+
+The error of a linear operator under a recipe is its noise-to-signal ratio: the sum of squared errors of its weights,
+divided by the sum of their squares. Both sums weight each column by the mean square of its input, if column weights are
+given. This ratio estimates the relative noise power of the operator's output, so that operators of all sizes and
+magnitudes are comparable. The error of an assignment is the sum over all operators. The loss of a language model grows
+by about a weighted sum of these ratios ("Pushing the Limits of Large Language Model Quantization via the Linearity
+Theorem", arXiv 2411.17525). The weights of that sum are not known here, so all operators weigh equally.
+
+An operator is what engines compute as one product: q, k and v; gate and up; one kind of layer of all experts of a
+decoder layer.
+"""
+
+from __future__ import annotations
+
+import glob
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.loaders.exclusion_semantics import container_of
+from fp4kit.checkpoint.model.layers import Piece, pieces
+from fp4kit.checkpoint.model.model_files import open_source
+from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.plan.bit_budget import Option, Point, Unit, curve, solve
+from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix
+from fp4kit.checkpoint.plan.mixture import Choice
+from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.request import Request
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, shared_amax_groups, split_module
+from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.cpu.library import num_threads
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.quantize import quantize
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.safetensors_file import DTYPE_BITS
+
+KEEP = "keep"  # the candidate that leaves a layer unquantized
+CANDIDATES = ("nvfp4-te", "fp8-modelopt-channel", KEEP)
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """Record which recipe each layer gets within a budget of bits per weight.
+
+    budget: the budget, in bits per weight.
+    units: the layers that need one choice, with the measured errors of their options.
+    chosen: the optimal assignment.
+    curve: optimal assignments of other sizes, from the smallest one on.
+    """
+
+    budget: float
+    units: tuple[Unit, ...]
+    chosen: Point
+    curve: tuple[Point, ...]
+
+    @property
+    def weights(self) -> int:
+        """The number of weights in all units."""
+        return sum(unit.weights for unit in self.units)
+
+    def bits_of(self, point: Point) -> float:
+        """Return the bits per weight of an assignment, scales included."""
+        return point.bits / self.weights
+
+    @property
+    def options(self) -> tuple[Option, ...]:
+        """The chosen option of every unit."""
+        return tuple(unit.options[choice] for unit, choice in zip(self.units, self.chosen.choices, strict=True))
+
+    @property
+    def default(self) -> str:
+        """The id of the recipe of most units. If all units stay unquantized, it is the first candidate."""
+        used = [option.name for option in self.options if option.name != KEEP]
+        return max(dict.fromkeys(used), key=used.count, default=self.units[0].options[0].name)
+
+    @property
+    def recipes(self) -> tuple[tuple[str, str], ...]:
+        """The (pattern, recipe id) pairs for all layers that get another recipe than ``default``."""
+        return tuple((pattern, name) for pattern, name in self._patterns() if name not in (KEEP, self.default))
+
+    @property
+    def kept(self) -> tuple[str, ...]:
+        """Patterns of the layers that stay unquantized."""
+        return tuple(pattern for pattern, name in self._patterns() if name == KEEP)
+
+    def _patterns(self) -> Iterable[tuple[str, str]]:
+        """Yield (pattern, name of the chosen option) for the layers of every unit; experts share a pattern."""
+        for unit, option in zip(self.units, self.options, strict=True):
+            holders = {container_of(layer) for layer in unit.layers}
+            if None in holders:
+                yield from ((glob.escape(layer), option.name) for layer in unit.layers)
+            else:
+                yield from ((f"{glob.escape(str(holder))}.*", option.name) for holder in sorted(map(str, holders)))
+
+
+def assign(
+    source: str | Path,
+    bits: float,
+    candidates: Sequence[str] = CANDIDATES,
+    *,
+    format: str | None = None,
+    wishes: Wishes | None = None,
+    columns: ScaleSearch | None = None,
+) -> Assignment:
+    """Return the assignment of recipes to layers with the smallest error within a budget of bits per weight.
+
+    All layers to convert are read, and quantized with every candidate. The budget counts these layers only, with their
+    scales; embeddings, norms and other unquantized tensors are left out.
+
+    Args:
+        source: an unquantized model directory or safetensors file.
+        bits: the budget in bits per weight, such as 5.0.
+        candidates: ids of recipes, and "keep" to leave layers unquantized.
+        format: the output format, as for make_plan; None for one that can hold all candidates.
+        wishes: which layers to assign recipes to; None for all linear layers.
+        columns: column weights of the error, as for a scale search; None weights all columns equally.
+
+    Returns:
+        An Assignment. Pass ``default``, ``recipes`` and ``kept`` to make_plan.
+
+    Raises:
+        CheckpointError: a candidate is unknown or fits no layer, the source is quantized, or the budget is too small.
+    """
+    if not bits > 0 or bits == float("inf"):
+        raise CheckpointError(f"bits {bits}: a positive number of bits per weight is needed, such as 5.0")
+    named = {name: recipe(name) for name in candidates if name != KEEP}
+    if len({*candidates}) != len(candidates) or not named:
+        raise CheckpointError(
+            f"candidates {','.join(candidates)}: different recipes are needed, at least one; and {KEEP} for no recipe"
+        )
+    found = _Candidates(Path(source), named, format, wishes or Wishes())
+    units = _measured(found, KEEP in candidates, columns)
+    budget = int(bits * sum(unit.weights for unit in units))
+    return Assignment(bits, units, solve(units, budget), tuple(curve(units)))
+
+
+class _Candidates:
+    """Find the layers that each candidate can quantize, and how it stores them.
+
+    forms: recipe id -> the recipe and its container.
+    weights: tensor name -> weight, for all layers that at least one candidate can quantize.
+    fits: recipe id -> the tensor names of the layers that the candidate can quantize.
+
+    Raises CheckpointError if the layers are quantized, or if a candidate fits no layer.
+    """
+
+    def __init__(self, source: Path, named: Mapping[str, Recipe], format: str | None, wishes: Wishes) -> None:
+        first, *others = named.values()
+        pairs = tuple((one.id, one) for one in others)
+        self.source = open_source(source)
+        request = Request(first, format, wishes, recipes=pairs)
+        # FP8 of Model-Optimizer needs input scales only when it is written.
+        mixture = request.mixture_for(self.source.config)
+        self.forms: dict[str, Choice] = {first.id: mixture.default}
+        self.forms |= {choice.recipe.id: choice for _, choice in mixture.choices}
+        self.weights: dict[str, Weight] = {}
+        self.fits: dict[str, set[str]] = {}
+        for name, choice in self.forms.items():
+            assert choice.form is not None
+            scaled = 1.0 if choice.form.has_tensor_scale else None
+            plan = make_plan(source, choice.recipe, format=choice.form.format, wishes=wishes, input_scale=scaled)
+            found = {tensor.name: tensor.pieces[0].weight for tensor in plan.converted}
+            quantized = next((weight for weight in found.values() if weight.container is not None), None)
+            if quantized is not None:
+                raise CheckpointError(f"--bits: {shown(quantized.name)} is quantized; convert the unquantized release")
+            self.fits[name] = set(found)
+            self.weights |= found
+
+    def parts(self, weight: Weight) -> list[Piece]:
+        """Return the pieces of a weight, one per output layer."""
+        form = next(iter(self.forms.values())).form
+        assert form is not None
+        return list(pieces(weight, form, self.source.config, False))
+
+
+class _Sums(NamedTuple):
+    """Hold sums over one piece: the squares of its values, and the squared errors per recipe id, weighted by column."""
+
+    signal: float
+    errors: Mapping[str, float]
+
+
+def _measured(found: _Candidates, keeps: bool, columns: ScaleSearch | None) -> tuple[Unit, ...]:
+    """Return the units of a model with the errors of their options.
+
+    keeps: True to add the option of leaving a unit unquantized.
+    columns: column weights of the error, or None.
+    """
+    work = [(tensor, piece) for tensor, weight in found.weights.items() for piece in found.parts(weight)]
+    _check_columns(columns, [piece for _, piece in work])
+    amax_groups = shared_amax_groups(piece.module for _, piece in work)
+    groups: dict[str, list[tuple[str, Piece]]] = defaultdict(list)
+    for tensor, piece in work:
+        groups[amax_groups.get(piece.module, piece.module)].append((tensor, piece))
+    with ThreadPoolExecutor(max(num_threads(), 1)) as executor:
+        measured = executor.map(lambda members: _sums_of_group(found, members, columns), groups.values())
+        sums = {module: one for part in measured for module, one in part.items()}
+    fused = {name: group_name(*key) for key, names in fused_groups(p.module for _, p in work).items() for name in names}
+    units: dict[str, dict[str, list[tuple[str, Piece]]]] = defaultdict(lambda: defaultdict(list))
+    for tensor, piece in work:
+        operator, holder = fused.get(piece.module, piece.module), container_of(piece.module)
+        key = (operator, operator) if holder is None else (f"{holder}.*", split_module(operator)[1])
+        units[key[0]][key[1]].append((tensor, piece))
+    return tuple(_unit(name, [*operators.values()], found, sums, keeps) for name, operators in units.items())
+
+
+def _check_columns(columns: ScaleSearch | None, found: Sequence[Piece]) -> None:
+    """Raise CheckpointError if column weights are missing or invalid. An importance matrix may lack layers."""
+    if columns is None or columns.columns is None:
+        return
+    if isinstance(columns.columns, Imatrix):
+        columns.columns.check((piece.module, piece.weight, piece.expert) for piece in found)
+    else:
+        columns.columns.check((piece.module, piece.weight) for piece in found)
+
+
+def _sums_of_group(
+    found: _Candidates, members: Sequence[tuple[str, Piece]], columns: ScaleSearch | None
+) -> dict[str, _Sums]:
+    """Return module -> its sums, for pieces that share a tensor scale. Each piece is read twice.
+
+    Raise CheckpointError if a value is NaN or infinite.
+    """
+    with Readers() as readers:
+        amax = max(_amax(readers, piece) for _, piece in members)
+        sums = {}
+        for tensor, piece in members:
+            recipes = [one.recipe for name, one in found.forms.items() if tensor in found.fits[name]]
+            sums[piece.module] = _sums(readers, piece, amax, recipes, _column_weights(readers, piece, columns))
+    return sums
+
+
+def _amax(readers: Readers, piece: Piece) -> np.float32:
+    """Return the largest magnitude of a piece. Raise CheckpointError if a value is NaN or infinite."""
+    found = np.float32(0)
+    for slab in slabs(readers, piece.weight, piece.expert, piece.span):
+        found = np.maximum(found, np.abs(values_of(piece.weight, slab).astype(np.float32)).max(initial=0))
+    if not np.isfinite(found):
+        raise CheckpointError(
+            f"{shown(piece.weight.tensor)}: holds NaN or infinity, so its error is not defined; repair the source, or"
+            " leave the layer out with --keep"
+        )
+    return np.float32(found)
+
+
+def _column_weights(readers: Readers, piece: Piece, columns: ScaleSearch | None) -> np.ndarray | None:
+    """Return the column weights of a piece, float64 (K,), or None if all columns weigh equally."""
+    found = None if columns is None else columns.columns_of((piece.module, piece.weight), piece.expert)
+    if found is None:
+        return None
+    return np.asarray(found.read() if isinstance(found, ChannelWeights) else readers.array(found), np.float64)
+
+
+def _sums(
+    readers: Readers, piece: Piece, amax: np.float32, recipes: Sequence[Recipe], weights: np.ndarray | None
+) -> _Sums:
+    """Return the sums of one piece.
+
+    amax: the largest amax of the layers that share its tensor scale.
+    weights: column weights (K,); None for ones.
+    """
+    signal, errors = 0.0, dict.fromkeys((one.id for one in recipes), 0.0)
+    by_column = np.ones(piece.weight.shape[-1]) if weights is None else weights
+    step = max(one.block_rows for one in recipes)
+    for slab in slabs(readers, piece.weight, piece.expert, piece.span, step):
+        x = values_of(piece.weight, slab)
+        exact = x.astype(np.float64)
+        signal += float(np.sum(exact * exact, axis=0) @ by_column)
+        for one in recipes if amax else ():
+            q = quantize(x, one, tensor_amax=amax if one.tensor_scaling == "tensor" else None)
+            error = np.asarray(dequantize(q, np.float32), np.float64) - exact
+            errors[one.id] += float(np.sum(error * error, axis=0) @ by_column)
+    return _Sums(signal, errors)
+
+
+def _unit(
+    name: str,
+    operators: Sequence[Sequence[tuple[str, Piece]]],
+    found: _Candidates,
+    sums: Mapping[str, _Sums],
+    keeps: bool,
+) -> Unit:
+    """Return one unit with its options: the candidates that can quantize all of its layers, then "keep".
+
+    operators: the (tensor name, piece) pairs of each linear operator of the unit.
+
+    Raises CheckpointError if there is no option.
+    """
+    whole = [pair for operator in operators for pair in operator]
+    tensors = dict.fromkeys(tensor for tensor, _ in whole)
+    options = []
+    for one, choice in found.forms.items():
+        if choice.form is not None and all(tensor in found.fits[one] for tensor in tensors):
+            error = sum(_ratio([sums[piece.module] for _, piece in operator], one) for operator in operators)
+            options.append(Option(one, sum(_bits(piece, choice.form) for _, piece in whole), error))
+    if keeps:
+        plain = (found.weights[tensor] for tensor in tensors)
+        options.append(Option(KEEP, sum(prod(w.shape) * DTYPE_BITS[w.dtype] for w in plain), 0.0))
+    if not options:
+        raise CheckpointError(f"{shown(name)}: fits no candidate as a whole; add {KEEP} to --candidates")
+    layers = tuple(dict.fromkeys(found.weights[tensor].name for tensor in tensors))
+    return Unit(name, layers, sum(prod(found.weights[tensor].shape) for tensor in tensors), tuple(options))
+
+
+def _ratio(sums: Sequence[_Sums], recipe_id: str) -> float:
+    """Return the noise-to-signal ratio of an operator under a recipe; 0 for an operator of zeros."""
+    signal = sum(one.signal for one in sums)
+    return sum(one.errors[recipe_id] for one in sums) / signal if signal else 0.0
+
+
+def _bits(piece: Piece, form: Container) -> int:
+    """Return the number of bits of a piece in a container, scales included and input scales left out."""
+    shape = piece.span[1] - piece.span[0], piece.weight.shape[-1]
+    return 8 * sum(output.nbytes for output in form.outputs(piece.module, shape))

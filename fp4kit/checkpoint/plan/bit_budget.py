@@ -1,0 +1,236 @@
+"""Choose a recipe for every layer so that the total error is smallest within a budget of bits.
+
+A unit is a set of layers that need one choice, because engines fuse them: q, k and v; gate and up; all experts of a
+decoder layer. Each unit has options, each with the bits that it stores and the error that it causes.
+
+This is the multiple-choice knapsack problem. ``solve`` solves it exactly.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from fp4kit.storage.errors import CheckpointError
+
+# Errors are rounded to multiples of this before they are compared. All further arithmetic is in exact integers.
+_GRAIN = 2.0**-50
+
+
+class Option(NamedTuple):
+    """Describe one choice for a unit.
+
+    name: the id of a recipe, or another name of the choice.
+    bits: the number of bits that the unit's layers then take.
+    error: the error that the choice causes, at least 0.
+    """
+
+    name: str
+    bits: int
+    error: float
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Describe layers that need one choice.
+
+    name: a readable name.
+    layers: the names of the layers in the source.
+    weights: the number of weights in these layers.
+    options: the possible choices, at least one.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    weights: int
+    options: tuple[Option, ...]
+
+
+class Point(NamedTuple):
+    """Describe one assignment of options to units: its total bits, its total error, and an option index per unit."""
+
+    bits: int
+    error: float
+    choices: tuple[int, ...]
+
+
+# A partial assignment: (bits, error in grains, excess of its prices, its options as a linked list).
+_State = tuple[int, int, int, Any]
+
+
+class _Step(NamedTuple):
+    """Describe the exchange of one option of a unit for the next one on its lower convex hull.
+
+    gain: by how much the error falls, in grains. cost: by how many bits the size grows.
+    """
+
+    unit: int
+    option: int
+    gain: int
+    cost: int
+
+
+def _grains(error: float) -> int:
+    """Return an error as a whole number of grains."""
+    return round(error / _GRAIN)
+
+
+def _hull(options: Sequence[Option]) -> list[int]:
+    """Return the indices of the options on the lower convex hull of (bits, error), by increasing bits.
+
+    The first is the smallest option, and the last is the one with the smallest error.
+    """
+    found: list[int] = []
+    for i in sorted(range(len(options)), key=lambda i: (options[i].bits, options[i].error)):
+        one = options[i]
+        if found and _grains(one.error) >= _grains(options[found[-1]].error):
+            continue
+        while len(found) > 1:
+            a, b = options[found[-2]], options[found[-1]]
+            falls = (_grains(a.error) - _grains(b.error), _grains(b.error) - _grains(one.error))
+            if falls[0] * (one.bits - b.bits) > falls[1] * (b.bits - a.bits):
+                break
+            found.pop()
+        found.append(i)
+    return found
+
+
+def _steps(units: Sequence[Unit], hulls: Sequence[list[int]]) -> list[_Step]:
+    """Return the steps along the hulls of all units, those with the largest gain per bit first."""
+    found = []
+    for number, hull in enumerate(hulls):
+        for low, high in pairwise(hull):
+            a, b = units[number].options[low], units[number].options[high]
+            found.append(_Step(number, high, _grains(a.error) - _grains(b.error), b.bits - a.bits))
+    # Within a unit, the ratio falls strictly along the hull, so that a unit's steps stay in their order.
+    return sorted(found, key=lambda step: -step.gain / step.cost)
+
+
+def _point(units: Sequence[Unit], choices: Sequence[int]) -> Point:
+    """Return the Point of an assignment."""
+    chosen = [unit.options[choice] for unit, choice in zip(units, choices, strict=True)]
+    return Point(sum(one.bits for one in chosen), sum(one.error for one in chosen), tuple(choices))
+
+
+def curve(units: Sequence[Unit]) -> list[Point]:
+    """Return assignments of decreasing error, from the smallest possible size on.
+
+    Each has the smallest error that is possible in its own number of bits, because it minimizes error + slope * bits
+    for one slope. Between two of them, there may be further optimal assignments.
+    """
+    hulls = [_hull(unit.options) for unit in units]
+    choices = [hull[0] for hull in hulls]
+    found = [_point(units, choices)]
+    for step in _steps(units, hulls):
+        choices[step.unit] = step.option
+        found.append(_point(units, choices))
+    return found
+
+
+def solve(units: Sequence[Unit], budget: int) -> Point:
+    """Return the assignment with the smallest total error of all that take at most ``budget`` bits.
+
+    The method is a dynamic programme over the units with pruning by a Lagrangian bound. It is exact:
+
+    - Let e and c be the error and the bits of a partial assignment, B the budget, and s >= 0 any slope. The bits of the
+      other units may sum to at most B - c. Every completion within the budget thus has a total error of at least
+      e + sum over the other units of min(error + s * bits) - s * (B - c). If this exceeds the error of an assignment
+      that is known to fit, no completion can be better, and the partial assignment is dropped.
+    - If two partial assignments cover the same units, and one has neither more bits nor more error, each completion of
+      the other is at least as bad as the same completion of this one. The other is dropped.
+
+    No other assignment is dropped, so an optimal one remains. The slope is that of the step at which the budget is
+    exhausted, for which the bound is tightest. Errors are compared as whole multiples of 2^-50, and the slope is a
+    ratio of integers, so that no comparison is rounded.
+
+    Raises CheckpointError if even the smallest options take more than ``budget`` bits.
+    """
+    hulls = [_hull(unit.options) for unit in units]
+    choices = [hull[0] for hull in hulls]
+    used = sum(unit.options[choice].bits for unit, choice in zip(units, choices, strict=True))
+    if used > budget:
+        total = sum(unit.weights for unit in units)
+        raise CheckpointError(
+            f"bits: {budget / total:.4g} per weight are too few; these candidates need at least {used / total:.4g}"
+        )
+    slope: _Step | None = None
+    for step in _steps(units, hulls):
+        if used + step.cost <= budget and (
+            slope is None or hulls[step.unit][_next(hulls, choices, step)] == step.option
+        ):
+            choices[step.unit], used = step.option, used + step.cost
+        elif slope is None:
+            slope = step
+    if slope is None:
+        return _point(units, choices)
+    return _point(units, _branch(units, budget, slope, choices))
+
+
+def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> int:
+    """Return the position in the hull of a step's unit that follows the unit's current choice."""
+    hull = hulls[step.unit]
+    return min(hull.index(choices[step.unit]) + 1, len(hull) - 1)
+
+
+def _branch(units: Sequence[Unit], budget: int, slope: _Step, known: Sequence[int]) -> list[int]:
+    """Return the option per unit of an optimal assignment. See ``solve`` for the method and its proof.
+
+    slope: the step whose gain / cost is the slope. known: an assignment that fits.
+    """
+    p, q = slope.gain, slope.cost
+    errors = [[_grains(option.error) for option in unit.options] for unit in units]
+    prices = [
+        [q * e + p * o.bits for e, o in zip(es, u.options, strict=True)] for es, u in zip(errors, units, strict=True)
+    ]
+    least = [min(row) for row in prices]
+    best = sum(errors[i][choice] for i, choice in enumerate(known))
+    slack = q * best + p * budget - sum(least)  # how far the prices of a better assignment may exceed ``least``
+    keep = [[i for i, price in enumerate(row) if price - low <= slack] for row, low in zip(prices, least, strict=True)]
+    order = sorted(range(len(units)), key=lambda i: (len(keep[i]), -_second(prices[i])))
+    smallest = [min(units[i].options[option].bits for option in keep[i]) for i in order]
+    rest = [sum(smallest[k:]) for k in range(len(order) + 1)]
+    states: list[_State] = [(0, 0, 0, None)]
+    for k, i in enumerate(order):
+        grown = []
+        for bits, error, excess, chain in states:
+            for option in keep[i]:
+                total = bits + units[i].options[option].bits
+                more = excess + prices[i][option] - least[i]
+                if total + rest[k + 1] <= budget and more <= slack:
+                    grown.append((total, error + errors[i][option], more, (option, chain)))
+        states = _undominated(grown)
+    found = list(known)
+    linked = min(states, key=lambda state: (state[1], state[0]))[3]
+    for i in reversed(order):
+        found[i], linked = linked
+    return found
+
+
+def _second(prices: Sequence[int]) -> int:
+    """Return by how much the second smallest price exceeds the smallest; 0 if there is one price only."""
+    ordered = sorted(prices)
+    return ordered[1] - ordered[0] if len(ordered) > 1 else 0
+
+
+def _undominated(
+    states: list[_State],
+) -> list[_State]:
+    """Return the states that no other state dominates, that is, equals or undercuts in both bits and error."""
+    states.sort(key=lambda state: state[:2])
+    found: list[_State] = []
+    for state in states:
+        if not found or state[1] < found[-1][1]:
+            found.append(state)
+    return found
+
+
+def shown_points(points: Sequence[Point], count: int) -> list[Point]:
+    """Return at most ``count`` points of a curve, spread evenly over its range of bits, with the first and the last."""
+    if len(points) <= count:
+        return list(points)
+    bits = [point.bits for point in points]
+    wanted = [bits[0] + (bits[-1] - bits[0]) * i // (count - 1) for i in range(count)]
+    return [points[i] for i in sorted({bisect_left(bits, one) for one in wanted})]

@@ -1,0 +1,185 @@
+"""Test the assignment of recipes to layers within a budget of bits, from the measured errors to the result."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import synthetic
+from oracle import load
+from synthetic import refused
+
+import fp4kit
+from fp4kit.__main__ import main
+from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.plan.assign_recipes import KEEP, Assignment, assign
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.checkpoint.verify.verify import verify
+
+FP8 = "fp8-modelopt-channel"
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a dense model, one with experts and one with stacks of experts, and return the directory of all."""
+    root = tmp_path_factory.mktemp("models")
+    for make in (synthetic.dense, synthetic.moe, synthetic.fused):
+        make(root / make.__name__)
+    return root
+
+
+def ratio(matrices: list[np.ndarray], recipe: str, weights: np.ndarray | None = None) -> float:
+    """Return the noise-to-signal ratio of matrices that engines fuse, computed from fp4kit's public functions."""
+    amax = np.float32(max(float(np.abs(x.astype(np.float32)).max()) for x in matrices))
+    noise = signal = 0.0
+    for x in matrices:
+        q = fp4kit.quantize(x, recipe, tensor_amax=amax if "fp8" not in recipe else None)
+        error = np.asarray(fp4kit.dequantize(q, np.float32), np.float64) - x.astype(np.float64)
+        columns = np.ones(x.shape[1]) if weights is None else weights
+        noise += float((error**2 @ columns).sum())
+        signal += float((x.astype(np.float64) ** 2 @ columns).sum())
+    return noise / signal
+
+
+def test_errors_and_bits_of_fused_layers(models: Path) -> None:
+    """q, k and v are one unit. Its error uses their common tensor scale; its bits are those of the stored tensors."""
+    found = assign(models / "dense", 16)
+    x = oracle.arrays(load(models / "dense"))
+    name = "model.layers.0.self_attn"
+    unit = next(unit for unit in found.units if unit.name == f"{name}.(q_proj|k_proj|v_proj)")
+    matrices = [x[f"{name}.{one}_proj.weight"] for one in "qkv"]
+    assert unit.weights == sum(one.size for one in matrices) and len(unit.layers) == 3
+    errors = {option.name: option.error for option in unit.options}
+    assert errors["nvfp4-te"] == pytest.approx(ratio(matrices, "nvfp4-te"), rel=1e-9)
+    assert errors[FP8] == pytest.approx(ratio(matrices, FP8), rel=1e-9) and errors[KEEP] == 0
+    bits = {option.name: option.bits for option in unit.options}
+    rows = sum(len(one) for one in matrices)
+    assert bits == {
+        "nvfp4-te": unit.weights * 9 // 2 + 3 * 32,
+        FP8: unit.weights * 8 + rows * 32,
+        KEEP: unit.weights * 16,
+    }
+
+
+@pytest.mark.parametrize("name", ["moe", "fused"])
+def test_experts_are_one_unit_of_two_operators(models: Path, name: str) -> None:
+    """All experts of a layer are one unit. Its error is the ratio of gate and up, and that of down, together."""
+    found = assign(models / name, 16)
+    units = [unit for unit in found.units if ".experts" in unit.name]
+    assert units and all(unit.name.endswith(".experts.*") for unit in units)
+    assert all(0 < option.error < 0.05 for unit in units for option in unit.options if option.name == "nvfp4-te")
+    both = [option.error for unit in units for option in unit.options if option.name == "nvfp4-te"]
+    single = [o.error for unit in found.units if unit not in units for o in unit.options if o.name == "nvfp4-te"]
+    assert min(both) > 1.5 * max(single)
+
+
+def test_the_assignment_is_optimal(models: Path) -> None:
+    """No other assignment within the budget has a smaller error."""
+    for bits in (4.6, 5.0, 6.5, 9.0):
+        found = assign(models / "fused", bits)
+        budget = bits * found.weights
+        every = itertools.product(*(unit.options for unit in found.units))
+        fitting = (sum(o.error for o in chosen) for chosen in every if sum(o.bits for o in chosen) <= budget)
+        assert found.chosen.error == pytest.approx(min(fitting), rel=1e-12)
+        assert found.bits_of(found.chosen) <= bits
+
+
+def _converted(model: Path, out: Path, found: Assignment) -> None:
+    """Convert a model with an assignment."""
+    convert(
+        model, out, found.default, recipes=found.recipes, wishes=Wishes(keep=found.kept), format="compressed-tensors"
+    )
+
+
+@pytest.mark.parametrize("name", ["dense", "moe", "fused"])
+@pytest.mark.parametrize("bits", [5.0, 7.0])
+def test_the_result_has_the_assigned_recipes_and_bits(models: Path, tmp_path: Path, name: str, bits: float) -> None:
+    """The converted model has the recipes, and the bytes, of the assignment; verify is clean."""
+    found = assign(models / name, bits, format="compressed-tensors")
+    _converted(models / name, tmp_path / "out", found)
+    assert verify(tmp_path / "out", models / name).clean
+    changed = {k: v for k, v in load(tmp_path / "out").items() if load(models / name).get(k) != v}
+    kept = sum(o.bits for o in found.options if o.name == KEEP)
+    assert 8 * sum(len(data) for _, _, data in changed.values()) + kept == found.chosen.bits
+
+
+def test_column_weights(models: Path, tmp_path: Path) -> None:
+    """Column weights weight both sums of the error, and may change the assignment."""
+    x = oracle.arrays(load(models / "dense"))
+    weights = {
+        name: np.exp(synthetic.random(name, (x[name].shape[1],), 2.0, np.dtype(np.float32)))
+        for name in x
+        if name.endswith("_proj.weight")
+    }
+    synthetic.write_file(tmp_path / "weights.safetensors", weights)
+    columns = ScaleSearch.of("mse", tmp_path / "weights.safetensors")
+    found = assign(models / "dense", 5.0, columns=columns)
+    name = "model.layers.1.mlp.down_proj"
+    unit = next(unit for unit in found.units if unit.name == name)
+    expected = ratio([x[f"{name}.weight"]], "nvfp4-te", weights[f"{name}.weight"].astype(np.float64))
+    assert unit.options[0].error == pytest.approx(expected, rel=1e-9)
+    del weights[f"{name}.weight"]
+    synthetic.write_file(tmp_path / "fewer.safetensors", weights)
+    with refused("1 layers have no column weights"):
+        assign(models / "dense", 5.0, columns=ScaleSearch.of("mse", tmp_path / "fewer.safetensors"))
+
+
+def test_layers_that_a_candidate_cannot_hold(tmp_path: Path) -> None:
+    """A layer whose rows are no whole blocks gets another candidate, and without one it is named."""
+    tensors = {
+        "a.down_proj.weight": synthetic.random("a", (32, 64)),
+        "b.down_proj.weight": synthetic.random("b", (32, 40)),
+    }
+    synthetic.write_model(tmp_path / "m", {"model_type": "llama"}, tensors)
+    found = assign(tmp_path / "m", 9.0, ("nvfp4-te", FP8))
+    assert [[option.name for option in unit.options] for unit in found.units] == [["nvfp4-te", FP8], [FP8]]
+    _converted(tmp_path / "m", tmp_path / "out", found)
+    assert verify(tmp_path / "out", tmp_path / "m").clean
+
+
+def test_what_is_refused(models: Path, tmp_path: Path) -> None:
+    model = models / "dense"
+    with refused("bits: 4 per weight are too few; these candidates need at least 4.5"):
+        assign(model, 4.0)
+    for bits in (0.0, -1.0, float("nan"), float("inf")):
+        with refused("a positive number of bits per weight is needed"):
+            assign(model, bits)
+    with refused("different recipes are needed"):
+        assign(model, 5.0, ("nvfp4-te", "nvfp4-te"))
+    with refused("different recipes are needed"):
+        assign(model, 5.0, (KEEP,))
+    convert(model, tmp_path / "q")
+    with refused("is quantized; convert the unquantized release"):
+        assign(tmp_path / "q", 5.0)
+    x = oracle.arrays(load(model))
+    x["model.layers.0.mlp.down_proj.weight"] = x["model.layers.0.mlp.down_proj.weight"].copy()
+    x["model.layers.0.mlp.down_proj.weight"][0, 0] = np.nan
+    synthetic.write_model(tmp_path / "nan", json.loads((model / "config.json").read_text()), x)
+    with refused("holds NaN or infinity, so its error is not defined"):
+        assign(tmp_path / "nan", 5.0)
+
+
+def test_the_command(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, out = str(models / "dense"), str(tmp_path / "out")
+    assert main(["convert", model, out, "--bits", "5", "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "bits per weight" in text and "chosen" in text and "(optimal), 8 groups of layers" in text
+    assert main(["convert", model, out, "--bits", "5", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)["assignment"]
+    assert body["budget"] == 5 and 4.5 < body["bits"] <= 5 and len(body["layers"]) == 8
+    errors = [point["error"] for point in body["curve"]]
+    assert errors == sorted(errors, reverse=True) and errors[-1] == 0
+    assert body["error"] == pytest.approx(sum(layer["error"] for layer in body["layers"]))
+    assert verify(out, model).clean
+    for arguments, message in (
+        (["--bits", "5", "--recipe", "mxfp4"], "leave --recipe out"),
+        (["--candidates", "mxfp4"], "add --bits"),
+        (["--bits", "5", "--scale-search", "mse"], "leave --scale-search out"),
+    ):
+        assert main(["convert", model, str(tmp_path / "x"), *arguments]) == 2
+        assert message in capsys.readouterr().err
