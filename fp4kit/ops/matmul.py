@@ -11,6 +11,7 @@ from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call.matmul import check_axis, matmul_call
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import run, with_threads
+from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized.container import Quantized
 from fp4kit.units import Unit, unit_of
 
@@ -110,5 +111,7 @@ def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | Non
     u = unit_of("matmul", unit)
     if u.order == "dequantized":
         a, b = _decoded("a", a), _decoded("b", b)
+    # The engines take block scales in the linear layout.
+    a, b = (unswizzle(x) if isinstance(x, Quantized) and x.scale_layout != "linear" else x for x in (a, b))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
     return run("matmul", "matmul", call.on_device, call).reshape(shape)

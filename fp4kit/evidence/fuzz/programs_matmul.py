@@ -20,9 +20,10 @@ def matmul(p: Program, case: DrawnCase) -> None:
     options = {"unit": product.unit, "out_dtype": Dtype(product.out_dtype), "alpha": product.alpha}
     d = p.call("d", "fp4kit.matmul", a, b, c=c, **options)
     if product.swapped:
-        c_swapped = None if c is None else p.call("c_swapped", "c.swapaxes", -1, -2)
+        *lead, row, column = range(max(product.a.codes.ndim, product.b.codes.ndim))
+        c_swapped = None if c is None else p.call("c_swapped", "c.transpose", *lead, column, row)
         p.call("t", "fp4kit.matmul", b, a, c=c_swapped, **options)
-        p.same(p.call("t_swapped", "t.swapaxes", -1, -2), d)
+        p.same(p.call("t_swapped", "t.transpose", *lead, column, row), d)
     if product.a.recipe is None and product.b.recipe is None:
         a, b = _first(product, a, b)
         c = None if c is None else c[0:1]

@@ -88,6 +88,13 @@ POOLS: dict[str, Pool] = {
         dtypes=("float16",),
         changes=0,
     ),
+    "products": Pool(
+        recipes=("nvfp4-te", "mxfp4-ocp", "mxfp8-te", "mxfp6-torchao-floor-e3m2", "fp8-modelopt"),
+        operations=("matmul",),
+        dtypes=FLOATS,
+        changes=0,
+        largest=1 << 12,
+    ),
     "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
 }
 FEW, MANY = 12, 40
@@ -103,7 +110,7 @@ def all_is_equal() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
-@pytest.mark.parametrize("name", by_default(("te", "shapes"), POOLS))
+@pytest.mark.parametrize("name", by_default(("te", "shapes", "products"), POOLS))
 def test_drawn_calls(name, cases):
     """Random calls of the kernels on the CPU give the specification's results.
 

@@ -164,7 +164,20 @@ def _method(name: str) -> Callable[..., ndarray]:
     return lambda self, *arguments, **options: _apply(getattr(np.ndarray, name), self, *arguments, **options)
 
 
-for _name in ("all", "any", "astype", "max", "min", "ravel", "reshape", "squeeze", "sum", "transpose", "view"):
+for _name in (
+    "all",
+    "any",
+    "astype",
+    "max",
+    "min",
+    "ravel",
+    "reshape",
+    "squeeze",
+    "sum",
+    "swapaxes",
+    "transpose",
+    "view",
+):
     setattr(ndarray, _name, _method(_name))
 
 
