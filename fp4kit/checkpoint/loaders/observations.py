@@ -44,7 +44,8 @@ _DEQUANTIZED = "tested without a GPU, where the engine dequantizes the weights t
 _NO_PACKED = "the engine has no parameters for the biases of packed experts (w2_bias)"
 SPLIT_EXPERTS = "the engine reads these experts only as stacks, and leaves separate experts at random values"
 _KEPT_EXPERTS = (
-    "experts stay unquantized, and the exclusion list must name their container, such as block_sparse_moe.experts"
+    "experts stay unquantized, and the exclusion list must name the module that contains them, such as "
+    "block_sparse_moe.experts"
 )
 
 RUNS: tuple[Row, ...] = (

@@ -197,7 +197,8 @@ class Imatrix:
         """
         name = shown(self.path.name)
         if missing:
-            yield f"imatrix {name}: has no weights for {len(missing)} layers, which get equal ones: {listed(missing)}"
+            text = f"has no weights for {len(missing)} layers, whose columns count equally: {listed(missing)}"
+            yield f"imatrix {name}: {text}"
         if never:
             yield f"imatrix {name}: {len(never)} matrices saw no token and get weights of 1: {listed(never)}"
 
