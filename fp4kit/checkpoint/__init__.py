@@ -1,8 +1,8 @@
 """Convert checkpoints to FP4 and back: plan a conversion, run it, and report what was done.
 
 ``make_plan`` decides what happens to each tensor of a model directory or GGUF file; ``execute`` runs the plan.
-``convert`` does both. ``convert_tensors`` and ``TensorConverter`` apply the same rules to tensors that
-are already in memory.
+``convert`` does both. ``assign_recipes`` finds the recipes of smallest error within a budget of bits.
+``convert_tensors`` and ``TensorConverter`` apply the rules of a conversion to tensors that are already in memory.
 """
 
 from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert, execute
@@ -10,6 +10,7 @@ from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_
 from fp4kit.checkpoint.delta.apply import apply
 from fp4kit.checkpoint.delta.diff import diff
 from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.checkpoint.plan.assign_recipes import Assignment, assign_recipes
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -17,6 +18,7 @@ from fp4kit.storage.errors import CheckpointError
 
 __all__ = [
     "Activations",
+    "Assignment",
     "CheckpointError",
     "ConversionReport",
     "Options",
@@ -26,6 +28,7 @@ __all__ = [
     "TensorConverter",
     "Wishes",
     "apply",
+    "assign_recipes",
     "convert",
     "convert_tensors",
     "diff",

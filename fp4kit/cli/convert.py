@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from fp4kit.checkpoint.convert.demo import demo_source
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan import scale_search
 from fp4kit.checkpoint.plan.activations import Activations
-from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign
+from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes
 from fp4kit.checkpoint.plan.bit_budget import shown_points
 from fp4kit.checkpoint.plan.job import NONFINITE
 from fp4kit.checkpoint.plan.plan import Plan, make_plan
@@ -307,7 +307,7 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         return 0
     if not args.demo and len(args.paths) == 2 and Path(args.paths[0]).exists():
         check_gguf_name(is_gguf(Path(args.paths[0])), destination)
-    assignment = _assignment(args)
+    assignment = _assignment(args, out)
     plan = _plan(args, assignment)
     if args.remove_stale:
         _remove_stale(args, destination, out)
@@ -353,7 +353,7 @@ def _remove_leftovers(destination: Path, out: Output) -> None:
         out.note(f"removed {shown(str(path))}, left by a run that was killed after it had completed")
 
 
-def _assignment(args: argparse.Namespace) -> Assignment | None:
+def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
     """Return the assignment of recipes to layers that --bits asks for, or None without this option.
 
     Raise CheckpointError if an option is given that does not fit --bits.
@@ -371,7 +371,8 @@ def _assignment(args: argparse.Namespace) -> Assignment | None:
         columns = ScaleSearch.of("mse", args.column_weights, args.imatrix)
     candidates = CANDIDATES if args.candidates is None else tuple(args.candidates.split(","))
     source = _source(args.paths, args.demo)
-    return assign(source, args.bits, candidates, format=args.format, wishes=_wishes(args), columns=columns)
+    options = {"format": args.format, "wishes": _wishes(args), "columns": columns}
+    return assign_recipes(source, args.bits, candidates, **options, progress=partial(out.progress, "measuring"))
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 import glob
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -46,6 +47,7 @@ from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.safetensors_file import DTYPE_BITS
 
 KEEP = "keep"  # the candidate that leaves a layer unquantized
+Progress = Callable[[int], AbstractContextManager[Any]]
 CANDIDATES = ("nvfp4-te", "fp8-modelopt-channel", KEEP)
 
 
@@ -104,7 +106,7 @@ class Assignment:
                 yield from ((f"{glob.escape(str(holder))}.*", option.name) for holder in sorted(map(str, holders)))
 
 
-def assign(
+def assign_recipes(
     source: str | Path,
     bits: float,
     candidates: Sequence[str] = CANDIDATES,
@@ -112,6 +114,7 @@ def assign(
     format: str | None = None,
     wishes: Wishes | None = None,
     columns: ScaleSearch | None = None,
+    progress: Progress = nullcontext,
 ) -> Assignment:
     """Return the assignment of recipes to layers with the smallest error within a budget of bits per weight.
 
@@ -125,12 +128,17 @@ def assign(
         format: the output format, as for make_plan; None for one that can hold all candidates.
         wishes: which layers to assign recipes to; None for all linear layers.
         columns: column weights of the error, as for a scale search; None weights all columns equally.
+        progress: called once with the number of bytes to read. Returns a context manager whose value is called with the
+            number of bytes after each read, unless it is not callable.
 
     Returns:
         An Assignment. Pass ``default``, ``recipes`` and ``kept`` to make_plan.
 
     Raises:
         CheckpointError: a candidate is unknown or fits no layer, the source is quantized, or the budget is too small.
+
+    Numerics: squared errors are summed in float64, of values that are decoded to float32. A NaN or infinity in a layer
+    is an error.
     """
     if not bits > 0 or bits == float("inf"):
         raise CheckpointError(f"bits {bits}: a positive number of bits per weight is needed, such as 5.0")
@@ -140,7 +148,8 @@ def assign(
             f"candidates {','.join(candidates)}: different recipes are needed, at least one; and {KEEP} for no recipe"
         )
     found = _Candidates(Path(source), named, format, wishes or Wishes())
-    units = _measured(found, KEEP in candidates, columns)
+    with progress(2 * sum(weight.nbytes for weight in found.weights.values())) as tick:
+        units = _measured(found, KEEP in candidates, columns, tick if callable(tick) else None)
     budget = int(bits * sum(unit.weights for unit in units))
     return Assignment(bits, units, solve(units, budget), tuple(curve(units)))
 
@@ -191,11 +200,14 @@ class _Sums(NamedTuple):
     errors: Mapping[str, float]
 
 
-def _measured(found: _Candidates, keeps: bool, columns: ScaleSearch | None) -> tuple[Unit, ...]:
+def _measured(
+    found: _Candidates, keeps: bool, columns: ScaleSearch | None, tick: Callable[[int], None] | None
+) -> tuple[Unit, ...]:
     """Return the units of a model with the errors of their options.
 
     keeps: True to add the option of leaving a unit unquantized.
     columns: column weights of the error, or None.
+    tick: called with the number of bytes after each read, or None.
     """
     work = [(tensor, piece) for tensor, weight in found.weights.items() for piece in found.parts(weight)]
     _check_columns(columns, [piece for _, piece in work])
@@ -204,7 +216,7 @@ def _measured(found: _Candidates, keeps: bool, columns: ScaleSearch | None) -> t
     for tensor, piece in work:
         groups[amax_groups.get(piece.module, piece.module)].append((tensor, piece))
     with ThreadPoolExecutor(max(num_threads(), 1)) as executor:
-        measured = executor.map(lambda members: _sums_of_group(found, members, columns), groups.values())
+        measured = executor.map(lambda members: _sums_of_group(found, members, columns, tick), groups.values())
         sums = {module: one for part in measured for module, one in part.items()}
     fused = {name: group_name(*key) for key, names in fused_groups(p.module for _, p in work).items() for name in names}
     units: dict[str, dict[str, list[tuple[str, Piece]]]] = defaultdict(lambda: defaultdict(list))
@@ -226,13 +238,16 @@ def _check_columns(columns: ScaleSearch | None, found: Sequence[Piece]) -> None:
 
 
 def _sums_of_group(
-    found: _Candidates, members: Sequence[tuple[str, Piece]], columns: ScaleSearch | None
+    found: _Candidates,
+    members: Sequence[tuple[str, Piece]],
+    columns: ScaleSearch | None,
+    tick: Callable[[int], None] | None,
 ) -> dict[str, _Sums]:
     """Return module -> its sums, for pieces that share a tensor scale. Each piece is read twice.
 
     Raise CheckpointError if a value is NaN or infinite.
     """
-    with Readers() as readers:
+    with Readers(tick) as readers:
         amax = max(_amax(readers, piece) for _, piece in members)
         sums = {}
         for tensor, piece in members:

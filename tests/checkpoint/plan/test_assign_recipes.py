@@ -16,7 +16,7 @@ from synthetic import refused
 import fp4kit
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.plan.assign_recipes import KEEP, Assignment, assign
+from fp4kit.checkpoint.plan.assign_recipes import KEEP, Assignment, assign_recipes
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
@@ -48,7 +48,7 @@ def ratio(matrices: list[np.ndarray], recipe: str, weights: np.ndarray | None = 
 
 def test_errors_and_bits_of_fused_layers(models: Path) -> None:
     """q, k and v are one unit. Its error uses their common tensor scale; its bits are those of the stored tensors."""
-    found = assign(models / "dense", 16)
+    found = assign_recipes(models / "dense", 16)
     x = oracle.arrays(load(models / "dense"))
     name = "model.layers.0.self_attn"
     unit = next(unit for unit in found.units if unit.name == f"{name}.(q_proj|k_proj|v_proj)")
@@ -69,7 +69,7 @@ def test_errors_and_bits_of_fused_layers(models: Path) -> None:
 @pytest.mark.parametrize("name", ["moe", "fused"])
 def test_experts_are_one_unit_of_two_operators(models: Path, name: str) -> None:
     """All experts of a layer are one unit. Its error is the ratio of gate and up, and that of down, together."""
-    found = assign(models / name, 16)
+    found = assign_recipes(models / name, 16)
     units = [unit for unit in found.units if ".experts" in unit.name]
     assert units and all(unit.name.endswith(".experts.*") for unit in units)
     assert all(0 < option.error < 0.05 for unit in units for option in unit.options if option.name == "nvfp4-te")
@@ -81,7 +81,7 @@ def test_experts_are_one_unit_of_two_operators(models: Path, name: str) -> None:
 def test_the_assignment_is_optimal(models: Path) -> None:
     """No other assignment within the budget has a smaller error."""
     for bits in (4.6, 5.0, 6.5, 9.0):
-        found = assign(models / "fused", bits)
+        found = assign_recipes(models / "fused", bits)
         budget = bits * found.weights
         every = itertools.product(*(unit.options for unit in found.units))
         fitting = (sum(o.error for o in chosen) for chosen in every if sum(o.bits for o in chosen) <= budget)
@@ -100,7 +100,7 @@ def _converted(model: Path, out: Path, found: Assignment) -> None:
 @pytest.mark.parametrize("bits", [5.0, 7.0])
 def test_the_result_has_the_assigned_recipes_and_bits(models: Path, tmp_path: Path, name: str, bits: float) -> None:
     """The converted model has the recipes, and the bytes, of the assignment; verify is clean."""
-    found = assign(models / name, bits, format="compressed-tensors")
+    found = assign_recipes(models / name, bits, format="compressed-tensors")
     _converted(models / name, tmp_path / "out", found)
     assert verify(tmp_path / "out", models / name).clean
     changed = {k: v for k, v in load(tmp_path / "out").items() if load(models / name).get(k) != v}
@@ -118,7 +118,7 @@ def test_column_weights(models: Path, tmp_path: Path) -> None:
     }
     synthetic.write_file(tmp_path / "weights.safetensors", weights)
     columns = ScaleSearch.of("mse", tmp_path / "weights.safetensors")
-    found = assign(models / "dense", 5.0, columns=columns)
+    found = assign_recipes(models / "dense", 5.0, columns=columns)
     name = "model.layers.1.mlp.down_proj"
     unit = next(unit for unit in found.units if unit.name == name)
     expected = ratio([x[f"{name}.weight"]], "nvfp4-te", weights[f"{name}.weight"].astype(np.float64))
@@ -126,7 +126,7 @@ def test_column_weights(models: Path, tmp_path: Path) -> None:
     del weights[f"{name}.weight"]
     synthetic.write_file(tmp_path / "fewer.safetensors", weights)
     with refused("1 layers have no column weights"):
-        assign(models / "dense", 5.0, columns=ScaleSearch.of("mse", tmp_path / "fewer.safetensors"))
+        assign_recipes(models / "dense", 5.0, columns=ScaleSearch.of("mse", tmp_path / "fewer.safetensors"))
 
 
 def test_layers_that_a_candidate_cannot_hold(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_layers_that_a_candidate_cannot_hold(tmp_path: Path) -> None:
         "b.down_proj.weight": synthetic.random("b", (32, 40)),
     }
     synthetic.write_model(tmp_path / "m", {"model_type": "llama"}, tensors)
-    found = assign(tmp_path / "m", 9.0, ("nvfp4-te", FP8))
+    found = assign_recipes(tmp_path / "m", 9.0, ("nvfp4-te", FP8))
     assert [[option.name for option in unit.options] for unit in found.units] == [["nvfp4-te", FP8], [FP8]]
     _converted(tmp_path / "m", tmp_path / "out", found)
     assert verify(tmp_path / "out", tmp_path / "m").clean
@@ -145,23 +145,23 @@ def test_layers_that_a_candidate_cannot_hold(tmp_path: Path) -> None:
 def test_what_is_refused(models: Path, tmp_path: Path) -> None:
     model = models / "dense"
     with refused("bits: 4 per weight are too few; these candidates need at least 4.5"):
-        assign(model, 4.0)
+        assign_recipes(model, 4.0)
     for bits in (0.0, -1.0, float("nan"), float("inf")):
         with refused("a positive number of bits per weight is needed"):
-            assign(model, bits)
+            assign_recipes(model, bits)
     with refused("different recipes are needed"):
-        assign(model, 5.0, ("nvfp4-te", "nvfp4-te"))
+        assign_recipes(model, 5.0, ("nvfp4-te", "nvfp4-te"))
     with refused("different recipes are needed"):
-        assign(model, 5.0, (KEEP,))
+        assign_recipes(model, 5.0, (KEEP,))
     convert(model, tmp_path / "q")
     with refused("is quantized; convert the unquantized release"):
-        assign(tmp_path / "q", 5.0)
+        assign_recipes(tmp_path / "q", 5.0)
     x = oracle.arrays(load(model))
     x["model.layers.0.mlp.down_proj.weight"] = x["model.layers.0.mlp.down_proj.weight"].copy()
     x["model.layers.0.mlp.down_proj.weight"][0, 0] = np.nan
     synthetic.write_model(tmp_path / "nan", json.loads((model / "config.json").read_text()), x)
     with refused("holds NaN or infinity, so its error is not defined"):
-        assign(tmp_path / "nan", 5.0)
+        assign_recipes(tmp_path / "nan", 5.0)
 
 
 def test_the_command(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
