@@ -4,25 +4,29 @@
 // kAdder and the type Output are defined by the instantiation.
 #include "matmul.cuh"
 
-constexpr int kTile = 32;                        // rows and columns of a tile
-constexpr int kDepth = 128;                      // most elements of K in shared memory; at least one step
-constexpr int kScaled = 16;                      // elements per entry of the scales in shared memory
-constexpr int kRows = kTile * kTile / kThreads;  // results per thread, all of one column
+constexpr int kTile = 32;                        // number of rows, and of columns, of a tile
+constexpr int kDepth = 128;                      // the most elements of K in shared memory; at least one step
+constexpr int kScaled = 16;                      // number of elements per entry of the scales in shared memory
+constexpr int kRows = kTile * kTile / kThreads;  // number of results per thread, all of one column
 
-// The elements of a tile's rows and columns along K, decoded.
+// The decoded elements of a tile's rows and columns along K, in shared memory.
 struct Decoded {
+  // The values of the elements, not multiplied by their block scales. The extra column avoids bank conflicts.
   float rows[kTile][kDepth], columns[kDepth][kTile + 1];
-  // Block scales, and 2^exponent of them, per kScaled elements; 0 for zeros.
+  // The block scale of every kScaled elements, and 2^exponent of the scale. Both are 0 for a scale of zero, and 1
+  // without block scales.
   double row_scales[kTile][kDepth / kScaled], column_scales[kDepth / kScaled][kTile];
   double row_powers[kTile][kDepth / kScaled], column_powers[kDepth / kScaled][kTile];
 };
 
-// Decode element `at` of the shared memory: element k of row `row` of an operand. Beyond the operand it is zero.
+// Return the value of element k of row `row` of matrix `matrix` of an operand, not multiplied by its block scale.
+// Return 0 beyond the operand.
 FP4KIT_DEVICE float decoded(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length) {
   return row < x.rows && k < length ? element_at(x, row_index(x, matrix, row), k) : 0.0f;
 }
 
-// Store the block scale of element k of a row, and 2^exponent of it.
+// Store the block scale of element k of a row in `scale`, and 2^exponent of the scale in `power`. Both are 0 beyond the
+// operand, and 1 without block scales. The power of a zero scale is 0.
 FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i64 k, i64 length, double& scale,
                                 double& power) {
   if (row >= x.rows || k >= length) {
@@ -35,7 +39,8 @@ FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i6
   }
 }
 
-// Decode `depth` elements from element `start` of K on, for the tile at (row, column) of a matrix.
+// Store in d the decoded elements and scales of `depth` elements from element `start` of K on, for the tile that begins
+// at (row, column) of a matrix. All threads of a thread block must call this function.
 FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column, i64 start,
                                int depth) {
   for (int i = threadIdx.x; i < kTile * depth; i += kThreads) {
@@ -55,16 +60,18 @@ FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix
 // An exact sum of doubles with exponents from -400 to 400: an integer in units of 2^-kUnit, in digits of 32 bits.
 struct ExactSum {
   static constexpr int kDigits = 30, kUnit = 480;
-  i64 digits[kDigits];
-  double special;  // the sum of the infinities and NaN that were added
-  int added;
+  i64 digits[kDigits];  // the lowest digit comes first; between carries, a digit may exceed 32 bits or be negative
+  double special;       // the sum of the infinities and NaN that were added
+  int added;            // the number of additions since the last carry
 
+  // Set the sum to 0.
   FP4KIT_DEVICE_MEMBER void clear() {
     for (int i = 0; i < kDigits; ++i) digits[i] = 0;
     special = 0.0;
     added = 0;
   }
 
+  // Add x, which may be infinite or NaN, but not a subnormal double.
   FP4KIT_DEVICE_MEMBER void add(double x) {
     const u64 bits = double_bits_of(x);
     const int field = static_cast<int>(bits >> 52 & 0x7FF);
@@ -91,7 +98,8 @@ struct ExactSum {
     added = 0;
   }
 
-  // Return the sum, rounded to float32 to nearest even. A sum of zero is +0.
+  // Return the sum, rounded to float32 to nearest even. A sum of zero is +0, and a negative sum that rounds to zero is
+  // -0. The function changes the digits, so it must be called last.
   FP4KIT_DEVICE_MEMBER float rounded() {
     if (special != 0.0) return static_cast<float>(special);
     carry();
@@ -132,14 +140,18 @@ struct ExactSum {
   }
 };
 
-// The sum of one result, and how one step is added to it: `step` products from element i of the shared memory on.
+// The sum of one result. Its functions add one step: the a.step products of row `row` and column `column` of the tile,
+// from element i of the shared memory on.
 template <Adder kAdder>
 struct Sum {
-  double value;
+  double value;  // the sum so far: a double for Adder::float64, and otherwise an exact value of float32
 
+  // Set the sum to c.
   FP4KIT_DEVICE_MEMBER void begin(float c) { value = c; }
+  // Return the sum, rounded to float32.
   FP4KIT_DEVICE_MEMBER float end() { return static_cast<float>(value); }
 
+  // Add one step as kAdder says.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     if constexpr (kAdder == Adder::truncate) {
       truncate(a, d, row, column, i);
@@ -167,7 +179,7 @@ struct Sum {
     }
   }
 
-  // Every product is a term.
+  // Add one step as NVIDIA's units do, with every product as a term.
   FP4KIT_DEVICE_MEMBER void truncate(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = power_of_two(a.zero_exponent);
     const double least_a = power_of_two(a.a.least), least_b = power_of_two(a.b.least);
@@ -188,7 +200,7 @@ struct Sum {
     value = truncated_sum(sum * (largest * power_of_two(-a.fraction_bits)), a.output_bits);
   }
 
-  // The exact sum of 16 products is a term.
+  // Add one step as NVIDIA's units do, with the exact sum of 16 products as a term.
   FP4KIT_DEVICE_MEMBER void truncate_groups(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = power_of_two(a.zero_exponent);
     double largest = value == 0.0 ? zero_power : power_of(value, 0x1p-126);
@@ -213,7 +225,7 @@ struct Sum {
     value = truncated_sum(total * (largest * power_of_two(-a.fraction_bits)), a.output_bits);
   }
 
-  // CDNA3: see FloorDotAdd of fp4kit/units.py.
+  // Add one step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how. Block scales are ignored.
   FP4KIT_DEVICE_MEMBER void add_floored(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = power_of_two(a.zero_exponent), unit = power_of_two(-a.fraction_bits);
     const double least_a = power_of_two(a.a.least), least_b = power_of_two(a.b.least);
@@ -243,24 +255,28 @@ struct Sum {
   }
 };
 
-// The exact sum of one result.
+// The exact sum of one result. A step is one product.
 template <>
 struct Sum<Adder::exact> {
-  ExactSum sum;
+  ExactSum sum;  // the sum so far
 
+  // Set the sum to c.
   FP4KIT_DEVICE_MEMBER void begin(float c) {
     sum.clear();
     sum.add(c);
   }
+  // Return the sum, rounded to float32 to nearest even. The sum must not be used afterwards.
   FP4KIT_DEVICE_MEMBER float end() { return sum.rounded(); }
 
+  // Add the product at element i of the shared memory.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments&, const Decoded& d, int row, int column, int i) {
     const double x = d.rows[row][i] * d.row_scales[row][i / kScaled];
     sum.add(x * (d.columns[i][column] * d.column_scales[i / kScaled][column]));
   }
 };
 
-// Compute the results of a tile at (row, column) of a matrix. Every thread computes kRows results of one column.
+// Compute and store the results of the tile that begins at (row, column) of a matrix, as far as they are inside of it.
+// Every thread computes kRows results of one column. All threads of a thread block must call this function.
 template <Adder kAdder, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column) {
   const int lane = threadIdx.x % kTile, first = threadIdx.x / kTile;
@@ -296,7 +312,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
   }
 }
 
-// Multiply all matrices. Launch with any grid.
+// Compute and store the products of all matrices. A thread block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) matmul_kernel(ProductArguments a) {
   __shared__ Decoded decoded_tile[1];
   const i64 row_tiles = (a.a.rows + kTile - 1) / kTile, column_tiles = (a.b.rows + kTile - 1) / kTile;

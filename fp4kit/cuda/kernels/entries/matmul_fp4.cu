@@ -8,48 +8,49 @@
 // does not, add_slowly adds the step term by term.
 #include "matmul.cuh"
 
-constexpr int kTile = 64;            // rows and columns of a tile of results
-constexpr int kSide = 4;             // rows, and columns, of a thread's results
-constexpr int kStep = 64;            // elements of K per step
-constexpr int kGroups = kStep / 16;  // groups per step
-constexpr int kThreadsAcross = kTile / kSide;
+constexpr int kTile = 64;                      // number of rows, and of columns, of a tile of results
+constexpr int kSide = 4;                       // number of rows, and of columns, of a thread's results
+constexpr int kStep = 64;                      // number of elements of K per step
+constexpr int kGroups = kStep / 16;            // number of groups of 16 elements per step
+constexpr int kThreadsAcross = kTile / kSide;  // number of threads that share a row of a tile
 static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide x kSide results");
-constexpr int kMostBits = 14;       // most bits between the smallest and the largest scale of a row that are integers
-constexpr int kUnusable = -100000;  // a width that fails the check
+constexpr int kMostBits = 14;       // the largest difference of the exponents of a line's scales, if they are integers
+constexpr int kUnusable = -100000;  // the width of a line whose scales cannot be integers, so that the check fails
 
-// Sixteen elements, four per word.
+// Sixteen elements in units of 1/2, as signed bytes, four per word.
 struct alignas(16) Group {
   i32 words[4];
 };
 
-// The scales of one row or column in one step.
+// The scales of one line (a row or a column of a tile) in one step.
 struct LineScales {
-  i32 factors[kGroups];  // integer scale of every group; 0 for zero scales
-  i32 top;               // the largest exponent of a scale
-  i32 width;             // the smallest exponent minus the largest; kUnusable if factors do not tell the scales
-  double unit;           // what a factor of 1 stands for
+  i32 factors[kGroups];  // the integer scale of every group; 0 for zero scales, and if the scales cannot be integers
+  i32 top;               // the largest exponent of a scale that is not zero; -1000 if there is none
+  i32 width;             // the smallest exponent minus the largest one; kUnusable if the scales cannot be integers
+  double unit;           // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
 };
 
-// One step of the rows or the columns of a tile.
+// One step of the rows or the columns of a tile. The arrays hold the elements and the LineScales of every line.
 struct Lines {
   Group groups[kGroups][kTile];
   i32 factors[kGroups][kTile], tops[kTile], widths[kTile];
   double units[kTile];
 };
 
+// One step of a tile, in shared memory.
 struct Step {
   Lines rows, columns;
 };
 
-// Sixteen bytes of codes: 32 elements.
+// Sixteen bytes of codes, which hold 32 elements.
 struct alignas(16) Codes {
   u32 words[4];
 };
 
-// What a thread loads of one line: half of a step's codes, and perhaps its scales.
+// The part of one line that a thread loads per step.
 struct Loaded {
-  Codes codes;
-  u32 scales;  // a code per group
+  Codes codes;  // half of the step's codes
+  u32 scales;   // one scale code per group, in the first half only; otherwise 0
 };
 
 // Return four elements in units of 1/2, as signed bytes, from four E2M1 codes in the lower 16 bits.
@@ -71,7 +72,9 @@ FP4KIT_DEVICE i32 dot4(i32 a, i32 b, i32 c) {
 #endif
 }
 
-// Return the integer scales of a line from the codes of its four scales.
+// Return the LineScales of a line from the codes of its four scales: E8M0 codes if kE8M0, otherwise E4M3 codes, whose
+// sign is ignored. The scales cannot be integers if one is NaN, if exponents differ by more than kMostBits, or if an
+// exponent is not in [-40, 40].
 template <bool kE8M0>
 FP4KIT_DEVICE LineScales line_scales(u32 codes) {
   LineScales s;
@@ -104,7 +107,8 @@ FP4KIT_DEVICE LineScales line_scales(u32 codes) {
   return s;
 }
 
-// Load half `half` of step `step` of a line. Beyond the operand, codes and scales are zeros.
+// Load half `half` (0 or 1) of step `step` of a line. Beyond the operand, codes are 0. Scale codes are 0 there too,
+// except that E8M0 scales beyond K repeat the last one.
 template <bool kE8M0>
 FP4KIT_DEVICE Loaded load_line(const ProductOperand& x, i64 matrix, i64 row, i64 step, int half, i64 length) {
   Loaded l = {};
@@ -127,7 +131,7 @@ FP4KIT_DEVICE Loaded load_line(const ProductOperand& x, i64 matrix, i64 row, i64
   return l;
 }
 
-// Store what load_line loaded to shared memory.
+// Store in `lines` the elements that load_line loaded of half `half` of a line, and if `half` is 0 also the scales.
 template <bool kE8M0>
 FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Loaded& l) {
 #pragma unroll
@@ -150,7 +154,8 @@ FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Loaded& l)
   }
 }
 
-// Return sum c of one result after a step, computed term by term.
+// Return the sum of one result after step `step`, computed term by term. c is the sum before the step. Return 0 for a
+// result outside of the matrix.
 FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 step, double c) {
   if (row >= a.a.rows || column >= a.b.rows) return 0.0;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
@@ -182,12 +187,13 @@ FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 
   return truncated_sum(total * (largest * power_of_two(-a.fraction_bits)), a.output_bits);
 }
 
-// The sums of a thread, exact doubles: results at rows thread_row + i and columns thread_column + kThreadsAcross * j.
+// The sums of a thread, as exact doubles. values[i][j] belongs to row thread_row + i and column thread_column +
+// kThreadsAcross * j of the tile.
 struct Sums {
   double values[kSide][kSide];
 };
 
-// Add a step in shared memory to the sums of a thread.
+// Add step `step`, whose elements are in s, to the sums of a thread. The tile begins at (row, column) of a matrix.
 FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, int thread_row, int thread_column,
                             i64 matrix, i64 row, i64 column, i64 step) {
   i64 exact[kSide][kSide] = {};
@@ -235,7 +241,8 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
   }
 }
 
-// Compute the results of a tile at (row, column) of a matrix.
+// Compute and store the results of the tile that begins at (row, column) of a matrix, as far as they are inside of it.
+// All threads of a thread block must call this function.
 template <bool kE8M0, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x;
@@ -268,8 +275,8 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   }
 }
 
-// Multiply all matrices. Rows of codes begin at multiples of 16 bytes, and K is a multiple of 32. fraction_bits is 35,
-// output_bits 23 and step 64; there is no promotion. Launch with any grid.
+// Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
+// multiple of 32. fraction_bits must be 35, output_bits 23, step 64 and promote 0. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(ProductArguments a) {
   __shared__ Step memory[1];
   const i64 row_tiles = (a.a.rows + kTile - 1) / kTile, column_tiles = (a.b.rows + kTile - 1) / kTile;

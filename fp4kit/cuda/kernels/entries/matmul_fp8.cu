@@ -7,35 +7,37 @@
 // Terms have 15 bits, so two of them are multiplied by their signs and added in one instruction.
 #include "matmul.cuh"
 
-constexpr int kTile = 64;  // rows and columns of a tile of results
-constexpr int kSide = 4;   // rows, and columns, of a thread's results
-constexpr int kThreadsAcross = kTile / kSide;
-constexpr int kStep = 32;                 // elements of K in shared memory: one or more steps of the unit
-constexpr int kQuads = kStep / 4;         // groups of four elements
-constexpr int kNone = -4000;              // exponent of an element that is zero
-constexpr i32 kLeast = -90, kMost = 100;  // exponents between which float32 can truncate terms
+constexpr int kTile = 64;                      // number of rows, and of columns, of a tile of results
+constexpr int kSide = 4;                       // number of rows, and of columns, of a thread's results
+constexpr int kThreadsAcross = kTile / kSide;  // number of threads that share a row of a tile
+constexpr int kStep = 32;                      // number of elements of K in shared memory: one or two steps of the unit
+constexpr int kQuads = kStep / 4;              // number of groups of four elements in shared memory
+constexpr int kNone = -4000;                   // the exponent that stands for an element of zero
+constexpr i32 kLeast = -90, kMost = 100;       // the exponents between which float32 can truncate terms
 static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide x kSide results");
 
-// Four magnitudes, or sixteen codes.
+// The magnitudes of four elements.
 struct alignas(16) Quad {
   float values[4];
 };
+// Sixteen codes of one byte each.
 struct alignas(16) Codes {
   u32 words[4];
 };
-// Four exponents, two per word.
+// The exponents of four elements, as signed 16-bit integers, two per word.
 struct alignas(8) Exponents {
   u32 words[2];
 };
 
-// kStep elements of the rows or the columns of a tile.
+// kStep elements of each line (row or column) of a tile.
 struct Lines {
   Quad magnitudes[kQuads][kTile];
   Exponents exponents[kQuads][kTile];
   u32 signs[kQuads][kTile];  // a byte per element: 0xFE if it is negative, else 0
-  u32 special[2][kTile];     // per half of kStep, not 0 if an element is infinite or NaN
+  u32 special[2][kTile];     // one word per half of kStep: 1 if an element is infinite or NaN, else 0
 };
 
+// kStep elements of K of a tile, in shared memory.
 struct Step {
   Lines rows, columns;
 };
@@ -64,7 +66,8 @@ FP4KIT_DEVICE u32 add_max(u32 a, u32 b, u32 c) {
 #endif
 }
 
-// Return c + terms.low * signs[first] + terms.high * signs[first + 1]: terms are 16-bit, signs four 8-bit integers.
+// Return c + low * signs[kFirst] + high * signs[kFirst + 1]. `low` and `high` are the signed 16-bit halves of `terms`,
+// and `signs` holds four signed bytes. kFirst is 0 or 2.
 template <int kFirst>
 FP4KIT_DEVICE i32 add_signed(u32 terms, u32 signs, i32 c) {
 #ifdef __CUDA_ARCH__
@@ -78,19 +81,20 @@ FP4KIT_DEVICE i32 add_signed(u32 terms, u32 signs, i32 c) {
 #endif
 }
 
-// Return the magnitude of an E4M3 or E5M2 code: exact, for finite codes.
+// Return the exact magnitude of a finite code: E4M3 if kMantissaBits is 3, E5M2 if it is 2. Codes of infinity and NaN
+// give meaningless finite numbers.
 template <int kMantissaBits>
 FP4KIT_DEVICE float magnitude_of_code(u32 code) {
   return float_of((code & 0x7Fu) << (23 - kMantissaBits)) * (kMantissaBits == 3 ? 0x1p120f : 0x1p112f);
 }
 
-// Load sixteen codes of a line from element `first` of K on. Beyond the operand they are zeros.
+// Load the sixteen codes of a line from element `first` of K on. Return zeros beyond the operand.
 FP4KIT_DEVICE Codes load_line(const ProductOperand& x, i64 matrix, i64 row, i64 first, i64 length) {
   if (row >= x.rows || first >= length) return {};
   return *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first);
 }
 
-// Decode sixteen codes to shared memory. half: which half of a line they are.
+// Store in `lines` the sixteen elements of half `half` (0 or 1) of a line, decoded from their codes.
 template <int kMantissaBits>
 FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Codes& codes) {
   constexpr i32 kBias = kMantissaBits == 3 ? 7 : 15;
@@ -117,7 +121,8 @@ FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Codes& cod
   lines.special[half][line] = special;
 }
 
-// Return sum c of one result after a step of `count` elements from element `first` of K on, computed in double.
+// Return the sum of one result after a step of `count` elements from element `first` of K on, computed in double. c is
+// the sum before the step. Return 0 for a result outside of the matrix.
 FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 first, i64 count,
                                     float c) {
   if (row >= a.a.rows || column >= a.b.rows) return 0.0f;
@@ -138,12 +143,14 @@ FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 r
   return static_cast<float>(truncated_sum(sum * (largest * power_of_two(-a.fraction_bits)), a.output_bits));
 }
 
-// The sums of a thread: results at rows thread_row + i and columns thread_column + kThreadsAcross * j.
+// The sums of a thread. values[i][j] belongs to row thread_row + i and column thread_column + kThreadsAcross * j of the
+// tile.
 struct Sums {
   float values[kSide][kSide];
 };
 
-// Add the step of kQuadsPerStep quads from quad `quad` of the shared memory on. start: the element of K at its begin.
+// Add one step to the sums of a thread: the kQuadsPerStep quads of s from quad `quad` on. `start` is the step's first
+// element of K. The tile begins at (row, column) of a matrix.
 template <int kQuadsPerStep>
 FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, int thread_row, int thread_column,
                             i64 matrix, i64 row, i64 column, int quad, i64 start) {
@@ -234,7 +241,9 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums
   }
 }
 
-// Compute the results of a tile at (row, column) of a matrix.
+// Compute and store the results of the tile that begins at (row, column) of a matrix, as far as they are inside of it.
+// kRowBits and kColumnBits are the numbers of mantissa bits of the operands: 3 for E4M3, 2 for E5M2. All threads of a
+// thread block must call this function.
 template <int kRowBits, int kColumnBits, int kQuadsPerStep, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix, i64 row, i64 column) {
   const int thread = threadIdx.x;
@@ -286,8 +295,9 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   }
 }
 
-// Multiply all matrices. Rows of codes begin at multiples of 16 bytes, and K is a multiple of 16. A step has 16 or 32
-// elements, fraction_bits and output_bits are at most 13. Launch with any grid.
+// Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
+// multiple of 16. A step must have 16 or 32 elements, and fraction_bits and output_bits must be at most 13. Launch with
+// any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(ProductArguments a) {
   __shared__ Step memory[1];
   const i64 row_tiles = (a.a.rows + kTile - 1) / kTile, column_tiles = (a.b.rows + kTile - 1) / kTile;

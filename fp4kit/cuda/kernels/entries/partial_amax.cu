@@ -21,8 +21,12 @@ struct Largest {
   float block, tensor;
 };
 
-// Raise `found` to the largest magnitudes of one row of a block, which begins at element p of the matrix. If kWhole,
-// the row is loaded 16 bytes at a time.
+// Update `found` with one row of a block, which begins at element p of the matrix. found.block becomes the amax of the
+// row, or the larger of both if blocks have several rows. found.tensor is raised only if R::kAmaxNan is `lanes`, by the
+// finite elements; otherwise the caller raises it.
+//
+// If kWhole, the row is loaded 16 bytes at a time, so it must be within [s.first, s.last). Otherwise, elements that the
+// shard does not own count as 0. kAligned is that of read_whole.
 template <class R, class In, bool kWhole, bool kAligned>
 FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   BlockAmax<R::kAmaxNan> row;
@@ -43,8 +47,8 @@ FP4KIT_DEVICE void read_row(Largest& found, const Shard<In>& s, i64 p) {
   found.block = R::kBlockRows == 1 ? row.result() : larger_of_rows<R>(found.block, row.result());
 }
 
-// Raise `found` to the largest magnitudes of a block of `rows` rows, which begins at element p of the matrix. The shard
-// may own only some of its elements.
+// Update `found` with a block of `rows` rows, which begins at element p of the matrix, as read_row does for each row.
+// If the shard owns only some elements of the block, the other elements count as 0.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 columns, i64 rows) {
   const i64 end = p + (rows - 1) * columns + R::kBlock;
@@ -56,8 +60,8 @@ FP4KIT_DEVICE void read_block(Largest& found, const Shard<In>& s, i64 p, i64 col
   }
 }
 
-// Return the largest `own` among the threads of a warp. All threads of the warp must call this function, and each gets
-// the result.
+// Return the largest number `own` among the threads of a warp. All threads of the warp must call this function, and
+// each gets the result.
 FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   for (u32 distance = 16; distance > 0; distance /= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, distance));
   return own;

@@ -9,11 +9,12 @@
 
 constexpr int kRun = 16;
 
-// True if the factor of a block depends on the block's amax.
+// True if a block must be read for its amax: if its factor depends on the amax, or if R's 4over6 flushes blocks of
+// zeros.
 template <class R>
 constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
 
-// Load the run that begins at element `first`. If R::kHadamard, transform it.
+// Load the run that begins at element `first`. If R::kHadamard, transform it. kAligned is that of read_run.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   Run<In, kRun> run = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
@@ -63,8 +64,9 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
   }
 }
 
-// Encode and store `count` elements one at a time, for a run that is not whole or whose codes are not aligned. Only
-// recipes without blocks have such runs.
+// Encode and store `count` elements (at most kRun), which begin at element `first`, under the tensor scale t alone.
+// Call it for a run that is not whole or whose codes are not aligned; only recipes without blocks have such runs. If
+// R::kHadamard, all kRun elements of the run must exist.
 template <class R, class In>
 FP4KIT_DEVICE void encode_elements(const QuantizeArguments& a, i64 first, int count, TensorScale t) {
   const typename In::Bits* from = static_cast<const typename In::Bits*>(a.x) + first;

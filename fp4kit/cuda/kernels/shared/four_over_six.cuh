@@ -110,7 +110,7 @@ FP4KIT_DEVICE constexpr bool has_one_scale() {
   return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;
 }
 
-// Return the largest power of two that is at most the tensor's amax. The amax must be a positive normal number.
+// Return the largest power of two that is at most the tensor's amax, which must be a positive normal number.
 FP4KIT_DEVICE float amax_power(TensorScale t) {
   return float_of(bits_of(t.amax) & kInfinityBits);
 }
@@ -119,8 +119,9 @@ FP4KIT_DEVICE float inverse_amax_power(TensorScale t) {
   return float_of(0x7F000000u - bits_of(amax_power(t)));
 }
 
-// Return true if, under this tensor scale, all scales are in the range of normal numbers and all squared errors are
-// finite.
+// Return true if this tensor scale is proven to keep all scales in the range of normal numbers, and all squared errors
+// finite. The condition is sufficient, not necessary: 2^-60 < amax < 2^60, and both scales are finite. So the result is
+// false for an amax of 0 or NaN.
 FP4KIT_DEVICE bool is_ordinary(TensorScale t) {
   return t.amax > 0x1p-60f && t.amax < 0x1p60f && is_finite(t.encode) && is_finite(t.decode);
 }

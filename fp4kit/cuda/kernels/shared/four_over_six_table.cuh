@@ -6,9 +6,10 @@
 // The two scales of a block are a sixth and a fourth of its amax, rounded. Up to a power of two, they form 16 pairs,
 // and 3 more if the second scale is clipped to 448.
 //
-// The table of a pair has an entry for each bfloat16 from a quarter to 6.4 times the first scale. Below that, all codes
-// are 0. The upper 24 bits of an entry are the difference of the two errors (four's minus six's) as an integer, in
-// units of 1 / kUnitsOfOne. The lowest byte holds six's code in bits 0 to 2 and four's code in bits 4 to 6.
+// Each of these 19 pairs has a table. The table of a pair has an entry for each bfloat16 from a quarter to 6.4 times
+// the first scale. Below that, all codes are 0. The upper 24 bits of an entry are the difference of the two errors
+// (four's minus six's) as an integer, in units of 1 / kUnitsOfOne. The lowest byte holds six's code in bits 0 to 2 and
+// four's code in bits 4 to 6.
 //
 // The sum of a block's entries says which error is smaller, unless the sum is within kSlack units of zero. These errors
 // add up to less than kSlack:
@@ -25,21 +26,23 @@ constexpr int kEntries = 611;
 // The number of units per error of 1 (in the unit of the first scale, or in its square). With it, the sum of 16
 // differences of at most 1.5 stays below 2^23.
 constexpr float kUnitsOfOne = 0x1p18f;
+// The slack of the sum of a block's 16 entries (see above): 28 units, in the scaling of entries, whose unit is 1 << 8.
 constexpr u32 kSlack = 28u << 8;
-// The slack, in units, of the sum of 16 such sums, each rounded down to units: 141 + 199 + 112. The 199 come from 19
-// roundings of sums that are 16 times as large.
+// The slack, in units, of the sum of a square block of 16 x 16 elements: 16 sums of 16 entries, each rounded down to
+// units. Its parts are 141 + 199 + 112. The 199 come from 19 roundings of sums that are 16 times as large.
 constexpr u32 kSquareSlack = 480u;
 
 // Two scales: the significand of the first one, and by how many codes the second one is above it.
 struct Pair {
   u8 first, above;
 };
+// The number of pairs, and the number of keys (key_of), of which most belong to no pair.
 constexpr int kPairs = 19, kKeys = 64;
 __device__ constexpr Pair kPairsOfScales[kPairs] = {{0, 4}, {0, 5}, {1, 4}, {1, 5}, {2, 4}, {2, 5}, {2, 6},
                                                     {3, 5}, {3, 6}, {4, 5}, {5, 4}, {5, 5}, {6, 4}, {6, 5},
                                                     {7, 4}, {7, 5}, {3, 3}, {4, 2}, {5, 1}};
 
-// The place of a pair's entries in the table of all pairs. If the first scale is in [1, 2), the entry of a bfloat16
+// The place of a pair's entries in PairTable::entries. If the first scale is in [1, 2), the entry of a bfloat16
 // with bits b has the index max(b + shift, first).
 struct PairOffset {
   i32 shift, first;
@@ -54,7 +57,8 @@ struct PairScales {
 
 constexpr int kParts = 512;  // number of words in which threads exchange parts of sums
 
-// The tables of all pairs, in shared memory of a thread block.
+// The tables of the kPairs pairs, one after the other in `entries`, in shared memory of a thread block. `offsets` says
+// for each key of a pair (key_of) where its table is.
 struct alignas(16) PairTable {
   union {
     PairScales pairs[kPairs];  // until the entries are made
@@ -64,7 +68,8 @@ struct alignas(16) PairTable {
   u32 entries[kPairs * kEntries];
 };
 
-// Return the index of a pair of scales in PairTable::offsets, from their codes.
+// Return the key of a pair of scales, which is its index in PairTable::offsets. six and four are the codes of the
+// scales.
 FP4KIT_DEVICE u32 key_of(u32 six, u32 four) {
   return (six & 7u) * 8u + (four - six);
 }

@@ -7,34 +7,53 @@
 
 #include "codec.cuh"
 
-// How the codes of an operand are stored.
+// How the codes of an operand are stored: two 4-bit codes per byte (the first code in the low bits), one code per byte,
+// or 16-bit floats that are their own codes.
 enum class CodeKind { nibbles, bytes, float16, bfloat16 };
 
 // One operand of a product: rows of codes along K.
 struct ProductOperand {
-  const u8* codes;       // of the first matrix; rows are contiguous
-  const u8* scales;      // codes of block scales; null without block scales
-  const float* factors;  // tensor scale of every row; null if they are 1
-  const float* values;   // of every code; null for 16-bit floats
-  const float* scale_values;
-  i64 kind;                   // a CodeKind
-  i64 block;                  // elements per block scale
-  i64 least;                  // exponent of subnormal elements
-  i64 scale_least;            // exponent of subnormal block scales
-  i64 row_bytes, row_scales;  // bytes and block scales per row
-  i64 rows;                   // per matrix
-  i64 is_stack;               // 0 if one matrix belongs to all matrices of the other operand
+  const u8* codes;            // the codes of all matrices, contiguous
+  const u8* scales;           // the codes of the block scales; null without block scales
+  const float* factors;       // the tensor scale of every row; null if all tensor scales are 1
+  const float* values;        // the value of every element code; null for 16-bit floats
+  const float* scale_values;  // the magnitude of every scale code; null without block scales
+  i64 kind;                   // a CodeKind, as an integer
+  i64 block;                  // the number of elements per block scale
+  i64 least;                  // the smallest exponent of an element, which subnormal elements have too
+  i64 scale_least;            // the smallest exponent of a block scale, which subnormal scales have too
+  i64 row_bytes, row_scales;  // the number of bytes of codes, and of block scales, per row
+  i64 rows;                   // the number of rows per matrix
+  i64 is_stack;               // 1 if the operand has a matrix per product; 0 if all products share its only matrix
 };
 
-// The sums of a step; the values are those of MatmulKind in cuda/launch/matmul.py.
+// How the products of a step are added to a sum:
+//   truncate         every product is a term; terms are truncated to the point of the largest one and added
+//   truncate_groups  as truncate, but the exact sum of 16 products is a term
+//   floor            as CDNA3 does it (FloorDotAdd of fp4kit/units.py)
+//   exact            exactly; the sum is rounded once, at the end
+//   float64          products are added one by one in float64
+//   float32_blocks   per block, a float32 sum of products of elements is multiplied by both scales and added in float32
+//   float32          products of values rounded to float32 are added one by one in float32
 enum class Adder { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
 
-// A product (batch, rows of a, rows of b) = c + a b^T.
+// A product (batch, rows of a, rows of b) = c + a b^T. The fields after `promote` matter for truncate, truncate_groups
+// and floor only.
+//   c              the first sums, contiguous, with the shape of the product; null for zeros
+//   out            the product, contiguous
+//   batch, length  the number of matrices, and K
+//   step           the number of elements of K per step
+//   promote        the number of elements of K per chain; the sums of chains are added in float32; 0 for one chain
+//   fraction_bits  the number of bits that a term keeps behind the point of the largest term
+//   output_bits    the number of bits behind the point to which a sum is truncated; sum_bits for floor
+//   zero_exponent  the exponent that a term of zero has
+//   sums           floor: the number of sums of products, 1 or 2
+//   c_vanishes     floor: 1 if C counts as 0 when its exponent is far below the largest (FloorDotAdd)
 struct ProductArguments {
   ProductOperand a, b;
-  const float* c;  // null for zeros
+  const float* c;
   void* out;
-  i64 batch, length;  // length: K
+  i64 batch, length;
   i64 step, promote, fraction_bits, output_bits, zero_exponent, sums, c_vanishes;
 };
 
@@ -50,7 +69,7 @@ FP4KIT_DEVICE double power_of(double x, double least) {
   return bits == 0x7FF0000000000000u || power < least ? least : power;
 }
 
-// Return 2^shift / power for a power of two.
+// Return 2^shift / power, where `power` is a power of two. The result must be a normal number.
 FP4KIT_DEVICE double over(i64 shift, double power) {
   return double_of((static_cast<u64>(2046 + shift) << 52) - double_bits_of(power));
 }
@@ -64,12 +83,13 @@ FP4KIT_DEVICE double truncated_sum(double sum, i64 bits) {
   return static_cast<float>(result);
 }
 
-// Return row `row` of matrix `matrix` of an operand, as an index of rows.
+// Return the index of row `row` of matrix `matrix` among all rows of an operand. If the operand is no stack, `matrix`
+// is ignored.
 FP4KIT_DEVICE i64 row_index(const ProductOperand& x, i64 matrix, i64 row) {
   return (x.is_stack ? matrix * x.rows : 0) + row;
 }
 
-// Return the value of element k of a row: exact, without block scale. row: from row_index.
+// Return the exact value of element k of a row, not multiplied by its block scale. `row` is a result of row_index.
 FP4KIT_DEVICE float element_at(const ProductOperand& x, i64 row, i64 k) {
   const u8* codes = x.codes + row * x.row_bytes;
   switch (static_cast<CodeKind>(x.kind)) {
@@ -106,7 +126,7 @@ FP4KIT_DEVICE void store_product(const ProductArguments& a, i64 matrix, i64 row,
   }
 }
 
-// Return what a sum begins with.
+// Return the number with which the sum of a result begins: its element of c, or 0 if c is null.
 FP4KIT_DEVICE float first_sum(const ProductArguments& a, i64 matrix, i64 row, i64 column) {
   return a.c ? a.c[(matrix * a.a.rows + row) * a.b.rows + column] : 0.0f;
 }

@@ -5,9 +5,10 @@
 // smallest bound is tried. A code whose bound exceeds the loss of that code cannot win, and neither can the codes with
 // 2, 4, ... times its scale. A code below `first` cannot win if its clipped loss exceeds that loss.
 //
-// The remaining codes are open. A block of Gaussian elements has 0.8 open codes on average, and the worst among 32 such
-// blocks has 3.5. The threads of a warp share the open codes of their blocks, usually in one iteration. Atomic
-// operations keep the two smallest losses of each block.
+// A code is open if neither bound excludes it and it has not been tried: its loss must still be computed. A block of
+// Gaussian elements has 0.8 open codes on average, and the worst among 32 such blocks has 3.5. The threads of a warp
+// share the open codes of their blocks, usually in one iteration. Atomic operations keep the two smallest losses of
+// each block.
 //
 // Twice the winner's scale need not be tried if some element is nearest to 0.5 or 1.5 scales by at least 0.001 scales.
 // The loss of that element under twice the scale is then larger by at least 0.001 scale^2. That is more than
@@ -24,18 +25,20 @@ constexpr int kSearchThreads = kWeighted ? kThreads : 512;
 constexpr u32 kMaxOpenCodes =
     14u;  // per block: seven codes below the first upward code, and seven of the eight upward codes
 
-// Return the rank of a code: one integer that orders codes by their losses and contains the code. It is the bits of the
-// loss without the last four, and in their place the last four bits of the code, which differ among sixteen consecutive
-// codes.
+// Return the rank of a code: an integer that orders codes by their losses and contains the code. It is 16 * floor(b /
+// 16)
+// + code % 16, where b is the bits of the loss. code % 16 identifies the code, because a block's ranked codes lie
+// within sixteen consecutive codes.
 FP4KIT_DEVICE u32 rank_of(float loss, u32 code) {
   return (bits_of(loss) & ~15u) | (code & 15u);
 }
-// The smallest difference of two ranks that proves which loss is smaller. The losses are then at least 482 floats
+// The smallest difference of two ranks that proves which loss is smaller. The losses are then at least 482 float steps
 // apart, which is more than kLossMargin takes.
 constexpr i32 kMinRankGap = 512;
 
-// Shared memory of a warp. `jobs` holds the open codes of its 32 blocks in any order, each times 32 plus the lane that
-// has its block. `count` is their number. `least` holds the two smallest ranks per lane.
+// Shared memory of a warp. `jobs` holds 32 * code + lane for each open code of the warp's 32 blocks, in any order,
+// where `lane` is the lane that has the block. `count` is the number of jobs. `least` holds the two smallest ranks per
+// lane.
 struct OpenCodes {
   u16 jobs[kMaxOpenCodes * 32u];
   u32 count;
@@ -78,8 +81,8 @@ FP4KIT_DEVICE u32 normal_first(float amax, CandidateRange range, const Candidate
 }
 
 // Try the code of a block that has the smallest bound, and return the state of the block, with the set of other codes
-// that may still win. `unsure` says how many of the seven codes below `first`, counted from the lowest one, may not be
-// candidates.
+// that may still win. The lowest `unsure` of the seven codes below `first` may be no candidates. If one of them may
+// still win, least.second is 0, so that nothing is proven.
 FP4KIT_DEVICE Screened screen(const SearchBlock<false>& block, float amax, CandidateRange range, u32 first, i32 unsure,
                               const Candidates& shared, const LossBounds& bounds) {
   const u32 end = minimum(first + 8u, range.high + 1u);
