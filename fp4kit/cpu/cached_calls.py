@@ -2,7 +2,8 @@
 
 A cached call repeats an earlier call on arrays of equal shapes, dtypes and strides, without checks and with little work
 in Python. It exists for quantize, dequantize and fake_quantize of matrices with any strides and axis, and of contiguous
-arrays of any shape. It returns None if it cannot compute the result: if an element is NaN or infinite, or if the
+arrays of any shape. Functions that make one raise Declined if the library does not support the recipe, or if elements
+are not aligned. A cached call returns None if it cannot compute the result: if an element is NaN or infinite, or if the
 thread's arithmetic is not IEEE's (flushed subnormals, another rounding mode). Then the caller runs the call by
 cpu/engine.py.
 

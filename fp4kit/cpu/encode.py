@@ -87,7 +87,9 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, x: np.ndarray, block: int, block_rows: int, gathered: bool) -> Tiles:
-        """Return a division of x into tiles of whole blocks, with the shape that is read fastest.
+        """Return a division of the matrix x (M, K) into tiles of whole blocks, with the shape that is read fastest.
+
+        tile_columns is a multiple of `block` and of SEGMENT, and tile_rows one of block_rows. Both may exceed x.
 
         block, block_rows: the columns and rows of a block. gathered: True if the library first copies the elements of a
         tile into a contiguous buffer, because they are strided or transformed. Such tiles are small. Other tiles have
@@ -365,9 +367,12 @@ class _RandomBytes(NamedTuple):
 
     @classmethod
     def of(cls, random: RandomBytes | None, rows: slice, columns: slice) -> _RandomBytes:
-        """Return the random bytes of some rows and columns of a matrix.
+        """Return the random bytes of some rows and columns of a matrix, or an empty _RandomBytes for nearest rounding.
 
-        random: those of the whole matrix; None for nearest rounding.
+        If `random` is a RandomStream, return the seed and the place of the bytes in the stream. Otherwise return the
+        bytes, copied only if they are not contiguous.
+
+        random: the random bytes of the whole matrix; None for nearest rounding.
         """
         part = None if random is None else random.cut(rows, columns)
         if isinstance(part, RandomStream):

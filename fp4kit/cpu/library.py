@@ -312,7 +312,7 @@ def num_threads() -> int:
 
 
 def _default_threads() -> int:
-    """Return OMP_NUM_THREADS if it is a positive number, else the number of processors of this process."""
+    """Return the first number in OMP_NUM_THREADS if it is positive, else the number of processors of this process."""
     requested = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
     if requested.isdecimal() and int(requested) > 0:
         return int(requested)
@@ -329,7 +329,7 @@ def threads(count: int) -> AbstractContextManager[None]:
         count: a positive int; 1 uses only the calling thread.
 
     Returns:
-        A context manager.
+        A context manager, which raises the errors below when the with block is entered.
 
     Raises:
         TypeError: count is not an int.
@@ -346,7 +346,7 @@ def threads(count: int) -> AbstractContextManager[None]:
 
 @contextmanager
 def limited_threads(op: str, count: int) -> Iterator[None]:
-    """Return the context manager of threads(count).
+    """Return the context manager of threads(count). Entering it raises the errors of `threads`.
 
     op: the public function with which error messages begin.
     """

@@ -21,7 +21,8 @@ TERMS_PER_CALL = 1 << 30  # products per call of the library, between which Pyth
 def matmul(call: MatmulCall) -> np.ndarray:
     """Return the product of a call of fp4kit.matmul: an array (batch, M, N) of call.out_dtype.
 
-    The library computes some rows of one matrix per call, because Python can handle Ctrl-C only between calls.
+    The library computes some rows of one matrix per call, because Python can handle Ctrl-C only between calls. Raise
+    Declined if there is no usable library.
     """
     product = _prototype(call)
     out = np.empty(call.shape, call.out_dtype)

@@ -63,7 +63,9 @@ def compiler_version() -> tuple[int, int]:
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
     """Compile an instantiation for an architecture such as "sm_90". Return the cubin and the compiler's log.
 
-    It needs no GPU. source: the text from instantiate.instantiation. name: the file name in the compiler's messages.
+    It needs no GPU. Raise CompileError if the source does not compile, and RuntimeError if NVRTC is not installed.
+
+    source: the text from instantiate.instantiation. name: the file name in the compiler's messages.
     """
     headers = include_closure(tuple(_INCLUDE.findall(source)))
     return nvrtc.compile_cubin(source, headers, (*OPTIONS, f"-arch={arch}"), name)
@@ -119,8 +121,9 @@ def cubin_path(source: str, arch: str, rebuild: bool = False) -> Path:
 def function(source: str, kernel: str, device: int) -> Any:
     """Return the CuPy function of one kernel of an instantiation, compiled if needed and loaded on a device.
 
-    If the cached cubin cannot be loaded, compile it again. source: the text from instantiate.instantiation. kernel: the
-    C++ name of the kernel.
+    If the cached cubin cannot be loaded, compile it again. Raise the errors of compile_source and of cache_folder.
+
+    source: the text from instantiate.instantiation. kernel: the C++ name of the kernel.
     """
     module = imports.cupy()
     with module.cuda.Device(device) as current:

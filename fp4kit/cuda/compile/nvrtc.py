@@ -51,7 +51,7 @@ def library() -> ctypes.CDLL:
 
 @cache
 def version() -> tuple[int, int]:
-    """Return NVRTC's major and minor version."""
+    """Return NVRTC's major and minor version. Raise RuntimeError if NVRTC is not installed."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     return major.value, minor.value

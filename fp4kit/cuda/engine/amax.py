@@ -76,7 +76,10 @@ def clip_amax(call: Call) -> Any:
 
 
 def amax(call: Call) -> Any:
-    """Return the amax of each block of call.moved or, for a recipe without blocks, the tensor amaxes."""
+    """Return the amax of each block of call.moved or, for a recipe without blocks, the tensor amaxes.
+
+    Raise Declined if no kernel supports blocks of several rows of this shape.
+    """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         if needs_block_kernel(call.recipe):

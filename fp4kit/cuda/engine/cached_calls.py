@@ -346,6 +346,8 @@ class DequantizeCall:
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
     """Return a DequantizeCall that repeats a call of dequantize, or None if the call takes several launches or copies.
 
+    Raise Declined if no kernel supports the recipe.
+
     Args:
         q: the Quantized with CuPy arrays.
         given: the Quantized as the caller passed it, with CuPy arrays or PyTorch tensors.

@@ -45,6 +45,8 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
     """Convert block scales from layout `source` to layout `target`, in one launch. Return a new array.
 
+    Raise ValueError if the size of `scales` does not fit `source` and `shape`.
+
     Args:
         shape: the shape of the scales in the linear layout, (..., R, C).
     """
@@ -61,7 +63,8 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 def pack(codes: Any) -> Any:
     """Pack 4-bit codes, which come one per byte, two per byte. Return a new array.
 
-    The high nibbles of `codes` are dropped without a check, because a check would wait for the device.
+    The high nibbles of `codes` are dropped without a check, because a check would wait for the device. Raise ValueError
+    if the last axis has an odd length.
     """
     layouts.check_pairs(codes.shape)
     return _repack(pack_codes.pack, codes, (*codes.shape[:-1], codes.shape[-1] // 2))

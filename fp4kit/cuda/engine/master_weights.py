@@ -208,7 +208,10 @@ class DeviceStages:
         return imports.cupy().cuda.Device(self._device)
 
     def replace(self, values: Sequence[Any]) -> None:
-        """Use other arrays as the shards from now on. They have the shapes, dtypes and device of the current shards."""
+        """Use other arrays as the shards from now on. They have the shapes, dtypes and device of the current shards.
+
+        Raise ValueError if a shard is not contiguous.
+        """
         self.check(values, (), self._recipe)
         self._values = list(values)
         with self.device():

@@ -90,6 +90,8 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:
     """Split the arrays of a call into matrices. Yield each Matrix with its LaunchRequest.
 
+    Raise Declined as matrix_count does.
+
     Args:
         request: the LaunchRequest of the whole call.
         whole: the arrays of the whole call, contiguous and not empty.

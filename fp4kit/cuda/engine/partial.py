@@ -15,7 +15,8 @@ from fp4kit.recipes import Recipe
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, r: Recipe) -> Any:
     """Return the amax of every block of a matrix over the elements that a shard owns, or 0 if it owns none of a block.
 
-    The result is float32 (ceil(M / block rows), K / block columns).
+    The result is float32 (ceil(M / block rows), K / block columns). Raise Declined if no kernel supports the blocks or
+    the size of the matrix.
 
     shape: the rows and columns (M, K) of the matrix. start: the index of the shard's first element in the flattened
     matrix.
@@ -33,6 +34,8 @@ def partial_cast(
     shard: Any, out: Any, block_amax: Any, shape: tuple[int, int], start: int, r: Recipe, amax: Any
 ) -> None:
     """Write the codes of a shard into out, the packed codes of a matrix, and change no other code of out.
+
+    Raise Declined if no kernel supports the blocks or the size of the matrix.
 
     Args:
         block_amax: the amaxes of all blocks of the matrix.

@@ -56,7 +56,8 @@ _WORD = (1 << 64) - 1  # x & _WORD gives the two's complement of a negative int 
 def search_scales(search: Search) -> Any:
     """Return the block amaxes whose scales have the smallest loss: float32 (..., K / block).
 
-    For a recipe without block scales, return the tensor amaxes with the smallest loss.
+    For a recipe without block scales, return the tensor amaxes with the smallest loss. Raise Declined if no kernel
+    supports the search.
     """
     call, r = search.call, search.call.recipe
     check_search(search)
@@ -107,7 +108,7 @@ def check_search(search: Search) -> None:
 def search_matrix(
     x: Any, out: Any, amax: Any, r: Recipe, terms: Terms = DEFAULT_TERMS, unproven: Any = None, mask: int | None = None
 ) -> None:
-    """Search the block amaxes of a matrix x, and write them into out.
+    """Search the block amaxes of a matrix x, and write them into out. Raise ValueError if x has too many elements.
 
     Args:
         amax: the tensor amax.
@@ -179,7 +180,8 @@ def _loss_options(terms: Terms) -> dict[str, bool]:
 def with_searched_amaxes(call: Call) -> Call:
     """Return the call with the block amaxes that its recipe's search chooses, and with the recipe without the search.
 
-    Return the call unchanged if its recipe has no search, or if its scales are given.
+    Return the call unchanged if its recipe has no search, or if its scales are given. Raise Declined if no kernel
+    supports the recipe with given block amaxes.
     """
     r = call.recipe
     if not r.search or call.has_scales:

@@ -39,7 +39,7 @@ def _clip_launch(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, count: int
 
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
-    """Write grad where |x| <= amax, and 0 elsewhere, into out.
+    """Write grad where |x| <= amax, and +0 elsewhere, into out. Where x or amax is NaN, write +0.
 
     Args:
         grad, x, out: contiguous arrays of one size. out has the dtype of grad.

@@ -146,6 +146,8 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     All matrices are on one device. A matrix without elements has the shape (n, 0), where n is the number of its tensor
     scales.
 
+    Raise Declined if no kernel supports the requests, and ValueError if a matrix or a row has too many elements.
+
     Args:
         requests: one LaunchRequest per matrix. They differ only in their shapes.
         seed: the seed of stochastic rounding; ignored if there is none.

@@ -117,7 +117,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
     """Return the prepared launch of a kernel for a request.
 
     Call the launch with the addresses of choice.arguments.pointers and then, if choice.arguments.words is not empty,
-    the seed and the group (see Matrix).
+    the seed and the group (see Matrix). Raise ValueError if the matrix or a row has too many elements.
 
     Args:
         choice: the kernel.
@@ -136,6 +136,8 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
 
 def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: KernelChoice | None = None) -> None:
     """Quantize a matrix into the output arrays of m.
+
+    Raise Declined if no kernel supports the request, and ValueError if the matrix or a row has too many elements.
 
     seed: the seed of stochastic rounding; ignored if there is none. choice: the kernel; None for the first kernel that
     supports the request.
@@ -166,7 +168,8 @@ def dequantize_launch(
 ) -> Launch:
     """Return the prepared launch that dequantizes matrices of a shape.
 
-    Call it with the addresses of packed, scales, values, tensor_scale and tensor_amax, where 0 stands for none.
+    Call it with the addresses of packed, scales, values, tensor_scale and tensor_amax, where 0 stands for none. Raise
+    ValueError if the matrix has too many elements.
 
     Args:
         original: the dtype that was quantized.

@@ -29,7 +29,7 @@ FP4KIT_DEVICE void mask_run(Run<In, kRun>& run, const bool (&inside)[kRun]) {
   }
 }
 
-// Clip elements `first` ... `last` - 1, one at a time. `last` is not included. The amax of each element is looked up.
+// Clip elements `first` ... `last` - 1, one at a time. Each element has the amax that covers it.
 template <class In, class GradIn>
 FP4KIT_DEVICE void clip_elements(const ClipArguments& a, i64 first, i64 last) {
   i64 index = first / a.covered, next = (index + 1) * a.covered;
@@ -76,8 +76,8 @@ FP4KIT_DEVICE void clip_gradient(const ClipArguments& a, Grid grid) {
     clip_elements<In, GradIn>(a, first, minimum(first + kRun, a.count));
 }
 
-// Copy a.grad to a.out, with +0 wherever the magnitude of a.x exceeds its amax in a.amax. It is launched for the
-// gradients of fake_quantize. A thread takes one run at a time. Launch with any grid.
+// Copy a.grad to a.out, with +0 wherever the magnitude of a.x exceeds its amax in a.amax, or one of them is NaN. It is
+// launched for the gradients of fake_quantize. A thread takes one run at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) clip_kernel(ClipArguments a) {
   clip_gradient<Input, Gradient, kAligned>(a, whole_grid());
 }

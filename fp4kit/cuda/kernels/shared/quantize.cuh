@@ -50,7 +50,7 @@ FP4KIT_DEVICE void random_bytes(const QuantizeArguments& a, i64 first, u32 (&byt
   }
 }
 
-// Return the random bytes of the 16 elements from `first` on, four per word.
+// Return the random bytes of the 16 elements from `first` on, four per word. `first` must be a multiple of 16.
 FP4KIT_DEVICE Words random_words(const QuantizeArguments& a, i64 first) {
   if (!a.random) return stream_words(a.seed, a.counter + static_cast<u64>(first) / 16);
   Words words = {};
@@ -130,7 +130,7 @@ FP4KIT_DEVICE void store_finite(const QuantizeArguments& a, i64 first, const Run
 }
 
 // Quantize `count` elements at address x by the exact path, for recipes without block scales. `first` is the number of
-// the first of them in the array.
+// the first of them in the array. For 4-bit codes, `first` and `count` must be even.
 template <class R, class In>
 FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int count, const typename In::Bits* x,
                                      Factor f, TensorScale t) {

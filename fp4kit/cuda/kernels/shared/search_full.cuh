@@ -185,8 +185,9 @@ FP4KIT_DEVICE float loss_of(const FullSearchArguments& a, const Set& set, const 
   }
 }
 
-// Return the candidate with the smallest loss of a block, or the first one if several have it. kLanes neighboring
-// threads share the work. The block has `rows` rows, and x is the address of its first element.
+// Return the candidate with the smallest loss of a block, or the first one if several have it. If no loss is below
+// infinity, return the first candidate of all, with an infinite loss. kLanes neighboring threads share the work. The
+// block has `rows` rows, and x is the address of its first element.
 template <class R, class In, Objective kObjective, bool kAligned, bool kWeighted, class Set>
 FP4KIT_DEVICE Found search_all_candidates(const FullSearchArguments& a, Set& set, i64 block, const typename In::Bits* x,
                                           int rows) {

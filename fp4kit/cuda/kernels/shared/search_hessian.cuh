@@ -30,8 +30,9 @@ FP4KIT_DEVICE Candidate stored_candidate_of(u32 code, float amax) {
   return {safe, rcp_approx_ftz(safe * division_scaling(safe))};
 }
 
-// Return true if H - mu D has no negative eigenvalue (see the head of this file), found by elimination. Each of 32
-// threads calls this function with a different mu: 0/32 ... 31/32.
+// Return true if elimination proves that H - mu D has no negative eigenvalue (see the head of this file). Return false
+// in doubtful cases, such as a pivot near zero, a pivot of 2^100 or more, or NaN. Each of 32 threads calls this
+// function with a different mu: 0/32 ... 31/32.
 FP4KIT_DEVICE bool is_positive(const Hessian& h, float mu) {
   float a[kSearchBlockSize][kSearchBlockSize];
   for (int i = 0; i < kSearchBlockSize; ++i)
@@ -104,7 +105,8 @@ FP4KIT_DEVICE float diagonal_loss(const float (&d)[kSearchBlockSize], const Hess
 }
 
 // Return the code with the smallest loss of a block with amax > 0, or the first one if several have it. `margin` is
-// defined at the head of this file. If it is not above 0, every candidate in `range` is tried.
+// defined at the head of this file. If it is not above 0, every candidate in `range` is tried. If no loss is below
+// infinity, return range.low with an infinite loss.
 FP4KIT_DEVICE BestCode search_by_hessian(const float (&x)[kSearchBlockSize], float amax, CandidateRange range,
                                          const Candidates& shared, const Hessian& h, float margin) {
   BestCode best = {float_of(kInfinityBits), range.low};
