@@ -221,7 +221,7 @@ FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 colu
   run_tiles(tiles.count(), threads, work);
 }
 
-// Multiply two matrices as a matrix unit does (matmul.h).
+// Compute the product C + A B^T of a call as a matrix unit does (matmul.h), and store it in call->out.
 FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* call) {
   const auto run = [&](const auto& task) {
     auto work = [&](i64 index) { task.run(index); };

@@ -5,7 +5,11 @@
 
 // The arguments of a call that decodes a matrix. cpu/library.py mirrors this struct. Steps are counted in elements of
 // their array.
-//   packed, scales           codes and block scales; `scales` is nullptr for a recipe without block scales
+//   packed, scales           codes and block scales, in rows that are packed_step and scales_step apart; `scales` is
+//                            nullptr for a recipe without block scales
+//   tensors                  the tensor scales
+//   out                      output: the values, in rows that are out_step apart
+//   rows, columns            the sizes of the matrix of values
 //   needs_fallback           output, one byte per tile: 1 if the specification has to compute the tile
 //   tile_rows, tile_columns  rows and columns of a tile
 //   tables_from              smallest number of blocks for which the matrix gets value tables of all scale codes

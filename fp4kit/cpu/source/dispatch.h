@@ -14,8 +14,8 @@
 // The types of elements and values. The numbers equal those of INPUTS in cpu/encode.py.
 enum InputKind { kFloat32, kFloat16, kBfloat16, kInputs };
 
-// Call f with an object of the type that `kind` (an InputKind) names: Float32, Float16 or Bfloat16. Return the result
-// of f.
+// Call f with an object of the type that `kind` (an InputKind) names: Float32, Float16 or, for any other number,
+// Bfloat16. Return the result of f.
 template <class F>
 auto with_input_type(int kind, F f) {
   if (kind == kFloat32) return f(Float32{});

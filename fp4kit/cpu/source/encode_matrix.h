@@ -6,6 +6,7 @@
 
 // The arguments of a call that encodes a matrix. cpu/library.py mirrors this struct. Steps are counted in elements of
 // their array.
+//   x                            the matrix
 //   encode, decode, amax         the tensor scale, or one tensor scale per row if tensor_step is 1
 //   block_amax, factors          block amaxes and factors that come with the call, in rows that are block_step apart;
 //                                nullptr to compute them
@@ -15,8 +16,9 @@
 //   seed                         seed of the stream of random bytes, used if `random` is nullptr; if `seed` is nullptr
 //                                too, rounding is to nearest
 //   stream_first, stream_stride  index of element (0, 0) in that stream, and distance of two rows in it
-//   packed                       output: the packed codes
-//   scales                       output: the scale codes; nullptr if they are not wanted
+//   packed                       output: the packed codes, in rows that are packed_step apart
+//   scales                       output: the scale codes, in rows that are scales_step apart; nullptr if they are not
+//                                wanted
 //   needs_fallback               output, one byte per tile: 1 if the specification has to compute the tile
 //   tile_rows, tile_columns      rows and columns of a tile, which consists of whole blocks
 //   input                        type of the elements, as an InputKind

@@ -14,7 +14,7 @@
 #include "encode_elements.h"
 
 constexpr int kBlockColumns = 16;  // number of columns of a block
-constexpr int kMaxBlockRows = 16;  // largest number of rows of a block; equals MOST_ROWS of cpu/coverage.py
+constexpr int kMaxBlockRows = 16;  // largest number of rows of a block; equals MAX_BLOCK_ROWS of cpu/coverage.py
 typedef float LaneVector __attribute__((vector_size(kLanes * sizeof(float))));
 
 // Load kLanes floats from an address of any alignment.

@@ -11,56 +11,73 @@
 
 #include "tiles.h"
 
-// What one operand of a product is: rows of codes along K, and tables that say what the codes mean.
+// One operand of a product: rows of codes along K, and tables that say what the codes mean.
 struct ProductOperand {
-  const void* codes;     // of the first row: 4-bit codes two per byte, 8-bit, or 16-bit codes
-  const u8* scales;      // block scale codes of the first row; nullptr if there are none
-  const float* factors;  // tensor scale of each row; nullptr if they are 1
-  const double* values;  // of every code
-  const double* powers;  // 2^exponent of every code
-  const double* scale_values;
-  const double* scale_powers;
-  i64 codes_step;    // bytes from one row of codes to the next
-  i64 scales_step;   // bytes from one row of scales to the next
-  i64 factors_step;  // elements from one factor to the next, 0 or 1
-  i32 code_bits;     // 4, 8 or 16
-  i32 block;         // elements per block scale
+  const void* codes;           // the codes of the first row; 4-bit codes are stored two per byte, the first one low
+  const u8* scales;            // the codes of the block scales of the first row; nullptr without block scales
+  const float* factors;        // the tensor scale of each row; nullptr if all tensor scales are 1
+  const double* values;        // the value of every element code
+  const double* powers;        // 2^exponent of every element code
+  const double* scale_values;  // the magnitude of every scale code; nullptr without block scales
+  const double* scale_powers;  // 2^exponent of every scale code; nullptr without block scales
+  i64 codes_step;              // the number of bytes from one row of codes to the next
+  i64 scales_step;             // the number of bytes from one row of scales to the next
+  i64 factors_step;            // 1 if every row has a factor of its own; 0 if all rows share one
+  i32 code_bits;               // the number of bits per code: 4, 8 or 16
+  i32 block;                   // the number of elements per block scale
 };
 
+// How the products of a step are added to a sum. The numbers are those of cpu/matmul.py.
+//   truncate         every product is a term; terms are truncated to the point of the largest one and added
+//   truncate_groups  as truncate, but the exact sum of 16 products is a term
+//   floor            as CDNA3 does it (FloorDotAdd of fp4kit/units.py)
+//   exact            exactly; the sum is rounded once, at the end
+//   float64          products are added one by one in float64
+//   float32_blocks   per block, a float32 sum of products of elements is multiplied by both scales and added in float32
+//   float32          products of values rounded to float32 are added one by one in float32
 enum class Adder : i32 { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
 
-// A product D (rows, columns) = C + A B^T.
+// The arguments of a product D (rows, columns) = C + A B^T. cpu/library.py mirrors this struct. The fields from
+// fraction_bits to c_vanishes matter for truncate, truncate_groups and floor only.
 struct ProductCall {
   ProductOperand a, b;
-  const float* c;             // (rows, columns), contiguous rows; nullptr for zeros
-  void* out;                  // (rows, columns), contiguous
-  i64 rows, columns, length;  // length: K of the operands; beyond it elements count as zeros
+  const float* c;             // C, contiguous; nullptr for zeros
+  void* out;                  // D, contiguous
+  i64 rows, columns, length;  // the sizes of D, and K; elements beyond K count as zeros
   Adder adder;
-  i32 step;                        // K of one step
-  i32 promote;                     // K of one chain; 0 for one chain over all of K
-  i32 fraction_bits, output_bits;  // floor: output_bits is sum_bits
+  i32 step;     // the number of elements of K per step
+  i32 promote;  // the number of elements of K per chain, whose sum is added in float32; 0 for one chain over all of K
+  // The number of bits that a term keeps behind the point of the largest term, and the number of bits behind the point
+  // to which a sum is truncated. For floor, output_bits is FloorDotAdd::sum_bits.
+  i32 fraction_bits, output_bits;
+  // The exponent of a term of zero; the number of products per term (not read, because the adder implies it); for
+  // floor, the number of sums of products, and 1 if C counts as 0 when its exponent is far below the largest.
   i32 zero_exponent, group, sums, c_vanishes;
-  i32 output;  // dtype of out, as an index of with_input_type
-  i32 threads;
+  i32 output;   // the dtype of `out`, as an index of with_input_type
+  i32 threads;  // the largest number of threads to use
 };
 
 namespace {
 
-constexpr int kProductLanes = 16;
-constexpr i64 kProductRows = 64;    // rows of a task
-constexpr i64 kProductDepth = 512;  // elements of K that are decoded at once; a multiple of every step and block
+constexpr int kProductLanes = 16;  // number of columns of a panel
+constexpr i64 kProductRows = 64;   // largest number of rows of a task
+// The largest number of elements of K that are decoded at once. It is a multiple of every block.
+constexpr i64 kProductDepth = 512;
 
+// Return 2^exponent.
 double power_of_two(int exponent) {
   return __builtin_ldexp(1.0, exponent);
 }
 
-// Return x truncated toward zero to an integer. |x| must be below 2^52, infinite or NaN.
+// Return x truncated toward zero to an integer, with the sign of x. |x| must be below 2^52, infinite or NaN; infinities
+// and NaN are returned.
 __forceinline__ double toward_zero(double x) {
   const double magnitude = std::fabs(x), shifted = magnitude + 0x1p52, rounded = shifted - 0x1p52;
   return std::copysign(rounded - (rounded > magnitude ? 1.0 : 0.0), x);
 }
 
-// Return the largest integer that is not above x. |x| must be below 2^52, infinite or NaN.
+// Return the largest integer that is not above x. |x| must be below 2^52, infinite or NaN; infinities and NaN are
+// returned.
 __forceinline__ double toward_minus(double x) {
   const double truncated = toward_zero(x);
   return truncated - (truncated > x ? 1.0 : 0.0);
@@ -73,18 +90,21 @@ __forceinline__ double power_of(double c) {
   return bits == 0x7FF0000000000000 || power < 0x1p-126 ? 0x1p-126 : power;
 }
 
-// Return 2^shift / power for a power of two.
+// Return 2^shift / power, where `power` is a power of two. The result must be a normal number.
 __forceinline__ double over(int shift, double power) {
   return __longlong_as_double((i64{2046 + shift} << 52) - __double_as_longlong(power));
 }
 
-// Elements of a panel of columns, or of one row, for kProductDepth elements of K, decoded. A lane is a column.
+// The decoded elements of a panel of columns, or of one row, for at most kProductDepth elements of K. A lane is one
+// column, or the row.
 template <int kLanes>
 struct ProductPanel {
-  double values[kProductDepth][kLanes];   // element times block scale
-  double powers[kProductDepth][kLanes];   // 2^exponent of the element, times that of its scale; 0 for zeros
-  float elements[kProductDepth][kLanes];  // element
-  double scales[kProductDepth / 16][kLanes], scale_powers[kProductDepth / 16][kLanes];  // per 16 elements; 0 for zeros
+  double values[kProductDepth][kLanes];   // each element times its block scale
+  double powers[kProductDepth][kLanes];   // 2^exponent of each element, times that of its scale; 0 for a value of zero
+  float elements[kProductDepth][kLanes];  // each element without its block scale
+  // The block scale of every 16 elements, and 2^exponent of the scale. Both are 0 for a scale of zero, and 1 without
+  // block scales.
+  double scales[kProductDepth / 16][kLanes], scale_powers[kProductDepth / 16][kLanes];
 
   // Decode `depth` elements from element `start` of K on, for `count` rows of an operand from row `first` on. Lanes and
   // elements beyond the operand count as zeros.
@@ -113,6 +133,7 @@ struct ProductPanel {
     }
   }
 
+  // Return the code of element k of the row of codes at `codes`.
   static unsigned code_at(const ProductOperand& x, const u8* codes, i64 k) {
     if (x.code_bits == 4) return codes[k >> 1] >> (k & 1 ? 4 : 0) & 15;
     return x.code_bits == 8 ? codes[k] : reinterpret_cast<const u16*>(codes)[k];
@@ -130,20 +151,23 @@ __forceinline__ double truncated_sum(double sum, int bits) {
   return static_cast<float>(std::fabs(sum) < 0x1p-126 ? tiny : normal) + 0.0;  // 2^128 and more are infinite
 }
 
-// The sums of one row of a panel, and the functions that add one step to them. Every function adds `call.step` products
-// per lane, from element i of the decoded K on. c holds the sums: exact values of float32, or float64.
+// The functions that add one step to the sums of one row of a panel. Every function adds call.step products per lane,
+// from element i of the decoded K on, to the sums at c. A sum is a double for Adder::float64, and otherwise an exact
+// value of float32.
 struct Adders {
   const ProductCall& call;
+  // The power of a term of zero, and the unit of terms relative to the largest power.
   const double zero_power = power_of_two(call.zero_exponent);
   const double unit = power_of_two(-call.fraction_bits);
 
-  // Return the power of a term whose operands have these powers, of which one is 0 if the term is zero.
+  // Return the power of a term whose operands have the powers a and b. A power of 0 stands for a zero, so that the term
+  // is zero and has zero_power.
   double power_of_term(double a, double b) const {
     const double power = a * b;
     return power == 0 ? zero_power : power;
   }
 
-  // Every product is a term.
+  // Add a step as NVIDIA's units do, with every product as a term.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = c[l] == 0 ? zero_power : power_of(c[l]);
@@ -163,9 +187,9 @@ struct Adders {
     for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l] * (largest[l] * unit), call.output_bits);
   }
 
-  // The exact sum of 16 products is a term.
+  // Add a step as NVIDIA's units do, with the exact sum of 16 products as a term.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
-    constexpr int kMost = 8;  // groups per step
+    constexpr int kMost = 8;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = c[l] == 0 ? zero_power : power_of(c[l]);
     const int groups = call.step / 16;
@@ -194,7 +218,7 @@ struct Adders {
     }
   }
 
-  // CDNA3: see FloorDotAdd of fp4kit/units.py.
+  // Add a step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how.
   void floor(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) {
       double largest[2] = {0, 0}, sums[2] = {-0.0, -0.0};
@@ -221,10 +245,12 @@ struct Adders {
     }
   }
 
+  // Add one product in float64.
   void add_float64(const Row& a, const Columns& b, i64 i, double* c) const {
     for (int l = 0; l < kProductLanes; ++l) c[l] += a.values[i][0] * b.values[i][l];
   }
 
+  // Add one product of two values rounded to float32, in float32.
   void add_float32(const Row& a, const Columns& b, i64 i, double* c) const {
     const float value = static_cast<float>(a.values[i][0]);
     for (int l = 0; l < kProductLanes; ++l) {
@@ -233,6 +259,7 @@ struct Adders {
     }
   }
 
+  // Add one block in float32: the sum of the products of its elements, times the product of both scales.
   void add_float32_blocks(const Row& a, const Columns& b, i64 i, double* c) const {
     float sum[kProductLanes] = {};
     for (i64 k = i; k < i + call.step; ++k) {
@@ -245,6 +272,7 @@ struct Adders {
     }
   }
 
+  // Add a step by the adder of the call. Do nothing for Adder::exact, whose sums ProductTask::add_exact adds.
   void add(const Row& a, const Columns& b, i64 i, double* c) const {
     switch (call.adder) {
       case Adder::truncate:
@@ -268,10 +296,11 @@ struct Adders {
 // An exact sum of doubles with exponents from -400 to 400: an integer in units of 2^-kUnit, in digits of 32 bits.
 struct ExactSum {
   static constexpr int kDigits = 30, kUnit = 480;
-  i64 digits[kDigits] = {};
-  double special = 0;  // the sum of the infinities and NaN that were added
-  int added = 0;
+  i64 digits[kDigits] = {};  // the lowest digit comes first; between carries, a digit may exceed 32 bits
+  double special = 0;        // the sum of the infinities and NaN that were added
+  int added = 0;             // the number of additions since the last carry
 
+  // Add x, which may be infinite or NaN.
   void add(double x) {
     if (!(std::fabs(x) <= 0x1.fffffffffffffp1023)) {
       special += x;
@@ -298,7 +327,8 @@ struct ExactSum {
     added = 0;
   }
 
-  // Return the sum, rounded to float32 to nearest even. A sum of zero is +0.
+  // Return the sum, rounded to float32 to nearest even. A sum of zero is +0, and a negative sum that rounds to zero is
+  // -0. The function changes the digits, so it must be called last.
   float rounded() {
     if (special != 0) return static_cast<float>(special);
     carry();
@@ -341,7 +371,8 @@ struct ExactSum {
   }
 };
 
-// Store a float32 result in the dtype of the output, rounded to nearest even. NaN is 0x7FFFFFFF, or 0x7FFF.
+// Store x as element `index` of call.out, rounded to nearest even in the dtype of the output. NaN is stored as
+// 0x7FFFFFFF, or as 0x7FFF in 16 bits.
 void store(const ProductCall& call, i64 index, float x) {
   with_input_type(call.output, [&](auto in) {
     using In = Input<decltype(in)>;
@@ -351,21 +382,26 @@ void store(const ProductCall& call, i64 index, float x) {
   });
 }
 
-// Compute a tile of at most kProductRows rows and kProductPanels panels of columns.
+// The tasks of a call. A task computes a tile of D: at most kProductRows rows, and at most kPanels panels of columns.
 struct ProductTask {
-  static constexpr int kPanels = 4;
+  static constexpr int kPanels = 4;  // largest number of panels of a task
   const ProductCall& call;
   Adders adders{call};
 
+  // The memory of a task: the decoded elements, the sums of the current chains and, with promotion, the sums of the
+  // chains that ended.
   struct Memory {
     Columns columns[kPanels];
     Row row;
     double sums[kProductRows][kPanels][kProductLanes], totals[kProductRows][kPanels][kProductLanes];
   };
 
+  // Return the number of tasks side by side.
   i64 panels() const { return (call.columns + kPanels * kProductLanes - 1) / (kPanels * kProductLanes); }
+  // Return the number of tasks.
   i64 count() const { return panels() * ((call.rows + kProductRows - 1) / kProductRows); }
 
+  // Compute and store the results of task `index`.
   void run(i64 index) const {
     auto memory = std::make_unique<Memory>();
     const i64 first_row = index / panels() * kProductRows, first = index % panels() * kPanels * kProductLanes;
@@ -394,7 +430,7 @@ struct ProductTask {
     finish(*memory, first_row, rows, first, columns, exact);
   }
 
-  // Set the first sums: those of C, or zeros.
+  // Set the first sums of a task to C, or to zeros. With promotion, C is the first total instead.
   void start(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     std::memset(m.sums, 0, sizeof m.sums);
     std::memset(m.totals, 0, sizeof m.totals);
@@ -408,6 +444,7 @@ struct ProductTask {
     }
   }
 
+  // Add the decoded products of one row to the exact sums of its columns.
   void add_exact(const Memory& m, i64 depth, i64 columns, ExactSum* sums) const {
     for (i64 j = 0; j < columns; ++j) {
       const Columns& b = m.columns[j / kProductLanes];
@@ -429,7 +466,7 @@ struct ProductTask {
     }
   }
 
-  // Multiply one sum by the tensor scales, and store it.
+  // Multiply a sum by the tensor scales of its row and column, and store it.
   void put(i64 row, i64 column, float sum) const {
     const float* fa = call.a.factors;
     const float* fb = call.b.factors;
@@ -441,7 +478,7 @@ struct ProductTask {
     store(call, row * call.columns + column, sum);
   }
 
-  // Multiply the sums by the tensor scales, and store them.
+  // Multiply all sums of a task by the tensor scales, and store them.
   void finish(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
     for (i64 r = 0; r < rows; ++r) {
       for (i64 j = 0; j < columns; ++j) {

@@ -14,18 +14,20 @@
 
 namespace {
 
-constexpr int kVnniLanes = 64;  // columns of a panel
-constexpr int kVnniPanels = 4;  // panels of a task
-constexpr i64 kVnniRows = 256;  // rows of a task
-constexpr int kVnniStep = 64;   // elements of K per step
-constexpr int kVnniSteps = kProductDepth / kVnniStep;
-constexpr int kVnniGroups = kProductDepth / 16;
+constexpr int kVnniLanes = 64;                         // number of columns of a panel
+constexpr int kVnniPanels = 4;                         // largest number of panels of a task
+constexpr i64 kVnniRows = 256;                         // largest number of rows of a task
+constexpr int kVnniStep = 64;                          // number of elements of K per step
+constexpr int kVnniSteps = kProductDepth / kVnniStep;  // largest number of steps that are decoded at once
+constexpr int kVnniGroups = kProductDepth / 16;        // largest number of groups that are decoded at once
 
-// The exponents of the scales of one row or panel in one step. If no scale counts, lowest is larger than highest.
+// The range of the exponents of the scales of one row or panel in one step. Scales of zero do not count. If no scale
+// counts, lowest is larger than highest.
 struct ScaleRange {
   int lowest = 1000, highest = -1000;
-  bool is_special = false;  // a scale is NaN
+  bool is_special = false;  // true if a scale is NaN
 
+  // Extend the range by the scale with the given code.
   void add(const ProductOperand& x, u8 code) {
     const double value = x.scale_values[code];
     if (value == 0) return;
@@ -36,21 +38,24 @@ struct ScaleRange {
   }
 };
 
-// kProductDepth elements of K of a panel of columns. A word holds four elements of one lane, each plus 12.
+// The decoded elements of a panel of columns, for at most kProductDepth elements of K. A word holds four elements of
+// one lane, in units of 1/2, each plus 12. `scales` holds the scale of each group, and `ranges` the range of each step.
 struct VnniColumns {
   alignas(64) u32 words[kProductDepth / 4][kVnniLanes];
   alignas(64) double scales[kVnniGroups][kVnniLanes];
   ScaleRange ranges[kVnniSteps];
 };
 
-// kProductDepth elements of K of one row. A word holds four elements. Scales are divided by 4, the units of products.
+// The decoded elements of one row, for at most kProductDepth elements of K. A word holds four elements, in units of
+// 1/2, as signed bytes. `scales` holds a quarter of the scale of each group, because products are in units of 1/4.
 struct VnniRow {
   i32 words[kProductDepth / 4], corrections[kVnniGroups];  // corrections: -12 times the sum of a group's elements
   double scales[kVnniGroups];
   ScaleRange ranges[kVnniSteps];
 };
 
-// The elements of a byte of two codes, in units of 1/2 plus `offset`, one per byte of the result.
+// A table from bytes of two codes to their elements. Each element takes one byte of an entry, as an integer in units of
+// 1/2 plus `offset`.
 struct ElementPairs {
   u16 pairs[256];
 
@@ -64,7 +69,8 @@ struct ElementPairs {
 };
 const ElementPairs kSigned(0), kOffset(12);
 
-// Return whether a product is one that this file computes.
+// Return true if this file can compute a product: if the processor has AVX-512 VNNI, and the product has 4-bit codes
+// and the step of Blackwell's FP4 instructions, without promotion.
 bool uses_vnni(const ProductCall& call) {
   static const bool is_supported = __builtin_cpu_supports("avx512vnni");
   return is_supported && call.adder == Adder::truncate_groups && call.step == kVnniStep && call.promote == 0 &&
@@ -72,18 +78,24 @@ bool uses_vnni(const ProductCall& call) {
          call.b.code_bits == 4;
 }
 
+// The tasks of a call for which uses_vnni is true. A task computes a tile of at most kVnniRows rows and kVnniPanels
+// panels of columns.
 struct VnniTask {
   const ProductCall& call;
 
+  // The memory of a task: the decoded elements, and the sums so far.
   struct Memory {
     VnniColumns columns[kVnniPanels];
     VnniRow row;
     alignas(64) double sums[kVnniRows][kVnniPanels][kVnniLanes];
   };
 
+  // Return the number of tasks side by side.
   i64 panels() const { return (call.columns + kVnniPanels * kVnniLanes - 1) / (kVnniPanels * kVnniLanes); }
+  // Return the number of tasks.
   i64 count() const { return panels() * ((call.rows + kVnniRows - 1) / kVnniRows); }
 
+  // Compute and store the results of task `index`. Store nothing if there is no memory for the task.
   void run(i64 index) const {
     void* place = nullptr;
     if (posix_memalign(&place, 64, sizeof(Memory))) return;
@@ -118,7 +130,8 @@ struct VnniTask {
     std::free(place);
   }
 
-  // Decode `steps` steps from element k of K on. Elements and scales beyond the operand are zeros.
+  // Store in `to` the decoded elements of `steps` steps, from element k of K on, for the panel that begins at column
+  // `first`. Elements and scales beyond the operand are zeros.
   void decode_columns(VnniColumns& to, i64 first, i64 k, int steps) const {
     for (ScaleRange& range : to.ranges) range = {};
     for (int lane = 0; lane < kVnniLanes; ++lane) {
@@ -144,6 +157,8 @@ struct VnniTask {
     }
   }
 
+  // Store in `to` the decoded elements of `steps` steps of row `row`, from element k of K on. Elements and scales
+  // beyond the operand are zeros.
   void decode_row(VnniRow& to, i64 row, i64 k, int steps) const {
     for (ScaleRange& range : to.ranges) range = {};
     const u8* codes = static_cast<const u8*>(call.a.codes) + row * call.a.codes_step;
@@ -167,7 +182,8 @@ struct VnniTask {
     }
   }
 
-  // Add steps to the sums c of a row and a panel of columns.
+  // Add `steps` decoded steps, from element k of K on, to the sums c of row `row` and of the panel that begins at
+  // column `first`.
   __attribute__((target("avx512vnni"))) void add_steps(const VnniRow& a, const VnniColumns& b, i64 row, i64 first,
                                                        i64 k, int steps, double* c) const {
     constexpr int kVectors = kVnniLanes / 8;
@@ -228,7 +244,8 @@ struct VnniTask {
     for (int v = 0; v < kVectors; ++v) _mm512_store_pd(c + 8 * v, sums[v]);
   }
 
-  // Return sum c of one result after the step at element k of K, computed term by term.
+  // Return the sum of one result after the step that begins at element k of K, computed term by term. c is the sum
+  // before the step.
   double add_slowly(i64 row, i64 column, i64 k, double c) const {
     const double zero_power = power_of_two(call.zero_exponent);
     double terms[kVnniStep / 16] = {}, largest = c == 0 ? zero_power : power_of(c);

@@ -11,6 +11,7 @@
 #include "decode_matrix.h"
 
 // The arguments of a factor search. cpu/library.py mirrors this struct.
+//   x                             the matrix
 //   encode, decode, amax          the tensor scale, or one tensor scale per row if tensor_step is 1
 //   factors, count                the factors with which amaxes are multiplied, and their number
 //   out                           output: one amax per block, rows out_step apart

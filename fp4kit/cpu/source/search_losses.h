@@ -8,7 +8,7 @@
 
 namespace {
 
-// Store the elements of one row of a block as float32. Infinities and NaN are kept.
+// Store the 16 elements of one row of a block as float32. Infinities stay infinite, and NaN stays NaN.
 template <class In, class Bits = typename Input<In>::Bits>
 void load_row(const Bits* x, float* __restrict out) {
   for (int j = 0; j < kSearchBlockSize; ++j) {

@@ -12,6 +12,7 @@
 #include "tiles.h"
 
 // The arguments of a scale search. cpu/library.py mirrors this struct.
+//   x                        the matrix
 //   candidates               three arrays of 128 numbers, indexed by code
 //   weights, hessian         one weight per column, and a 16 x 16 Hessian per 16 columns; nullptr if not given
 //   out                      output: one amax per block, stored once per row of the block; rows are out_step apart

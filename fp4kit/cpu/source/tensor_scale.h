@@ -10,8 +10,14 @@
 
 extern "C" {
 
-// The arguments of a call that computes amaxes. cpu/library.py mirrors this struct. `out` receives the block amaxes,
-// float32 (rows / block_rows, columns / block), rows out_step apart. `out` is nullptr if block amaxes are not wanted.
+// The arguments of a call that computes amaxes. cpu/library.py mirrors this struct.
+//   x                        the matrix
+//   out                      output: the block amaxes (rows / block_rows rounded up, columns / block), in rows that
+//                            are out_step apart; nullptr if they are not wanted
+//   tile_rows, tile_columns  rows and columns of a tile
+//   input                    type of the elements, as an InputKind
+//   block, block_rows        columns and rows of a block; read only if `out` is given
+//   threads                  largest number of threads to use
 struct AmaxCall {
   Source x;
   float* out;
@@ -19,8 +25,8 @@ struct AmaxCall {
   i32 input, block, block_rows, threads;
 };
 
-// Return the amax bits of a matrix, in the width of the input type, and store its block amaxes in call->out. The stored
-// block amaxes are valid only if all elements are finite.
+// Return the amax bits of a matrix, in the width of the input type, and store its block amaxes in call->out. NaN counts
+// as larger than infinity. The stored block amaxes are valid only if all elements are finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u32> largest{0};

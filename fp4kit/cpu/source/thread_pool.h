@@ -20,15 +20,16 @@
 
 namespace {
 
+// The state of the threads and of the current round.
 struct Pool {
   std::mutex owner,
       mutex;  // owner: locked by the call that owns the threads; mutex: guards the fields that are not atomic
   std::condition_variable wake, done;
   std::atomic<uint64_t> claimed{0};  // indices claimed by the owner (lower 32 bits) and by helpers (upper 32 bits)
-  int64_t count = 0;                 // of indices in this round
-  void (*work)(void*, int64_t) = nullptr;
+  int64_t count = 0;                 // number of indices in this round
+  void (*work)(void*, int64_t) = nullptr;  // the function of this round, called as work(context, index)
   void* context = nullptr;
-  std::atomic<uint64_t> round{0};
+  std::atomic<uint64_t> round{0};        // number of rounds that have begun
   std::atomic<int> running{0};           // helpers that have not finished the round
   std::atomic<int> owner_processor{0};   // the processor on which the owner began the round
   int wanted = 0, joined = 0, size = 0;  // helpers that the round wants, that have joined it, that exist
@@ -108,7 +109,8 @@ void reset_after_fork() {
 const int registered = pthread_atfork(nullptr, nullptr, reset_after_fork);
 
 // Call work(context, index) once for every index in [0, count), in any order, on at most `threads` threads including
-// the calling one. Return when all calls have returned.
+// the calling one. Return when all calls have returned. If another call owns the threads, the calling thread makes all
+// calls. `work` must not throw.
 void for_each_index(int64_t count, int threads, void (*work)(void*, int64_t), void* context) {
   Pool& p = *pool;
   const int helpers = static_cast<int>(count < threads ? count : threads) - 1;

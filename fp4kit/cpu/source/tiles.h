@@ -123,7 +123,8 @@ void block_amax_bits(View<Bits> x, i64 rows, i64 blocks, i64 block, u32* out) {
   }
 }
 
-// Return the amax bits of all elements of a view with `rows` rows and `columns` columns.
+// Return the amax bits of all elements of a view with `rows` rows and `columns` columns. NaN counts as larger than
+// infinity.
 template <class In, class Bits>
 Bits amax_bits(View<Bits> x, i64 rows, i64 columns) {
   Bits largest = 0;

@@ -78,7 +78,7 @@ def clip_amax(call: Call) -> Any:
 def amax(call: Call) -> Any:
     """Return the amax of each block of call.moved or, for a recipe without blocks, the tensor amaxes.
 
-    Raise Declined if no kernel supports blocks of several rows of this shape.
+    Raise Declined if the blocks need the kernel partial_amax (needs_block_kernel), which does not support them.
     """
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)

@@ -15,7 +15,7 @@ struct Lookup {
 };
 
 // Look up the elements of one row of a block, and store the result in `found`. `amax` is the amax of the block. Return
-// false if the table is not valid for the block.
+// false if the table is not valid for the block; then only found.six and found.four are stored.
 template <class R, class In>
 FP4KIT_DEVICE bool look_up_block(const PairTable& table, const Run<In, R::kBlock>& x, float amax, TensorScale t,
                                  Lookup<R>& found) {

@@ -9,7 +9,6 @@
 //   3. requantize_keep_kernel overwrites the blocks of the result whose codes can be kept.
 //
 // If 2^m cannot be the tensor scale, the last two kernels do nothing.
-// the tensor scale, the last two kernels do nothing.
 #include "block.cuh"
 
 // The arguments of the three kernels.

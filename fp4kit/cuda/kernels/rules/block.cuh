@@ -11,14 +11,16 @@
 #include "decode_rules.cuh"
 #include "random.cuh"
 
-// The effect of a NaN element on the amax of a block: NaN is ignored; NaN propagates; or NaN is ignored unless all even
-// or all odd elements are NaN (lanes).
+// The effect of a NaN element on the amax of a block:
+//   ignore     none; the amax is 0 if all elements are NaN
+//   propagate  the amax is NaN
+//   lanes      none, except that the amax is NaN if all odd elements are NaN
 enum class AmaxNan { ignore, propagate, lanes };
 // The elements that count in the amax of a tensor: all elements, all except NaN, or only finite ones.
 enum class AmaxInput { all, no_nan, finite };
 
 // Return the larger of two magnitudes. If one of them is NaN, return NaN for AmaxNan::propagate, and otherwise the one
-// that is not NaN.
+// that is not NaN. If both are NaN, return NaN.
 template <AmaxNan kNan>
 FP4KIT_DEVICE float larger(float a, float b) {
   if constexpr (kNan == AmaxNan::propagate)
@@ -26,8 +28,8 @@ FP4KIT_DEVICE float larger(float a, float b) {
   return fmaxf(a, b);
 }
 
-// The amax of a block whose elements are added run by run. It is 0 if no element counts. For AmaxNan::lanes, even and
-// odd elements have separate amaxes, and the result is the larger one.
+// The amax of a block whose elements are added run by run. It is 0 if no element was added. For AmaxNan::lanes, even
+// and odd elements have separate amaxes, and the result is that of the odd ones unless that of the even ones is larger.
 template <AmaxNan kNan>
 struct BlockAmax {
   float even = 0.0f, odd = 0.0f;
@@ -73,7 +75,6 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
 // This was checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a
 // with 8 bits at most. For divisors 2 - 2^-M times powers of two (M = 0 ... 7), to which the largest values of formats
 // belong, it was checked for every a.
-// for every a.
 FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   const float quotient = a * reciprocal;
   return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);

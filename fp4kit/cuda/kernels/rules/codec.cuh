@@ -6,7 +6,6 @@
 // instructions or faster functions.
 //
 // The enum Rounding below says how elements are rounded.
-// code of smallest error.
 #pragma once
 
 #include "ptx.cuh"
@@ -34,8 +33,8 @@ FP4KIT_DEVICE float max_of() {
   return float_of(F::kMaxBits);
 }
 
-// Return the code of a >= 0, which must not be NaN. Values above the largest value of the format saturate, unless
-// kRounding is rnw.
+// Return the code of a >= 0, without sign. a must not be NaN. kRounding must not be `first`. Values above the largest
+// value of the format saturate, unless kRounding is rnw.
 //   e = max(exponent of a, emin);   code = ((e - emin) << M) + round(a * 2^(M - e))
 // M is the number of mantissa bits. Adding 2^(e + 23 - M) rounds a to the grid of the format. The difference of the
 // bits of the sum and of 2^(e + 23 - M) is the rounded significand.
@@ -63,8 +62,8 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
 template <class F>
 FP4KIT_DEVICE float decode(u32 code);
 
-// Return the code that minimizes |value * step - a|, or the first one if several do. a must be at least 0 and not NaN.
-// It gives the results of first_of_least in reference/codec.py.
+// Return the code that minimizes |value * step - a|, or the first one if several do. a must be at least 0 and not NaN;
+// infinity gives code 0. It gives the results of first_of_least in reference/codec.py.
 template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
@@ -133,7 +132,8 @@ FP4KIT_DEVICE u32 encode_finite_rn(float x) {
 
 // Return the code of x, rounded stochastically with a random byte. It is the code of |x| + random / 256 * step(|x|),
 // rounded toward zero, with the sign of x. So |x| is rounded up with a probability that equals its distance, in steps,
-// from the value below. NaN gives the NaN code of the format. It gives the results of reference/stochastic.py.
+// from the value below. Values above the largest value of the format, and infinity, saturate. NaN gives the NaN code of
+// the format. It gives the results of reference/stochastic.py.
 template <class F>
 FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   if (is_nan(x)) return F::kNanCode;
@@ -144,8 +144,8 @@ FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
   return encode_magnitude<F, Rounding::rz>(t) | (sign_of(x) ? F::kSignBit : 0u);
 }
 
-// Return the value of a code. The exponent and mantissa bits of the code are moved to their places in a float32, which
-// then is the value times 2^(bias - 127).
+// Return the value of a code, with its sign; NaN codes give a NaN with the sign of the code. The exponent and mantissa
+// bits of the code are moved to their places in a float32, which then is the value times 2^(bias - 127).
 template <class F>
 FP4KIT_DEVICE float decode(u32 code) {
   if constexpr (F::kIsInteger) {
@@ -161,8 +161,8 @@ FP4KIT_DEVICE float decode(u32 code) {
 }
 
 // Return the E8M0 code of x, rounded up: the exponent of the smallest power of two that is at least x, plus 127. Return
-// 0 for 0 <= x <= 2^-127, 254 for x above 2^126 (infinity included), and 255 for NaN and x < 0. Equals PTX
-// cvt.rp.satfinite.ue8m0.
+// 0 for 0 <= x <= 2^-127, 254 for x above 2^126 (infinity included), and 255 for NaN and x < 0. x must not be -0.
+// Equals PTX cvt.rp.satfinite.ue8m0.
 FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
   if (is_nan(x) || x < 0.0f) return 255u;
   const u32 bits = bits_of(x), field = bits >> 23, mantissa = bits & 0x7FFFFFu;

@@ -5,9 +5,8 @@
 //   code<R>(amax, tensor_amax)        return the E4M3 code of a block's scale; only if kHasCodes is true
 //   scale_of<R>(code, tensor_amax)    return the FakeScale of a code, for a table per tensor; only if kHasCodes is true
 //   value<R, In>(x, scale)            return the result for any element x
-//   is_fast<R>(largest, scale)        return true if fast_value is valid for the elements of a block; `largest` is the
-//   bits
-//                                     of their largest magnitude
+//   is_fast<R>(largest, scale)        return true if fast_value is valid for the elements of a block; `largest` is
+//                                     the float32 bits of their largest magnitude
 //   fast_value<R, In>(x, scale)       return the result for element x in fewer instructions
 #pragma once
 

@@ -32,7 +32,7 @@ FP4KIT_DEVICE float nearest_integer(float x) {
   return (x + 0x1.8p23f) - 0x1.8p23f;
 }
 
-// Return floor(x) for 0 <= x < 2^23.
+// Return floor(x) for 0 <= x < 2^23, as +0 for x below 1.
 FP4KIT_DEVICE float floor_of(float x) {
   return add_rz(x, 0x1p23f) - 0x1p23f;
 }

@@ -34,12 +34,16 @@ FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
   return static_cast<i32>((bits + (count << BelowPower<In>::kShift)) >> 23) - 127 - down;
 }
 
-// How numbers halfway between two integers are rounded: away from zero, or to even. With `none`, all numbers are
-// rounded down (floor).
+// How a magnitude halfway between two integers is rounded: up (away from zero), or to even. With `none`, every
+// magnitude is rounded down, halfway or not.
 enum class HalfWay { away, even, none };
 
 // The rule of microxcaling. The result is round(x / s) * s, with s = 2^(floor(log2(amax)) - emax), where emax is the
-// exponent of the largest element value. kFlushBlocks: blocks whose amax is below 2^-126 become zeros.
+// exponent of the largest element value. The function `round` rounds the magnitude to the values of the element format,
+// halves as kHalfWay says, and saturates. kFlushBlocks: blocks whose amax is below 2^-126 become zeros.
+//
+// All elements of a block become NaN if the amax is NaN or infinite, or if s cannot be represented in the type In, as
+// for an amax of 0 in float16. An element -0 becomes +0.
 template <HalfWay kHalfWay, bool kFlushBlocks = false>
 struct fake_microxcaling {
   static constexpr bool kHasCodes = false;
@@ -54,7 +58,8 @@ struct fake_microxcaling {
     if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};        // x / 0 * 0
     return {kFlushBlocks && shared <= -127 ? 0.0f : inverse_e8m0(static_cast<u32>(exponent + 127)), decode};
   }
-  // Return a >= 0 rounded to an integer in the way of kHalfWay.
+  // Return a >= 0 rounded to an integer: to the nearest one with halves as kHalfWay says, or down if kHalfWay is
+  // `none`.
   template <class In>
   FP4KIT_DEVICE float rounded(float a) {
     if constexpr (kHalfWay == HalfWay::none) return floor_of(a);

@@ -10,9 +10,9 @@ constexpr float kUnknownAmax = -1.0f;
 // kNearSteps and kFarSteps are the numbers of floats on each side of the estimate that the first and the second search
 // cover. kLargestBits is the bits of the largest finite float.
 constexpr u32 kNearSteps = 8u, kFarSteps = 1u << 20, kLargestBits = kInfinityBits - 1u;
-// A scale of at least this multiple of the wanted scale counts as smaller than it. Some rules replace a small amax by a
-// larger number, which multiplies the scale by at least 65504. Within kFarSteps, other scales grow by a factor of at
-// most 391. So this ratio separates the two cases.
+// If an amax gives at least kJumpRatio times the wanted scale, order_of treats the amax as too small. The reason is
+// that some rules replace a small amax by a larger number, which multiplies the scale by at least 65504. Otherwise, a
+// scale grows within kFarSteps by a factor of at most 391. So this ratio separates the two cases.
 constexpr float kJumpRatio = 4096.0f;
 
 // Return true if two scales have the same bits, or if both are NaN.
@@ -26,7 +26,9 @@ FP4KIT_DEVICE float covered_range() {
   return R::kHasScales ? full_range<R>() : max_of<typename R::Element>();
 }
 
-// Return -1, 0 or 1 if the amax with these bits gives a smaller scale than `scale`, the same scale, or a larger scale.
+// Compare the scale of the amax with these bits with `scale` > 0. Return -1 if it is smaller, 0 if it is equal, and 1
+// if it is larger or NaN. Also return -1 if it is at least kJumpRatio times `scale`, because the amax is then too
+// small.
 template <class R, class In>
 FP4KIT_DEVICE int order_of(u32 bits, float scale) {
   const float found = R::TensorRule::template scale<R, In>(float_of(bits)).decode;

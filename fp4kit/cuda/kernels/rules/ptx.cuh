@@ -139,7 +139,7 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #endif
 }
 
-// Return a * b + c rounded toward zero, for a >= 0, b > 0, a * b <= 2^22 and an integer c in [2^23, 2^24). The twin
+// Return a * b + c rounded toward zero, for a >= 0, b > 0, an integer c in [2^23, 2^24) and a * b + c <= 2^24. The twin
 // rounds a * b first, so b must be a power of two or a * b exact.
 FP4KIT_DEVICE float fma_rz(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
