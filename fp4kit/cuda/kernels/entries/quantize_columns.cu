@@ -7,6 +7,9 @@
 // where the columns of a tile are long enough to be stored as whole sectors.
 //
 // For blocks in a row, the tile is also kept in shared memory, and a thread takes runs of it.
+//
+// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
 #include "amax.cuh"
 #include "patch_column_blocks.cuh"
 #include "patch_square_blocks.cuh"

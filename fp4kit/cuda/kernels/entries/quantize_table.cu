@@ -2,6 +2,9 @@
 // the tables do not decide are quantized by the functions of quantize_tile.cuh.
 //
 // Each multiprocessor holds one table, which is shared by one thread block of kTableThreads threads.
+//
+// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
 #include "four_over_six_table.cuh"
 #include "quantize_tile.cuh"
 

@@ -3,6 +3,9 @@
 //
 // Rows may have any length. A thread takes runs of neighboring elements of one row, and loads several runs before it
 // uses the first one. Elements after the last whole run of a row are quantized one at a time.
+//
+// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
 #include "amax.cuh"
 #include "quantize.cuh"
 

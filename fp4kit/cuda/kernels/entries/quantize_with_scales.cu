@@ -4,6 +4,9 @@
 //
 // A thread takes a run of 16 elements of a row, and computes the factor of its block from the given scale code by the
 // recipe's rule. The whole block is read only if the rule depends on whether all its elements are zeros.
+//
+// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
 #include "four_over_six.cuh"
 #include "implied_amax.cuh"
 

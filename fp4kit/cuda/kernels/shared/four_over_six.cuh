@@ -5,6 +5,9 @@
 // adds approximate errors, in a few operations per element. If the two sums are too close, the block takes the exact
 // path. That happens for about four in ten thousand blocks of normally distributed data, and for blocks for which both
 // scales are equally good, such as blocks whose elements all have one magnitude.
+//
+// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
 #pragma once
 
 #include "four_over_six_rules.cuh"

@@ -4,6 +4,9 @@
 // A tile is kBlockRows rows of kColumns blocks. A thread handles one row of one block (R::kBlock elements). The threads
 // exchange amaxes and errors in shared memory. For 4over6 on blocks of one row, each thread handles whole blocks and
 // needs no shared memory.
+//
+// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
 #pragma once
 
 #include "block_reduce.cuh"

@@ -9,6 +9,9 @@
 //   tries(i, trial)        return true if i is a candidate, and store in `trial` what elements are encoded with
 //   residual_of(x, trial)  return the residual of element x; only the objective `hessian` uses its sign
 //   amax_of(best)          return the amax of the best candidate, or of a block for which no loss is below infinity
+//
+// Template parameters of the functions: R is the recipe, In is the type of the elements of x, and kAligned is true if
+// all rows of x, and of values if they are stored, begin at multiples of 16 bytes.
 #pragma once
 
 #include "exact_path.cuh"
