@@ -56,14 +56,17 @@ def access_to(array: Any) -> ArrayAccess:
 
 
 def _is_float32(a: np.ndarray) -> bool:
+    """Return whether a NumPy array is a contiguous, aligned float32 array."""
     return a.dtype == _FLOAT32 and a.flags.c_contiguous and a.flags.aligned
 
 
 def _numpy_maker(shape: tuple[int, ...], dtype: np.dtype, reused: bool) -> Callable[[], Any]:
+    """Return a function that makes a NumPy array; see ArrayAccess.maker."""
     return partial(buffers.empty if reused else np.empty, shape, dtype)
 
 
 def _move_last(a: Any, axis: int) -> Any:
+    """Return a view of an array with the last axis moved to `axis`, or the array itself if `axis` is the last one."""
     return a if axis == a.ndim - 1 else np.moveaxis(a, -1, axis)
 
 
@@ -72,6 +75,7 @@ NUMPY = ArrayAccess(address, _numpy_maker, _is_float32, np.ndarray.tobytes, _mov
 
 @cache
 def _torch() -> ArrayAccess:
+    """Return the ArrayAccess for PyTorch tensors in host memory."""
     pointer, float32 = torch_arrays.address(), torch_arrays.dtype_named("float32")
 
     def address_of(a: Any) -> int | None:

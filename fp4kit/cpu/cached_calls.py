@@ -104,6 +104,8 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
     """Return the prototype of a call and the index of its tensor rule.
 
     Return None if the call takes more than one call of the library, or has options that cached calls do not support.
+    Raise Declined if the library does not support the recipe, or if elements are not aligned.
+
     packed_step, scales_step: bytes from one row of codes or block scales to the next.
     """
     r, x = call.recipe, _matrix(call)

@@ -209,7 +209,10 @@ class Group:
         return self.vector is not None and self.calls[0].tensor_amax is None
 
     def amax(self) -> list[Any]:
-        """Return the tensor amax of each array: that which the caller passed, or otherwise one computed now."""
+        """Return the tensor amax of each array: the caller's or, if the caller passed none, one computed now.
+
+        Return None for each array if the recipe has no tensor scale.
+        """
         with self._device:
             self._update(True)
         return self.amaxes
