@@ -73,6 +73,13 @@ def test_terms_that_lose_bits() -> None:
             both(a, b, (c * 2.0**60).astype(np.float32), unit=unit)
 
 
+@pytest.mark.parametrize(("block", "unit"), [(2, "exact"), (8, "float64"), (256, "float32-blocks")])
+def test_blocks_that_no_kernel_takes_are_refused(block, unit) -> None:
+    q = fp4kit.quantize(np.ones((4, 512), np.float32), replace(fp4kit.recipe("mxfp4-ocp"), block=(1, block)))
+    with pytest.raises(NotImplementedError, match=f"blocks of {block} elements"):
+        fp4kit.matmul(moved(q), moved(q), unit=unit)
+
+
 def test_odd_lengths_and_steps_of_a_variant() -> None:
     rng = np.random.default_rng(4)
     a, b = drawn(rng, "bf16", 33, 131), drawn(rng, "bf16", 31, 131)
