@@ -29,6 +29,7 @@ RIGHT = {
     "fake_quantize_grouped_backward": {"grads": [X], "xs": [X], "recipe": "nvfp4", "pass_through": False},
     "GroupedPlan": {"xs": [X], "recipe": "nvfp4"},
     "identify": {"q": Q, "x": X},
+    "error_budget": {"x": X, "w": X, "recipe_x": "nvfp4-te", "recipe_w": "nvfp4-te"},
     "matmul": {"a": Q, "b": Q},
     "pack": {"codes": Q.packed & 7},
     "partial_amax": {"shard": FLAT, "shape": (32, 64), "start": 0, "recipe": "nvfp4-te-2d"},
