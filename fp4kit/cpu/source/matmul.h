@@ -92,7 +92,8 @@ __forceinline__ double power_of(double c) {
 
 // Return 2^shift / power, where `power` is a power of two. The result must be a normal number.
 __forceinline__ double over(int shift, double power) {
-  return __longlong_as_double((i64{2046 + shift} << 52) - __double_as_longlong(power));
+  const u64 bits = static_cast<u64>(2046 + shift) << 52;  // unsigned, because it may exceed a signed integer
+  return __longlong_as_double(static_cast<i64>(bits - static_cast<u64>(__double_as_longlong(power))));
 }
 
 // The decoded elements of a panel of columns, or of one row, for at most kProductDepth elements of K. A lane is one
@@ -435,10 +436,11 @@ struct ProductTask {
     std::memset(m.sums, 0, sizeof m.sums);
     std::memset(m.totals, 0, sizeof m.totals);
     if (!call.c) return;
+    auto& sums = call.promote ? m.totals : m.sums;
     for (i64 r = 0; r < rows; ++r) {
       for (i64 j = 0; j < columns; ++j) {
         const float c = call.c[(first_row + r) * call.columns + first + j];
-        (call.promote ? m.totals : m.sums)[r][j / kProductLanes][j % kProductLanes] = c;
+        sums[r][j / kProductLanes][j % kProductLanes] = c;
         if (call.adder == Adder::exact) exact[r * columns + j].add(c);
       }
     }
@@ -480,10 +482,11 @@ struct ProductTask {
 
   // Multiply all sums of a task by the tensor scales, and store them.
   void finish(Memory& m, i64 first_row, i64 rows, i64 first, i64 columns, std::vector<ExactSum>& exact) const {
+    const auto& sums = call.promote ? m.totals : m.sums;
     for (i64 r = 0; r < rows; ++r) {
       for (i64 j = 0; j < columns; ++j) {
         const i64 row = first_row + r, column = first + j;
-        float x = static_cast<float>((call.promote ? m.totals : m.sums)[r][j / kProductLanes][j % kProductLanes]);
+        float x = static_cast<float>(sums[r][j / kProductLanes][j % kProductLanes]);
         if (call.adder == Adder::exact) x = exact[r * columns + j].rounded();
         put(row, column, x);
       }
