@@ -56,7 +56,8 @@ def like(a: Any) -> jax.ShapeDtypeStruct:
 def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
     """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results.
 
-    Under vmap the call becomes a loop. Results have no gradients.
+    The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host. Under
+    vmap it becomes a loop. Results have no gradients.
 
     results: the shapes and dtypes of the results.
     arguments: the arguments of the function by name. Arrays among them may be traced.
@@ -89,6 +90,8 @@ def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
 
 def run(text: str, *arrays: Array) -> list[Array]:
     """Run the call that a text describes on the given arrays, and return its results as a list.
+
+    text: the JSON that `traced` writes: [function, {argument: a value, or a reference to one of the arrays}].
 
     A Quantized is returned as its arrays that are not None. The arrays may be NumPy or CuPy arrays, or arrays that
     NumPy can read. XLA's threads flush subnormal numbers, but fp4kit's functions restore IEEE arithmetic during a call.

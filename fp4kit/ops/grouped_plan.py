@@ -38,7 +38,11 @@ class PlanInput(NamedTuple):
 
     @classmethod
     def of(cls, name: str, value: Any) -> PlanInput:
-        """Return the PlanInput of the argument `value` with its current content. name: its name in messages."""
+        """Return the PlanInput of the argument `value`, a list of arrays or one stacked array.
+
+        It records the entries of the list and the addresses of PyTorch tensors, without copying data.
+        name: the name of the argument in messages.
+        """
         entries = list(as_list("GroupedPlan", name, value))
         tensors = [a for a in entries if hasattr(a, "data_ptr")]
         return cls(value, entries, tensors, [a.data_ptr() for a in tensors])

@@ -316,6 +316,8 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
     """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales.
 
     name: the name of the tensor. rest: the end of this name, after the layer's name (see layer_above).
+
+    The item is CARRIED if the tensor is known not to change the weights, otherwise REFUSED with the reason.
     """
     if is_known_beside(rest, entry):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])

@@ -257,6 +257,7 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
     """Return the first weight that a pattern matches, and an iterator over all later matches.
 
     option: "--keep" or "--only", for the error message.
+    pattern: a shell-style pattern that must match a whole module name, with its case and without ".weight".
     weights: the weights of the whole model.
 
     Raises CheckpointError if no weight matches.

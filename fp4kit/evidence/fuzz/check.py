@@ -152,7 +152,10 @@ class EngineRun:
 
 
 def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
-    """Run a case on the specification and, unless ``engine`` is None, on ``engine`` too. Return the verdict."""
+    """Run a case on the specification and, unless ``engine`` is None, on ``engine`` too. Return the verdict.
+
+    The run stops at the first statement whose results differ. An exception gives the verdict "raised".
+    """
     statements = program(case)
     checked = RunsInStep(
         [EngineRun(SPECIFICATION, True), *([] if engine is None else [EngineRun(engine, False)])],

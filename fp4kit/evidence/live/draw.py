@@ -52,9 +52,9 @@ def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, column
 
 
 def _shape(rng: np.random.Generator, r: fp4kit.Recipe, multiple: int) -> Shape:
-    """Return random numbers of rows and columns, at most MAX_ELEMENTS elements in total.
+    """Return a random shape (rows, columns) of at most MAX_ELEMENTS elements.
 
-    Columns are whole blocks and a multiple of ``multiple``. The number of blocks is often odd.
+    The number of columns is a multiple of the block and of ``multiple``. The number of blocks is often odd.
     """
     while True:
         rows, columns = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * lcm(r.length_multiple, multiple)

@@ -287,7 +287,7 @@ class LiveCase:
     dtype: str
 
     def attempt(self, value: Any) -> tuple[Compared, str]:
-        """Compare the producer with fp4kit on a value like this one. Return (comparison, error text).
+        """Compare the producer with fp4kit on a value, an array or a Quantized. Return (comparison, error text).
 
         The error text is "" unless the producer raises an exception.
         """

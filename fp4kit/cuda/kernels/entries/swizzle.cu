@@ -15,8 +15,9 @@ struct SwizzleArguments {
 
 constexpr bool kFromLinear = kFrom == ScaleLayout::linear;
 
-// Move four rows of 16 columns between the linear layout and the swizzled layout kTiled. `quad` is the number of the
-// group of four rows.
+// Move four rows of 16 columns from the linear layout to the swizzled layout kTiled if kFromLinear, otherwise back.
+// `quad` is the number of the group of four rows, and `column` the first of the 16 columns. Rows from `rows` on are
+// padding.
 template <ScaleLayout kTiled>
 FP4KIT_DEVICE void move_quad(const u8* in, u8* out, i64 quad, i64 column, i64 rows, i64 columns) {
   constexpr int kStep = kTiled == ScaleLayout::swizzled_128x4 ? 32 : 1;  // distance of the four rows
