@@ -14,7 +14,6 @@ from fp4kit import formats
 from fp4kit.arrays.imports import check_one_device, import_arrays, on_device
 from fp4kit.arrays.returns import first_array, library_of, numpy_dtype
 from fp4kit.formats import FLOATS, ElementFormat
-from fp4kit.layouts import unswizzle_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit_of
@@ -33,6 +32,9 @@ _DTYPES = {
     "E4M3FNUZ": ml_dtypes.float8_e4m3fnuz,
     "E5M2FNUZ": ml_dtypes.float8_e5m2fnuz,
 }
+# How engines add the products of a step; the enum Adder of cuda/kernels/rules/matmul_terms.cuh says what each does.
+ADDERS = ("truncate", "truncate_groups", "floor", "exact", "float64", "float32_blocks", "float32")
+_OF_ORDER = {"exact": "exact", "float64": "float64", "float32-blocks": "float32_blocks", "dequantized": "float32"}
 MAX_BLOCK = 512  # elements per block of the unit "float32-blocks"
 _LEAST_EXPONENTS = {"float16": -14, "bfloat16": -126, "E4M3FNUZ": -7, "E5M2FNUZ": -15}
 _FP8, _FNUZ, _FP6_FP4 = {"E4M3", "E5M2"}, {"E4M3FNUZ", "E5M2FNUZ"}, {"E2M3", "E3M2", "E2M1"}
@@ -98,8 +100,43 @@ class MatmulCall(NamedTuple):
         return (*batches, self.a.codes.shape[1], self.b.codes.shape[1])
 
 
+class Addition(NamedTuple):
+    """Say how an engine adds the products of a call. Fields that its adder does not use keep their defaults.
+
+    Attributes:
+        adder: one of ADDERS.
+        step: elements of K per step.
+        promote: elements of K per chain, as Unit.promote; 0 for one chain.
+        fraction_bits, zero_exponent: as in DotAdd and FloorDotAdd.
+        output_bits: DotAdd.output_bits, or FloorDotAdd.sum_bits.
+        sums, c_vanishes: as in FloorDotAdd.
+    """
+
+    adder: str
+    step: int = 1
+    promote: int = 0
+    fraction_bits: int = 0
+    output_bits: int = 0
+    zero_exponent: int = 0
+    sums: int = 1
+    c_vanishes: int = 0
+
+
+def addition_of(call: MatmulCall) -> Addition:
+    """Return how a call adds its products."""
+    step, promote = call.step, call.unit.promote or 0
+    if isinstance(step, DotAdd):
+        adder = "truncate_groups" if step.group > 1 else "truncate"
+        return Addition(adder, step.k, promote, step.fraction_bits, step.output_bits, step.zero_exponent)
+    if isinstance(step, FloorDotAdd):
+        facts = (step.fraction_bits, step.sum_bits, step.zero_exponent, step.sums, int(step.c_vanishes))
+        return Addition("floor", step.k, promote, *facts)
+    adder = _OF_ORDER[str(call.unit.order)]
+    return Addition(adder, call.a.block if adder == "float32_blocks" else 1)
+
+
 class Decoding(NamedTuple):
-    """Say what the codes of an element format mean.
+    """Say what the codes of an element format, or of a format of block scales, mean.
 
     Attributes:
         values: the value of every code: float64, exact.
@@ -120,6 +157,12 @@ def decoding_of(element: str) -> Decoding:
             return Decoding(codes.view(dtype).astype(np.float64), _LEAST_EXPONENTS[element])
     found: ElementFormat = getattr(formats, element)
     return Decoding(found.values.astype(np.float64), found.emin)
+
+
+@lru_cache
+def scale_decoding_of(scale: ElementFormat) -> Decoding:
+    """Return the Decoding of a format of block scales. Matrix units ignore the sign of a scale."""
+    return Decoding(np.abs(scale.values.astype(np.float64)), scale.emin)
 
 
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
@@ -207,15 +250,13 @@ def check_axis(op: str, name: str, q: Quantized) -> None:
 
 
 def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
-    """Return a Quantized of NumPy or CuPy arrays as an Operand."""
+    """Return a Quantized of NumPy or CuPy arrays, with scales in the linear layout, as an Operand."""
     check_axis(op, name, q)
     r = q.recipe
     _check_multiplied(op, name, r)
     *lead, rows, k = q.moved_shape
     contiguous = _library(q.packed).ascontiguousarray
-    scales = q.block_scale
-    if scales is not None:
-        scales = contiguous(unswizzle_scales(scales, q.scale_layout, q.scale_shape))
+    scales = None if q.block_scale is None else contiguous(q.block_scale)
     factor = q.tensor_scale
     if factor is not None:
         missing = len(lead) + 1 - factor.ndim

@@ -144,7 +144,7 @@ class ProductCall(ctypes.Structure):
         *((name, c_void_p) for name in ("c", "out")),
         *((name, c_int64) for name in ("rows", "columns", "length")),
         *((name, c_int32) for name in ("adder", "step", "promote", "fraction_bits", "output_bits")),
-        *((name, c_int32) for name in ("zero_exponent", "group", "sums", "c_vanishes", "output", "threads")),
+        *((name, c_int32) for name in ("zero_exponent", "sums", "c_vanishes", "output", "threads")),
     ]
 
 

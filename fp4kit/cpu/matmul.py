@@ -7,14 +7,21 @@ from functools import lru_cache
 
 import numpy as np
 
-from fp4kit.call.matmul import MatmulCall, Operand, decoding_of
+from fp4kit.call.matmul import (
+    ADDERS,
+    Addition,
+    Decoding,
+    MatmulCall,
+    Operand,
+    addition_of,
+    decoding_of,
+    scale_decoding_of,
+)
 from fp4kit.cpu.encode import INPUTS
 from fp4kit.cpu.library import ProductCall, ProductOperand, address, functions, threads_for
 from fp4kit.formats import ElementFormat
 from fp4kit.reference.matmul import as_terms
-from fp4kit.units import DotAdd, FloorDotAdd
 
-_ADDERS = {"exact": 3, "float64": 4, "float32-blocks": 5, "dequantized": 6}  # enum class Adder of source/matmul.h
 TERMS_PER_CALL = 1 << 30  # products per call of the library, between which Python can handle Ctrl-C
 
 
@@ -41,44 +48,30 @@ def matmul(call: MatmulCall) -> np.ndarray:
 
 def _prototype(call: MatmulCall) -> ProductCall:
     """Return a ProductCall whose fields are set, except those that depend on the matrix and its rows."""
-    step = call.step
-    product = ProductCall(length=call.a.k, output=INPUTS[call.out_dtype], step=1, sums=1)
-    if isinstance(step, DotAdd):
-        product.adder, product.output_bits, product.group = int(step.group > 1), step.output_bits, step.group
-    elif isinstance(step, FloorDotAdd):
-        product.adder, product.output_bits = 2, step.sum_bits
-        product.sums, product.c_vanishes = step.sums, step.c_vanishes
-    else:
-        assert call.unit.order is not None
-        product.adder = _ADDERS[call.unit.order]
-        product.step = call.a.block if call.unit.order == "float32-blocks" else 1
-    if step is not None:
-        product.step, product.promote = step.k, call.unit.promote or 0
-        product.fraction_bits, product.zero_exponent = step.fraction_bits, step.zero_exponent
+    adder, *fields = addition_of(call)
+    names = Addition._fields[1:]
+    product = ProductCall(length=call.a.k, output=INPUTS[call.out_dtype], adder=ADDERS.index(adder))
+    for name, value in zip(names, fields, strict=True):
+        setattr(product, name, value)
     return product
 
 
 @lru_cache
-def _tables(element: str) -> tuple[np.ndarray, np.ndarray]:
+def _element_tables(element: str) -> tuple[np.ndarray, np.ndarray]:
     """Return the values of all codes of an element format, and 2^exponent of each value, as two float64 arrays."""
-    decoding = decoding_of(element)
-    return decoding.values, _powers(decoding.values, decoding.least)
+    return _tables(decoding_of(element))
 
 
 @lru_cache
 def _scale_tables(scale: ElementFormat) -> tuple[np.ndarray, np.ndarray]:
     """Return the magnitudes of all codes of a block scale format, and 2^exponent of each, as two float64 arrays."""
-    values = np.abs(scale.values.astype(np.float64))
-    return values, _powers(values, scale.emin)
+    return _tables(scale_decoding_of(scale))
 
 
 @np.errstate(all="ignore")
-def _powers(values: np.ndarray, least: int) -> np.ndarray:
-    """Return 2^exponent of each number, with the exponents of reference.matmul.as_terms.
-
-    least: the smallest exponent; smaller numbers and zeros get it.
-    """
-    return np.ldexp(1.0, as_terms(values, least).exponent)
+def _tables(decoding: Decoding) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values of all codes, and 2^exponent of each with the exponents of reference.matmul.as_terms."""
+    return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
 
 def _operand(x: Operand, i: int, start: int) -> ProductOperand:
@@ -87,7 +80,7 @@ def _operand(x: Operand, i: int, start: int) -> ProductOperand:
     If the operand has one matrix for the whole batch, return that matrix.
     """
     i = min(i, x.codes.shape[0] - 1)
-    values, powers = _tables(x.element)
+    values, powers = _element_tables(x.element)
     operand = ProductOperand(
         values=address(values),
         powers=address(powers),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.call.matmul import MatmulCall, Operand, decoding_of
+from fp4kit.call.matmul import MatmulCall, Operand, decoding_of, scale_decoding_of
 from fp4kit.layouts import unpack
 from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
 
@@ -41,7 +41,6 @@ def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.nd
     elements = as_terms(decoding.values[np.pad(codes, ((0, 0), (0, missing)))], decoding.least)
     scales = None
     if x.scales is not None and x.scale is not None:
-        # the sign of an E4M3 scale is ignored
-        values = np.abs(x.scale.values[np.pad(x.scales[i, rows], ((0, 0), (0, missing // x.block)))])
-        scales = as_terms(values, x.scale.emin)
+        values, least = scale_decoding_of(x.scale)
+        scales = as_terms(values[np.pad(x.scales[i, rows], ((0, 0), (0, missing // x.block)))], least)
     return Factor(elements, scales, x.block), None if x.factor is None else x.factor[i, rows]

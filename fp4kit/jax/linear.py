@@ -12,7 +12,7 @@ import numpy as np
 import fp4kit
 from fp4kit.arguments import as_index
 from fp4kit.call.abstract_array import AbstractArray
-from fp4kit.call.linear import OP, LinearSettings, check_linear, check_weight, linear_settings
+from fp4kit.call.linear import NO_SECOND_GRADIENT, OP, LinearSettings, check_linear, check_weight, linear_settings
 from fp4kit.call.outputs import part_specs
 from fp4kit.call.parse import QuantizeOptions, quantize_call
 from fp4kit.call.parse import check_seed as check_seed_range
@@ -230,9 +230,7 @@ def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: An
 
 def _no_gradient(*arguments: Any) -> NoReturn:
     """Raise NotImplementedError: gradients from quantized operands are not differentiable themselves."""
-    raise NotImplementedError(
-        f"{OP}: the gradients of backward='quantized' have no gradients; pass backward='straight-through'"
-    )
+    raise NotImplementedError(NO_SECOND_GRADIENT)
 
 
 _gradient_of_x.defvjp(lambda static, dtype, *arguments: (_gradient_of_x(static, dtype, *arguments), None), _no_gradient)

@@ -12,7 +12,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.call.linear import LinearSettings, check_product, linear_settings
-from fp4kit.call.matmul import decoding_of, quantized_operand
+from fp4kit.call.matmul import decoding_of, quantized_operand, scale_decoding_of
 from fp4kit.display.panel import Panel
 from fp4kit.layouts import unpack
 from fp4kit.ops.dequantize import dequantize
@@ -197,7 +197,7 @@ def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
     codes = unpack(found.codes) if found.element == "E2M1" else found.codes
     values = decoding_of(found.element).values[codes]
     if found.scales is not None and found.scale is not None:
-        values *= np.abs(found.scale.values[found.scales].astype(np.float64)).repeat(found.block, axis=-1)
+        values *= scale_decoding_of(found.scale).values[found.scales].repeat(found.block, axis=-1)
     return values if found.factor is None else values * found.factor[:, None].astype(np.float64)
 
 

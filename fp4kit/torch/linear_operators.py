@@ -16,7 +16,7 @@ from torch import Tensor
 
 import fp4kit
 from fp4kit.call.abstract_array import AbstractArray
-from fp4kit.call.linear import OP, LinearSettings, check_linear, settings_from_text
+from fp4kit.call.linear import NO_SECOND_GRADIENT, OP, LinearSettings, check_linear, settings_from_text
 from fp4kit.ops.linear import Operations, gradient_of_w, gradient_of_x, product
 from fp4kit.quantized.container import PARTS
 from fp4kit.quantized.slicing import unflatten
@@ -115,9 +115,7 @@ def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def no_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
     """Raise NotImplementedError: gradients from quantized operands are not differentiable themselves."""
-    raise NotImplementedError(
-        f"{OP}: the gradients of backward='quantized' have no gradients; pass backward='straight-through'"
-    )
+    raise NotImplementedError(NO_SECOND_GRADIENT)
 
 
 linear_gradient_of_x.register_autograd(no_gradient, setup_context=save_nothing)

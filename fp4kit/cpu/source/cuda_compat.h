@@ -57,6 +57,7 @@ static __forceinline__ float larger_float(float a, float b) {
 #include "../../cuda/kernels/rules/block_rules_e4m3_serving.cuh"
 #include "../../cuda/kernels/rules/block_rules_torchao.cuh"
 #include "../../cuda/kernels/rules/implied_amax.cuh"
+#include "../../cuda/kernels/rules/matmul_terms.cuh"
 #include "../../cuda/kernels/rules/random.cuh"
 
 // For each of the 2^23 significands: rcp.approx.ftz.f32 of sm_90 minus the correctly rounded reciprocal, in ulp. The

@@ -1,8 +1,7 @@
 // Matrix products as matrix units add them, and sums in other orders (fp4kit/reference/matmul.py is the specification).
 //
-// A panel of kProductLanes columns of the result is computed at once, one lane per column. Every term is an exact
-// double. Truncating a term to F bits behind the point of the largest exponent 2^E is truncating term * 2^(F-E) to an
-// integer, so exponents are kept as powers of two.
+// A panel of kProductLanes columns of the result is computed at once, one lane per column. The arithmetic of terms is
+// that of the CUDA kernels (cuda/kernels/rules/matmul_terms.cuh).
 #pragma once
 
 #include <algorithm>
@@ -27,16 +26,6 @@ struct ProductOperand {
   i32 block;                   // the number of elements per block scale
 };
 
-// How the products of a step are added to a sum. The numbers are those of cpu/matmul.py.
-//   truncate         every product is a term; terms are truncated to the point of the largest one and added
-//   truncate_groups  as truncate, but the exact sum of 16 products is a term
-//   floor            as CDNA3 does it (FloorDotAdd of fp4kit/units.py)
-//   exact            exactly; the sum is rounded once, at the end
-//   float64          products are added one by one in float64
-//   float32_blocks   per block, a float32 sum of products of elements is multiplied by both scales and added in float32
-//   float32          products of values rounded to float32 are added one by one in float32
-enum class Adder : i32 { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
-
 // The arguments of a product D (rows, columns) = C + A B^T. cpu/library.py mirrors this struct. The fields from
 // fraction_bits to c_vanishes matter for truncate, truncate_groups and floor only.
 struct ProductCall {
@@ -50,9 +39,9 @@ struct ProductCall {
   // The number of bits that a term keeps behind the point of the largest term, and the number of bits behind the point
   // to which a sum is truncated. For floor, output_bits is FloorDotAdd::sum_bits.
   i32 fraction_bits, output_bits;
-  // The exponent of a term of zero; the number of products per term (not read, because the adder implies it); for
-  // floor, the number of sums of products, and 1 if C counts as 0 when its exponent is far below the largest.
-  i32 zero_exponent, group, sums, c_vanishes;
+  // The exponent of a term of zero; for floor, the number of sums of products, and 1 if C counts as 0 when its exponent
+  // is far below the largest.
+  i32 zero_exponent, sums, c_vanishes;
   i32 output;   // the dtype of `out`, as an index of with_input_type
   i32 threads;  // the largest number of threads to use
 };
@@ -63,38 +52,6 @@ constexpr int kProductLanes = 16;  // number of columns of a panel
 constexpr i64 kProductRows = 64;   // largest number of rows of a task
 // The largest number of elements of K that are decoded at once. It is a multiple of every block.
 constexpr i64 kProductDepth = 512;
-
-// Return 2^exponent.
-double power_of_two(int exponent) {
-  return __builtin_ldexp(1.0, exponent);
-}
-
-// Return x truncated toward zero to an integer, with the sign of x. |x| must be below 2^52, infinite or NaN; infinities
-// and NaN are returned.
-__forceinline__ double toward_zero(double x) {
-  const double magnitude = std::fabs(x), shifted = magnitude + 0x1p52, rounded = shifted - 0x1p52;
-  return std::copysign(rounded - (rounded > magnitude ? 1.0 : 0.0), x);
-}
-
-// Return the largest integer that is not above x. |x| must be below 2^52, infinite or NaN; infinities and NaN are
-// returned.
-__forceinline__ double toward_minus(double x) {
-  const double truncated = toward_zero(x);
-  return truncated - (truncated > x ? 1.0 : 0.0);
-}
-
-// Return 2^exponent of a float32 as a term: 2^-126 for subnormal numbers and zeros, and for infinities and NaN.
-__forceinline__ double power_of(double c) {
-  const i64 bits = __double_as_longlong(c) & 0x7FF0000000000000;
-  const double power = __longlong_as_double(bits);
-  return bits == 0x7FF0000000000000 || power < 0x1p-126 ? 0x1p-126 : power;
-}
-
-// Return 2^shift / power, where `power` is a power of two. The result must be a normal number.
-__forceinline__ double over(int shift, double power) {
-  const u64 bits = static_cast<u64>(2046 + shift) << 52;  // unsigned, because it may exceed a signed integer
-  return __longlong_as_double(static_cast<i64>(bits - static_cast<u64>(__double_as_longlong(power))));
-}
 
 // The decoded elements of a panel of columns, or of one row, for at most kProductDepth elements of K. A lane is one
 // column, or the row.
@@ -144,22 +101,14 @@ struct ProductPanel {
 using Columns = ProductPanel<kProductLanes>;
 using Row = ProductPanel<1>;
 
-// Return a sum that is exact in double as an NVIDIA unit rounds it: truncated to `bits` bits behind the point, with
-// -126 as the least exponent. Zero is +0.
-__forceinline__ double truncated_sum(double sum, int bits) {
-  const double normal = __longlong_as_double(__double_as_longlong(sum) & ~((i64{1} << (52 - bits)) - 1));
-  const double tiny = toward_zero(sum * over(126 + bits, 1.0)) * over(-126 - bits, 1.0);
-  return static_cast<float>(std::fabs(sum) < 0x1p-126 ? tiny : normal) + 0.0;  // 2^128 and more are infinite
-}
-
 // The functions that add one step to the sums of one row of a panel. Every function adds call.step products per lane,
 // from element i of the decoded K on, to the sums at c. A sum is a double for Adder::float64, and otherwise an exact
 // value of float32.
 struct Adders {
   const ProductCall& call;
   // The power of a term of zero, and the unit of terms relative to the largest power.
-  const double zero_power = power_of_two(call.zero_exponent);
-  const double unit = power_of_two(-call.fraction_bits);
+  const double zero_power = double_power(call.zero_exponent);
+  const double unit = double_power(-call.fraction_bits);
 
   // Return the power of a term whose operands have the powers a and b. A power of 0 stands for a zero, so that the term
   // is zero and has zero_power.
@@ -171,7 +120,7 @@ struct Adders {
   // Add a step as NVIDIA's units do, with every product as a term.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
-    for (int l = 0; l < kProductLanes; ++l) largest[l] = c[l] == 0 ? zero_power : power_of(c[l]);
+    for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
     for (i64 k = i; k < i + call.step; ++k) {
       for (int l = 0; l < kProductLanes; ++l) {
         const double power = power_of_term(a.powers[k][0], b.powers[k][l]);
@@ -192,7 +141,7 @@ struct Adders {
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
     constexpr int kMost = 8;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
-    for (int l = 0; l < kProductLanes; ++l) largest[l] = c[l] == 0 ? zero_power : power_of(c[l]);
+    for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
     const int groups = call.step / 16;
     for (int g = 0; g < groups; ++g) {
       float sum[kProductLanes] = {}, any[kProductLanes] = {};  // exact: multiples of 1/4 up to 576
@@ -233,16 +182,7 @@ struct Adders {
         if (call.sums == 1 && std::fabs(product) >= 0x1p128) product *= HUGE_VAL;
         sums[s] += toward_zero(product * over(call.fraction_bits, largest[s]));
       }
-      const double highest = std::max(largest[0], largest[1]);
-      for (int s = 0; s < call.sums && call.sums > 1; ++s) sums[s] = toward_minus(sums[s] * (largest[s] / highest));
-      double products = (call.sums > 1 ? sums[0] + sums[1] : sums[0]) * unit;
-      const double c_power = power_of(c[l]), top = std::max(highest, c_power);
-      const double fine = power_of_two(call.output_bits + 1);
-      products = toward_minus(products * (highest / top) * fine) / fine;
-      double first = toward_minus(c[l] * over(call.fraction_bits, top)) * unit;
-      if (call.c_vanishes && c_power < top * unit / 2 && first - first == 0) first = 0;  // not infinite, not NaN
-      const double total = (products + first) * top, power = power_of(total);
-      c[l] = static_cast<float>(toward_minus(total * over(call.output_bits, power)) * (power * 2 / fine));
+      c[l] = floored_sum(c[l], sums, largest, call.sums, call.fraction_bits, call.output_bits, call.c_vanishes != 0);
     }
   }
 
@@ -291,84 +231,6 @@ struct Adders {
       case Adder::exact:
         return;
     }
-  }
-};
-
-// An exact sum of doubles with exponents from -400 to 400: an integer in units of 2^-kUnit, in digits of 32 bits.
-struct ExactSum {
-  static constexpr int kDigits = 30, kUnit = 480;
-  i64 digits[kDigits] = {};  // the lowest digit comes first; between carries, a digit may exceed 32 bits
-  double special = 0;        // the sum of the infinities and NaN that were added
-  int added = 0;             // the number of additions since the last carry
-
-  // Add x, which may be infinite or NaN.
-  void add(double x) {
-    if (!(std::fabs(x) <= 0x1.fffffffffffffp1023)) {
-      special += x;
-      return;
-    }
-    if (x == 0) return;
-    int exponent;
-    const double significand = std::frexp(x, &exponent);
-    const i64 integer = static_cast<i64>(significand * 0x1p53);
-    const int shift = exponent - 53 + kUnit, digit = shift / 32;
-    const __int128 wide = static_cast<__int128>(integer) << (shift % 32);
-    digits[digit] += static_cast<i64>(wide & 0xFFFFFFFF);
-    digits[digit + 1] += static_cast<i64>((wide >> 32) & 0xFFFFFFFF);
-    digits[digit + 2] += static_cast<i64>(wide >> 64);
-    if (++added == 1 << 29) carry();
-  }
-
-  // Make every digit but the last one non-negative and below 2^32.
-  void carry() {
-    for (int i = 0; i + 1 < kDigits; ++i) {
-      digits[i + 1] += digits[i] >> 32;
-      digits[i] &= 0xFFFFFFFF;
-    }
-    added = 0;
-  }
-
-  // Return the sum, rounded to float32 to nearest even. A sum of zero is +0, and a negative sum that rounds to zero is
-  // -0. The function changes the digits, so it must be called last.
-  float rounded() {
-    if (special != 0) return static_cast<float>(special);
-    carry();
-    const bool is_negative = digits[kDigits - 1] < 0;
-    if (is_negative) {
-      for (i64& digit : digits) digit = -digit;
-      carry();
-    }
-    // Round to odd at 64 bits, then once to float32.
-    int top = kDigits - 1;
-    while (top > 1 && digits[top] == 0) --top;
-    unsigned __int128 head = static_cast<unsigned __int128>(digits[top]) << 64 |
-                             static_cast<unsigned __int128>(digits[top - 1]) << 32 |
-                             static_cast<unsigned __int128>(top > 1 ? digits[top - 2] : 0);
-    bool rest = false;
-    for (int i = 0; i + 2 < top; ++i) rest |= digits[i] != 0;
-    int exponent = 32 * (top - 2) - kUnit;
-    while (head >> 60) {
-      rest |= head & 1;
-      head >>= 1;
-      ++exponent;
-    }
-    // float32 has 24 bits, and fewer below 2^-126: cut to these bits by hand, because ldexp would round twice.
-    u64 integer = static_cast<u64>(head);
-    if (integer == 0) return 0;
-    const int bits = 64 - __builtin_clzll(integer);
-    const int lowest = std::max(exponent + bits - 24, -149);  // exponent of the last bit that the result keeps
-    const int drop = lowest - exponent;
-    float result;
-    if (drop > 62) {
-      result = 0;
-    } else if (drop > 0) {
-      const u64 kept = integer >> drop, cut = integer & ((u64{1} << drop) - 1), half = u64{1} << (drop - 1);
-      const bool up = cut > half || (cut == half && (rest || (kept & 1)));
-      result = static_cast<float>(std::ldexp(static_cast<double>(kept + up), lowest));
-    } else {
-      result = static_cast<float>(std::ldexp(static_cast<double>(integer), exponent));
-    }
-    return is_negative ? -result : result;
   }
 };
 

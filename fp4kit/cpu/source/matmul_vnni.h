@@ -95,11 +95,10 @@ struct VnniTask {
   // Return the number of tasks.
   i64 count() const { return panels() * ((call.rows + kVnniRows - 1) / kVnniRows); }
 
-  // Compute and store the results of task `index`. Store nothing if there is no memory for the task.
+  // Compute and store the results of task `index`.
   void run(i64 index) const {
-    void* place = nullptr;
-    if (posix_memalign(&place, 64, sizeof(Memory))) return;
-    Memory& m = *new (place) Memory;
+    const std::unique_ptr<Memory> memory(new Memory);  // not make_unique, which would set the memory to zeros
+    Memory& m = *memory;
     const i64 first_row = index / panels() * kVnniRows, first = index % panels() * kVnniPanels * kVnniLanes;
     const i64 rows = std::min(kVnniRows, call.rows - first_row);
     const i64 columns = std::min<i64>(kVnniPanels * kVnniLanes, call.columns - first);
@@ -127,7 +126,6 @@ struct VnniTask {
         finish.put(first_row + r, first + j, sum);
       }
     }
-    std::free(place);
   }
 
   // Store in `to` the decoded elements of `steps` steps, from element k of K on, for the panel that begins at column
@@ -196,8 +194,8 @@ struct VnniTask {
       u64 bad = ~u64{0};
       // No term loses bits if the terms' exponents differ by at most F - 8, and C is neither far below nor far above.
       if (!x.is_special && !y.is_special && highest - lowest <= 27 && lowest >= -80 && highest <= 90) {
-        const __m512d least = _mm512_set1_pd(power_of_two(std::max(highest - 12, -1000)));
-        const __m512d limit = _mm512_set1_pd(power_of_two(std::min(lowest + 28, 1000)));
+        const __m512d least = _mm512_set1_pd(double_power(std::max(highest - 12, -1000)));
+        const __m512d limit = _mm512_set1_pd(double_power(std::min(lowest + 28, 1000)));
         const __m512d zero = _mm512_setzero_pd();
         bad = 0;
         for (int v = 0; v < kVectors; ++v) {
@@ -247,8 +245,8 @@ struct VnniTask {
   // Return the sum of one result after the step that begins at element k of K, computed term by term. c is the sum
   // before the step.
   double add_slowly(i64 row, i64 column, i64 k, double c) const {
-    const double zero_power = power_of_two(call.zero_exponent);
-    double terms[kVnniStep / 16] = {}, largest = c == 0 ? zero_power : power_of(c);
+    const double zero_power = double_power(call.zero_exponent);
+    double terms[kVnniStep / 16] = {}, largest = sum_power(c, zero_power);
     const u8* x = static_cast<const u8*>(call.a.codes) + row * call.a.codes_step;
     const u8* y = static_cast<const u8*>(call.b.codes) + column * call.b.codes_step;
     for (int g = 0; g < kVnniStep / 16; ++g) {
@@ -271,10 +269,7 @@ struct VnniTask {
       }
       largest = std::max(largest, power);
     }
-    const double inverse = over(call.fraction_bits, largest);
-    double total = toward_zero(c * inverse);
-    for (const double term : terms) total += toward_zero(term * inverse);
-    return truncated_sum(total * (largest * power_of_two(-call.fraction_bits)), call.output_bits);
+    return sum_of_terms(c, terms, kVnniStep / 16, largest, call.fraction_bits, call.output_bits);
   }
 };
 

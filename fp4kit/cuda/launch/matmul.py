@@ -3,59 +3,32 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.matmul import MatmulCall, Operand, decoding_of
+from fp4kit.call.matmul import Addition, MatmulCall, Operand, addition_of, decoding_of, scale_decoding_of
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES
 from fp4kit.cuda.launch.dispatch import CACHE_SIZE
 from fp4kit.cuda.launch.geometry import Launch, address, grid
 from fp4kit.reference.matmul import LEAST_EXPONENT
-from fp4kit.units import DotAdd, FloorDotAdd
+from fp4kit.units import DotAdd
 
 # Rows and columns of the results that a thread block computes at a time, of matmul.cu and of the other two kernels.
 TILE, LARGE_TILE = 32, 64
-_HEADER = '#include "matmul.cuh"\n'  # defines Adder, which the instantiation names
+_HEADER = '#include "matmul_terms.cuh"\n'  # defines Adder, which the instantiation names
 _KINDS = {"E2M1": 0, "float16": 2, "bfloat16": 3}  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
-_ADDERS = {"exact": "exact", "float64": "float64", "float32-blocks": "float32_blocks", "dequantized": "float32"}
 _POINTERS = ("codes", "scales", "factors", "values", "scale_values")
 _SIZES = ("kind", "block", "least", "scale_least", "row_bytes", "row_scales", "rows", "is_stack")
 _OPERAND = [(name, "u8") for name in _POINTERS] + [(name, "i8") for name in _SIZES]
-_STEP = ("step", "promote", "fraction_bits", "output_bits", "zero_exponent", "sums", "c_vanishes")
 _PRODUCT = np.dtype(
     [(f"{side}_{name}", kind) for side in "ab" for name, kind in _OPERAND]
     + [("c", "u8"), ("out", "u8")]
-    + [(name, "i8") for name in ("batch", "length", *_STEP)]
+    + [(name, "i8") for name in ("batch", "length", *Addition._fields[1:])]
 )
-
-
-class Step(NamedTuple):
-    """Hold the step of a call as the kernels take it; kernels/shared/matmul.cuh says what the fields mean."""
-
-    step: int = 1
-    promote: int = 0
-    fraction_bits: int = 0
-    output_bits: int = 0
-    zero_exponent: int = 0
-    sums: int = 1
-    c_vanishes: int = 0
-
-
-def _adder(call: MatmulCall) -> tuple[str, Step]:
-    """Return the kernel's name of what adds a step, and the Step of a call."""
-    step, promote = call.step, call.unit.promote or 0
-    if isinstance(step, DotAdd):
-        name = "truncate_groups" if step.group > 1 else "truncate"
-        return name, Step(step.k, promote, step.fraction_bits, step.output_bits, step.zero_exponent)
-    if isinstance(step, FloorDotAdd):
-        facts = (step.fraction_bits, step.sum_bits, step.zero_exponent, step.sums, int(step.c_vanishes))
-        return "floor", Step(step.k, promote, *facts)
-    name = _ADDERS[str(call.unit.order)]
-    return name, Step(call.a.block if name == "float32_blocks" else 1)
 
 
 @cache
@@ -126,7 +99,7 @@ def _table(element: str, device: int) -> Any:
 @lru_cache(8)
 def _scale_table(scale: Any, device: int) -> Any:
     """Return the values of all codes of a format of block scales, without sign, float32, on a device."""
-    return imports.cupy().asarray(np.abs(scale.values))
+    return imports.cupy().asarray(scale_decoding_of(scale).values.astype(np.float32))
 
 
 def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
@@ -156,10 +129,10 @@ def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
 def multiply(call: MatmulCall, out: Any) -> None:
     """Write the product of a call into out, a contiguous array (batch, M, N) of call.out_dtype."""
     device = out.device.id
-    adder, step = _adder(call)
+    adder, *fields = addition_of(call)
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
     c = None if call.c is None else imports.cupy().ascontiguousarray(call.c)
     kernel = _special_kernel(call, [a_arrays[0], b_arrays[0]]) or (_function, adder)
     launch = _launch(kernel, call.out_dtype, call.shape, device)
-    launch(*(value & (2**64 - 1) for value in (*a, *b, address(c), address(out), call.shape[0], call.a.k, *step)))
+    launch(*(value & (2**64 - 1) for value in (*a, *b, address(c), address(out), call.shape[0], call.a.k, *fields)))
     del a_arrays, b_arrays

@@ -35,7 +35,7 @@ FP4KIT_DEVICE void decode_scale(const ProductOperand& x, i64 matrix, i64 row, i6
     scale = power = 1.0;
   } else {
     scale = x.scale_values[x.scales[row_index(x, matrix, row) * x.row_scales + k / x.block]];
-    power = scale == 0.0 ? 0.0 : power_of(scale, power_of_two(x.scale_least));
+    power = scale == 0.0 ? 0.0 : term_power(scale, double_power(x.scale_least));
   }
 }
 
@@ -56,89 +56,6 @@ FP4KIT_DEVICE void decode_tile(const ProductArguments& a, Decoded& d, i64 matrix
     decode_scale(a.b, matrix, column + line, k, a.length, d.column_scales[group][line], d.column_powers[group][line]);
   }
 }
-
-// An exact sum of doubles with exponents from -400 to 400: an integer in units of 2^-kUnit, in digits of 32 bits.
-struct ExactSum {
-  static constexpr int kDigits = 30, kUnit = 480;
-  i64 digits[kDigits];  // the lowest digit comes first; between carries, a digit may exceed 32 bits or be negative
-  double special;       // the sum of the infinities and NaN that were added
-  int added;            // the number of additions since the last carry
-
-  // Set the sum to 0.
-  FP4KIT_DEVICE_MEMBER void clear() {
-    for (int i = 0; i < kDigits; ++i) digits[i] = 0;
-    special = 0.0;
-    added = 0;
-  }
-
-  // Add x, which may be infinite or NaN, but not a subnormal double.
-  FP4KIT_DEVICE_MEMBER void add(double x) {
-    const u64 bits = double_bits_of(x);
-    const int field = static_cast<int>(bits >> 52 & 0x7FF);
-    if (field == 0x7FF) special += x;
-    if (field == 0x7FF || field == 0) return;  // no product is a subnormal double
-    const i64 magnitude = static_cast<i64>((bits & ((u64{1} << 52) - 1)) | u64{1} << 52);
-    const i64 sign = bits >> 63 ? -1 : 1;
-    const int shift = field - 1075 + kUnit, digit = shift / 32, offset = shift % 32;
-    // The magnitude, shifted left by `offset`, in three digits.
-    const u64 low = static_cast<u64>(magnitude) << offset;
-    const u64 high = offset ? static_cast<u64>(magnitude) >> (64 - offset) : 0u;
-    digits[digit] += sign * static_cast<i64>(low & 0xFFFFFFFFu);
-    digits[digit + 1] += sign * static_cast<i64>(low >> 32);
-    digits[digit + 2] += sign * static_cast<i64>(high);
-    if (++added == 1 << 29) carry();
-  }
-
-  // Make every digit but the last one non-negative and below 2^32.
-  FP4KIT_DEVICE_MEMBER void carry() {
-    for (int i = 0; i + 1 < kDigits; ++i) {
-      digits[i + 1] += digits[i] >> 32;
-      digits[i] &= 0xFFFFFFFF;
-    }
-    added = 0;
-  }
-
-  // Return the sum, rounded to float32 to nearest even. A sum of zero is +0, and a negative sum that rounds to zero is
-  // -0. The function changes the digits, so it must be called last.
-  FP4KIT_DEVICE_MEMBER float rounded() {
-    if (special != 0.0) return static_cast<float>(special);
-    carry();
-    const bool is_negative = digits[kDigits - 1] < 0;
-    if (is_negative) {
-      for (int i = 0; i < kDigits; ++i) digits[i] = -digits[i];
-      carry();
-    }
-    int top = kDigits - 1;
-    while (top > 1 && digits[top] == 0) --top;
-    // The 64 bits from the highest digit on, and whether a lower bit is set.
-    u64 head = static_cast<u64>(digits[top]) << 32 | static_cast<u64>(digits[top - 1]);
-    bool rest = false;
-    for (int i = 0; i < top - 1; ++i) rest = rest || digits[i] != 0;
-    if (head == 0u) return 0.0f;
-    int bits = 64;
-    while (!(head >> (bits - 1))) --bits;
-    int exponent = 32 * (top - 1) - kUnit;
-    if (bits < 40 && top > 1) {  // take bits of the next digit, so that the head has more than float32 keeps
-      head = head << 24 | static_cast<u64>(digits[top - 2]) >> 8;
-      rest = (digits[top - 2] & 0xFF) != 0;
-      for (int i = 0; i < top - 2; ++i) rest = rest || digits[i] != 0;
-      exponent -= 24;
-      bits += 24;
-    }
-    const int lowest = maximum(exponent + bits - 24, -149);  // exponent of the last bit that the result keeps
-    const int drop = lowest - exponent;
-    u64 kept = head;
-    if (drop > 63) return is_negative ? -0.0f : 0.0f;
-    if (drop > 0) {
-      const u64 cut = head & ((u64{1} << drop) - 1), half = u64{1} << (drop - 1);
-      kept = head >> drop;
-      kept += cut > half || (cut == half && (rest || (kept & 1))) ? 1 : 0;
-      exponent = lowest;
-    }
-    const float result = static_cast<float>(static_cast<double>(kept) * power_of_two(exponent));
-    return is_negative ? -result : result;
-  }
-};
 
 // The sum of one result. Its functions add one step: the a.step products of row `row` and column `column` of the tile,
 // from element i of the shared memory on.
@@ -181,29 +98,29 @@ struct Sum {
 
   // Add one step as NVIDIA's units do, with every product as a term.
   FP4KIT_DEVICE_MEMBER void truncate(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
-    const double zero_power = power_of_two(a.zero_exponent);
-    const double least_a = power_of_two(a.a.least), least_b = power_of_two(a.b.least);
-    double largest = value == 0.0 ? zero_power : power_of(value, 0x1p-126);
+    const double zero_power = double_power(a.zero_exponent);
+    const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
+    double largest = sum_power(value, zero_power);
     for (int k = i; k < i + a.step; ++k) {
       const double x = d.rows[row][k], y = d.columns[k][column];
       const double scale = d.row_powers[row][k / kScaled] * d.column_powers[k / kScaled][column];
       const bool is_zero = x == 0.0 || y == 0.0 || scale == 0.0;
-      largest = maximum(largest, is_zero ? zero_power : power_of(x, least_a) * power_of(y, least_b) * scale);
+      largest = maximum(largest, is_zero ? zero_power : term_power(x, least_a) * term_power(y, least_b) * scale);
     }
     const double inverse = over(a.fraction_bits, largest);
-    double sum = trunc(value * inverse);
+    double sum = toward_zero(value * inverse);
     for (int k = i; k < i + a.step; ++k) {
       const double x = d.rows[row][k] * d.row_scales[row][k / kScaled];
       const double y = d.columns[k][column] * d.column_scales[k / kScaled][column];
-      sum += trunc(x * y * inverse);
+      sum += toward_zero(x * y * inverse);
     }
-    value = truncated_sum(sum * (largest * power_of_two(-a.fraction_bits)), a.output_bits);
+    value = truncated_sum(sum * (largest * double_power(-a.fraction_bits)), a.output_bits);
   }
 
   // Add one step as NVIDIA's units do, with the exact sum of 16 products as a term.
   FP4KIT_DEVICE_MEMBER void truncate_groups(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
-    const double zero_power = power_of_two(a.zero_exponent);
-    double largest = value == 0.0 ? zero_power : power_of(value, 0x1p-126);
+    const double zero_power = double_power(a.zero_exponent);
+    double largest = sum_power(value, zero_power);
     double terms[kDepth / 16];
     const int groups = static_cast<int>(a.step) / 16;
     for (int g = 0; g < groups; ++g) {
@@ -219,39 +136,28 @@ struct Sum {
       terms[g] = sum * (d.row_scales[row][group] * d.column_scales[group][column]);
       largest = maximum(largest, any && power != 0.0 ? power : zero_power);
     }
-    const double inverse = over(a.fraction_bits, largest);
-    double total = trunc(value * inverse);
-    for (int g = 0; g < groups; ++g) total += trunc(terms[g] * inverse);
-    value = truncated_sum(total * (largest * power_of_two(-a.fraction_bits)), a.output_bits);
+    value = sum_of_terms(value, terms, groups, largest, a.fraction_bits, a.output_bits);
   }
 
   // Add one step as CDNA3 does; FloorDotAdd of fp4kit/units.py says how. Block scales are ignored.
   FP4KIT_DEVICE_MEMBER void add_floored(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
-    const double zero_power = power_of_two(a.zero_exponent), unit = power_of_two(-a.fraction_bits);
-    const double least_a = power_of_two(a.a.least), least_b = power_of_two(a.b.least);
-    double highest = 0.0, largest[2] = {0.0, 0.0}, sums[2] = {-0.0, -0.0};
+    const double zero_power = double_power(a.zero_exponent);
+    const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
+    const int count = static_cast<int>(a.sums);
+    double largest[2] = {0.0, 0.0}, sums[2] = {-0.0, -0.0};
     for (int k = i; k < i + a.step; ++k) {
       const double x = d.rows[row][k], y = d.columns[k][column];
-      const double power = x == 0.0 || y == 0.0 ? zero_power : power_of(x, least_a) * power_of(y, least_b);
-      double& top = largest[(k - i) % a.sums];
+      const double power = x == 0.0 || y == 0.0 ? zero_power : term_power(x, least_a) * term_power(y, least_b);
+      double& top = largest[(k - i) % count];
       top = maximum(top, power);
-      highest = maximum(highest, power);
     }
     for (int k = i; k < i + a.step; ++k) {
-      const int s = (k - i) % static_cast<int>(a.sums);
+      const int s = (k - i) % count;
       double product = static_cast<double>(d.rows[row][k]) * d.columns[k][column];
-      if (a.sums == 1 && fabs(product) >= 0x1p128) product *= double_of(0x7FF0000000000000u);
-      sums[s] += trunc(product * over(a.fraction_bits, largest[s]));
+      if (count == 1 && fabs(product) >= 0x1p128) product *= double_of(0x7FF0000000000000u);
+      sums[s] += toward_zero(product * over(a.fraction_bits, largest[s]));
     }
-    for (int s = 0; s < a.sums && a.sums > 1; ++s) sums[s] = floor(sums[s] * (largest[s] / highest));
-    double products = (a.sums > 1 ? sums[0] + sums[1] : sums[0]) * unit;
-    const double c_power = power_of(value, 0x1p-126), top = maximum(highest, c_power);
-    const double fine = power_of_two(a.output_bits + 1);
-    products = floor(products * (highest / top) * fine) / fine;
-    double first = floor(value * over(a.fraction_bits, top)) * unit;
-    if (a.c_vanishes && c_power < top * unit / 2 && first - first == 0.0) first = 0.0;  // not infinite, not NaN
-    const double total = (products + first) * top, power = power_of(total, 0x1p-126);
-    value = static_cast<float>(floor(total * over(a.output_bits, power)) * (power * 2.0 / fine));
+    value = floored_sum(value, sums, largest, count, a.fraction_bits, a.output_bits, a.c_vanishes != 0);
   }
 };
 
@@ -285,7 +191,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
   float totals[kRows];  // with promotion, the sums of the chains that ended
   for (int r = 0; r < kRows; ++r) {
     const i64 m = row + first + r * kStride, n = column + lane;
-    totals[r] = m < a.a.rows && n < a.b.rows ? first_sum(a, matrix, m, n) : 0.0f;
+    totals[r] = first_sum(a, matrix, m, n);
     sums[r].begin(a.promote ? 0.0f : totals[r]);
   }
   const i64 chunk = kDepth / a.step * a.step;
@@ -308,18 +214,16 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
   }
   for (int r = 0; r < kRows; ++r) {
     const i64 m = row + first + r * kStride, n = column + lane;
-    if (m < a.a.rows && n < a.b.rows) store_product<Out>(a, matrix, m, n, a.promote ? totals[r] : sums[r].end());
+    store_product<Out>(a, matrix, m, n, a.promote ? totals[r] : sums[r].end());
   }
 }
 
 // Compute and store the products of all matrices. A thread block takes one tile at a time. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads) matmul_kernel(ProductArguments a) {
   __shared__ Decoded decoded_tile[1];
-  const i64 row_tiles = (a.a.rows + kTile - 1) / kTile, column_tiles = (a.b.rows + kTile - 1) / kTile;
-  const i64 tiles = a.batch * row_tiles * column_tiles;
-  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const i64 column = tile % column_tiles, row = tile / column_tiles % row_tiles;
-    const i64 matrix = tile / column_tiles / row_tiles;
-    multiply_tile<kAdder, Output>(a, decoded_tile[0], matrix, row * kTile, column * kTile);
+  const i64 tiles = tile_count<kTile>(a);
+  for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) {
+    const ProductTile tile = tile_at<kTile>(a, i);
+    multiply_tile<kAdder, Output>(a, decoded_tile[0], tile.matrix, tile.row, tile.column);
   }
 }

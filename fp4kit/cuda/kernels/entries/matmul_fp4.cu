@@ -42,11 +42,6 @@ struct Step {
   Lines rows, columns;
 };
 
-// Sixteen bytes of codes, which hold 32 elements.
-struct alignas(16) Codes {
-  u32 words[4];
-};
-
 // The part of one line that a thread loads per step.
 struct Loaded {
   Codes codes;  // half of the step's codes
@@ -103,7 +98,7 @@ FP4KIT_DEVICE LineScales line_scales(u32 codes) {
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) s.factors[g] = usable && s.factors[g] ? s.factors[g] << (exponents[g] - bottom) : 0;
   s.width = usable ? bottom - s.top : kUnusable;
-  s.unit = usable && s.top >= bottom ? power_of_two(bottom - 1 - (kE8M0 ? 0 : 3)) : 1.0;
+  s.unit = usable && s.top >= bottom ? double_power(bottom - 1 - (kE8M0 ? 0 : 3)) : 1.0;
   return s;
 }
 
@@ -157,10 +152,10 @@ FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Loaded& l)
 // Return the sum of one result after step `step`, computed term by term. c is the sum before the step. Return 0 for a
 // result outside of the matrix.
 FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 step, double c) {
-  if (row >= a.a.rows || column >= a.b.rows) return 0.0;
+  if (!is_inside(a, row, column)) return 0.0;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
-  const double zero_power = power_of_two(a.zero_exponent);
-  double terms[kGroups], largest = c == 0.0 ? zero_power : power_of(c, 0x1p-126);
+  const double zero_power = double_power(a.zero_exponent);
+  double terms[kGroups], largest = sum_power(c, zero_power);
   for (int g = 0; g < kGroups; ++g) {
     float sum = 0.0f;
     bool any = false;
@@ -175,16 +170,14 @@ FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 
       const double x = a.a.scale_values[a.a.scales[m * a.a.row_scales + first / a.a.block]];
       const double y = a.b.scale_values[a.b.scales[n * a.b.row_scales + first / a.b.block]];
       scale = x * y;
-      power =
-          scale == 0.0 ? 0.0 : power_of(x, power_of_two(a.a.scale_least)) * power_of(y, power_of_two(a.b.scale_least));
+      power = scale == 0.0
+                  ? 0.0
+                  : term_power(x, double_power(a.a.scale_least)) * term_power(y, double_power(a.b.scale_least));
     }
     terms[g] = sum * scale;
     largest = maximum(largest, any && power != 0.0 ? power : zero_power);
   }
-  const double inverse = over(a.fraction_bits, largest);
-  double total = trunc(c * inverse);
-  for (int g = 0; g < kGroups; ++g) total += trunc(terms[g] * inverse);
-  return truncated_sum(total * (largest * power_of_two(-a.fraction_bits)), a.output_bits);
+  return sum_of_terms(c, terms, kGroups, largest, a.fraction_bits, a.output_bits);
 }
 
 // The sums of a thread, as exact doubles. values[i][j] belongs to row thread_row + i and column thread_column +
@@ -256,7 +249,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
       const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
-      sums.values[i][j] = m < a.a.rows && n < a.b.rows ? first_sum(a, matrix, m, n) : 0.0f;
+      sums.values[i][j] = first_sum(a, matrix, m, n);
     }
   }
   Loaded loaded = load_line<kE8M0>(x, matrix, loaded_row, 0, half, a.length);
@@ -270,7 +263,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
       const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
-      if (m < a.a.rows && n < a.b.rows) store_product<Out>(a, matrix, m, n, static_cast<float>(sums.values[i][j]));
+      store_product<Out>(a, matrix, m, n, static_cast<float>(sums.values[i][j]));
     }
   }
 }
@@ -279,11 +272,9 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
 // multiple of 32. fraction_bits must be 35, output_bits 23, step 64 and promote 0. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(ProductArguments a) {
   __shared__ Step memory[1];
-  const i64 row_tiles = (a.a.rows + kTile - 1) / kTile, column_tiles = (a.b.rows + kTile - 1) / kTile;
-  const i64 tiles = a.batch * row_tiles * column_tiles;
-  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const i64 column = tile % column_tiles, row = tile / column_tiles % row_tiles;
-    const i64 matrix = tile / column_tiles / row_tiles;
-    multiply_tile<kScalesAreE8M0, Output>(a, memory[0], matrix, row * kTile, column * kTile);
+  const i64 tiles = tile_count<kTile>(a);
+  for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) {
+    const ProductTile tile = tile_at<kTile>(a, i);
+    multiply_tile<kScalesAreE8M0, Output>(a, memory[0], tile.matrix, tile.row, tile.column);
   }
 }

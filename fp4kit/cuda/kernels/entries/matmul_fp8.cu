@@ -20,10 +20,6 @@ static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide
 struct alignas(16) Quad {
   float values[4];
 };
-// Sixteen codes of one byte each.
-struct alignas(16) Codes {
-  u32 words[4];
-};
 // The exponents of four elements, as signed 16-bit integers, two per word.
 struct alignas(8) Exponents {
   u32 words[2];
@@ -125,22 +121,22 @@ FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Codes& cod
 // the sum before the step. Return 0 for a result outside of the matrix.
 FP4KIT_DEVICE_CALL float add_slowly(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 first, i64 count,
                                     float c) {
-  if (row >= a.a.rows || column >= a.b.rows) return 0.0f;
+  if (!is_inside(a, row, column)) return 0.0f;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
-  const double zero_power = power_of_two(a.zero_exponent);
-  const double least_a = power_of_two(a.a.least), least_b = power_of_two(a.b.least);
-  double largest = c == 0.0f ? zero_power : power_of(c, 0x1p-126);
+  const double zero_power = double_power(a.zero_exponent);
+  const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
+  double largest = sum_power(c, zero_power);
   for (i64 k = first; k < first + count; ++k) {
     const double x = k < a.length ? element_at(a.a, m, k) : 0.0f, y = k < a.length ? element_at(a.b, n, k) : 0.0f;
     const bool is_zero = x == 0.0 || y == 0.0;
-    largest = maximum(largest, is_zero ? zero_power : power_of(x, least_a) * power_of(y, least_b));
+    largest = maximum(largest, is_zero ? zero_power : term_power(x, least_a) * term_power(y, least_b));
   }
   const double inverse = over(a.fraction_bits, largest);
-  double sum = trunc(c * inverse);
+  double sum = toward_zero(c * inverse);
   for (i64 k = first; k < minimum(first + count, a.length); ++k) {
-    sum += trunc(static_cast<double>(element_at(a.a, m, k)) * element_at(a.b, n, k) * inverse);
+    sum += toward_zero(static_cast<double>(element_at(a.a, m, k)) * element_at(a.b, n, k) * inverse);
   }
-  return static_cast<float>(truncated_sum(sum * (largest * power_of_two(-a.fraction_bits)), a.output_bits));
+  return static_cast<float>(truncated_sum(sum * (largest * double_power(-a.fraction_bits)), a.output_bits));
 }
 
 // The sums of a thread. values[i][j] belongs to row thread_row + i and column thread_column + kThreadsAcross * j of the
@@ -257,7 +253,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
       const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
-      totals.values[i][j] = m < a.a.rows && n < a.b.rows ? first_sum(a, matrix, m, n) : 0.0f;
+      totals.values[i][j] = first_sum(a, matrix, m, n);
       sums.values[i][j] = a.promote ? 0.0f : totals.values[i][j];
     }
   }
@@ -289,8 +285,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
       const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
-      const float sum = a.promote ? totals.values[i][j] : sums.values[i][j];
-      if (m < a.a.rows && n < a.b.rows) store_product<Out>(a, matrix, m, n, sum);
+      store_product<Out>(a, matrix, m, n, a.promote ? totals.values[i][j] : sums.values[i][j]);
     }
   }
 }
@@ -300,12 +295,10 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
 // any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(ProductArguments a) {
   __shared__ Step memory[1];
-  const i64 row_tiles = (a.a.rows + kTile - 1) / kTile, column_tiles = (a.b.rows + kTile - 1) / kTile;
-  const i64 tiles = a.batch * row_tiles * column_tiles;
-  for (i64 tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-    const i64 column = tile % column_tiles, row = tile / column_tiles % row_tiles;
-    const i64 matrix = tile / column_tiles / row_tiles;
-    multiply_tile<kRowsAreE5M2 ? 2 : 3, kColumnsAreE5M2 ? 2 : 3, kWideStep ? 8 : 4, Output>(
-        a, memory[0], matrix, row * kTile, column * kTile);
+  const i64 tiles = tile_count<kTile>(a);
+  for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) {
+    const ProductTile tile = tile_at<kTile>(a, i);
+    multiply_tile<kRowsAreE5M2 ? 2 : 3, kColumnsAreE5M2 ? 2 : 3, kWideStep ? 8 : 4, Output>(a, memory[0], tile.matrix,
+                                                                                            tile.row, tile.column);
   }
 }

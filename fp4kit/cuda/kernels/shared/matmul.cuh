@@ -1,11 +1,8 @@
-// What the kernels of matrix products share: operands, arithmetic of terms, tiles (fp4kit/reference/matmul.py is the
-// specification).
-//
-// Every term is an exact double, and exponents are kept as powers of two. Truncating a term to F bits behind the point
-// of the largest exponent 2^E is truncating term * 2^(F-E) to an integer.
+// What the kernels of matrix products share: operands, arguments, tiles, the first sums and the results.
 #pragma once
 
 #include "codec.cuh"
+#include "matmul_terms.cuh"
 
 // How the codes of an operand are stored: two 4-bit codes per byte (the first code in the low bits), one code per byte,
 // or 16-bit floats that are their own codes.
@@ -27,16 +24,6 @@ struct ProductOperand {
   i64 is_stack;               // 1 if the operand has a matrix per product; 0 if all products share its only matrix
 };
 
-// How the products of a step are added to a sum:
-//   truncate         every product is a term; terms are truncated to the point of the largest one and added
-//   truncate_groups  as truncate, but the exact sum of 16 products is a term
-//   floor            as CDNA3 does it (FloorDotAdd of fp4kit/units.py)
-//   exact            exactly; the sum is rounded once, at the end
-//   float64          products are added one by one in float64
-//   float32_blocks   per block, a float32 sum of products of elements is multiplied by both scales and added in float32
-//   float32          products of values rounded to float32 are added one by one in float32
-enum class Adder { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
-
 // A product (batch, rows of a, rows of b) = c + a b^T. The fields after `promote` matter for truncate, truncate_groups
 // and floor only.
 //   c              the first sums, contiguous, with the shape of the product; null for zeros
@@ -57,30 +44,27 @@ struct ProductArguments {
   i64 step, promote, fraction_bits, output_bits, zero_exponent, sums, c_vanishes;
 };
 
-// Return 2^exponent, for exponents from -1022 to 1023.
-FP4KIT_DEVICE double power_of_two(i64 exponent) {
-  return double_of(static_cast<u64>(exponent + 1023) << 52);
+// Sixteen bytes of codes.
+struct alignas(16) Codes {
+  u32 words[4];
+};
+
+// A tile of results, which begins at (row, column) of a matrix.
+struct ProductTile {
+  i64 matrix, row, column;
+};
+
+// Return the number of tiles of kTile x kTile results in all matrices.
+template <int kTile>
+FP4KIT_DEVICE i64 tile_count(const ProductArguments& a) {
+  return a.batch * ((a.a.rows + kTile - 1) / kTile) * ((a.b.rows + kTile - 1) / kTile);
 }
 
-// Return 2^exponent of a number as a term: at least 2^least, and 2^least for zero, infinities and NaN.
-FP4KIT_DEVICE double power_of(double x, double least) {
-  const u64 bits = double_bits_of(x) & 0x7FF0000000000000u;
-  const double power = double_of(bits);
-  return bits == 0x7FF0000000000000u || power < least ? least : power;
-}
-
-// Return 2^shift / power, where `power` is a power of two. The result must be a normal number.
-FP4KIT_DEVICE double over(i64 shift, double power) {
-  return double_of((static_cast<u64>(2046 + shift) << 52) - double_bits_of(power));
-}
-
-// Return a sum that is exact in double as an NVIDIA unit rounds it: truncated to `bits` bits behind the point, with
-// -126 as the least exponent. Zero is +0, and 2^128 and more are infinite.
-FP4KIT_DEVICE double truncated_sum(double sum, i64 bits) {
-  const double normal = double_of(double_bits_of(sum) & ~((u64{1} << (52 - bits)) - 1));
-  const double tiny = trunc(sum * power_of_two(126 + bits)) * power_of_two(-126 - bits);
-  const double result = (fabs(sum) < 0x1p-126 ? tiny : normal) + 0.0;
-  return static_cast<float>(result);
+// Return tile `index` of kTile x kTile results. Tiles of a row of tiles follow each other.
+template <int kTile>
+FP4KIT_DEVICE ProductTile tile_at(const ProductArguments& a, i64 index) {
+  const i64 rows = (a.a.rows + kTile - 1) / kTile, columns = (a.b.rows + kTile - 1) / kTile;
+  return {index / columns / rows, index / columns % rows * kTile, index % columns * kTile};
 }
 
 // Return the index of row `row` of matrix `matrix` among all rows of an operand. If the operand is no stack, `matrix`
@@ -104,10 +88,16 @@ FP4KIT_DEVICE float element_at(const ProductOperand& x, i64 row, i64 k) {
   }
 }
 
+// Return true if (row, column) is inside of the matrices of results.
+FP4KIT_DEVICE bool is_inside(const ProductArguments& a, i64 row, i64 column) {
+  return row < a.a.rows && column < a.b.rows;
+}
+
 // Multiply a sum by the tensor scales of its row and column, and store it as an Out, rounded to nearest even. NaN is
-// 0x7FFFFFFF, or 0x7FFF in 16 bits.
+// 0x7FFFFFFF, or 0x7FFF in 16 bits. Do nothing outside of the matrix.
 template <class Out>
 FP4KIT_DEVICE void store_product(const ProductArguments& a, i64 matrix, i64 row, i64 column, float sum) {
+  if (!is_inside(a, row, column)) return;
   const float* row_factor = a.a.factors;
   const float* column_factor = a.b.factors;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
@@ -126,7 +116,8 @@ FP4KIT_DEVICE void store_product(const ProductArguments& a, i64 matrix, i64 row,
   }
 }
 
-// Return the number with which the sum of a result begins: its element of c, or 0 if c is null.
+// Return the number with which the sum of a result begins: its element of c, or 0 if c is null or the result is outside
+// of the matrix.
 FP4KIT_DEVICE float first_sum(const ProductArguments& a, i64 matrix, i64 row, i64 column) {
-  return a.c ? a.c[(matrix * a.a.rows + row) * a.b.rows + column] : 0.0f;
+  return a.c && is_inside(a, row, column) ? a.c[(matrix * a.a.rows + row) * a.b.rows + column] : 0.0f;
 }
