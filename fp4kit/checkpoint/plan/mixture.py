@@ -6,12 +6,10 @@ that must match a whole module name, as in --only and --keep. The first pattern 
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
-from fnmatch import translate
-from functools import lru_cache
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from fp4kit.checkpoint.containers.container import Container
@@ -21,18 +19,12 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.errors import CheckpointError, listed, shown
 
 
-@lru_cache(1 << 12)
-def _matcher(pattern: str) -> re.Pattern[str]:
-    """Return a regular expression that matches the whole names that the glob ``pattern`` matches."""
-    return re.compile(translate(pattern))
-
-
 def first_match(patterns: Iterable[str], module: str) -> int | None:
     """Return the index of the first pattern that matches a module name, or None if no pattern does.
 
     patterns: globs that must match the whole name, with its case.
     """
-    return next((i for i, pattern in enumerate(patterns) if _matcher(pattern).match(module)), None)
+    return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
 
 
 class Choice(NamedTuple):
@@ -80,16 +72,16 @@ class Mixture:
 
     def _unused(self, index: int, modules: Sequence[str], copied: Mapping[str, str]) -> str:
         """Return the reason why no layer takes the pattern at ``index``. The arguments are those of check_patterns."""
-        match = _matcher(self._patterns[index]).match
+        pattern = self._patterns[index]
         for module in modules:
-            if match(module):
+            if fnmatchcase(module, pattern):
                 before = self._patterns[first_match(self._patterns, module) or 0]
                 return f"an earlier pattern, {shown(before)}, matches all its layers; write the narrower pattern first"
-        kept = next((module for module in copied if match(module)), None)
+        kept = next((module for module in copied if fnmatchcase(module, pattern)), None)
         if kept is not None:
             return f"every module that it matches stays unquantized: {shown(kept)} ({copied[kept]})"
         names = [*modules, *copied]
-        near = get_close_matches(self._patterns[index], names, n=3, cutoff=0.4) or names[:2]
+        near = get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:2]
         return (
             f"matches no module; near names are {listed(near)};"
             " a pattern must match a whole name, with its case and without .weight"
