@@ -158,7 +158,7 @@ def test_damaged_shard(model: Model, damage: str) -> None:
 
 
 def test_damage_is_redone_alone(model: Model, written: list[str]) -> None:
-    model.interrupt(JOBS - 1)
+    model.interrupt(JOBS - 1, workers=1)  # several workers could leave the job with the last byte unwritten
     flip(shard(model), -1)
     before = len(written)
     model.resume()

@@ -45,7 +45,7 @@ class Model:
         """Convert the source to the destination."""
         convert(self.source, self.out, options=Options(**options))
 
-    def interrupt(self, at: int, error: type[BaseException] = KeyboardInterrupt) -> None:
+    def interrupt(self, at: int, error: type[BaseException] = KeyboardInterrupt, **options: Any) -> None:
         """Start a conversion and stop it with `error` after `at` jobs have been written, at its next read."""
 
         def tick(nbytes: int) -> None:
@@ -53,7 +53,7 @@ class Model:
                 raise error
 
         with pytest.raises(error):
-            self.convert(progress=tick)
+            self.convert(progress=tick, **options)
 
     def resume(self, **options: Any) -> None:
         """Resume the stopped conversion. Check that all bytes are right and that no temporary file is left."""
