@@ -163,6 +163,7 @@ convert.execute = replaced
     assert run.err.startswith(f"fp4kit convert: interrupted; nothing was written as {tmp_path / 'out'}")
 
 
+@pytest.mark.exhaustive
 def test_a_second_signal_breaks_off_the_cleaning_up_and_says_what_is_left(model: Path, tmp_path: Path) -> None:
     code = """
 from fp4kit.checkpoint.run import staging

@@ -84,6 +84,7 @@ def test_streams_that_were_closed_before(model: Path, tmp_path: Path, closed: st
     assert content(tmp_path / "out") == content(model / "whole")
 
 
+@pytest.mark.exhaustive
 def test_a_terminal_of_60_columns(model: Path, tmp_path: Path) -> None:
     """On a narrow terminal, no line is too long, no name is cut, and the progress line is erased at the end."""
     synthetic.moe(tmp_path / "m")

@@ -135,6 +135,7 @@ print(*(one.exitcode for one in children))
 """  # noqa: E501
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_process_that_is_forked_while_threads_compute():
     """A process that is forked during a call can compute.

@@ -82,6 +82,7 @@ def test_candidates(recipe, candidates):
     agree(fp4kit.search_scales, searched_blocks(np.float16), recipe, tensor_amax=1e-30, candidates=candidates)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("weight", every(3, [1e-45, 1e-40, 1e-38, 2.0**-60, 1e38, 2.0**60]))
 def test_weights_far_from_1(weight):
     """Engine and specification agree for weights with which the losses underflow or overflow."""
@@ -96,6 +97,7 @@ def test_weights_far_from_1(weight):
             agree(fp4kit.search_scales, scaled, STATIC, tensor_amax=4 * amax, weights=weights.astype(np.float32))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("rows", [16, *exhaustive([2])])
 def test_blocks_of_several_rows(rows):
     r = replace(RECIPES[STATIC], id="tall", block=(rows, 16))

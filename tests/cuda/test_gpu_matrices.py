@@ -47,12 +47,14 @@ def test_shapes_layouts_and_stacks(name) -> None:
     assert_same(fp4kit.quantize(d.T, name, axis=0), fp4kit.quantize(flat[1:].reshape(64, 96).T, name, axis=0))
 
 
+@pytest.mark.exhaustive
 def test_more_tiles_than_a_band() -> None:
     x = np.random.default_rng(2).standard_normal((1248, 352)).astype(ml_dtypes.bfloat16)
     for name in ("nvfp4-te", "mxfp8-te", "nvfp4-te-2d", "mxfp8-te-2d"):
         check_both(x, name)
 
 
+@pytest.mark.exhaustive
 def test_hadamard_transform_of_columns() -> None:
     for i, dtype in enumerate(DTYPES):
         for x in (blocks(dtype, 160, 416), np.random.default_rng(i).standard_normal((2, 64, 96)).astype(dtype)):

@@ -61,6 +61,7 @@ def test_every_recipe(name, dtype) -> None:
     cast_both(x, name, [0, 1, 18, 18, 335, x.shape[1] * 20 + 7, x.size // 2 | 1, x.size - 3, x.size])
 
 
+@pytest.mark.exhaustive
 @examples(1000)
 @given(
     name=st.sampled_from(["nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt", "nvfp4-flashinfer"]),

@@ -195,6 +195,7 @@ def test_groups_that_search() -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_groups_that_are_no_arguments_of_a_kernel() -> None:
     xs = some_of(70)[::2] + some_of(2)  # a table of more than 32 tensors of a dtype
     same(fp4kit.quantize_grouped([cupy.asarray(a) for a in xs], MSE), fp4kit.quantize_grouped(xs, MSE))
@@ -303,6 +304,7 @@ def test_amaxes_of_blocks_with_nan(amax_nan) -> None:
     check(searched_blocks(BF16), r, tensor_amax=4.0, candidates="near", hessian=hessians(64))
 
 
+@pytest.mark.exhaustive
 def test_arrays_at_any_address() -> None:
     """x, weights and Hessians may be at misaligned addresses."""
 

@@ -373,6 +373,7 @@ def test_errors_before_any_work(case, wrap):
         wrap(lambda x: jax.tree.leaves(call(x)))(x[None] if wrap is jax.vmap else x)
 
 
+@pytest.mark.exhaustive
 def test_large_arrays_and_many_callbacks():
     """Large arrays in many callbacks at once cause no deadlock: a callback must not wait for work that waits for it."""
     x = ordinary(5, (2048, 2048))

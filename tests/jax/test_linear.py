@@ -140,6 +140,7 @@ def test_seeds_may_be_traced_and_maps_are_loops():
         assert_same_bits(np.asarray(each), np.asarray(gradient(one)))
 
 
+@pytest.mark.exhaustive
 def test_gradients_of_gradients():
     """Second derivatives are those of the straight-through rule, and an error for quantized gradients."""
     x = jnp.asarray(X[:16])

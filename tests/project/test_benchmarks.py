@@ -248,6 +248,7 @@ def test_each_miss_of_the_committed_records_has_a_reason_and_two_other_designs()
     ] == []
 
 
+@pytest.mark.exhaustive
 def test_plot_is_the_same_each_time(tmp_path):
     pytest.importorskip("matplotlib")
     record = a_record(

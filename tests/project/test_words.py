@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from exhaustive import exhaustive
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = re.compile(r"(What|Of|That|Those|The same|Whether|Where|As)\b")  # words that a docstring must not begin with
@@ -67,7 +68,7 @@ def wrong(path: Path) -> list[str]:
     return found + [f"{name}:{line}: {match[0]!r}; say per" for line, one in texts for match in PER.finditer(one)]
 
 
-@pytest.mark.parametrize("folder", ["fp4kit", "tests", "benchmarks", "tools", "examples"])
+@pytest.mark.parametrize("folder", ["fp4kit", *exhaustive(["tests", "benchmarks", "tools", "examples"])])
 def test_words(folder: str) -> None:
     files = tracked(f"{folder}/*.py", f"{folder}/*.cu", f"{folder}/*.cuh", f"{folder}/*.h", f"{folder}/*.cpp")
     assert files

@@ -9,6 +9,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 from codec_inputs import ALL_16_BITS, NANS, SWEEP
+from exhaustive import half
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import BF16, ML_DTYPES
@@ -138,7 +139,7 @@ def test_float32_sweep(fmt, rounding):
 
 @formats
 @roundings
-@pytest.mark.parametrize("dtype", [np.float16, BF16], ids=str)
+@pytest.mark.parametrize("dtype", half([np.float16, BF16]), ids=str)
 def test_all_16_bit_floats(fmt, rounding, dtype):
     x = ALL_16_BITS.view(dtype)
     x = x[~np.isnan(x.astype(np.float32))]

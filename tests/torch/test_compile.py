@@ -108,6 +108,7 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
         compiled(UNTRACED[name])(tensor(2, (32, 64)))
 
 
+@pytest.mark.exhaustive
 def test_functions_called_inside_are_not_traced():
     """Functions that fp4kit's functions call are excluded from tracing, too.
 

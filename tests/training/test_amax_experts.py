@@ -37,7 +37,7 @@ def edges(draw, n, ranks):
     return [0, *sorted(draw(st.lists(st.integers(0, n), min_size=ranks - 1, max_size=ranks - 1))), n]
 
 
-@sampled(100, 400, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
+@sampled(30, 400, st.data(), EXPERTS, RANKS, RANKS, st.sampled_from(list(SHAPES.values())), st.booleans())
 def test_any_reshard(data, n, ranks, others, shape, explicit):
     """Amaxes of experts keep their bits if they are gathered, split among other ranks, and gathered again.
 

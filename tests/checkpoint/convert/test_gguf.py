@@ -341,6 +341,7 @@ def test_an_interrupted_run_is_resumed(tmp_path: Path, monkeypatch: pytest.Monke
     assert staging.is_published(tmp_path / "out.gguf") and (tmp_path / "out.gguf").stat().st_mode & 0o100 == 0
 
 
+@pytest.mark.exhaustive
 def test_memory_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With slabs of 1 MiB, converting matrices of 32 MiB allocates at most 16 MiB at a time.
 

@@ -55,6 +55,7 @@ def test_interrupted_again_and_again(model: Model) -> None:
     model.resume()
 
 
+@pytest.mark.exhaustive
 def test_interrupted_at_every_read(model: Model) -> None:
     """A run that is interrupted at any of its reads can be resumed and gives the usual result.
 

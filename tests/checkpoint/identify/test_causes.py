@@ -7,6 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 
 from fp4kit import formats
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
@@ -49,7 +50,7 @@ def error_feedback(x: np.ndarray, recipe: str) -> StoredLayer:
     return StoredLayer(packed, first.block_scale, first.tensor_scale, RECIPES[recipe])
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-compressed-tensors", "mxfp4-compressed-tensors"])
+@pytest.mark.parametrize("recipe", half(["nvfp4-compressed-tensors", "mxfp4-compressed-tensors"]))
 def test_scales_of_a_recipe_and_codes_by_another_rule(recipe: str) -> None:
     x = weight(columns=64)
     found = explain(error_feedback(x, recipe), x)
@@ -138,6 +139,7 @@ def test_weights_scaled_per_column(recipe: str) -> None:
     assert not explain(layer, x).explained
 
 
+@pytest.mark.exhaustive
 def test_factors_that_are_not_known_exactly() -> None:
     x = weight(rows=512, columns=128)
     found = explain(layer_of(quantize(scaled_columns(x, False), "nvfp4-compressed-tensors")), x)

@@ -571,6 +571,7 @@ def test_invalid_sources_are_rejected() -> None:
         explain(layer, np.zeros((64, 192)))
 
 
+@pytest.mark.exhaustive
 def test_memory_is_bounded() -> None:
     """diagnose allocates the memory of a few chunks (parts of a layer), whatever the size of the layer."""
     x = weights(21, (4096, 4096))

@@ -63,6 +63,7 @@ def test_awq_is_told() -> None:
     assert verdict.sentence.startswith("weights scaled per column (AWQ or SmoothQuant) in 7 layers: ")
 
 
+@pytest.mark.exhaustive
 def test_svdquant_is_told() -> None:
     verdict = identify_checkpoint(FOREIGN / "modelopt--NVFP4_SVDQUANT_DEFAULT_CFG", SOURCES / "llama")
     assert verdict.sentence == (

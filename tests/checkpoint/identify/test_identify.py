@@ -307,6 +307,7 @@ def test_nan_and_infinities_of_the_source(recipe: str, nonfinite: str, tmp_path:
     assert not recwarn.list
 
 
+@pytest.mark.exhaustive
 def test_searched_scales_under_a_divisor(tmp_path: Path) -> None:
     """identify finds searched scales in compressed-tensors' format, which stores a divisor instead of the tensor scale.
 

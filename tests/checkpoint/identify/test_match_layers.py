@@ -52,7 +52,7 @@ def rewrite(root, change):
     index.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("target", by_default(RECIPES[2:4], RECIPES), ids="-".join)
+@pytest.mark.parametrize("target", by_default(RECIPES[2:3], RECIPES), ids="-".join)
 @pytest.mark.parametrize("name", by_default(("deepseek",), MODELS))
 def test_every_conversion_is_recognised(tmp_path, name, target):
     recipe, form = target
@@ -100,7 +100,7 @@ FORMS = ("modelopt", "compressed-tensors")
 PAIRS = [(words, FORMS[(i + turn) % 2]) for turn in range(2) for i, words in enumerate(MISHAPS)]
 
 
-@pytest.mark.parametrize("pair", by_default(PAIRS[: len(MISHAPS)], PAIRS), ids="-".join)
+@pytest.mark.parametrize("pair", by_default(PAIRS[: len(MISHAPS) : 2], PAIRS), ids="-".join)
 def test_faults_in_files_are_named(tmp_path, pair):
     words, form = pair
     synthetic.dense(tmp_path / "in")

@@ -203,6 +203,7 @@ def settings() -> tuple[str | None, int]:
     return os.environ.get("OPENBLAS_NUM_THREADS"), os.getpid()
 
 
+@pytest.mark.exhaustive
 def test_workers_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "7")
     monkeypatch.delenv("OPENBLAS_NUM_THREADS", raising=False)
@@ -235,6 +236,7 @@ def die(job: Any, *rest: Any) -> None:
     os._exit(1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("uncompiled")
 def test_workers_that_die(model: tuple[Path, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the system kills workers, the finished work is kept and the run can be resumed.
@@ -312,6 +314,7 @@ def missing(module: str) -> None:
         )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore")  # raised by distributed
 @pytest.mark.parametrize("address", ["tcp://127.0.0.1:1", "nonsense://x", "tcp://"])
 def test_no_scheduler(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
@@ -351,6 +354,7 @@ def under_mpi(size: int, *arguments: str | Path) -> list[str | Path]:
     return [found, "-n", str(size), sys.executable, "-m", "mpi4py.futures", *arguments]
 
 
+@pytest.mark.exhaustive
 def test_the_command_under_mpi(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """Under MPI the command writes the usual bytes, and a rejected command exits with its usual code."""
     calls = ((["convert", model[0], "out"], 0), (["verify", "out", "--source", model[0]], 0), (["verify", "no"], 2))

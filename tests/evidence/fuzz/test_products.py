@@ -144,6 +144,7 @@ def test_a_wrong_row_is_shrunk_to_five_rows(away, monkeypatch) -> None:
     assert "View" not in shrunk and "swizzle" not in shrunk and "alpha" not in shrunk and "c=" not in shrunk
 
 
+@pytest.mark.exhaustive
 def test_simpler_products_are_whole(away) -> None:
     """Every simpler product is a valid call if unit and recipes have no changes that could get lost."""
     for product in products(16, replace(SMALL_PRODUCTS, changes=0, faults=False)):

@@ -30,6 +30,7 @@ def test_nothing_is_wrong_with_the_specification():
     assert report.total("refused") < 40 and report.total("calls") > 800 and report.total("values") > 100_000
 
 
+@pytest.mark.exhaustive
 def test_two_engines_that_are_equal(away):
     report = fuzz.run(away, 600, 2, cases=200, pool=SMALL)
     assert report.failures == [] and report.total("failed") == 0 and report.total("refused") > 0

@@ -147,6 +147,7 @@ def test_a_nan_equals_a_nan_and_other_shapes_differ():
     assert str(difference) == "codes: 32 of 32 differ: producer uint8 (1, 16), fp4kit uint8 (1, 32)"
 
 
+@pytest.mark.exhaustive
 def test_decoders_are_compared_too(tmp_path):
     assert found(live_fault.DECODER).total.differing == 0
     result = found(live_fault.FAULTY_DECODER)
