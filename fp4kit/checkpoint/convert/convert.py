@@ -61,7 +61,8 @@ class ConversionReport:
     plan: the plan that was executed.
     destination: the directory or file that was written.
     done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
-    doubts: warnings about scales of the source that can hardly be right, one per tensor.
+    doubts: warnings about scales of the source that can hardly be right, one per tensor. Empty if ``execute`` found the
+        result of an earlier, completed run.
     """
 
     plan: Plan
@@ -87,7 +88,7 @@ class ConversionReport:
 
     @property
     def inexact(self) -> tuple[str, ...]:
-        """The names of the layers whose values were to be kept, but changed.
+        """The names of the layers whose values were to be kept, but changed; () if there are none.
 
         They changed because the new format cannot hold all scales of the layer. Either the whole layer was requantized,
         or a cast changed single blocks (see ``changes``).
@@ -153,16 +154,30 @@ def convert(
             files such as DST-00001-of-00003.gguf for a destination DST.gguf. A safetensors file becomes a safetensors
             file if the name ends in .safetensors, otherwise a directory.
         recipe: the recipe for newly quantized tensors, or its id.
-        format, wishes, input_scale, requantize, nonfinite, codes, search, activations, ignore, split_max_size, recipes:
-            what to convert and how; see make_plan.
+        format: the output format, such as "modelopt", or "bf16" to decode all layers. None chooses the format that most
+            engines load.
+        wishes: which layers to quantize; None for all linear layers.
+        input_scale: a positive activation scale to write for every layer; None to write none.
+        requantize: True to allow changing the values of layers that are already quantized.
+        nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
+        codes: the path of a quantized version of the model, whose codes are copied; None to quantize.
+        search: how to search the block scales of smallest error; None for no search.
+        activations: measured activations, from which every layer gets its own input scale; None for none.
         options: workers, devices and other choices that do not change the result; None for the defaults.
+        ignore: globs of unknown tensors, config keys and metadata entries to leave out. By default, fp4kit rejects a
+            model with such contents.
+        split_max_size: the most bytes of tensors per file of a GGUF model; None for one file.
+        recipes: (pattern, recipe) pairs for layers that get another recipe than ``recipe``.
+
+    The function make_plan describes the arguments from ``format`` on in full.
 
     Returns:
         A ConversionReport with the plan and what was done.
 
     Raises:
-        CheckpointError: before any work, for everything that the plan shows; during the work, as soon as NaN or
-            infinity is read in a tensor that is to be quantized. An exception leaves no incomplete ``destination``.
+        CheckpointError: before any work, if the plan cannot be made or ``destination`` cannot be written. During the
+            work, if a tensor to be quantized contains NaN or infinity and ``nonfinite`` is "error", if the output
+            cannot hold a scale, or if the source changes. An exception leaves no incomplete ``destination``.
 
     Exact: codes and scales equal those of fp4kit.quantize for the whole tensor, called with the largest amax of the
     layers that share its tensor scale. Only all-zero tensors and groups differ: their tensor scale is 1.
@@ -200,6 +215,8 @@ class Options:
         bytes_to_read(plan).
     processes: True to use processes instead of threads where processes are faster (many workers, a large model). If
         ``workers`` is None, at most 8 processes are used.
+
+    Raises CheckpointError if ``workers`` is neither None nor an integer of at least 1.
     """
 
     workers: int | None = None
@@ -265,7 +282,11 @@ def notes_on_file(plan: Plan, target: Path) -> tuple[str, ...]:
 
 
 def _check_file(plan: Plan, target: Path) -> None:
-    """Raise CheckpointError if ``target`` ends in .safetensors, but the plan cannot be written as a single file."""
+    """Raise CheckpointError if ``target`` ends in .safetensors, but the plan cannot be written as a single file.
+
+    A single file can hold the result of a safetensors file. It can also hold the result of a model directory with one
+    file of tensors, if the format is ComfyUI's. MLX layers always need a directory, because loaders need its config.
+    """
     if not _is_safetensors(target) or plan.is_file:
         return
     form = "" if plan.form is None else plan.form.format
@@ -322,7 +343,10 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         run.
 
     Raises:
-        CheckpointError: as for convert. An exception leaves no incomplete ``destination``.
+        CheckpointError: before any work, if ``destination`` exists or cannot be written, or if the source has changed
+            since the plan was made. During the work, if a value or scale is found that the plan's request does not
+            allow, such as NaN with nonfinite="error". An exception leaves no incomplete ``destination``.
+        ChildProcessError: if a worker process died.
     """
     options, target = options or Options(), Path(destination)
     done = finished_before(plan, target) if options.resume else None
@@ -402,10 +426,13 @@ def bytes_to_write(plan: Plan) -> int:
 
 
 def memory_per_process(plan: Plan) -> int:
-    """Return about how many bytes of memory one worker process needs.
+    """Return a rough estimate of the memory that one worker process needs to execute a plan, in bytes.
 
-    This is the sum of an idle process and of a slab (the rows converted at a time) with all its converted forms. If
-    matrices are transposed, two float32 copies of the largest transposed matrix are added.
+    The estimate is the sum of these parts:
+
+    - an idle Python process with its libraries, 128 MiB
+    - one slab (the rows that are converted at a time, 2 MiB) in all its converted forms, 24 MiB together
+    - two float32 copies of the largest matrix that is transposed; 0 if the plan transposes none
     """
     pieces = (
         piece for tensor in plan.converted for piece in tensor.pieces if piece.transposed or piece.weight.transposed
@@ -452,7 +479,11 @@ class _Run:
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _workers(self) -> tuple[int, bool]:
-        """Return the number of workers to use, and True if they are threads or False if they are processes."""
+        """Return the number of workers to use, and True if they are threads or False if they are processes.
+
+        Threads are used if GPUs or the compiled engine do the work. Processes are used without a GPU and compiled
+        engine, and if ``options.processes`` is True for a model so large that processes are faster (see FROM_WORKERS).
+        """
         wanted = self.options.workers
         if not (self.options.devices or is_compiled()):
             return wanted or 1, False
@@ -466,7 +497,8 @@ class _Run:
         """Raise CheckpointError if the measurements of a weight show values that the request does not allow.
 
         NaN and infinities are rejected if the request has nonfinite="error". Scales that MXFP8 cannot hold are rejected
-        if the request has requantize=False.
+        if the request has requantize=False. Scales that can hardly be right are accepted, but a warning about them is
+        stored in ``doubts``.
 
         found: the measurements of the job's weight.
         """
@@ -521,7 +553,11 @@ def _facts(plan: Plan) -> dict[str, Any]:
 
 
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
-    """Return file name -> JSON content, for the index and the configs without which engines cannot load the result."""
+    """Return file name -> JSON content, for the index and the configs without which engines cannot load the result.
+
+    config.json is always present. The index is present if the source has one, or if the result has several files of
+    tensors. hf_quant_config.json is present only for the formats whose loaders read it.
+    """
     found: dict[str, dict[str, Any]] = {}
     if plan.source.has_index or len(plan.files) > 1:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}

@@ -25,6 +25,8 @@ _FRACTION, _SIGN_AND_EXPONENT = np.uint32(0x007FFFFF), 23
 def _exponent_codes(scales: np.ndarray) -> npt.NDArray[np.int64]:
     """Return the E8M0 code of each scale, or -1 for a scale that is not a power of two that E8M0 can represent.
 
+    The result is also -1 for 0, NaN, infinity, and negative or subnormal float32 numbers.
+
     scales: float32 numbers, or uint8 if they are E8M0 codes already.
     """
     if scales.dtype == np.uint8:

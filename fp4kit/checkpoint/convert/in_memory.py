@@ -65,7 +65,7 @@ class Rules:
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
-        """Return Rules for a recipe or its id. ``fields`` are the other fields of Rules."""
+        """Return Rules for a recipe or its id. ``fields`` are the other fields of Rules, such as format="modelopt"."""
         return cls(recipe(recipe_id), **fields)
 
     def __post_init__(self) -> None:
@@ -180,7 +180,9 @@ class TensorConverter:
             (name, array) pairs, as convert_tensors does.
 
         Raises:
-            CheckpointError: a name came before, in this bucket or an earlier one; and as for convert_tensors.
+            CheckpointError: a name came before, in this bucket or an earlier one; and as for convert_tensors, except
+                for layers that still wait, which ``flush`` reports.
+            TypeError: a name is not a str, or a value is not an array.
         """
         yield from self._new(self._converted_of(tensors))
 
@@ -191,7 +193,10 @@ class TensorConverter:
         )
 
     def _converted_of(self, tensors: Iterable[Named]) -> Iterator[Named]:
-        """Yield the tensors that are ready after a bucket, including those that are unchanged since ``since``."""
+        """Yield the tensors that are ready after a bucket, whether or not they equal their tensors in ``since``.
+
+        Raise TypeError if a name is not a str, and CheckpointError if a tensor cannot be converted.
+        """
         rules = self.rules
         for original, array in tensors:
             if not isinstance(original, str):
@@ -221,9 +226,10 @@ class TensorConverter:
         return selected
 
     def _check_beside(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if an unconverted tensor lies beside a converted layer and is not known (see convert).
+        """Raise CheckpointError if an unconverted tensor is named after a converted layer and may change its weight.
 
-        Tensors whose layer has not arrived are remembered for _check_module.
+        Tensors that are known to leave the weight as it is, such as LAYER.bias, are accepted. If the layer has not
+        arrived yet, the tensor is remembered for _check_module.
         """
         entry = TensorEntry(name, "F32", tuple(array.shape), 0, 0)
         at = name.rfind(".")
@@ -235,9 +241,10 @@ class TensorConverter:
             at = name.rfind(".", 0, at)
 
     def _check_module(self, module: str, array: Any) -> None:
-        """Record a converted layer or stack. Raise CheckpointError if a tensor beside it is not known.
+        """Record the shape of a converted layer, or of a converted stack of experts.
 
-        Raise CheckpointError also if two stacks of experts do not fit together.
+        Raise CheckpointError if an earlier tensor that is named after the layer may change its weight (see
+        _check_beside), or if two stacks of experts do not fit together.
         """
         if module in self._beside:
             raise _lies_beside(self._beside[module], module)
@@ -302,6 +309,7 @@ _EIGHT_BITS = {
 def _is_same(a: Any, b: Any) -> bool:
     """Return whether two arrays are equal in library, dtype, shape and every byte.
 
+    Bytes are compared, so that a NaN equals a NaN of the same bits, but 0 does not equal -0.
     Arrays of PyTorch and CuPy on a GPU are compared there. PyTorch tensors on different devices count as different.
     """
     if type(a) is not type(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
@@ -342,10 +350,16 @@ def convert_tensors(
         they are uint8 bit patterns.
 
     Raises:
-        CheckpointError: an unknown Megatron name; a name that comes twice; a tensor that is quantized already, or of a
-            LoRA adapter; a layer that mlx-lm would not find again; layers that share a tensor scale with one that never
-            arrives; NaN or infinity in a tensor that is quantized (the amax is read from the device); a scale that no
-            loader can use.
+        CheckpointError: one of these cases:
+
+            - A name is an unknown Megatron-Core name, or comes twice.
+            - A tensor is quantized already, belongs to a LoRA adapter, or is named after a converted layer and may
+              change its weight.
+            - A tensor that is to be quantized contains NaN or infinity, or is neither float32, float16 nor bfloat16.
+            - mlx-lm would not find a layer again, or no loader can use a scale.
+            - A layer that shares a tensor scale with others never arrives, and ``incomplete`` is "error".
+            - A gate has no up projection, or ``incomplete`` is not valid.
+        TypeError: a name is not a str, or a value is not an array.
 
     Exact: the bytes are those that convert writes for these tensors.
 
@@ -371,7 +385,11 @@ def _check_array(name: str, array: Any) -> None:
 
 
 def _lies_beside(name: str, module: str) -> CheckpointError:
-    """Return the error for a tensor that is not known beside a converted layer."""
+    """Return the error to raise for a tensor that is named after a converted layer and may change its weight.
+
+    name: the name of the tensor.
+    module: the name of the layer.
+    """
     return CheckpointError(
         f"{shown(name)}: lies beside the layer {shown(module)}, which is converted, and is not known; leave the tensor"
         " out, or keep the layer unquantized with Wishes(keep=...)"
@@ -387,6 +405,8 @@ def _taken_apart(megatron_name: str, array: Any, rules: Rules) -> Iterator[Named
     """Split a Megatron-Core parameter, and yield its Hugging Face (name, array) pairs.
 
     A fused parameter gives two or three pairs, ``_extra_state`` none, and any other parameter one.
+
+    Raise CheckpointError for an unknown Megatron-Core name, and TypeError if ``array`` is not an array.
     """
     names = rules.names(megatron_name)
     if names:
@@ -482,7 +502,8 @@ def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Na
 def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
     """Quantize (layer name, matrix) pairs that share a tensor scale, and yield the (name, array) pairs of all.
 
-    The tensor scale follows from the largest amax of the layers.
+    The tensor scale follows from the largest amax of the layers. Raise CheckpointError if a matrix contains NaN or
+    infinity, or if a scale is not a positive normal float32.
     """
     amaxes = [_finite_amax(module, matrix) for module, matrix in members]
     shared = max(amaxes) if rules.form.has_tensor_scale else None

@@ -47,7 +47,7 @@ def source_facts(source: Source) -> dict[str, dict[str, Any]]:
 
 
 def identity(source: Source) -> str:
-    """Return a text that identifies a model: its absolute path, and a hash of the sizes and headers of its files."""
+    """Return a text that identifies a model: its absolute path, and a hash of its files' names, sizes and headers."""
     facts = json.dumps(source_facts(source), sort_keys=True).encode()
     return f"{source.root.absolute()} {hashlib.sha256(facts).hexdigest()}"
 
@@ -55,7 +55,8 @@ def identity(source: Source) -> str:
 def request_facts(request: Request) -> dict[str, Any]:
     """Return a request as an object for JSON, for the key of a run and for the manifest.
 
-    Optional fields of the request (codes, search, activations, ignore) are left out if they are not used.
+    Optional fields of the request (codes, recipes, search, activations, ignore, split_max_size) are left out if they
+    are not used.
     """
     recipe = as_data(request.recipe)
     codes = {"codes": request.codes, "recipe": request.made_by, "recipe_of_form": recipe} if request.codes else {}
@@ -174,7 +175,10 @@ class Journal:
 
 
 def key_of_lines(path: Path) -> str | None:
-    """Return the key of the run that wrote the journal ``path``, or None if the file does not begin with a key."""
+    """Return the key of the run that wrote the journal ``path``, or None if the file does not begin with a key.
+
+    Raise OSError if the file cannot be read.
+    """
     with path.open("rb") as file:
         key = _parsed(file.readline(_LONGEST_KEY)).get("key")
     return key if isinstance(key, str) else None

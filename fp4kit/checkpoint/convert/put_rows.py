@@ -17,7 +17,8 @@ def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
     If the container stores blocks (GGUF), codes and scales are interleaved in one tensor; otherwise they are two
     tensors. If it stores swizzled scales, every call but the last must get a multiple of 128 rows.
 
-    codes: packed codes of shape (rows, bytes per row).
+    codes: packed codes of shape (rows, bytes per row). For 4-bit elements, the first code of each byte is in the low
+        half; the halves are swapped here if the container stores them the other way round.
     scales: the codes of the block scales, of shape (rows, blocks per row); for FP8, the scales of the rows, as floats.
         They are ignored if the container stores one scale per layer.
     """

@@ -73,7 +73,11 @@ def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
 
 
 def check_input_scale(job: Job, stored: np.float32) -> None:
-    """Raise CheckpointError unless an input scale and its reciprocal are both positive normal float32 numbers."""
+    """Raise CheckpointError unless an input scale and its reciprocal are both positive normal float32 numbers.
+
+    job: the job of the layer, whose name is in the message.
+    stored: the input scale, as a multiplier or a divisor.
+    """
     if not usable_tensor_scale(stored) or not usable_tensor_scale(np.float32(1) / stored):
         raise CheckpointError(
             f"{shown(job.name)}: input scale is {stored}; a positive normal float32 is needed; repair the source, or"
@@ -95,7 +99,8 @@ def put_given_input_scale(job: Job, output: Sink) -> None:
     """Write the input scale that the job gives: from its measured input amax, otherwise the number that the user gave.
 
     This is for layers without an input scale and for layers with new codes, because the input scale of the source
-    belongs to the old codes. Raise CheckpointError if the job gives neither.
+    belongs to the old codes. Raise CheckpointError if the job gives neither, or if the user's number is unusable (see
+    check_input_scale).
     """
     if job.input_amax is not None:
         stored = input_scale_of(job.container, np.float32(job.input_amax))

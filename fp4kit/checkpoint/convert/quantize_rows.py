@@ -29,9 +29,11 @@ def write(job: Job, readers: Readers, output: Sink, amax: np.float32) -> tuple[i
     """Quantize the weight of a job, and write its codes, block scales, tensor scale and input scale.
 
     Return the number of NaN and infinite values that were replaced, and the errors without and with the job's scale
-    search. The errors are all 0 if the job has no search.
+    search. The errors are all 0 if the job has no search. Raise CheckpointError if a scale is unusable (see
+    check_scales).
 
-    amax: the largest amax of the layers that share the tensor scale.
+    amax: the largest amax of the layers that share the tensor scale. With nonfinite="saturate", it also replaces
+        infinities.
     """
     tensor_amax = amax if job.new_recipe.tensor_scaling == "tensor" else None
     by_row = job.new_recipe.tensor_scaling == "row"
@@ -79,10 +81,10 @@ def quantized(x: np.ndarray, job: Job, tensor_amax: np.float32 | None) -> Quanti
 def of_zeros(q: Quantized) -> Quantized:
     """Return the quantized zeros ``q`` with scales that every loader can read: block scales 0 and tensor scale 1.
 
-    FP8 has no block scales.
+    All codes become 0, so that -0 becomes 0. If ``q`` has no block scales (FP8), the result has none either.
 
-    For all-zero tensors, most producers store scales that are 0, subnormal or NaN. Only the recipe nvfp4-te already
-    computes these scales.
+    For all-zero tensors, most producers store scales that are 0, subnormal or NaN. Only the recipe nvfp4-te computes
+    the scales that this function sets.
     """
     zeros = {"packed": np.zeros_like(q.packed)}
     zeros |= {} if q.block_scale is None else {"block_scale": np.zeros_like(q.block_scale)}
@@ -126,10 +128,12 @@ def saturated(x: np.ndarray, amax: np.float32) -> tuple[np.ndarray, int]:
 
 
 def check_scales(job: Job, q: Quantized) -> None:
-    """Raise CheckpointError if new block scales are NaN, because no loader can use them.
+    """Raise CheckpointError if new block scales are NaN or new row scales are unusable, because no loader can use them.
 
-    Some recipes compute NaN block scales for zeros or subnormals. NaN is accepted if the job has nonfinite="keep",
-    except in GGUF blocks. A scale per row must be a positive normal float32, or NaN or infinity with "keep".
+    - Block scales: some recipes compute NaN for zeros or subnormals. NaN is accepted if the job has nonfinite="keep",
+      except in GGUF blocks.
+    - Row scales: each must be a positive normal float32, or NaN or infinity with "keep".
+    - A single scale per tensor is not checked here.
     """
     if q.recipe.scale is None:
         scales = np.asarray(q.tensor_scale, np.float32)

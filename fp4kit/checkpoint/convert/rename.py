@@ -27,7 +27,10 @@ def write(job: Job, readers: Readers, output: Sink) -> None:
 
     A scalar is copied bit for bit if both containers store multipliers or both store divisors; otherwise it is
     inverted. A missing tensor scale is written as 1. For a missing input scale, see put_given_input_scale. The factors
-    per column of AWQ layers are copied; raise CheckpointError if they are not BF16.
+    per column of AWQ layers are copied.
+
+    Raise CheckpointError if the input scale or an inverted scale is not a positive normal float32, or if the factors
+    per column are not BF16.
     """
     source_form = job.weight.container
     assert source_form is not None

@@ -55,8 +55,9 @@ TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of
 def measure(job: Job, tick: Tick | None = None) -> Measured:
     """Read the weight of a job once, and return its measurements, which are needed before its group is written.
 
-    They are the amax, the number of NaN and infinities, and for casts whether a lossless conversion is possible. A
-    group is the layers that share a tensor scale.
+    They are the amax and the number of NaN and infinities. For the actions cast and carry, they also tell whether a
+    lossless conversion is possible. A group is the layers that share a tensor scale. Raise CheckpointError if the
+    scales of a quantized weight are invalid (see _measured).
 
     tick: called with the number of bytes after each read; None for no call.
     """
@@ -68,7 +69,10 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
-    """Return the measurements of a slab, with what makes its scales doubtful if its weight is quantized."""
+    """Return the measurements ``found`` of a slab, with ``reach`` and ``lost`` filled in if its weight is quantized.
+
+    These two fields show later whether the scales can be right. For an unquantized weight, return ``found``.
+    """
     form = job.weight.container
     if form is None or slab.codes is None or slab.scales is None:
         return found
@@ -88,7 +92,7 @@ def _measured(job: Job, slab: Slab) -> Measured:
     """Return the measurements of one slab (some rows) of a job's weight.
 
     For a quantized weight, raise CheckpointError if its scales are invalid (see trouble_with_scales), unless the job
-    has nonfinite="keep".
+    has nonfinite="keep". For the action rename, only NaN and infinities are counted.
     """
     if job.weight.container is not None and job.nonfinite != "keep":
         trouble = trouble_with_scales(job.weight, slab)

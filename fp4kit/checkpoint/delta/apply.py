@@ -49,8 +49,14 @@ def apply(
         The destination as a Path.
 
     Raises:
-        CheckpointError: the patch is malformed, a file of ``base`` is missing or is not the file from which the patch
-            was made, or the destination is rejected as by convert.
+        CheckpointError: one of these cases:
+
+            - The patch is malformed.
+            - A file of ``base`` is missing, or is not the file from which the patch was made.
+            - The destination exists, is not in a writable directory, lies inside ``base`` or contains it, has a name
+              that does not suit the result, or has too little disk space.
+            - Another run is writing to the destination, or an interrupted run left files and ``resume`` is False.
+            - ``resume`` is True, but no run was interrupted, or that run applied another patch.
     """
     root, target, tick = Path(base), Path(destination), progress or (lambda count: None)
     opened = open_patch(Path(patch))
@@ -72,7 +78,12 @@ def apply(
 
 
 def _check_base(root: Path, patch: Patch) -> None:
-    """Raise CheckpointError if a file of the old version that the patch needs is missing or has the wrong size."""
+    """Raise CheckpointError if a file of the old version that the patch needs is missing or has the wrong size.
+
+    Raise CheckpointError also if ``root`` is a directory and the patch is for files, or the other way round.
+
+    root: the old version: a directory or a file.
+    """
     if root.is_dir() != patch.is_directory:
         kind = "the model directory" if patch.is_directory else "the safetensors or GGUF file"
         state = "is a directory" if root.is_dir() else "is no directory"
@@ -96,8 +107,9 @@ def _write_file(
 
     name: the name of the file.
     facts: the size and SHA-256 that the new file must have.
-    root: the directory of the old version.
-    reader: reads tensors of the patch.
+    root: the old version: a directory or a file.
+    patch: the opened patch.
+    reader: reads tensors of the patch file.
     folder: the directory to write into.
     tick: called with the number of bytes written since the last call.
     """
@@ -134,10 +146,22 @@ def _write_file(
 def _patched(
     name: str, root: Path, patch: Patch, reader: TensorReader, out: object, written: object, read: object, tick: Tick
 ) -> None:
-    """Copy a file of the old version chunk by chunk, with the changed bytes of the patch in their places.
+    """Write one file of the new version as a copy of the old file, with the changed bytes of the patch written over it.
 
-    out: the binary stream to write to.
-    written, read: hash objects, which are updated with the bytes written and the bytes of the old file.
+    The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, it is copied as it is.
+    The caller compares the two hashes with those in the patch.
+
+    Raise CheckpointError if the old file is missing, or if the patch is damaged: its runs of changed bytes do not add
+    up, or lie outside their chunk.
+
+    name: the name of the file in the patch.
+    root: the old version: a directory or a file.
+    patch: the opened patch.
+    reader: reads tensors of the patch file.
+    out: the binary stream to which the new file is written.
+    written: a hash object, which is updated with all bytes of the new file.
+    read: a hash object, which is updated with all bytes of the old file.
+    tick: called with the size of each chunk in bytes, after the chunk is written.
     """
     counts_entry = patch.entry(name, COUNTS)
     counts = None if counts_entry is None else reader.read_bytes(counts_entry).view(np.int64).reshape(-1, 2)

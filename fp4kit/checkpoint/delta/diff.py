@@ -44,6 +44,7 @@ Tick = Callable[[int], None]
 class LayerFlips:
     """Count the changes in a quantized layer between two versions of a checkpoint.
 
+    name: the name of the layer.
     codes: the number of codes that differ.
     elements: the number of all codes.
     scales: the number of bytes of block scales that differ.
@@ -67,8 +68,8 @@ class PatchReport:
     changed: the number of files that are stored as changed bytes.
     whole: the number of files that are stored as a whole.
     changed_bytes: the number of bytes that differ in the files that are stored as changed bytes.
-    layers: the counts for every quantized layer of the new version that changed. Layers in files that are stored as a
-        whole are not counted.
+    layers: the counts for every quantized layer of the new version that changed. Layers are not counted in files that
+        are stored as a whole or whose header differs between the versions.
     """
 
     patch: Path
@@ -188,7 +189,8 @@ class _Stored(NamedTuple):
 def _compare(name: str, before: Path | None, after: Path, spool: Path, flips: _Flips, tick: Tick) -> _Stored:
     """Compare one file of the new version with the old version, and write its runs to temporary files.
 
-    A file that is missing in the old version or has a different size there is not compared; it is stored as a whole.
+    Return how the patch must store the file: as changed bytes, or by its hash alone if no byte differs. A file that is
+    missing in the old version or has a different size there is not compared; it is stored as a whole.
 
     name: the name of the file in the patch.
     before, after: the paths of the file in the old and in the new version; None if the old version has no such file.
@@ -250,7 +252,10 @@ def _spool_runs(
 
 
 def positions_of(starts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the position of every byte of runs that begin at ``starts`` and have ``lengths`` bytes, in order."""
+    """Return the position of every byte of runs that begin at ``starts`` and have ``lengths`` bytes, in order.
+
+    For example, the starts [3, 10] and the lengths [2, 3] give [3, 4, 10, 11, 12].
+    """
     before = np.cumsum(lengths) - lengths
     found: npt.NDArray[np.int64] = np.repeat(starts - before, lengths) + np.arange(int(lengths.sum()))
     return found
@@ -319,6 +324,8 @@ class _Flips:
     def add(self, name: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]) -> None:
         """Count changed bytes of a file for the layers to which they belong.
 
+        Bytes that are neither codes nor block scales of a layer are not counted.
+
         name: the name of the file.
         at: the positions of the changed bytes in the file.
         changes: for each changed byte, the XOR of its old and new value.
@@ -334,7 +341,10 @@ class _Flips:
                     self._counts[weight.name, which] = self._counts.get((weight.name, which), 0) + count
 
     def layers(self) -> tuple[LayerFlips, ...]:
-        """Return the counts of all layers with a changed code or block scale, in the order of the files."""
+        """Return the counts of all layers with a changed code or block scale, in the order of the files.
+
+        Return () if no layer changed.
+        """
         return tuple(self._of_layers())
 
     def _of_layers(self) -> Iterator[LayerFlips]:
@@ -357,9 +367,12 @@ def _by_name(files: Iterable[SafetensorsFile]) -> dict[str, SafetensorsFile]:
 def _changed_items(
     weight: Weight, part: str, at: npt.NDArray[np.intp], changes: npt.NDArray[np.uint8]
 ) -> dict[str, int]:
-    """Return the number of codes and of bytes of block scales that differ in some changed bytes of a tensor, by part.
+    """Return part (CODES or SCALES) -> the number of codes, or of bytes of block scales, that differ in a tensor.
 
-    part: the part in the tensor, CODES or SCALES. A byte of two 4-bit codes counts once per code that differs.
+    A byte of two 4-bit codes counts once per code that differs. A tensor of GGUF blocks holds both parts, so the result
+    has both; otherwise it has only ``part``.
+
+    part: the part that the tensor holds, CODES or SCALES.
     at: the positions of the changed bytes in the tensor.
     changes: for each changed byte, the XOR of its old and new value.
     """
@@ -374,5 +387,8 @@ def _changed_items(
 
 
 def _changed_nibbles(changes: npt.NDArray[np.uint8]) -> int:
-    """Return how many 4-bit codes differ. changes: the XOR of the old and new bytes."""
+    """Return how many 4-bit codes differ between old and new bytes, with two codes per byte.
+
+    changes: the XOR of each old byte with its new byte.
+    """
     return int(np.count_nonzero(changes & 0x0F) + np.count_nonzero(changes & 0xF0))

@@ -85,7 +85,10 @@ def metadata_of(
 
 
 def open_patch(path: Path) -> Patch:
-    """Open a patch file and check its header. Raise CheckpointError if the file is no patch or is malformed."""
+    """Open a patch file, check its header, and return it as a Patch. The changed bytes are not read.
+
+    Raise CheckpointError if the file is missing, is not a patch, has another version of the format, or is malformed.
+    """
     if not path.is_file():
         raise CheckpointError(f"{path}: is not a file; a patch that fp4kit diff wrote is needed")
     file = read_header(path)
@@ -134,7 +137,11 @@ def _facts(path: Path, content: Any) -> dict[str, FileFacts]:
 def _check_parts(path: Path, patch: Patch, name: str, facts: FileFacts) -> None:
     """Raise CheckpointError if the tensors that store a file do not fit together or do not fit the file's size.
 
-    name, facts: the file of the new version.
+    A file without tensors in the patch must have equal size and SHA-256 in both versions.
+
+    path: the patch file, for messages.
+    name: the name of a file of the new version.
+    facts: the size and SHA-256 of that file.
     """
     base = patch.base.get(name)
     whole, counts = patch.entry(name, WHOLE), patch.entry(name, COUNTS)

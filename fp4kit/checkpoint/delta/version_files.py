@@ -56,14 +56,15 @@ def path_of(root: Path, name: str) -> Path:
 
 
 def are_of_files(names: Collection[str]) -> bool:
-    """Return whether names in a patch can be those of a model that is not a directory."""
+    """Return whether names in a patch can be those of a model that is not a directory. Return False for no names."""
     return bool(names) and all(_NAME_OF_FILE.fullmatch(name) for name in names)
 
 
 def paths_to_write(names: Collection[str], target: Path) -> dict[str, Path]:
     """Return name in a patch -> final path, to write a model that is not a directory as ``target``.
 
-    names: the names in the patch of all files of the new version.
+    names: the names in the patch of all files of the new version; not empty.
+
     Raises CheckpointError if ``target`` is not named like the files that the patch leads to.
     """
     suffix = Path(next(iter(names))).suffix
