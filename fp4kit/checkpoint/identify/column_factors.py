@@ -52,7 +52,11 @@ def scaled_rows(layer: StoredLayer, x: np.ndarray) -> ScaledRows | None:
     """Return the first rows of a layer with estimated factors, or None if the layer does not look scaled per column.
 
     It looks so if the factors improve the SQNR by at least GAIN_DB over one common factor, and raise it to at least
-    MIN_DB. Return None also if the layer has too few rows, NaN or infinities, or parts that are not in order.
+    MIN_DB. Return None also in these cases:
+
+    - The layer has fewer than MIN_ROWS rows.
+    - The source or the decoded values contain NaN or infinity, or a factor is not positive.
+    - Codes, block scales or the tensor scale do not have the shape, layout or value that the recipe needs.
 
     x: the source (N, K) of the layer.
     """
@@ -87,7 +91,7 @@ def scalings(found: ScaledRows) -> Iterator[Scaling]:
     A tool multiplies by bfloat16 numbers, divides by them, or multiplies by their reciprocals in float32. Each function
     uses the bfloat16 numbers near the estimates that fit best. It rounds its result to the dtype of x.
     """
-    near, inverse = (_neighbours(f) for f in (found.factors, 1 / found.factors))
+    near, inverse = (_neighbors(f) for f in (found.factors, 1 / found.factors))
     for r in _rules(found.q.recipe):
         yield _chosen(found, r, near, _multiplied)
         yield _chosen(found, r, inverse, _divided)
@@ -104,7 +108,7 @@ def _divided(x: np.ndarray, factors: np.ndarray) -> np.ndarray:
     return (x.astype(np.float32) / factors).astype(x.dtype)
 
 
-def _neighbours(factors: np.ndarray) -> list[np.ndarray]:
+def _neighbors(factors: np.ndarray) -> list[np.ndarray]:
     """Return bfloat16 numbers near the given positive factors, as float32, the nearest first.
 
     Each array in the list has one number per factor, a fixed count of bfloat16 steps away from it, from 0 to STEPS in

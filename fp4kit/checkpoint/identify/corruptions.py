@@ -176,7 +176,7 @@ def _same(codes: np.ndarray) -> np.ndarray:
 
 
 def _swapped(codes: np.ndarray) -> np.ndarray:
-    """Return the codes with each pair of neighbours exchanged, to undo that even elements are in the high nibbles."""
+    """Return the codes with each pair of neighbors exchanged, to undo that even elements are in the high nibbles."""
     return codes.reshape(len(codes), -1, 2)[..., ::-1].reshape(codes.shape)
 
 
@@ -407,7 +407,7 @@ def name_of_rows(index: np.ndarray) -> str:
 def within_ulps(a: Any, b: Any) -> bool:
     """Return whether two float32 scales differ by at most ULPS (2) ulp; for arrays, whether all pairs do.
 
-    NaN agrees only with NaN.
+    NaN agrees only with NaN, and 0 does not agree with -0.
     """
     a, b = np.broadcast_arrays(np.asarray(a, np.float32), np.asarray(b, np.float32))
     steps = np.abs(a.astype(np.float32).view(np.int32).astype(np.int64) - b.astype(np.float32).view(np.int32))

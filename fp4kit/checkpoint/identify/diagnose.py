@@ -465,11 +465,14 @@ def _explained(hypotheses: list[Hypothesis], tally: MatchCount, blank: bool = Fa
 def _with_four_over_six(
     explained: Explanation, hypotheses: list[Hypothesis], evidence: LayerEvidence, plain: Layout
 ) -> Explanation:
-    """Add the rule FOUR_OVER_SIX to an explanation by recipes that choose likewise, if it gives every byte too.
+    """Return an explanation with the rule FOUR_OVER_SIX added, if this rule gives every byte too.
 
-    So layers of Model-Optimizer on which the recipes agree get one verdict with its other layers.
+    Otherwise, return the explanation unchanged. Only recipes that choose scales like the rule are considered. With the
+    rule added, the layer gets one verdict with the other layers of a checkpoint that Model-Optimizer made.
 
-    hypotheses: those of the explanation.
+    explained: an explanation that gives every byte.
+    hypotheses: the hypotheses of this explanation.
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     alike = any(h.recipe.four_over_six == "mse" and h.recipe.scale_max == 256 for h in hypotheses)
     if explained.mishap or plain.mishaps or not alike or not is_four_over_six(evidence, plain):
@@ -489,7 +492,7 @@ def _zeros(layer: StoredLayer) -> Explanation:
 
 
 def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnamed: bool) -> Explanation:
-    """Return the Explanation for a layer of which nothing gives every byte.
+    """Return the Explanation for a layer whose bytes nothing gives completely.
 
     Its sentence names a Hadamard transform or stochastic rounding, if a sample shows one and ``unnamed`` is True.
     Otherwise it names the hypothesis that fits the sample best, with its share of the layer's bytes.

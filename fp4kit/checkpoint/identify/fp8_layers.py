@@ -43,7 +43,7 @@ class Fp8Layer:
     def amaxes(self, x: np.ndarray) -> np.ndarray:
         """Return, for each scale, the amax of the elements of ``x`` (N, K) that share this scale.
 
-        The result is float32 in the shape of ``scales``.
+        The result is float32 in the shape of ``scales``. An amax is NaN if one of its elements is NaN.
         """
         magnitudes = np.abs(x).astype(np.float32)
         if self.scaling == "tensor":
@@ -110,7 +110,10 @@ _NEARLY_ALL = 0.98
 
 
 def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
-    """Return whether nearly all codes are nearest to the source if the stored scales are divisors on decode."""
+    """Return whether at least 98 % of the codes are nearest to the source if the stored scales are divisors on decode.
+
+    Fewer than all are needed, because the reciprocal of a reciprocal may be off by 1 ulp.
+    """
     with np.errstate(all="ignore"):
         inverted = Fp8Layer(layer.codes, np.float32(1) / layer.scales, layer.scaling)
     return max(_quotients(inverted, x).values()) >= _NEARLY_ALL * layer.codes.size
@@ -128,7 +131,12 @@ def _rule(name: str, scales: str, quotient: str) -> str:
 
 
 def _unexplained(text: str, codes: int, scales: int, total: int) -> Explanation:
-    """Return an Explanation without a recipe. The arguments are its sentence and its counts of bytes."""
+    """Return an Explanation without a recipe.
+
+    text: its sentence.
+    codes, scales: the number of codes and of scales that the nearest rule gives.
+    total: the number of all codes and scales.
+    """
     return Explanation(None, None, codes, scales, total, text)
 
 

@@ -35,6 +35,7 @@ AMAX_RATIO_RANGE = (2.0**-6, 2.0**10)
 class LayerEvidence:
     """Hold a stored layer, its source, and further facts that help to explain the layer.
 
+    layer: the layer as its file stores it.
     x: the source (N, K).
     other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
     second: True if the layer is the second half (up).

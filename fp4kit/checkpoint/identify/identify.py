@@ -303,7 +303,13 @@ _LOW_RANK = "low-rank part (SVDQuant): the codes store the rest of the weight, w
 
 
 def _of_rest(found: Explanation) -> Explanation:
-    """Return the explanation of a layer with a low-rank part. found: that of the rest, as far as it is known."""
+    """Return the explanation of a layer whose codes store only the rest of its weight, without a low-rank part.
+
+    If recipes give every byte, they are named. Otherwise the cause is _LOW_RANK, and the sentence gives the share of
+    bytes that the nearest recipe gives.
+
+    found: the explanation of the codes from a source that is nearly this rest.
+    """
     if found.explained:
         return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
     share = min(100 * (found.codes_equal + found.scales_equal) / max(found.total, 1), 99.99)

@@ -256,9 +256,10 @@ class _Pairs:
         return LayerPair(name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, amaxes)
 
     def _rest(self, weight: Weight, origin: Origin) -> np.ndarray:
-        """Return what the codes of an SVDQuant layer store: the source without its column factors and low-rank part.
+        """Return approximately what the codes of an SVDQuant layer store: the source without factors and low-rank part.
 
-        The tool rounds the rest to the dtype of the model several times, so this is it only nearly.
+        The source is divided by the factors per column, and the low-rank part is subtracted. The tool rounds this rest
+        to the dtype of the model several times, so that the result may differ in the last bits.
         """
         x = origin.values(self.readers)
         slab = next(slabs(self.readers, weight, max_bytes=1 << 40))

@@ -1,6 +1,6 @@
 """Say which search chose the block scales of a layer, if no recipe gives all of them.
 
-A search tries several scales per block and keeps the one with the smallest error. Three facts can be recognised:
+A search tries several scales per block and keeps the one with the smallest error. Three facts can be recognized:
 
 - A recipe that searches gives all bytes, except in blocks where another scale has an equal error. Tools add the errors
   of a block in different orders, so that they choose differently.
@@ -39,16 +39,16 @@ STATIC_4OVER6, AUTO_ROUND = "nvfp4-modelopt-static-4over6", "nvfp4-auto-round"
 _STATIC, _AUTO_ROUND = RECIPES[STATIC_4OVER6], RECIPES["nvfp4-auto-round-opt"]
 TUNED = "scales and codes by another rule, with every code near its quotient: tuned (auto-round), or another source"
 _TIE = 1e-6  # relative difference of two errors that are equal up to the rounding of float32 sums
-_CHOSEN = 0.9  # the least share of blocks in which four over six chose the smaller error
-_WITHIN, _NEAREST = 0.98, 0.5  # the least shares of codes near their quotients, and nearest to them, if tuned
-_LEAST = 0.25  # the least share of blocks in which a weighted search chose the least error without weights
+_CHOSEN = 0.9  # the smallest share of blocks in which four over six chose the smaller error
+_WITHIN, _NEAREST = 0.98, 0.5  # the smallest shares of codes near their quotients, and nearest to them, if tuned
+_LEAST = 0.25  # the smallest share of blocks in which a weighted search chose the smallest error without weights
 
 
 class _Rows(NamedTuple):
     """Hold some rows of a layer, in blocks.
 
     x: the source, float64 (rows, blocks, block size).
-    values: the decoded values of the stored codes and scales, in that shape.
+    values: the decoded values of the stored codes and scales, float64 (rows, blocks, block size).
     scales: the stored scale codes (rows, blocks).
     rows: the numbers of the rows.
     """
@@ -60,19 +60,23 @@ class _Rows(NamedTuple):
 
     @property
     def error(self) -> npt.NDArray[np.float64]:
-        """The sum of squared errors per block."""
+        """The sum of (x - values)^2 over the elements of each block, float64 (rows, blocks)."""
         found: npt.NDArray[np.float64] = np.square(self.x - self.values).sum(axis=-1)
         return found
 
 
 @ieee("identify")
 def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> int | None:
-    """Return the number of blocks with another scale than a hypothesis gives, if their errors are equal.
+    """Return the number of blocks whose stored scale differs from the scale that a hypothesis gives for them.
 
-    Return None if the errors of such a block differ, or if codes differ where scales are equal. Then the hypothesis
-    does not explain the layer.
+    Return None if the hypothesis does not explain the layer, which is so in these cases:
 
-    hypothesis: one without mishaps, whose recipe searches scales. All codes must follow from the stored scales.
+    - The stored scale of a block gives another squared error than the scale of the hypothesis. Errors count as equal up
+      to the rounding of float32 sums.
+    - A block with the scale of the hypothesis has other values.
+    - The hypothesis has a mishap, or its recipe searches no scales.
+
+    hypothesis: the hypothesis that fits a sample best. All codes of the layer must follow from the stored scales.
     """
     if not hypothesis.recipe.search or hypothesis.mishaps:
         return None
@@ -95,7 +99,10 @@ def blocks_of_equal_error(evidence: LayerEvidence, hypothesis: Hypothesis) -> in
 def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
     """Return whether every block scale is that of the block's amax or of 1.5 times the amax (four over six).
 
-    Both must occur, and the stored one must have the smaller error in almost all blocks. Codes are not compared.
+    Both must occur, and the stored one must have the smaller error in almost all blocks. Codes are not compared. Return
+    False if the layer is not NVFP4 with one tensor scale that follows from a known amax.
+
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     tensor = _tensor_of(evidence, _STATIC)
     if tensor is None:
@@ -118,9 +125,13 @@ def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
 
 @ieee("identify")
 def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
-    """Return whether every block scale is one that auto-round tries, and often the one of least error without weights.
+    """Return whether auto-round's search with an importance matrix may have chosen the block scales.
 
-    The second condition is checked on a sample. Weights make other scales better in many blocks, but not in all.
+    Every block scale must be one that auto-round tries. In a sample, at least a quarter of the block scales must have
+    the smallest error without weights, because weights make other scales better in many blocks, but not in all. Return
+    False if the layer is not NVFP4 with one tensor scale that follows from a known amax.
+
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     tensor = _tensor_of(evidence, _AUTO_ROUND)
     if tensor is None:
@@ -142,7 +153,10 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
     """Return whether almost every code lies within half a unit of its quotient, for a sample of a layer.
 
     The quotient is the source divided by the stored scales. A code q lies within half a unit of the quotient y if
-    round(y - 1/2) <= q <= round(y + 1/2), as after auto-round has tuned the rounding. Most codes must be the nearest.
+    round(y - 1/2) <= q <= round(y + 1/2), as after auto-round has tuned the rounding. At least half of the codes must
+    be the nearest. Return False if codes, scales or rows are not in order, or if elements do not have 4 bits.
+
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     layer = evidence.layer
     r, scale = layer.recipe, layer.tensor_scale
@@ -162,7 +176,10 @@ def is_rounded_near(evidence: LayerEvidence, plain: Layout) -> bool:
 
 
 def _nearest_values(quotient: npt.NDArray[np.float64], r: Recipe) -> npt.NDArray[np.float64]:
-    """Return the nearest element values to quotients. Larger quotients become the largest value."""
+    """Return the element value nearest to each quotient. Quotients beyond the range become the largest of their sign.
+
+    r: the recipe whose element format is used.
+    """
     clipped = np.clip(quotient, -r.element.max, r.element.max).astype(np.float32)
     found: npt.NDArray[np.float64] = r.element.values[r.element.encode(clipped)].astype(np.float64)
     return found
@@ -196,7 +213,11 @@ def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
 
 
 def _code(amax: np.ndarray, tensor: TensorScale, r: Recipe, evidence: LayerEvidence) -> npt.NDArray[np.uint8]:
-    """Return the scale codes that a recipe computes from block amaxes."""
+    """Return the scale codes that a recipe computes from block amaxes.
+
+    amax: the block amaxes, float32.
+    tensor: the tensor scale.
+    """
     name = r.block_rule or ""
     return np.asarray(BLOCK_RULES[name].code(amax, tensor.columns(r), r, evidence.x.dtype)).view(np.uint8)
 
@@ -207,7 +228,11 @@ def _parts(evidence: LayerEvidence, plain: Layout) -> Iterator[_Rows]:
 
 
 def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]) -> _Rows:
-    """Return some rows of a layer (see _parts). rows: their numbers."""
+    """Return some rows of a layer, with decoded values (see _Rows).
+
+    plain: the layout in which codes are read; block scales must be in linear order.
+    rows: the numbers of the stored rows.
+    """
     layer = evidence.layer
     codes = plain.reading.read(layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)
@@ -216,9 +241,10 @@ def _rows_of(evidence: LayerEvidence, plain: Layout, rows: npt.NDArray[np.int64]
 
 
 def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> npt.NDArray[np.float64]:
-    """Return the decoded values (rows, blocks, block size), in float64.
+    """Return the decoded values of some rows under the stored tensor scale, float64 (rows, blocks, block size).
 
-    codes: one per byte. scales: the scale codes.
+    codes: the element codes (rows, columns), one per byte.
+    scales: the scale codes (rows, blocks).
     """
     r, tensor = evidence.layer.recipe, evidence.layer.tensor_scale
     assert r.scale is not None
@@ -229,7 +255,10 @@ def _decoded(evidence: LayerEvidence, codes: np.ndarray, scales: np.ndarray) -> 
 
 
 def _requantized(evidence: LayerEvidence, part: _Rows, scales: np.ndarray) -> npt.NDArray[np.float64]:
-    """Return the decoded values of some rows if they are quantized with other block scales."""
+    """Quantize the source of some rows with given block scales, and return the decoded values.
+
+    scales: the scale codes (rows, blocks) to use in place of the stored ones.
+    """
     x = np.ascontiguousarray(evidence.x[part.rows])
     q = quantize(x, _STATIC, block_scale=scales, tensor_scale=evidence.layer.tensor_scale)
     return _decoded(evidence, unpacked(q.packed, _STATIC.element.packing), scales)

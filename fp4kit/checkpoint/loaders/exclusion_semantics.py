@@ -139,7 +139,8 @@ def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str
     """Return the result of vLLM's quant_utils.is_layer_skipped for ``module``.
 
     It compares whole names: a module is skipped if it is listed, and a fused layer if all its parts are listed. A
-    module with "experts" in its name is skipped if a pattern contains its name, such as the name of one expert.
+    module with "experts" in its name is skipped if a pattern contains its name, such as the name of one expert. Raise
+    PartsDisagree if only some parts of a fused layer are listed.
 
     prepared: the exclusion list.
     fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
@@ -277,11 +278,11 @@ def _ct_name(module: str, prepared: Patterns) -> bool:
 
 
 def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[str] = ("Linear", "Module")) -> bool:
-    """Return whether compressed-tensors leaves ``module`` unquantized. The result also holds for transformers, which
-    uses it.
+    """Return whether compressed-tensors leaves ``module`` unquantized.
 
-    A layer is excluded by its exact name, by a ``re:`` pattern that matches the beginning of the name, or by the name
-    of one of its classes.
+    The result also holds for transformers, which uses compressed-tensors. A layer is excluded by its exact name, by a
+    ``re:`` pattern that matches the beginning of the name, or by the name of one of its classes. Raise ValueError if a
+    ``re:`` pattern is not a regular expression.
 
     classes: the names of the layer's class and base classes.
 
@@ -392,6 +393,7 @@ def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
 class Reader:
     """Describe how one engine looks up the modules of a model in the exclusion list.
 
+    engine: the name of the engine.
     excluded: the engine's predicate: (module, patterns) -> True if the engine leaves the module unquantized.
     fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
     experts: which names of experts the engine looks up. "container": that of their container. "each": that of each

@@ -21,8 +21,12 @@ _INPUT_SCALES = (".input_scale", ".input_global_scale")
 def consequence(engine: str, container: str, layer: str, suffix: str) -> str:
     """Return a clause that says what ``engine`` does if the tensor ``suffix`` of a layer is missing.
 
+    If this is not known, the clause says so for input scales, and otherwise says that the layer cannot be decoded.
+
+    engine: the name of the engine. Only vLLM and SGLang are known.
     container: the id of the container, such as "modelopt NVFP4".
     layer: the name of the layer, which tells whether it is an expert.
+    suffix: the end of the tensor's name, such as ".weight_scale".
     """
     format = container.partition(" ")[0]
     is_expert = container_of(layer) is not None

@@ -155,7 +155,7 @@ def _way_out(kind: str, family: str) -> str:
 
 
 def _stored(format: str, kind: str) -> LoaderContainer:
-    """Return the container in which ``format`` stores recipes of ``kind``, which must exist."""
+    """Return the container in which ``format`` stores recipes of ``kind``. The format must be able to store them."""
     found = container(format, kind)
     assert found is not None
     return found

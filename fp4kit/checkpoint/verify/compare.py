@@ -32,6 +32,7 @@ from fp4kit.storage.safetensors_file import TensorEntry
 class TensorDifference:
     """Describe one tensor that differs between checkpoints a and b.
 
+    name: the name of the tensor.
     kind: "missing" (only in a), "extra" (only in b), "dtype", "shape" or "bytes".
     detail: what differs, as text.
     """
@@ -45,11 +46,12 @@ class TensorDifference:
 class LayerDifference:
     """Describe the differences of a layer that is quantized in checkpoint a, in b, or in both.
 
+    name: the name of the layer, with the number of the expert in brackets if it is a matrix of a stack.
     elements: the number of elements of the layer.
     codes, scales: the number of codes and block scales that differ; None if the layer is unquantized in a or b.
     values: the number of decoded values whose float32 bits differ.
     tensor_scales: the tensor scales in a and in b, as multipliers on decode; None where there is no tensor scale.
-    sqnr_db: the SQNR in decibels of the values in b, with the values in a as the signal.
+    sqnr_db: the SQNR in decibels of the values in b, with the values in a as the signal; infinity if no value differs.
     tensors: the names of the tensors that hold the layer in a, then in b.
     """
 
@@ -101,7 +103,7 @@ def compare_checkpoints(
         A CheckpointComparison. The SQNR of a layer is 10 log10(sum a^2 / sum (a - b)^2) over its values.
 
     Raises:
-        CheckpointError: a or b is malformed.
+        CheckpointError: a or b does not exist or is malformed, or their configs are nested too deeply to compare.
     """
     left, right = open_checkpoint(a), open_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)

@@ -67,6 +67,7 @@ def unlike_activations(
     Layers without an input scale are ignored, because the requirements of engines already report them. Raises
     CheckpointError if the activations do not fit the layers (see Activations.of_layers).
 
+    weights: the layers of the checkpoint.
     stored: tensor name -> stored value of input scales.
     activations: the measured activations.
     """

@@ -75,10 +75,11 @@ def wrapped_names(model: Checkpoint) -> Iterator[Issue]:
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
-    """Yield warnings about what the configs and the other layers let expect.
+    """Yield warnings about layers that contradict the configs or the other layers.
 
-    These are factors per column (AWQ) that a config declares and no layer has, tensor scales that only a few layers do
-    not have, and layers that seem to be transposed.
+    - A config declares factors per column (AWQ), and no layer has them.
+    - A few layers lack the tensor scale that all others have.
+    - Layers seem to be transposed.
     """
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
@@ -90,7 +91,8 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
 def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
     """Yield an issue for each layer or stack with a tensor scale that is zero, negative, NaN or infinite.
 
-    Containers whose tensor scales are checked by the requirements of engines are left out.
+    It is a warning if all such scales of the layer are zero, otherwise an error. Containers whose tensor scales are
+    checked by the requirements of engines are left out.
 
     weights: the quantized layers of a checkpoint.
     """
@@ -210,7 +212,9 @@ _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
 def _mixed_issues(model: Checkpoint, name: str, layers: list[str], tensor_scales: Mapping[str, float]) -> list[Issue]:
     """Return the issues of the layers of one container in a mixed checkpoint, or a warning that they are not checked.
 
-    name: the name of the container. layers: the names of its layers.
+    model: the checkpoint.
+    name: the name of the container.
+    layers: the names of the layers in this container.
     tensor_scales: tensor name -> stored value, for tensor scales and input scales.
     """
     config = with_declaration(model.config or {}, model.hf_quant_config)

@@ -96,7 +96,8 @@ class Reconciliation:
 def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
     """Return fused layer -> part name -> weight, for the fused layers whose parts store different tensor scales.
 
-    The stored numbers are compared, because engines compare these. Two different divisors may have equal reciprocals.
+    Return {} if all parts agree. The stored numbers are compared, because engines compare these. Two different divisors
+    may have equal reciprocals.
     """
     layers = {weight.name: weight for weight in _layers(source).values()}
     found: dict[str, dict[str, Weight]] = {}
@@ -171,8 +172,13 @@ def reconcile(
         A Reconciliation with the repaired layers.
 
     Raises:
-        CheckpointError: the checkpoint has no tensor scales, a tensor scale of a repaired layer is not a positive
-            normal float32, or the destination is rejected as by convert.
+        CheckpointError: one of these cases:
+
+            - The source is a GGUF file, has no layer in one of the two formats, or holds something unknown.
+            - A tensor scale of a repaired layer is not a positive normal float32.
+            - The destination exists, is not in a writable directory, lies inside the source or contains it, has a name
+              that does not suit the source, or has too little disk space.
+            - Another run is writing to the destination.
 
     Numerics: see the head of this file for the formula and its rounding.
     """
@@ -280,6 +286,8 @@ def _rescaled(
 
 def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
     """Write a copy of a model to ``target``, in which only the scales of the layers in ``changed`` have new bytes.
+
+    Raise CheckpointError if ``target`` cannot be written (see reconcile).
 
     changed: layer name -> its new scales.
     tick: called with the number of bytes of tensors written since the last call.

@@ -148,18 +148,18 @@ def _charts(report: VerifyReport) -> Iterator[str]:
     points = _points(report.layers)
     if not points:
         return
-    colours = _colours(dict.fromkeys(point.kind for point in points))
-    keys = "".join(f"<li>{_patch(colour)}{_text(kind)}</li>" for kind, colour in colours.items())
+    colors = _colors(dict.fromkeys(point.kind for point in points))
+    keys = "".join(f"<li>{_patch(color)}{_text(kind)}</li>" for kind, color in colors.items())
     yield f'<h2>Layer by layer</h2>\n<ul class="legend">{keys}</ul>\n'
     for name, title, value in _VALUES:
         values = [value(point.tally) for point in points]
         if not all(map(math.isnan, values)):
-            yield _chart(name, title, points, values, colours)
+            yield _chart(name, title, points, values, colors)
 
 
-def _patch(colour: str) -> str:
-    """Return the SVG of a small square in a colour, for an entry of the legend."""
-    return f'<svg width="12" height="9"><rect width="9" height="9" fill="{colour}"/></svg>'
+def _patch(color: str) -> str:
+    """Return the SVG of a small square in a color, for an entry of the legend."""
+    return f'<svg width="12" height="9"><rect width="9" height="9" fill="{color}"/></svg>'
 
 
 _NAN = math.nan
@@ -171,14 +171,14 @@ _VALUES: tuple[tuple[str, str, Callable[[StoredCounts], float]], ...] = (
 )
 
 
-def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[float], colours: Mapping[str, str]) -> str:
+def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[float], colors: Mapping[str, str]) -> str:
     """Return the HTML of one chart, with one line per kind of layer and the layer numbers on the horizontal axis.
 
     name: the end of the chart's HTML id.
     title: the caption.
     points: the points; their kinds and layer numbers are used.
     values: the height of each point; a point with NaN is not drawn.
-    colours: kind of layer -> colour.
+    colors: kind of layer -> color.
     """
     ticks = _ticks([value for value in values if math.isfinite(value)])
     numbers = sorted({point.number for point in points})
@@ -189,7 +189,7 @@ def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[flo
             lines[point.kind].append(
                 (place.x(point.number), place.y(value), f"{point.kind} {point.number}: {value:.4g}")
             )
-    drawn = "".join(_line(lines[kind], colour) for kind, colour in colours.items())
+    drawn = "".join(_line(lines[kind], color) for kind, color in colors.items())
     return (
         f'<figure id="chart-{name}"><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}"'
         f' width="{_WIDTH}" height="{_HEIGHT}" role="img"'
@@ -251,17 +251,17 @@ def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
     return "".join(found)
 
 
-def _line(points: Sequence[tuple[float, float, str]], colour: str) -> str:
+def _line(points: Sequence[tuple[float, float, str]], color: str) -> str:
     """Return the SVG of one line of a chart with its points. A point is (x, y, tooltip text), in pixels."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     dots = "".join(
         f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_DOT}"><title>{_text(t)}</title></circle>' for x, y, t in points
     )
-    return f'<g fill="{colour}" stroke="none"><polyline points="{path}" stroke="{colour}"/>{dots}</g>'
+    return f'<g fill="{color}" stroke="none"><polyline points="{path}" stroke="{color}"/>{dots}</g>'
 
 
-def _colours(kinds: Iterable[str]) -> Mapping[str, str]:
-    """Return kind of layer -> CSS colour. Successive kinds have very different hues."""
+def _colors(kinds: Iterable[str]) -> Mapping[str, str]:
+    """Return kind of layer -> CSS color. Successive kinds have very different hues."""
     return {kind: f"hsl({i * 137.508 % 360:.0f} 60% 48%)" for i, kind in enumerate(kinds)}
 
 

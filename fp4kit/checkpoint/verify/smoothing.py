@@ -1,4 +1,4 @@
-"""Recognise smoothed layers, so that verify does not report them as damaged.
+"""Recognize smoothed layers, so that verify does not report them as damaged.
 
 To make activations easier to quantize, SmoothQuant and AWQ divide the weight of a norm by one factor per column and
 multiply the columns of the layers after it by these factors. The model computes the same function, but norm and layers

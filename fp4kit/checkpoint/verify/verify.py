@@ -59,7 +59,9 @@ from fp4kit.storage.split_gguf import whole_path
 class LayerReport:
     """Report on one layer or stack of experts that is quantized, or that was decoded from a quantized source.
 
+    name: the name of the layer.
     format: the name of the container in which the layer is stored, or its dtype if it is unquantized.
+    shape: the shape of the layer in elements.
     action: the actions by which it was re-encoded from the source, such as "quantize"; "" if it was not.
     codes, scales, others: (bytes that differ, bytes compared) between the re-encoded layer and the file. ``others``
         counts tensor scales, input scales and unquantized values.
@@ -226,7 +228,7 @@ def prepare(
     """Prepare a verification for ``execute``, without reading the values of layers.
 
     Headers, configs and scalars are read, layers are matched with those of the source, and the requirements of engines
-    are checked. Arguments and errors are those of ``verify``.
+    are checked. Arguments and errors are those of ``verify``. Only the devices of ``options`` are used.
     """
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
@@ -426,9 +428,12 @@ class _SourceComparison:
 
 
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
-    """Execute a verification from ``prepare``, and return its report.
+    """Execute a verification from ``prepare``: compare all values and files, and return the report.
 
-    options: workers, devices and progress, as for convert; None for the defaults.
+    options: workers, devices and progress, as for convert; None for the defaults. Devices must be those that
+        ``prepare`` was given.
+
+    Raises CheckpointError if a device does not exist, and ChildProcessError if a worker process died.
     """
     options = options or Options()
     start_devices(options.devices, options.executor)
