@@ -18,9 +18,13 @@ KEPT = ("version", "versions", "seconds", "arrays", "elements", "exceptions")
 
 
 def merged(record: dict[str, Any], run: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return (record, names): the record with new entries, and the names of the producers that differed.
+    """Return the record with new entries, sorted by name, and the names of the producers whose arrays differed.
 
-    Producers whose arrays were all equal get new entries. `run` is the output of fp4kit recipes --live --json.
+    A producer gets a new entry if arrays of it were compared and all were equal. The arguments are not changed.
+
+    Args:
+        record: {producer: entry}, the content of docs/live-producers.json.
+        run: the JSON document that fp4kit recipes --live --json prints.
     """
     found = dict(record)
     differing = []

@@ -21,23 +21,31 @@ LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 
 
 def on_config(config: Any) -> Any:
-    """Add the pages of producers to the navigation, in place of the entry "Producers". Return the config."""
+    """Replace the entry "Producers" of the navigation by the pages of all producers. Return the changed config.
+
+    mkdocs calls this hook once, after it has read mkdocs.yml.
+    """
     pages = [f"producers/{name}" for name in producer_pages.names()]
     config.nav = [{"Producers": pages} if "Producers" in entry else entry for entry in config.nav]
     return config
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Add the pages of producers to the site's files. Return the files."""
+    """Generate the pages of all producers, and add them to the site's files. Return the files.
+
+    mkdocs calls this hook once, after it has listed the files under docs/.
+    """
     for name, text in producer_pages.pages().items():
         files.append(File.generated(config, f"producers/{name}", content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Return a page's Markdown with links that leave docs/ pointed to the repository.
+    """Return a page's Markdown, in which relative links that leave docs/ are replaced by links to the repository.
 
-    Raises FileNotFoundError for a link to a file that does not exist.
+    mkdocs calls this hook for every page. Links within docs/ stay as they are.
+
+    Raises FileNotFoundError for a link that leaves docs/ to a file that does not exist.
     """
     here = (ROOT / "docs" / page.file.src_uri).parent
 

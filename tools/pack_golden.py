@@ -28,7 +28,8 @@ import numpy as np
 from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
 from fp4kit.evidence.golden.packed import BASES, INDEX, references
 
-# Not an output of a producer: the specification stores this table as fp4kit/reference/rcp_approx_sm90.npz.
+# Files that are not packed. This one is no output of a producer, but a table of the specification, which is stored as
+# fp4kit/reference/rcp_approx_sm90.npz.
 EXCLUDED = ("rcp_approx_sm90",)
 
 # An array is stored as its difference from another array if less than this share of its bytes differs.
@@ -36,7 +37,7 @@ MAX_DIFFERING = 0.3
 MIN_BYTES = 64  # smaller arrays are never stored as differences
 
 Arrays = Mapping[str, np.ndarray]
-# {(file, key): base array}. A base array is an array to which the difference of other arrays may be stored.
+# {(file, key): base array}. Another array may be stored as its difference (XOR of the bytes) from a base array.
 Places = dict[tuple[str, str], np.ndarray]
 
 
@@ -46,10 +47,16 @@ def arrays_of(golden: GoldenSet, name: str) -> dict[str, np.ndarray]:
 
 
 def merged(old: Arrays, new: Arrays, name: str, replace: bool = False) -> dict[str, np.ndarray]:
-    """Return the recorded arrays `old` together with the arrays `new`.
+    """Return {key: array} with the recorded arrays `old` and the arrays `new`, which replace recorded ones.
 
-    If an array differs from the recorded array with the same key, it replaces that array if `replace` is true.
-    Otherwise ValueError is raised. `name` is the file, for the message.
+    Args:
+        old: the recorded arrays of a file.
+        new: the arrays to add.
+        name: the name of the file, for the message.
+        replace: True to accept a new array that differs from the recorded array with the same key.
+
+    Raises:
+        ValueError: a new array differs from the recorded array with the same key, and `replace` is false.
     """
     for key in old.keys() & new.keys():
         if not replace and content(old[key]) != content(new[key]):
@@ -66,23 +73,26 @@ def content(array: np.ndarray) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def similarity(key: str) -> tuple[str, str, str]:
-    """Return a sort key that puts outputs for the same input side by side.
+    """Return a sort key for the keys of arrays that puts outputs for one input side by side.
 
-    The compressor then finds common parts.
+    Similar arrays are then close together, so that the compressor finds their common parts.
     """
     return key.split("/")[0], key.split("/")[-1], key
 
 
 def rank(name: str) -> tuple[int, str]:
-    """Return the sort key that orders files.
+    """Return the sort key of the file `name`: the files of BASES come first, in their order, then all others by name.
 
-    A file is stored as differences only to files of BASES that come before it.
+    The arrays of a file are stored as differences only to arrays of files of BASES that come before it.
     """
     return (BASES.index(name) if name in BASES else len(BASES)), name
 
 
 def base_places(golden: GoldenSet, name: str) -> Places:
-    """Return the arrays of other files, to which arrays of the file `name` may be stored as differences."""
+    """Return {(file, key): array} of the arrays from which arrays of the file `name` may be stored as differences.
+
+    They are the arrays of the files of BASES that come before this file; see rank.
+    """
     files = [base for base in BASES if rank(base) < rank(name)]
     return {(file, key): array for file in files for key, array in arrays_of(golden, file).items()}
 
@@ -109,10 +119,10 @@ class Nearest:
         return key.split("/")[0], array.dtype.name, array.size
 
     def __call__(self, key: str, array: np.ndarray) -> tuple[tuple[str, str], np.ndarray] | None:
-        """Return ((file, key), bytes) of the nearest base array.
+        """Return ((file, key), bytes) of the base array that has the most bytes in common with `array`.
 
-        Return None if MAX_DIFFERING or more of the bytes differ from every base array, or if the array is smaller than
-        MIN_BYTES.
+        Return None if no base array is for the same input and of equal dtype and size. Return None also if the share of
+        differing bytes is at least MAX_DIFFERING for every base array, or if the array is smaller than MIN_BYTES.
         """
         if array.nbytes < MIN_BYTES:
             return None
@@ -126,7 +136,11 @@ class Nearest:
 
 
 def pack(source: Arrays, bases: Places) -> dict[str, bytes]:
-    """Return the members of a packed file, {name: bytes}, for the arrays `source`. Equal arrays are stored once."""
+    """Return {name: bytes} of the members of the zip file that stores the arrays `source`.
+
+    Equal arrays are stored once, and an array near one of `bases` as its difference from it. There is one member per
+    dtype, and an index.
+    """
     nearest = Nearest(bases)
     numbers: dict[tuple[str, tuple[int, ...], bytes], int] = {}
     chunks: dict[str, list[np.ndarray]] = {}
@@ -156,9 +170,9 @@ def npy(array: np.ndarray) -> bytes:
 
 
 def write(members: dict[str, bytes], path: Path) -> None:
-    """Write the members as a zip file, first under a temporary name.
+    """Write a zip file with these members, {name: bytes}, to `path`, which is replaced only when the file is complete.
 
-    Dates and modes are fixed, so that equal members give equal bytes.
+    Dates and modes in the file are fixed, so that equal members give equal bytes.
     """
     temporary = path.with_suffix(".tmp")
     with zipfile.ZipFile(temporary, "w") as archive:
@@ -171,7 +185,10 @@ def write(members: dict[str, bytes], path: Path) -> None:
 
 
 def write_file(directory: Path, name: str, source: Arrays) -> None:
-    """Pack the arrays `source` into the file `name` of a directory. Then read the file back and compare it."""
+    """Pack the arrays `source` into the file `name` of a directory. Then read the file back and compare it.
+
+    Raise ValueError if the file does not read back as `source`.
+    """
     golden = GoldenSet.open(directory) if any(directory.glob("*.npz")) else None
     write(pack(source, base_places(golden, name) if golden else {}), directory / f"{name}.npz")
     verify(source, GoldenSet.open(directory), name)
@@ -219,7 +236,7 @@ def add(directory: Path, name: str, new: Arrays, replace: bool = False) -> list[
 
 
 def main() -> None:
-    """Pack the files that the command line names, and print the sizes."""
+    """Pack the files that the command line names, and print the size of each written file and of all together."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", type=Path, nargs="+")
     parser.add_argument("--into", type=Path, default=RECORDED, metavar="DIRECTORY")

@@ -1,8 +1,8 @@
 """Draw the pictures of README.md and docs/ into docs/images: python tools/pictures.py
 
 Each picture is an SVG file that is computed from fp4kit or from a committed benchmark record, so a test can check that
-it is current. Colours follow the reader's light or dark setting. Differences also have a thick border and bold text, so
-that they are visible without colour.
+it is current. Colors follow the reader's light or dark setting. Differences also have a thick border and bold text, so
+that they are visible without color.
 """
 
 from __future__ import annotations
@@ -46,22 +46,31 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
-    """Return an SVG text element with the text `words` at (x, y). `kind` names CSS classes of STYLE."""
+    """Return an SVG text element with the text `words` at (x, y) in pixels.
+
+    kind: the names of CSS classes of STYLE, separated by spaces; "" for none.
+    """
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
 
 
 def box(x: float, y: float, width: float, height: float, kind: str) -> str:
-    """Return an SVG rectangle with rounded corners. `kind` names CSS classes of STYLE."""
+    """Return an SVG rectangle with rounded corners, whose top left corner is at (x, y) in pixels.
+
+    kind: the names of CSS classes of STYLE, separated by spaces.
+    """
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="3" class="{kind}"/>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
-    """Return an SVG line from (x1, y1) to (x2, y2). `kind` names CSS classes of STYLE."""
+    """Return an SVG line from (x1, y1) to (x2, y2) in pixels.
+
+    kind: the names of CSS classes of STYLE, separated by spaces.
+    """
     return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="{kind}"/>'
 
 
 def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    """Return an SVG document made of the elements `parts`. Screen readers read `title`."""
+    """Return an SVG document of this size in pixels, made of the SVG elements `parts`. Screen readers read `title`."""
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
         f' aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n'
@@ -123,7 +132,10 @@ SPEED = (  # (operation and recipe of a row in the GPU record, label in the pict
 
 
 def speed() -> str:
-    """Return the picture of times, of fp4kit and of the fastest other library, relative to a copy of as many bytes."""
+    """Return the bar chart of times of some operations, of fp4kit and of the fastest other library.
+
+    A time is divided by that of a copy of as many bytes.
+    """
     record = json.loads((RESULTS / "h200.json").read_text())
     rows = {(row["operation"], row["recipe"]): row for row in record["rows"] if row["dtype"] == "bfloat16"}
     left, unit, top = 210, 92, 46

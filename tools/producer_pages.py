@@ -45,7 +45,7 @@ TITLES = {
 
 @cache
 def producers() -> dict[str, list[Recipe]]:
-    """Return {producer: its recipes}, in the order of the table of recipes."""
+    """Return {id of a producer: its recipes}, such as "te", in the order of the table of recipes."""
     found: dict[str, list[Recipe]] = {}
     for r in RECIPES.values():
         found.setdefault(producer_of(r.id), []).append(r)
@@ -73,7 +73,11 @@ def overview() -> str:
 
 
 def page(name: str, recipes: list[Recipe]) -> str:
-    """Return the Markdown page of one producer, which has these recipes."""
+    """Return the Markdown page of one producer: its versions, recipes, formulas, and similar recipes of others.
+
+    name: the producer's id, one of TITLES.
+    recipes: the recipes that reproduce the producer; not empty.
+    """
     equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
     recorded = (
         f"{equal:,} of {compared:,} recorded outputs of this producer are equal to fp4kit's in every bit."
@@ -94,7 +98,7 @@ def page(name: str, recipes: list[Recipe]) -> str:
 
 
 def _entry(r: Recipe) -> str:
-    """Return the line for a recipe in the list of recipes."""
+    """Return the Markdown list entry of a recipe: id, block shape, recorded outputs, and source."""
     equal, compared = _recorded(r)
     counts = f"{equal} of {compared} recorded outputs equal" if compared else "no recorded outputs"
     exact = f" Equal to: {r.exact}." if r.exact else ""
@@ -118,7 +122,12 @@ def _golden() -> GoldenSet:
 
 
 def _rules(title: str, rules: Iterable[str], source: Callable[[str], str]) -> list[str]:
-    """Return Markdown lines with the source code of each rule. `source(rule)` returns the code."""
+    """Return Markdown lines with a heading and the source code of each rule, sorted by name.
+
+    title: the kind of the rules, with which every heading begins.
+    rules: the names of the rules.
+    source: a function from the name of a rule to its source code.
+    """
     lines = []
     for rule in sorted(rules):
         lines += [f"### {title}: `{rule}`", "", "```python", source(rule).rstrip(), "```", ""]
@@ -137,7 +146,7 @@ def _tensor_source(rule: str) -> str:
 
 @cache
 def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return (codes, block scales) of the matrix of `_drawn`, so that recipes can be compared.
+    """Quantize the matrix of `_drawn` by a recipe, and return (codes, block scales), so that recipes can be compared.
 
     Return None if the recipe is a fake quantizer, has no block scales, searches scales, or has square blocks.
     """
@@ -155,10 +164,10 @@ def _drawn() -> np.ndarray:
 
 
 def _relative(r: Recipe) -> list[str]:
-    """Return Markdown lines on the recipes of other producers that are closest to r.
+    """Return Markdown lines about the recipes of other producers that are closest to r on one random matrix.
 
-    These are the recipes that give the same bytes, and the nearest one with other bytes, shown on one block. Return an
-    empty list if r cannot be compared (`_bytes_of`).
+    First come the recipes that give the same bytes. Then comes the recipe with the fewest differing codes and scales,
+    shown on one block. Return an empty list if r cannot be compared (see `_bytes_of`), or if no other recipe can.
     """
     mine = _bytes_of(r)
     if mine is None:
@@ -197,8 +206,12 @@ def _relative(r: Recipe) -> list[str]:
 def _worked(r: Recipe, other: str, mine: tuple[np.ndarray, np.ndarray], theirs: tuple[np.ndarray, np.ndarray]) -> str:
     """Return a Markdown table of the block in which r and `other` differ most.
 
-    It shows the elements, and the values and scale bytes of both recipes. `mine` and `theirs` are the results of
-    `_bytes_of`.
+    It shows the elements, their quantized values before scaling, and the scale bytes of both recipes. An arrow marks
+    the rows that differ.
+
+    r: the first recipe.
+    other: the id of the second recipe.
+    mine, theirs: the results of `_bytes_of` for the first and the second recipe.
     """
     size = r.block_size
     differs = (mine[0] != theirs[0]).reshape(-1, size).sum(axis=1) + (mine[1] != theirs[1]).reshape(-1)

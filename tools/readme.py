@@ -45,12 +45,12 @@ MEASURED = (  # rows of the table of times: (operation, recipe)
 
 
 def recipes() -> str:
-    """Return the table of all recipes."""
+    """Return the Markdown table of all recipes, for the part "recipes"."""
     return markdown(RECIPE_COLUMNS, grouped_recipe_rows())
 
 
 def agreement() -> str:
-    """Return the table of recipes that give equal bytes."""
+    """Return the Markdown table of recipes that give equal bytes on ordinary data, for the part "agreement"."""
     return markdown(COLUMNS, agreement_rows())
 
 
@@ -102,7 +102,11 @@ def live() -> str:
 
 
 def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
-    """Return the row of one producer. If `entry` is None, the row says "none recorded"."""
+    """Return the cells of one producer's row, in the order of LIVE_COLUMNS.
+
+    name: the name of the producer.
+    entry: its entry in docs/live-producers.json. If it is None, the row says "none recorded".
+    """
     if entry is None:
         return (name, "none recorded", *[""] * 6)
     beside = ", ".join(
@@ -183,9 +187,9 @@ PARTS = {one.__name__: one for one in ALL}
 
 
 def with_output(text: str) -> str:
-    """Return the text with the current output of its example.
+    """Run the example in a page, and return the page's text with the example's current output.
 
-    The example is the code after `<!-- example -->`; its output replaces the block after `<!-- output -->`. A text
+    The example is the code after `<!-- example -->`. Its output replaces the block after `<!-- output -->`. A text
     without an example is returned unchanged.
     """
     example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.DOTALL)

@@ -38,7 +38,10 @@ _HINTS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. The module fp4kit.cli.guard lists the exit codes.
+    """Run one command and return its exit code.
+
+    The exit code is 0 for done, 1 if a difference was found, 2 after an error, and 128 + N after the signal N. Errors
+    are not raised; a line on stderr says what is wrong. stdout is set to escape characters that its encoding lacks.
 
     argv: the arguments after ``fp4kit``; None for those of the process.
     """
@@ -50,6 +53,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(task: guard.GuardedCommand, argv: Sequence[str] | None) -> int:
     """Parse the arguments, run the command that they name, and return its exit code.
+
+    Raise UsageError for arguments that the command does not accept, and ValueError if there is no command.
 
     task: its ``name`` and ``destination`` are set here, for the last line that guard.run writes to stderr.
     """

@@ -64,7 +64,10 @@ def register(commands: Any) -> None:
 
 
 def _fuzz(args: argparse.Namespace, out: Output) -> int:
-    """Run the command fuzz. Return 0 if nothing failed, otherwise 1."""
+    """Run the command fuzz. Return 0 if nothing failed, otherwise 1.
+
+    Raise ValueError for an option that is out of its range, such as a negative --seconds.
+    """
     for name, minimum in (("seconds", 0), ("seed", 0), ("processes", 1), ("changes", 0)):
         if not getattr(args, name) >= minimum:  # "not >=" also rejects NaN seconds, with which the run would never end
             raise ValueError(f"--{name} is {getattr(args, name)}; a number of at least {minimum} is needed")
@@ -85,7 +88,11 @@ def _fuzz(args: argparse.Namespace, out: Output) -> int:
 
 
 def _pool(args: argparse.Namespace) -> Pool:
-    """Return the Pool from which random cases are drawn, as the options restrict it."""
+    """Return the Pool from which random cases are drawn.
+
+    It is restricted by the options --recipes, --operations, --units and --changes. Raise ValueError for an unknown
+    recipe.
+    """
     chosen: dict[str, Any] = {"changes": args.changes}
     if args.recipes:
         chosen["recipes"] = tuple(recipe(id).id for id in args.recipes)

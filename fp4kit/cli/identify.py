@@ -59,7 +59,7 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:
-    """Return a verdict as a dict for the command's JSON document."""
+    """Return a verdict as a dict for the command's JSON document, with the explanation of every layer."""
     layers = [{"name": layer.name, **vars(layer.explanation)} for layer in verdict.layers]
     facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired")
     found = {name: getattr(verdict, name) for name in facts}

@@ -50,21 +50,25 @@ class Output:
         return not (self.json or self.quiet)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a table that fits the terminal, or nothing if there are no rows.
+        """Print a table that fits the terminal. Print nothing without rows, or if --json or --quiet was given.
 
-        For the arguments, see render.table.
+        columns: the titles. A leading ``#`` marks a column of numbers, which is aligned to the right.
+        rows: the cells of each row. The first column holds names.
         """
         if self.text and rows:
             width = _width()
             self._print(render.table(columns, rows, width, "…" if _encodes("…") else "..."))
 
     def line(self, text: str = "") -> None:
-        """Print a line of text. If it is wider than the terminal, it is broken at spaces."""
+        """Print a line of text. It is broken at spaces if it is wider than the terminal.
+
+        Do nothing if --json or --quiet was given.
+        """
         if self.text:
             self._print(render.wrapped(text, _width(), "  "))
 
     def verbatim(self, text: str) -> None:
-        """Print text as it is, without breaking lines, such as a program."""
+        """Print text as it is, such as a program, without breaking lines. Do nothing with --json or --quiet."""
         if self.text:
             self._print([text])
 

@@ -162,9 +162,10 @@ class PrintCompletion(argparse.Action):
 def add_command(
     subparsers: Any, name: str, command: Command, help: str, *, writes: Writes | None = None, **options: Any
 ) -> argparse.ArgumentParser:
-    """Add a command with the options --json and --quiet, and return its parser.
+    """Add a command with the options --json and --quiet, and return its parser, to which options can be added.
 
     subparsers: the subparsers action of the command line, to which the command is added.
+    name: the name of the command.
     command: a function of the parsed arguments and an Output. It prints through the Output only and returns the exit
         code.
     help: one line for the list of commands.
@@ -193,6 +194,7 @@ def add_ignore(parser: Any) -> None:
 def add_path(parser: argparse.ArgumentParser, name: str, **options: Any) -> None:
     """Add a positional argument that a shell's completion treats as a path.
 
+    name: the name of the argument among the parsed arguments.
     options: further arguments of argparse's add_argument, such as nargs and help.
     """
     parser.add_argument(name, **options).complete = {"bash": "_shtab_compgen_files", "zsh": "_files"}  # type: ignore[attr-defined]

@@ -61,7 +61,10 @@ def register(commands: Any) -> None:
 
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
-    """Run the command recipes. Return 1 if --check or --live finds a difference or compares nothing, otherwise 0."""
+    """Run the command recipes. Return 1 if --check or --live finds a difference or compares nothing, otherwise 0.
+
+    Raise ValueError for an option that is given without the option that it belongs to, such as --seed without --live.
+    """
     ids = _named(args.ids, families=not (args.check or args.live)) or recipes()
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")

@@ -39,7 +39,10 @@ def register(subparsers: Any) -> None:
 
 
 def _reconcile(args: argparse.Namespace, out: Output) -> int:
-    """Run the command reconcile. Return 1 if a dry run found layers to repair, otherwise 0."""
+    """Run the command reconcile. Return 1 if a dry run found layers to repair, otherwise 0.
+
+    Raise CheckpointError unless exactly one of DST and --dry-run is given.
+    """
     if args.dry_run == (args.destination is not None):
         got = "--dry-run and DST" if args.dry_run else "neither DST nor --dry-run"
         raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to look")

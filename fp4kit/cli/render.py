@@ -93,7 +93,7 @@ def columns_of(text: str) -> int:
 
 
 def duration(seconds: float) -> str:
-    """Return a time as text in a readable unit, such as ``42 s``, ``3:05 min``, ``2:10 h`` or ``3 days``."""
+    """Return a time of ``seconds`` as text in a readable unit: ``42 s``, ``3:05 min``, ``2:10 h`` or ``3 days``."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

@@ -13,9 +13,9 @@ BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "b
 
 
 def block_text(r: Recipe) -> str:
-    """Return a recipe's block shape as text: rows, "x" and columns, such as "1x16".
+    """Return a recipe's block shape as text: the number of rows, "x" and the number of columns, such as "1x16".
 
-    For a recipe without blocks, return "tensor" or "row", the part of a matrix that shares a scale.
+    For a recipe without blocks, return "tensor" if a whole tensor shares one scale, or "row" if each row has its own.
     """
     if r.block is None:
         return {"tensor": "tensor", "row": "row"}[r.tensor_scaling]

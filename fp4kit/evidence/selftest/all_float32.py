@@ -1,9 +1,13 @@
-"""Quantize every float32 on a device and compare the codes with those of the specification.
+"""Quantize every float32 on a device, and compare the codes with those of the specification.
 
-The specification need not compute all 2^32 codes: a code does not decrease as the magnitude grows, so for each sign the
-magnitudes form a short list of runs. A *run* is a range of adjacent magnitudes with equal codes. The start of each run
-is found in the specification by bisection over bit patterns. The device then quantizes every magnitude and compares its
-code with that of the run. A quick sweep takes only every STEP-th magnitude, and all magnitudes near the start of a run.
+The specification is too slow to quantize 2^32 numbers. Instead, it finds the *runs*: the ranges of adjacent magnitudes
+with equal codes. There are only a few runs per sign, because the code never decreases as the magnitude grows. NaNs form
+the last run.
+
+1. Bisection over bit patterns finds the start of each run in the specification.
+2. The device quantizes every magnitude. Each code is compared with the code of the run that the magnitude is in.
+
+A quick sweep compares only every STEP-th magnitude, and all magnitudes near the start of a run.
 """
 
 from __future__ import annotations
@@ -28,13 +32,14 @@ STEP, NEAR = 61, 1 << 12
 
 
 class Float32Sweep(NamedTuple):
-    """Describe a sweep: all float32 magnitudes below a limit, of both signs, quantized with a scale of 1.
+    """Describe a sweep: all float32 numbers below a limit, of both signs, quantized with a scale of 1.
 
     Attributes:
-        name: what the report calls the sweep.
-        recipe: id of the recipe.
-        limit: the first bit pattern that is left out.
-        anchor: a value that each block ends with, so that its scale is 1; or None if given amaxes make the scale 1.
+        name: the name of the sweep in the report.
+        recipe: the id of the recipe.
+        limit: the bit pattern, without its sign, of the first magnitude that is left out.
+        anchor: a number to place at the end of each block, so that the block's scale is 1. None for recipes to which
+            amaxes are given that make the scale 1.
     """
 
     name: str
@@ -44,7 +49,7 @@ class Float32Sweep(NamedTuple):
 
     @property
     def target(self) -> Recipe:
-        """The Recipe of the sweep."""
+        """The Recipe with the id ``recipe``."""
         return RECIPES[self.recipe]
 
 
@@ -101,7 +106,9 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
 
 def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return (starts, codes) of the runs in the specification, for one sign.
+    """Return the runs of one sign in the specification as two arrays (starts, codes).
+
+    A run is a range of adjacent magnitudes with equal codes.
 
     Args:
         sweep: the sweep.
@@ -135,12 +142,15 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: int) -> np.ndarray:
-    """Return, for each code above that of bit pattern 1, the smallest bit pattern that reaches the code.
+    """Return the bit patterns at which the specification's code rises, found by bisection; int64, ascending.
+
+    For each code c above that of bit pattern 1, up to that of ``last``, this is the smallest bit pattern whose code is
+    at least c. The code must not decrease as the bit pattern grows.
 
     Args:
-        specified: returns the specification's codes of bit patterns.
+        specified: a function from an array of bit patterns (without signs) to their codes in the specification.
         last: the largest bit pattern to consider.
-        sign_bit: the bit of a code to ignore.
+        sign_bit: the sign bit of a code, which is ignored.
     """
     first, top = (int(code) & ~sign_bit for code in specified(np.array([1, last])))
     codes_above_first = np.arange(first + 1, top + 1)
@@ -158,14 +168,18 @@ def differences(
     """Compare the codes of a sweep on a device with the specification's.
 
     Args:
-        module: numpy for the host's engine, cupy for the GPU.
+        module: numpy to run the CPU engine, cupy to run the GPU.
         sweep: the sweep.
-        chunk: number of values per call of quantize.
-        chunks: which of these calls to make, per sign; all by default.
-        quick: True to compare a sample of the magnitudes.
+        chunk: the number of values per call of quantize.
+        chunks: a slice that selects some of these calls for each sign; by default, all calls are made.
+        quick: True to compare only every STEP-th magnitude, and the magnitudes near the start of a run.
 
     Returns:
-        (number of values compared, number of values whose code differs, description of the first difference or "")
+        A tuple of three: the number of values compared, the number of values whose codes differ, and a description of
+        the first difference. The description is "" if no code differs.
+
+    Raises:
+        ValueError: the codes in the specification decrease as the magnitude grows.
     """
     compared, differing, first = 0, 0, ""
     for sign in (0, SIGN):
@@ -196,9 +210,10 @@ def _pieces(limit: int, chunk: int, step: int = 1) -> Iterator[range]:
 def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]:
     """Yield ranges of bit patterns for a quick sweep.
 
-    They are every STEP-th pattern below ``limit``, ``chunk`` at a time, then all patterns near each of ``starts``.
+    First come ranges of every STEP-th pattern below ``limit``, each with up to ``chunk`` patterns. Then comes one range
+    for each of ``starts``, with the NEAR patterns on each side of it.
 
-    starts: the patterns at which another code begins.
+    starts: the first bit pattern of each run, at which the code changes.
     """
     yield from _pieces(limit, chunk, STEP)
     yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))
