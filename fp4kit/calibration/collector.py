@@ -59,7 +59,6 @@ class Collector:
 
     def add_layer(self, layer: str, columns: int, experts: int | None = None) -> None:
         """Add a layer of which nothing was collected yet. Does nothing if the layer was added already.
-
         Layers that never see a token are then known, and the errors and fill policies of amaxes name them.
 
         Args:
@@ -69,13 +68,13 @@ class Collector:
 
         Raises:
             TypeError: if an argument has the wrong type.
-            ValueError: if columns or experts is not positive, or the layer has another number of columns already.
+            ValueError: if the name is empty, if columns or experts is not positive, or if the layer has another number
+                of columns already; with ``experts``, also if the layer is not directly in a module called ``experts``.
         """
         self._key("add_layer", layer, columns, experts)
 
     def collect(self, layer: str, x: Any, *, expert: Any = None, experts: int | None = None) -> None:
         """Include the inputs of one call of a layer.
-
         On a GPU this launches a few kernels and does not wait, unless ``expert`` is an array.
 
         Args:
@@ -88,10 +87,13 @@ class Collector:
             experts: the number of experts. Needed if ``expert`` is an array.
 
         Raises:
-            TypeError: if x has another dtype, or ``expert`` is not an integer or an integer array.
-            ValueError: if x holds NaN or infinity, is 0-d, or has another number of columns than before; if an expert
-                number is out of range or ``expert`` does not have the shape of the tokens. Nothing is collected then.
-                NaN and infinity on a GPU are found later, when results are read.
+            TypeError: if x has another dtype, ``expert`` is not an integer or an integer array, or layer or experts has
+                the wrong type.
+            ValueError: if x holds NaN or infinity, is 0-d, or has another number of columns than before or none; if an
+                expert number is out of range or ``expert`` does not have the shape of the tokens; if ``expert`` is an
+                array without ``experts``; if ``layer`` is empty or, with experts, is not directly in a module called
+                ``experts``. Nothing is collected then. NaN and infinity on a GPU are found later, when results are
+                read.
 
         Numerics:
             Exact: amaxes, counts and bins have no rounding. -0 counts as 0. Subnormals are kept.
@@ -122,11 +124,15 @@ class Collector:
         return tuple(self._entries("layers"))
 
     def columns(self) -> dict[str, int]:
-        """Return {layer: K}, where K is the number of inputs per token."""
+        """Return {layer: K}, where K is the number of inputs per token.
+        Raises ValueError if an input on a GPU was NaN or infinite.
+        """
         return {name: entry.columns for name, entry in self._entries("columns").items()}
 
     def tokens(self) -> dict[str, int]:
-        """Return {layer: number of tokens that it saw}, which is 0 for experts that saw none."""
+        """Return {layer: number of tokens that it saw}, which is 0 for a layer or expert that saw none.
+        Raises ValueError if an input on a GPU was NaN or infinite.
+        """
         return {name: entry.tokens for name, entry in self._entries("tokens").items()}
 
     def amaxes(self, rule: Rule | Headroom = "max", *, unseen: Unseen = "error") -> dict[str, np.float32]:
@@ -165,7 +171,10 @@ class Collector:
         return filled("amaxes", self.found(rule), unseen)
 
     def found(self, rule: Rule | Headroom = "max") -> dict[str, np.float32]:
-        """Return the amax of each layer as ``amaxes`` does, but 0 for layers and experts that saw no nonzero input."""
+        """Return the amax of each layer as ``amaxes`` does, but 0 for layers and experts that saw no nonzero input.
+        Raises ValueError for an unknown rule, for a rule other than "max" without histograms, and if an input on a GPU
+        was NaN or infinite.
+        """
         chosen = rule_of("amaxes", rule)
         entries = self._entries("amaxes")
         if chosen is None:
@@ -202,7 +211,6 @@ class Collector:
     @classmethod
     def merge(cls, collectors: Iterable[Collector]) -> Collector:
         """Return a new Collector of all inputs that several collectors saw.
-
         Args:
             collectors: at least one, all with or all without histograms. They are not changed.
 
@@ -210,8 +218,9 @@ class Collector:
             The Collector: largest amaxes, sums of tokens and of histograms.
 
         Raises:
-            TypeError: if an entry of `collectors` is not a Collector.
-            ValueError: if there is none, if only some have histograms, or if a layer has different numbers of columns.
+            TypeError: if `collectors` is not iterable, or an entry is not a Collector.
+            ValueError: if there is none, if only some have histograms, if a layer has different numbers of columns, or
+                if an input on a GPU was NaN or infinite.
         """
         members = as_entries("merge", "collectors", collectors)
         for member in members:
@@ -227,7 +236,6 @@ class Collector:
 
     def gather(self, comm: Communicator) -> Collector:
         """Return, on every rank, a Collector of what all ranks saw.
-
         Args:
             comm: the group of processes (fp4kit.training.communicators). Experts have the numbers of the whole model on
                 every rank.
@@ -237,7 +245,8 @@ class Collector:
 
         Raises:
             TypeError: if comm is not a communicator.
-            ValueError: as for merge, on every rank alike.
+            ValueError: as for merge, on every rank alike. If an input on a GPU was NaN or infinite, only on its rank,
+                before anything is sent.
         """
         parts = all_gather_bytes(comm, encode(self._entries("gather"), self.histogram))
         return type(self).merge([self._decoded(data, f"gather: rank {rank}") for rank, data in enumerate(parts)])
@@ -246,11 +255,11 @@ class Collector:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, from which load returns an equal Collector. It appears only when it is complete.
-
         Args:
             path: the file. An existing file is replaced. The same contents give the same bytes.
 
         Raises:
+            TypeError: if path is not a path.
             ValueError: if an input on a GPU was NaN or infinite.
             OSError: if the file cannot be written.
         """
@@ -262,7 +271,6 @@ class Collector:
     @classmethod
     def load(cls, *paths: str | os.PathLike[str]) -> Collector:
         """Read one or more files that save wrote, and merge them.
-
         Args:
             paths: the files, of different ranks, batches or runs.
 
@@ -270,7 +278,8 @@ class Collector:
             The merged Collector.
 
         Raises:
-            ValueError: if a file is not one that save writes, or as for merge.
+            TypeError: if an argument is not a path.
+            ValueError: if there is no path, if a file is not one that save writes, or as for merge.
             OSError: if a file cannot be read.
         """
         if not paths:
@@ -280,7 +289,10 @@ class Collector:
 
     @classmethod
     def _decoded(cls, data: bytes, label: str) -> Collector:
-        """Return the Collector in the bytes of a file. ``label`` names the file in errors."""
+        """Return the Collector in the bytes of a file.
+        Raises ValueError, which begins with ``label``, if save did not write the bytes, or if a layer has two numbers
+        of columns.
+        """
         entries, histogram = decode(data, label)
         found = cls(histogram=histogram)
         found._include(entries, label)
@@ -293,10 +305,14 @@ class Collector:
 
     def _key(self, op: str, layer: str, columns: int, experts: int | None) -> _Key:
         """Check the name and sizes of a layer, add the layer if it is new, and return its key in ``_totals``.
+        Args:
+            op: the beginning of error messages.
+            layer: the name of the layer.
+            columns: K, the number of inputs per token.
+            experts: the number of experts of the layer, or None if the layer has none or is itself one expert.
 
-        op: the beginning of error messages.
-        columns: K, the number of inputs per token.
-        experts: the number of experts of the layer, or None if the layer has none or is itself one expert.
+        Raises:
+            TypeError, ValueError: as for add_layer.
         """
         name, k = as_word(op, "layer", layer), as_index(op, "columns", columns)
         count = None if experts is None else as_index(op, "experts", experts)
@@ -343,9 +359,8 @@ class Collector:
 
     def _include(self, entries: Mapping[str, Entry], op: str) -> None:
         """Add the entries of another collector, or of a file, to what this collector holds.
-
-        entries: {layer: Entry}.
-        op: the beginning of error messages.
+        entries: {layer: Entry}. They have histograms if this collector has them.
+        op: the beginning of the error message if a layer has another number of columns here.
         """
         for name, entry in entries.items():
             places = self._totals[self._key(op, name, entry.columns, None)]
@@ -355,12 +370,14 @@ class Collector:
 
 def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, np.float32]:
     """Return {layer: amax} after applying a policy to the layers and experts whose amax is 0.
+    Args:
+        op: the beginning of error messages.
+        amaxes: {layer: amax}, where 0 stands for no token, or only zeros.
+        unseen: the policy for experts: "error", "layer" (the largest amax of the layer's experts) or "none" (left out).
 
-    amaxes: {layer: amax}, where 0 stands for no token, or only zeros.
-    unseen: the policy, as for Collector.amaxes.
-    op: the beginning of error messages.
-
-    Raises ValueError, with the names, if layers still have no amax.
+    Raises:
+        ValueError: if the policy is unknown; with their names, if layers still have no amax. This includes every layer
+            that is no expert, and an expert whose layer has only zeros under "layer".
     """
     if unseen not in UNSEEN:
         raise ValueError(f"{op}: unseen is {unseen!r:.60}; needs one of {', '.join(UNSEEN)}")
@@ -400,7 +417,10 @@ def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
 
 
 def rule_of(op: str, rule: Any) -> Headroom | None:
-    """Return the Headroom of a rule, or None for "max". Raises ValueError, which begins with `op`, for other rules."""
+    """Return the Headroom that a rule stands for, or None for the rule "max".
+    "headroom" gives Headroom() with its defaults, and a Headroom is returned unchanged. Raises ValueError, which begins
+    with `op`, for anything else.
+    """
     if isinstance(rule, Headroom):
         return rule
     if not isinstance(rule, str) or rule not in RULES:
@@ -409,7 +429,7 @@ def rule_of(op: str, rule: Any) -> Headroom | None:
 
 
 def _is_int(value: Any) -> bool:
-    """Return whether an argument is one integer, and not an array of integers."""
+    """Return whether an argument is one integer of Python or NumPy. A bool and an array of integers give False."""
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
@@ -420,8 +440,10 @@ def _detached(x: Any) -> Any:
 
 def _block_amaxes(op: str, x: Any) -> Any:
     """Return the bit patterns of the block amaxes of inputs (..., K) as uint32 (tokens, blocks).
+    Rows are padded with zeros to whole blocks of 16.
 
-    Raises ValueError, which begins with `op`, if a NumPy array holds NaN or infinity. Arrays on a GPU are not checked.
+    Raises ValueError, which begins with `op`, if a NumPy array holds NaN or infinity, and TypeError for a dtype that
+    cannot be quantized. Values on a GPU are not checked.
     """
     try:
         blocks = amax(pad(x, BLOCK), _RECIPE)
@@ -435,7 +457,16 @@ def _block_amaxes(op: str, x: Any) -> Any:
 
 
 def _owners(op: str, expert: Any, tokens: tuple[int, ...], experts: int) -> Any:
-    """Return the expert of each token as an int64 array (tokens,). Raises unless all are in range."""
+    """Return the expert of each token as an int64 array (tokens,). Error messages begin with ``op``.
+    Args:
+        expert: the caller's array of expert numbers.
+        tokens: the shape that it must have, one entry per token.
+        experts: the number of experts.
+
+    Raises:
+        TypeError: if the array does not hold integers.
+        ValueError: if it has another shape, or a number is not from 0 to experts - 1.
+    """
     if expert.dtype.kind not in "iu":
         raise TypeError(f"{op}: expert is {expert.dtype}; needs an integer or an array of integers")
     if expert.shape != tokens:

@@ -26,7 +26,9 @@ _SEARCHED = 256  # bit patterns to either side of the exact edge among which the
 
 
 def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
-    """Return the bins of positive block amaxes by the producer's formula, with a correctly rounded float32 log2."""
+    """Return the bins of positive block amaxes by Model-Optimizer's formula, with a correctly rounded float32 log2.
+    Amaxes outside 2^-40 to 2^40 get the first or the last bin.
+    """
     log2 = np.log2(amaxes.astype(np.float64)).astype(np.float32)
     fraction = (log2 - np.float32(_LOW)) / np.float32(_HIGH - _LOW)
     return np.clip(np.floor(fraction * np.float32(BINS)).astype(np.int64), 0, BINS - 1)
@@ -49,7 +51,7 @@ def edges() -> npt.NDArray[np.uint32]:
 
 
 def bin_of(amax: np.float32) -> int:
-    """Return the bin of one positive block amax."""
+    """Return the bin, from 0 to 511, of one positive block amax."""
     return int(np.searchsorted(edges(), np.float32(amax).view(np.uint32), side="right"))
 
 
@@ -103,13 +105,12 @@ class Headroom:
     @ieee("Headroom.amax")
     def amax(self, histogram: npt.NDArray[np.int64], largest: np.float32) -> np.float32:
         """Return the amax with headroom of one layer.
-
         Args:
             histogram: int64 (512,), the number of nonzero blocks per bin.
             largest: the largest block amax.
 
         Returns:
-            float32; 0 if no block is nonzero.
+            float32; 0 if no block is nonzero, and ``largest`` if no bin from upper / 1e6 on has a block.
         """
         upper = float(largest) if self.upper_percentile >= 100 else _percentile(histogram, self.upper_percentile, 0)
         if not upper:
@@ -121,8 +122,8 @@ class Headroom:
 
 def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int) -> float:
     """Return the center of the first bin, from ``first`` on, up to which ``percentile`` percent of the blocks lie.
-
-    Return 0 if these bins are empty. Counts, their sums and the target are float32 numbers, as in the producer.
+    Bins before ``first`` count as empty. Return 0 if all bins are empty then. Counts, their sums and the target are
+    float32 numbers, as in Model-Optimizer.
 
     histogram: the number of blocks per bin, int64 (512,).
     """

@@ -13,7 +13,6 @@ from fp4kit.formats import NVFP4
 @ieee("input_scale")
 def input_scale(amax: Any) -> np.float32:
     """Return the input scale that multiplies on decode, as Model-Optimizer stores it: ``amax / (6 * 448)``.
-
     Args:
         amax: the largest magnitude of the layer's inputs, a number that float32 represents.
 
@@ -21,11 +20,12 @@ def input_scale(amax: Any) -> np.float32:
         float32.
 
     Numerics:
-        One division in float32, rounded to nearest even. An amax of 0 gives 0, which no engine can use.
+        One division in float32, rounded to nearest even. An amax of 0 gives 0, which no engine can use. NaN gives NaN,
+        and infinity gives infinity.
 
     Exact:
-        Equals Model-Optimizer 0.47 with PyTorch on a CPU. On CUDA, PyTorch multiplies by the rounded reciprocal
-        of 2688, so the last bit may differ there.
+        Equals Model-Optimizer 0.47 with PyTorch on a CPU. On CUDA, PyTorch multiplies by the rounded reciprocal of
+        2688, so the last bit may differ there.
 
     Source:
         Model-Optimizer 0.47, modelopt/torch/quantization/qtensor/nvfp4_tensor.py, get_activation_scaling_factor.
@@ -41,7 +41,6 @@ def input_scale(amax: Any) -> np.float32:
 @ieee("input_global_scale")
 def input_global_scale(amax: Any) -> np.float32:
     """Return the input scale that divides on decode, as compressed-tensors stores it: ``448 * 6 * (1 / amax)``.
-
     Args:
         amax: the largest magnitude of the layer's inputs, a number that float32 represents.
 
@@ -50,7 +49,8 @@ def input_global_scale(amax: Any) -> np.float32:
 
     Numerics:
         The reciprocal is rounded to float32, then the product; both to nearest even. An amax below the smallest normal
-        number is replaced by it. A result that overflows, or that is NaN, becomes 1.
+        number is replaced by it. A result that overflows, or that is NaN, becomes 1. So an amax of 0 or NaN gives 1,
+        and infinity gives 0.
 
     Exact:
         Equals compressed-tensors 0.20 for a float32 amax. For a bfloat16 amax, llm-compressor divides in bfloat16.

@@ -48,10 +48,10 @@ class Totals:
         return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)
 
     def include(self, blocks: Any, expert: Any) -> None:
-        """Include the inputs of one call.
-
-        blocks: uint32 (tokens, blocks), the bit patterns of block amaxes.
-        expert: int64 (tokens,), the expert of each token; or the expert of all tokens.
+        """Include the inputs of one call, in place. Does nothing if there are no tokens.
+        blocks: uint32 (tokens, blocks), the bit patterns of block amaxes, in the library of these totals.
+        expert: int64 (tokens,), the expert of each token; or an int, the expert of all tokens. Numbers must be in
+        range.
         """
         xp, tokens = _library(blocks), len(blocks)
         if not tokens:
@@ -80,7 +80,10 @@ class Totals:
             self.histogram += xp.bincount(places, minlength=self.histogram.size).reshape(self.histogram.shape)
 
     def add(self, other: Totals) -> None:
-        """Add the totals of further inputs to these totals, in place. Both must be NumPy arrays (see on_host)."""
+        """Add the totals of further inputs to these totals, in place.
+        Both must be NumPy arrays (see on_host) for equally many experts. If these totals have a histogram, ``other``
+        must have one.
+        """
         np.maximum(self.amax, other.amax, out=self.amax)
         self.tokens += other.tokens
         if self.histogram is not None:

@@ -34,31 +34,32 @@ Shapes = Sequence[jax.ShapeDtypeStruct]
 
 def is_traced(*arguments: Any) -> bool:
     """Return whether any array among the arguments is traced and has no values yet.
-
-    Arrays in lists and in a Quantized count.
+    Arrays in lists and in a Quantized count. Numbers, strings and None do not.
     """
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
 
 
 def outline(a: Any) -> Any:
-    """Return the shape and dtype of an array of JAX (traced ones included) or NumPy, for checks that read no values.
-
-    Return anything else unchanged.
+    """Return an AbstractArray with the shape and dtype of an array, for fp4kit's checks, which then read no values.
+    The array is one of JAX, traced or not, or of NumPy. Anything else, such as None or a number, is returned unchanged.
     """
     return AbstractArray(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:
-    """Return the shape and dtype of an array, to declare that a result of `traced` has them too."""
+    """Return a jax.ShapeDtypeStruct with the shape and dtype of an array, to declare a result of `traced` that has them
+    too.
+    The array is one of JAX, traced or not, or of NumPy.
+    """
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
 
 
 def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
     """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results.
-
     The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host. Under
-    vmap it becomes a loop. Results have no gradients.
+    vmap it becomes a loop. Results have no gradients. An exception of the call becomes an error of the running program.
 
+    function: the name of a function in fp4kit.
     results: the shapes and dtypes of the results.
     arguments: the arguments of the function by name. Arrays among them may be traced.
     """
@@ -89,12 +90,13 @@ def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
 
 
 def run(text: str, *arrays: Array) -> list[Array]:
-    """Run the call that a text describes on the given arrays, and return its results as a list.
+    """Run the call that a text describes on the given arrays, and return its results as a list. Raises what the call
+    raises.
+    A Quantized is returned as its arrays that are not None. XLA's threads flush subnormal numbers, but fp4kit's
+    functions restore IEEE arithmetic during a call.
 
     text: the JSON that `traced` writes: [function, {argument: a value, or a reference to one of the arrays}].
-
-    A Quantized is returned as its arrays that are not None. The arrays may be NumPy or CuPy arrays, or arrays that
-    NumPy can read. XLA's threads flush subnormal numbers, but fp4kit's functions restore IEEE arithmetic during a call.
+    arrays: NumPy or CuPy arrays, or arrays that NumPy can read.
     """
     imported = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
     function, arguments = json.loads(text)
@@ -109,8 +111,8 @@ def run(text: str, *arrays: Array) -> list[Array]:
 
 def _encoded(value: Any, arrays: list[Array]) -> Any:
     """Return an argument in a form that JSON can hold: the inverse of _decoded.
-
-    Arrays are appended to the list `arrays` and replaced by their index.
+    Arrays, also those in a list or a Quantized, are appended to the list `arrays` and replaced by their index. Numbers,
+    strings and None are returned unchanged.
     """
     if isinstance(value, Quantized):
         facts = {

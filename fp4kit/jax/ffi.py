@@ -73,8 +73,8 @@ _ERROR_CREATE, _STREAM_GET = 0, 4
 
 
 def _api_call(frame: Any, number: int, arguments: Any) -> Any:
-    """Call the function with this number in XLA's table of functions. Return its error, or None if it succeeded.
-
+    """Call the function with this number in XLA's table of functions. Return the address of its error, or None if it
+    succeeded.
     frame: the structure that XLA passed to the handler.
     arguments: the argument structure of that function.
     """
@@ -93,7 +93,9 @@ def _buffers(found: Any) -> list[Any]:
 
 
 def host_array(buffer: Any) -> np.ndarray:
-    """Return a NumPy array that shares the memory of an XLA buffer on the host."""
+    """Return a NumPy array that shares the memory of an XLA buffer on the host. Raises KeyError for a dtype not in
+    _DTYPES.
+    """
     shape, dtype = _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     memory = (ctypes.c_uint8 * count).from_address(buffer.data) if count else bytearray()
@@ -101,7 +103,9 @@ def host_array(buffer: Any) -> np.ndarray:
 
 
 def device_array(buffer: Any) -> Any:
-    """Return a CuPy array that shares the memory of an XLA buffer on the current device."""
+    """Return a CuPy array that shares the memory of an XLA buffer on the current device.
+    An empty buffer gives a new empty array. Raises KeyError for a dtype not in _DTYPES.
+    """
     cupy, shape, dtype = imports.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     if not count:
@@ -128,9 +132,8 @@ def _execute_on_host(frame: Any, run: Callable[..., list[Any]]) -> None:
 
 def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
     """Run a call on XLA's CUDA buffers with `run` (calls.run), and copy its results into the result buffers.
-
     All work is queued on the program's stream. Memory that is allocated during the call is freed in the order of that
-    stream.
+    stream. Raises RuntimeError if XLA does not give the stream.
     """
     cupy, stream = imports.cupy(), _StreamArguments(context=frame.context)
     error = _api_call(frame, _STREAM_GET, stream)
@@ -183,8 +186,7 @@ _HANDLERS: list[Any] = []
 @cache
 def register(platform: str, run: Callable[..., list[Any]]) -> None:
     """Register the handler with XLA under the name TARGET, for the platform "CUDA" or "cpu".
-
-    Only tests use "cpu", to run this code without a GPU.
+    A second call with equal arguments does nothing. Only tests use "cpu", to run this code without a GPU.
     """
     _HANDLERS.append(handler(_execute_on_cuda if platform == "CUDA" else _execute_on_host, run))
     address = ctypes.cast(_HANDLERS[-1], _POINTER).value

@@ -131,8 +131,11 @@ def static_options(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
 ) -> tuple[StaticOptions, Any]:
     """Return the arguments that JAX treats as static, and the seed if it is an array, otherwise None.
-
     op: the public function, with which error messages begin. The other arguments are those of this function.
+
+    Raises:
+        TypeError: if axis, seed or pass_through has the wrong type.
+        ValueError: if the recipe is unknown.
     """
     check_seed(op, seed)
     number = None if seed is None or hasattr(seed, "dtype") else as_index(op, "seed", seed)
@@ -144,7 +147,9 @@ def static_options(
 
 
 def check_seed(op: str, seed: Any) -> None:
-    """Raise TypeError for a single number that is not an integer: a fraction, a bool, or a key of jax.random."""
+    """Raise TypeError for a single number that is not an integer: a fraction, a bool, or a key of jax.random.
+    Only 0-d arrays are checked. Numbers of Python, None and arrays with axes pass.
+    """
     if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
         raise TypeError(
             f"{op}: seed is a single {seed.dtype}; needs an int, a 0-d integer array, or random bytes, such as "
@@ -208,8 +213,7 @@ _fake_quantize.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
-    """Return grad with 0 where |x| > amax.
-
+    """Return grad with 0 where |x| > amax or either is NaN. If amax is None, the limit is computed from x.
     When JAX differentiates this function again, it is linear in grad, and x and amax are constants.
     """
     arguments = {

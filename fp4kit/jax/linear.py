@@ -138,7 +138,10 @@ def linear(
 
 
 def _seeds(seed: Any) -> tuple[int | None, Any]:
-    """Return a seed as (int, None) or (None, 0-d array); (None, None) if there is none. Raise an error for others."""
+    """Return a seed as (int, None) or (None, 0-d array); (None, None) if there is none.
+    Raises TypeError for a number that is not an integer, and ValueError for an array with axes or an int that does not
+    fit 64 bits.
+    """
     check_seed(OP, seed)
     if getattr(seed, "ndim", 0):
         raise ValueError(f"{OP}: seed has shape {seed.shape}; needs an int, or a 0-d integer array")
@@ -202,7 +205,9 @@ _linear.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _values(recipe: Recipe, dtype: Any, x: Any) -> Any:
-    """Return the values of x quantized along its last axis, as float32. The gradient passes, in dtype, that of x."""
+    """Return the values of x after quantization along its last axis and dequantization, as float32.
+    The gradient with respect to x is the upstream gradient, converted to `dtype`, the dtype of x.
+    """
     return dequantize(quantize(x, recipe), np.float32)
 
 
@@ -229,7 +234,7 @@ def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: An
 
 
 def _no_gradient(*arguments: Any) -> NoReturn:
-    """Raise NotImplementedError: gradients from quantized operands are not differentiable themselves."""
+    """Raise NotImplementedError, always: gradients from quantized operands are not differentiable themselves."""
     raise NotImplementedError(NO_SECOND_GRADIENT)
 
 

@@ -35,8 +35,12 @@ def quantize(
     block_amax: Tensor | None,
 ) -> list[Tensor]:
     """Return the arrays of fp4kit.quantize(x, ...), without those that are None.
+    Their order is packed, block_scale, tensor_scale, tensor_amax. The other arguments are those of fp4kit.quantize,
+    with these differences:
 
-    Their order is packed, block_scale, tensor_scale, tensor_amax. recipe is the string of recipes.to_string.to_spec.
+    - recipe is the string of recipes.to_string.to_spec.
+    - seed is a tensor, as operators.seed_of takes it.
+    - hadamard is "False", "True" or "no_signs".
     """
     options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
     options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}
@@ -79,8 +83,14 @@ def dequantize(
     values_dtype: torch.dtype,
 ) -> Tensor:
     """Return the values of the Quantized that is made of the given arrays and fields, as fp4kit.dequantize does.
-
-    values_dtype is the dtype of the result. shape, axis and dtype describe the array that was quantized.
+    Args:
+        packed, block_scale, tensor_scale, tensor_amax: the arrays, or None where the Quantized has none.
+        shape: the shape of the array that was quantized, and of the result.
+        axis: the axis along which blocks run.
+        recipe: the string of recipes.to_string.to_spec.
+        scale_layout: the layout of block_scale.
+        dtype: the dtype of the array that was quantized. It does not change the result.
+        values_dtype: the dtype of the result.
     """
     arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]
     q = unflatten(

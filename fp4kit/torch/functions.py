@@ -35,7 +35,7 @@ def _spec(recipe: Any) -> str:
 
 @torch._dynamo.assume_constant_result
 def _torch_dtype(dtype: Any) -> torch.dtype:
-    """Return the PyTorch dtype of a NumPy dtype."""
+    """Return the PyTorch dtype of a NumPy dtype, which is float32, float16 or bfloat16."""
     return TORCH[np.dtype(dtype)]
 
 
@@ -45,10 +45,10 @@ def named_recipe(recipe: str | Recipe) -> str:
 
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
-    """Return an amax as a tensor on the device of x, or None if none is given.
-
+    """Return an amax as a tensor on the device of x, or None if none is given. A tensor is returned unchanged.
     A single number is transferred without waiting for the device. Sequences are converted to float64 first, because
-    PyTorch's default dtype would round them.
+    PyTorch's default dtype would round them. Raises TypeError, which names the argument, for a bool, a complex number
+    or a string.
     """
     if given is None or isinstance(given, Tensor):
         return given
@@ -61,9 +61,12 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
 
 def seed_tensor(op: str, seed: Any) -> Tensor | None:
     """Return a seed as the tensor that operators take, or None if there is none.
-
     An int becomes a 0-d int64 tensor with the same 64 bits, which operators.seed_of reads back. A tensor is returned
     unchanged.
+
+    Raises:
+        TypeError: for a 0-d tensor that is not of an integer dtype, and for any other object that is not an integer.
+        ValueError: for an int below 0 or above 2^64 - 1.
     """
     if seed is None:
         return None
@@ -206,8 +209,9 @@ def fake_quantize_grouped(
 
 def _tensors(op: str, xs: Any) -> list[Any]:
     """Return the tensors of a sequence `xs` as a list, or the entries of a stacked tensor along its first axis.
-
     op: the public function, with which error messages begin.
+
+    Raises TypeError if xs is not iterable, and ValueError for a stacked tensor with less than two dimensions.
     """
     if not isinstance(xs, Tensor):
         return list(as_entries(op, "xs", xs))
@@ -217,9 +221,16 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
     """Return a list with one amax per tensor of `xs`, or an empty list if none is given, as the operators expect.
+    If xs is empty, return an empty list without looking at `given`.
 
-    op, name: the public function and the name of the argument, for error messages.
-    given: the caller's argument: None, a tensor, or a sequence with one amax per tensor.
+    Args:
+        op, name: the public function and the name of the argument, for error messages.
+        xs: the tensors.
+        given: the caller's argument: None, a tensor, or a sequence with one amax per tensor.
+
+    Raises:
+        ValueError: if `given` is a single number, has another length than xs, or has an entry None.
+        TypeError: if an entry is a bool, a complex number or a string.
     """
     if given is None or not xs:
         return []
@@ -292,7 +303,6 @@ def quantize(
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of a Quantized as a tensor, as fp4kit.dequantize does.
-
     It works under torch.compile, but has no gradient.
 
     Args:
@@ -304,6 +314,7 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
 
     Raises:
         TypeError: q is not a Quantized of tensors, or dtype is none of these dtypes.
+        ValueError: as for fp4kit.dequantize, if the arrays of q do not fit each other.
 
     Exact:
         Equals fp4kit.dequantize bit for bit.

@@ -41,8 +41,8 @@ def fake_quantize_grouped(
     pass_through: bool,
 ) -> list[Tensor]:
     """Return fp4kit.fake_quantize_grouped of xs.
-
-    amax and pass_through do not change the result. They are arguments because the gradient, _backward, needs them.
+    amax and pass_through do not change the result. They are arguments because the gradient, _backward, needs them. If
+    pass_through is False, they are checked here.
     """
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:
@@ -67,7 +67,7 @@ def _(xs: list[Tensor], recipe: str, axis: int, *rest: Any) -> list[Tensor]:
 
 
 def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize_grouped that _backward reads."""
+    """Save on ctx the inputs of fake_quantize_grouped that _backward reads. Under pass_through no tensors are saved."""
     xs, recipe, axis, tensor_amax, block_amax, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through, ctx.count = (recipe, axis), pass_through, len(xs)
     ctx.given = len(tensor_amax), len(block_amax), len(amax)
@@ -77,8 +77,8 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     """Return one gradient per argument of fake_quantize_grouped; only xs have gradients that are not None.
-
-    They are the upstream gradients `grads`, clipped where |x| > amax unless pass_through is set.
+    They are the upstream gradients `grads`, unchanged under pass_through, otherwise with 0 where |x| > amax. If the
+    caller passed neither amax nor tensor_amax, the limit is computed from x.
     """
     if not ctx.pass_through:
         xs, amax = ctx.saved_tensors[: ctx.count], list(ctx.saved_tensors[ctx.count :])

@@ -96,7 +96,7 @@ def _check_not_compiled(model: torch.nn.Module) -> None:
 
 
 def _is_linear(module: torch.nn.Module) -> bool:
-    """Return whether a module is a linear layer whose weight is a matrix."""
+    """Return whether a module is a torch.nn.Linear whose weight is a matrix."""
     return isinstance(module, torch.nn.Linear) and module.weight.ndim == 2
 
 
@@ -111,10 +111,10 @@ def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
 def _hook(
     collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch.
-
+    """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch. Raises as Collector.collect
+    does.
     layers: the names under which the inputs are collected.
-    args, kwargs: the arguments of the layer's forward.
+    args, kwargs: the arguments of the layer's forward. The inputs are the first argument, or the one called `input`.
     """
     x = args[0] if args else kwargs["input"]
     for layer in layers:
@@ -123,7 +123,7 @@ def _hook(
 
 class _Stack(NamedTuple):
     """Describe a stack of experts: a 3-d parameter that holds one matrix per expert.
-
+    parameter: the parameter, with the experts along its first axis.
     layers: for each expert, the names of its layers in the checkpoint. A fused matrix has several names.
     """
 
@@ -132,7 +132,8 @@ class _Stack(NamedTuple):
 
 
 def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stack]]:
-    """Return {address of a storage: the stacks of experts that it holds} of a model.
+    """Return {address of a storage: the stacks of experts that it holds} of a model. {} if the model has none.
+    A stack is a 3-d floating-point parameter inside a module called "experts".
 
     renamed: returns the names that a parameter has in the checkpoint (see saved_names.renaming_of).
     """
@@ -147,6 +148,8 @@ def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stac
 
 def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple[str, ...], ...]:
     """Return, for each expert of a stack, the names of its layers in the checkpoint.
+    If the stack is saved as one tensor, or under names without expert numbers, each expert gets one name, with its
+    number after "experts.".
 
     saved: the names of the tensors that the stack is saved as.
     name: the name of the stack in the model.
@@ -176,9 +179,10 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _see(self, x: Any, weight: Any) -> None:
-        """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts.
-
-        A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs of the i-th of them.
+        """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts. Otherwise do
+        nothing.
+        A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs of the i-th of them. A
+        view that does not begin where an expert begins is ignored.
         """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return
@@ -232,7 +236,9 @@ def _routed(inputs: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _eager_experts(model: torch.nn.Module) -> Iterator[None]:
-    """Let models of transformers compute experts one by one in the with block."""
+    """Let models of transformers compute experts one by one in the with block. Afterwards the setting is restored.
+    Modules without that setting are left unchanged.
+    """
     with ExitStack() as stack:
         for module in model.modules():
             config: Any = getattr(module, "config", None)

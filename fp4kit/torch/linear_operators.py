@@ -52,7 +52,10 @@ def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_sca
 def _checked(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> LinearSettings:
-    """Check the arguments of linear by shapes and dtypes, and return the settings."""
+    """Check the arguments of linear by shapes, dtypes and devices, and return the settings. Raise an error if one is
+    wrong.
+    Arguments are those of linear. No values are read.
+    """
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)
     if seed is not None and seed.ndim:
@@ -114,7 +117,7 @@ def save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def no_gradient(ctx: Any, *grads: Tensor) -> NoReturn:
-    """Raise NotImplementedError: gradients from quantized operands are not differentiable themselves."""
+    """Raise NotImplementedError, always: gradients from quantized operands are not differentiable themselves."""
     raise NotImplementedError(NO_SECOND_GRADIENT)
 
 
@@ -140,7 +143,17 @@ linear_gradient_of_w.register_vmap(loop_over(linear_gradient_of_w))
 
 @torch.library.custom_op("fp4kit::quantized_values", mutates_args=())
 def quantized_values(x: Tensor, recipe: str) -> Tensor:
-    """Return the values of x quantized along its last axis, as float32. The gradient passes unchanged."""
+    """Return the values of x after quantization along its last axis and dequantization, as a new float32 tensor.
+    Called by `backward` for straight-through gradients. Its own gradient is the upstream gradient, in the dtype of x.
+
+    Args:
+        x: float32, float16 or bfloat16 (..., K).
+        recipe: the string of recipes.to_string.to_spec. The rounding is to nearest.
+
+    Raises:
+        TypeError, ValueError: as for fp4kit.quantize, such as for another dtype or a length that does not fit the
+            recipe.
+    """
     values: Any = fp4kit.dequantize(fp4kit.quantize(x.detach(), from_spec(recipe)), np.float32)
     return copy_if_shared(values)
 
@@ -179,7 +192,13 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
-    """Return one gradient per argument of linear; only x and a float w have gradients that are not None."""
+    """Return one gradient per argument of linear; only x and a float w have gradients that are not None.
+    A gradient that autograd does not need is None, too.
+
+    ctx: the context that save_inputs filled.
+    grad: the gradient with respect to y.
+    parts: the functions to call. The default is for use outside torch.func transforms.
+    """
     x, w, *scales, seed = ctx.saved_tensors
     s, of_x, of_w = settings_from_text(ctx.settings), None, None
     if s.backward == "quantized":

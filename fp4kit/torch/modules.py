@@ -22,7 +22,6 @@ from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
 
 class FakeQuantized(torch.nn.Module):
     """Parametrize a parameter so that the layer reads it fake-quantized, while the optimizer updates the original.
-
     Register it with torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings,
     "layer.weight")). Remove it with remove_parametrizations(layer, "weight", leave_parametrized=...).
 
@@ -31,7 +30,7 @@ class FakeQuantized(torch.nn.Module):
         name: the name of the parameter. If the settings do not include it, the parameter is read unchanged.
 
     Raises:
-        TypeError: settings is not a FakeQuantSettings.
+        TypeError: settings is not a FakeQuantSettings, or name is not a string.
 
     Examples:
         >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()
@@ -46,20 +45,21 @@ class FakeQuantized(torch.nn.Module):
         self._spec = to_spec(recipe) if recipe is not None and settings.is_quantized(name) else None
 
     def extra_repr(self) -> str:
-        """Return the text that print(model) shows."""
+        """Return the text that print(model) shows: the name, the recipe (None if the parameter is unchanged) and
+        pass_through.
+        """
         return f"{self.name!r}, {self._spec}, pass_through={self.settings.pass_through}"
 
     def forward(self, w: torch.Tensor) -> torch.Tensor:
         """Return the weight that the layer computes with.
-
-        It is fake_quantize(w), or w itself if the settings do not include the parameter.
+        It is fake_quantize(w) with blocks along the last axis, or w itself if the settings do not include the
+        parameter. Raises as fake_quantize does.
         """
         return w if self._spec is None else fake_quantize(w, self._spec, pass_through=self.settings.pass_through)
 
 
 def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
     """Fake-quantize every parameter of a model that the settings include, by a parametrization.
-
     Afterwards layer.weight is the fake-quantized parameter, and layer.parametrizations.weight.original is the trained
     one. Tied parameters are quantized under each of their names that the settings match, and stay tied. A module with
     several names is quantized if the settings match one of its names.
@@ -69,11 +69,12 @@ def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> 
         settings: a FakeQuantSettings.
 
     Returns:
-        The names of the parameters.
+        The names of the parameters that are now fake-quantized; [] if the settings have no recipe. A module with
+        several names is listed once, under the first that matches.
 
     Warns:
         UserWarning: one of the wildcards in settings.parameters matches no parameter, but another one does. The two
-            spellings of expert weights that FakeQuantSettings.from_environment uses never warn.
+        spellings of expert weights that FakeQuantSettings.from_environment uses never warn.
         UserWarning: a parameter with less than two dimensions, such as a bias or the weight of a norm, is quantized.
 
     Raises:
@@ -227,7 +228,9 @@ def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
-    """Raise ValueError if the parameter `leaf` of a module is already fake-quantized. `name` is its full name."""
+    """Raise ValueError if the parameter `leaf` of a module is already fake-quantized. `name` is its full name.
+    A parameter with other parametrizations only, or with none, passes.
+    """
     if not parametrize.is_parametrized(module, leaf):
         return
     parametrizations: Any = module.parametrizations

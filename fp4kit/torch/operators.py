@@ -50,9 +50,12 @@ def empty(like: Tensor, call: Call) -> Tensor:
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
     """Return, for each index along the axis that vmap maps, the value that an argument of the operator has there.
+    An argument without a mapped axis is repeated. For a list, each entry is a list. If the axis has length 0, the
+    result is one tensor of zeros. Tensors are split by unbind, because its gradient, a stack, keeps -0.
 
-    dim is the mapped axis of the argument, or None if it has none; count is the length of that axis. Tensors are split
-    by unbind, because its gradient, a stack, keeps -0.
+    argument: the argument, a tensor, a list of tensors, or any object that is not mapped.
+    dim: the mapped axis of the argument, or None if it has none; for a list, one dim per entry.
+    count: the length of the mapped axis, at least 1.
     """
     if isinstance(argument, (list, tuple)):
         parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
@@ -95,8 +98,8 @@ def fake_quantize(
     pass_through: bool,
 ) -> Tensor:
     """Return fp4kit.fake_quantize of x.
-
-    amax and pass_through do not change the result. They are arguments because the gradient, `backward`, needs them.
+    amax and pass_through do not change the result. They are arguments because the gradient, `backward`, needs them. If
+    pass_through is False, amax is checked here.
     """
     x = x.detach()
     if not pass_through and amax is not None:
@@ -109,7 +112,9 @@ def fake_quantize(
 
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
-    """Check the arguments of fake_quantize_backward by shapes and dtypes, and return the parsed call."""
+    """Check the arguments of fake_quantize_backward by shapes, dtypes and devices, and return the parsed call.
+    Raises the TypeError or ValueError of fp4kit.fake_quantize_backward, with a message that begins with `op`.
+    """
     check_devices(op, grad=grad, x=x, amax=amax)
     call, given = backward_call(op, outline(grad), outline(x), from_spec(recipe), axis, outline(amax))
     clip_amax(call, given)
@@ -125,11 +130,17 @@ def check_fake(
     random: tuple[str, Tensor | None],
     clip: tuple[Tensor | None, bool],
 ) -> Call:
-    """Check the arguments of fake_quantize by shapes and dtypes, and return the parsed call.
+    """Check the arguments of fake_quantize by shapes, dtypes and devices, and return the parsed call.
+    Args:
+        op: the public function, with which error messages begin.
+        x, recipe, axis: as for fake_quantize.
+        amaxes: tensor_amax and block_amax.
+        random: rounding and seed.
+        clip: the amax of the gradient, and pass_through. The amax is checked only if pass_through is False.
 
-    amaxes: tensor_amax and block_amax.
-    random: rounding and seed.
-    clip: the amax of the gradient, and pass_through.
+    Raises:
+        TypeError, ValueError: as for fp4kit.fake_quantize and, for the amax of the gradient,
+            fp4kit.fake_quantize_backward.
     """
     r, (rounding, seed), (amax, pass_through) = from_spec(recipe), random, clip
     check_rounding(op, r, rounding, seed_outline(seed))
@@ -152,7 +163,9 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
 
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Save on ctx the inputs of fake_quantize that `backward` reads."""
+    """Save on ctx the inputs of fake_quantize that `backward` reads. Under pass_through no tensors are saved.
+    The clip limit is amax, or tensor_amax if that is None.
+    """
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
     ctx.how, ctx.pass_through = (recipe, axis), pass_through
     if not pass_through:
@@ -161,9 +174,13 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
     """Return one gradient per argument of fake_quantize; only x has a gradient that is not None.
+    It is the upstream gradient `grad`, unchanged under pass_through, otherwise with 0 where |x| > amax. If the caller
+    passed neither amax nor tensor_amax, the limit is computed from x.
 
-    It is the upstream gradient `grad`, set to 0 where |x| > amax unless pass_through is set. clip: the function that
-    sets these zeros; transforms.py passes one that works inside transforms, and None stands for fake_quantize_backward.
+    ctx: the context that save_inputs filled.
+    grad: the gradient with respect to the result of fake_quantize.
+    clip: the function that sets these zeros; transforms.py passes one that works inside transforms. None stands for
+    fake_quantize_backward.
     """
     if ctx.pass_through:
         return grad, *[None] * 8
@@ -177,7 +194,9 @@ fake_quantize.register_vmap(loop_over(fake_quantize))
 
 @torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
-    """Return grad with 0 where |x| > amax, as fp4kit.fake_quantize_backward does."""
+    """Return grad with 0 where |x| > amax or either is NaN, as fp4kit.fake_quantize_backward does.
+    If amax is None, the limit is computed from x.
+    """
     options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
     return copy_if_shared(fp4kit.fake_quantize_backward(grad.detach(), x.detach(), from_spec(recipe), **options), grad)
 
@@ -196,8 +215,10 @@ def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
     """Return one gradient per argument of fake_quantize_backward; only its grad has one.
+    fake_quantize_backward is linear in its grad. So the gradient is `grad`, the upstream gradient, with 0 where |x| >
+    amax.
 
-    That function is linear in its grad, so the gradient is `grad`, with 0 where |x| > amax. clip: as in `backward`.
+    clip: as in `backward`.
     """
     x, amax = ctx.saved_tensors
     return (clip or fake_quantize_backward)(grad, x, *ctx.how, amax), *[None] * 4

@@ -33,7 +33,9 @@ def _converted(
     name: str,
     parameter: torch.Tensor,
 ) -> tuple[str, ...]:
-    """Return the names that ``convert``, transformers' conversion of a state dict, gives to one parameter."""
+    """Return the names that ``convert``, transformers' conversion of a state dict, gives to one parameter.
+    If the conversion fails or returns nothing, return (name,), the parameter's name in the model.
+    """
     try:
         return tuple(convert(model, {name: torch.empty_like(parameter, device="meta")})) or (name,)
     except (KeyError, ValueError, RuntimeError):  # a conversion that needs other parameters as well

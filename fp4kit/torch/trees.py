@@ -66,8 +66,8 @@ def _unflatten(arrays: Any, facts: Any) -> Quantized:
 
 def _with_lengths(packed: Any, facts: Any) -> Any:
     """Return the static fields with the actual shape, computed from the shape of the packed codes.
-
-    In a program exported with dynamic shapes, the stored shape has symbols in place of such lengths.
+    In a program exported with dynamic shapes, the stored shape has symbols or None in place of such lengths. If all
+    lengths are ints already, the fields are returned unchanged.
     """
     names, shape, dtype, axis, r, layout = facts
     if all(isinstance(n, int) for n in shape):
@@ -84,6 +84,6 @@ def _to_text(facts: Any) -> list[Any]:
 
 
 def _from_text(text: Any) -> Any:
-    """Return the static fields from their JSON form: the inverse of _to_text."""
+    """Return the static fields from their JSON form: the inverse of _to_text, except that dynamic lengths stay None."""
     names, shape, dtype, axis, recipe, layout = text
     return tuple(names), tuple(shape), _DTYPES[dtype], axis, from_spec(recipe), layout

@@ -19,11 +19,18 @@ from fp4kit.training.communicators import Communicator, check_communicator
 def counts(
     named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
 ) -> dict[AmaxName, int]:
-    """Return {base: N}: for each quantizer with numbered experts, how many it has.
+    """Return {base: N}: for each quantizer with numbered experts, how many it has. Names without a number are ignored.
+    N is ``count``, or one more than the largest number if ``count`` is None. The result is {} if no name has a number.
 
-    N is ``count``, or one more than the largest number if ``count`` is None. Raises ValueError, naming the key, unless
-    the experts are exactly 0 ... N - 1. If ``same_shape`` is True, also raises it for an expert whose amax differs in
-    shape from that of expert 0.
+    Args:
+        named: the amaxes. Their values matter only if ``same_shape`` is True.
+        op: the beginning of error messages.
+        count: the number of experts that each of these quantizers must have, or None.
+        same_shape: True to require that all experts of a quantizer have amaxes of one shape.
+
+    Raises:
+        ValueError: naming the key, unless the experts are exactly 0 ... N - 1, and for a shape that differs from that
+            of expert 0.
     """
     numbers: dict[AmaxName, set[int]] = {}
     for name in named:
@@ -44,9 +51,7 @@ def counts(
 
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
     """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ... n - 1.
-
-    base: the quantizer's name without the number of an expert, for the error.
-    op: the beginning of the error message.
+    base: the quantizer's name without the number of an expert, for the error message, which begins with ``op``.
     """
     missing = next((i for i in range(n) if i not in present), None)
     if missing is not None:
@@ -68,9 +73,8 @@ def join(
     rank: int,
 ) -> None:
     """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather.
-
     Called for one rank after another. An expert is stored under its global number, which no other rank may have. Any
-    other quantizer is on several ranks, so the maximum of its amaxes is stored.
+    other quantizer may be on several ranks, so the maximum of its amaxes is stored.
 
     Args:
         named: the amaxes of the ranks so far, which is changed.
@@ -79,6 +83,10 @@ def join(
         numbers: global numbers of this rank's experts, or None if they follow those of the ranks before it.
         offsets: {base: number of experts of the ranks before}, which is increased if ``numbers`` is None.
         rank: the number of this rank, for error messages.
+
+    Raises:
+        ValueError: naming the key, if two experts have one global number, if a local expert is missing or has no global
+            number, or if the shapes of a quantizer on several ranks differ.
     """
     own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
     for name in values.keys() - own.keys():
@@ -96,11 +104,16 @@ def _global_names(
     own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
 ) -> dict[AmaxName, AmaxName]:
     """Return {local name: global name} of one rank's experts.
+    Args:
+        own: the rank's amaxes, whose names have local numbers of experts.
+        numbers: the global number of each local expert; None if a rank's experts follow those of the ranks before it.
+        offsets: {name without a number: number of experts of the ranks before}. If ``numbers`` is None, the rank's
+            number of experts is added.
+        op: the beginning of error messages.
 
-    own: the rank's amaxes, whose names have local numbers of experts.
-    numbers: the global number of each local expert; None if a rank's experts follow those of the ranks before it.
-    offsets: {name without a number: number of experts of the ranks before}. It is increased by this rank's.
-    op: the beginning of error messages.
+    Raises:
+        ValueError: if ``numbers`` is None and the local experts are not 0 ... n - 1; otherwise if ``numbers`` has no
+            entry for a local expert, or a negative one.
     """
     if numbers is None:
         first = {base: offsets[base] for base in {name.at(None) for name in own}}
@@ -119,13 +132,21 @@ def _global_names(
 def unstack(
     named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
 ) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` with every stacked array [N, ...] split into N arrays, one per expert.
-
-    Raises ValueError if an expert is missing.
+    """Return ``named`` with stacked arrays [N, ...] split into N arrays, one per expert. ``named`` itself is not
+    changed.
+    An array is split only if the file or the caller states the number of experts of its quantizer. For numbered
+    experts, that number is only checked.
 
     Args:
+        named: the amaxes of a file.
         stated: {base key: N}, as the file states.
         requested: {wildcard: N}, as the caller states.
+        op: the beginning of error messages.
+
+    Raises:
+        ValueError: if experts are missing or surplus, if a stack does not have the length N, or if a quantizer has both
+            a stack and numbered experts; also as _wanted does.
+        TypeError: if ``requested`` is not a mapping of strings to ints.
     """
     named = dict(named)
     for base, n in _wanted(named, stated, requested, op).items():
@@ -147,9 +168,14 @@ def unstack(
 
 
 def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    """Return {base: N}: the number of experts per quantizer, which the file (``stated``) or the caller gives.
+    """Return {base: N}: the number of experts per quantizer, which the file (``stated``) or the caller (``requested``)
+    gives.
+    ``stated`` has keys of quantizers, and ``requested`` has wildcards, which match names in ``named`` or in ``stated``.
 
-    ``requested`` is the caller's {wildcard: N}. Raises ValueError if file and caller give different numbers.
+    Raises:
+        ValueError: if file and caller give different numbers, if a wildcard matches nothing, or if ``stated`` is not a
+            dict from keys of quantizers to positive ints.
+        TypeError: if ``requested`` is not a mapping of strings to ints.
     """
     if not isinstance(stated, dict) or not all(
         type(n) is int and n > 0 and AmaxName.find(key) for key, n in stated.items()
@@ -169,9 +195,8 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
-    """Exchange byte strings. Return those of all ranks, in the order of ranks.
-
-    Two messages are sent: the lengths, then the bytes.
+    """Exchange byte strings, which may have different lengths. Return those of all ranks, in the order of ranks.
+    Two messages are sent: the lengths, then the bytes. Raises TypeError if ``comm`` is not a communicator.
     """
     check_communicator("gather", comm, "all_gather")
     counts = [int(n) for n in comm.all_gather(np.array([len(data)], np.int64))]

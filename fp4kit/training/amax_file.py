@@ -27,10 +27,13 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return (amaxes, facts) from the bytes of a safetensors file. Tensors that are not amaxes are left out.
+    """Return (amaxes, facts) from the bytes of a safetensors file. Tensors whose names do not end in "amax" are left
+    out.
+    The amaxes are float32 arrays under sorted keys. The facts are those that ``encode`` wrote; {} for a file without
+    them.
 
-    The amaxes are float32 arrays under sorted keys. Raises ValueError, which begins with ``label``, if the data is not
-    a safetensors file, if a key occurs twice, or if the dtype of an amax is not F32, F16 or BF16.
+    Raises ValueError, which begins with ``label``, if the data is not a safetensors file, if a key occurs twice, if the
+    dtype of an amax is not F32, F16 or BF16, or if the facts are not a JSON object.
     """
     try:
         tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])

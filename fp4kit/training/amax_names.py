@@ -33,8 +33,7 @@ class AmaxName:
     @classmethod
     def find(cls, key: Any) -> AmaxName | None:
         """Return the AmaxName of a checkpoint's key, or None if the key names no amax buffer of a quantizer.
-
-        A key without a buffer stands for "_amax".
+        A key without a buffer stands for "_amax". Anything that is not a str gives None.
         """
         match = _NAME.fullmatch(key) if isinstance(key, str) else None
         if match is None:
@@ -67,7 +66,7 @@ class AmaxName:
         return any(fnmatchcase(s, pattern) or fnmatchcase(f"{s}.{self.buffer}", pattern) for s in spellings)
 
     def order(self) -> tuple[str, str, int]:
-        """Return a sort key that orders experts by number."""
+        """Return a sort key: by base, then buffer, then the number of the expert. Names without a number come first."""
         return self.base, self.buffer, -1 if self.index is None else self.index
 
     def _quantizer(self, separator: str) -> str:

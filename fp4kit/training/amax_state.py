@@ -77,16 +77,15 @@ class AmaxCollector:
 
     def collect_grouped(self, name: str, amaxes: Any) -> None:
         """Include the amaxes of all local experts in one array.
-
         Equivalent to collect(f"{name}.{i}", amaxes[i]) for each expert i.
 
         Args:
             name: name of the quantizer without an expert number.
-            amaxes: [N, ...], with a dtype that collect accepts.
+            amaxes: [N, ...], with a dtype that collect accepts. N must be equal in every call.
 
         Raises:
-            ValueError: if the name has an expert number, if the array is 0-d, or if single experts of the quantizer
-                were collected with collect; also as collect does.
+            ValueError: if the name has an expert number or is not that of a quantizer, if the array is 0-d, if single
+                experts of the quantizer were collected with collect, or if shape or device change.
             TypeError: for another dtype.
         """
         key = AmaxName.parse(name)
@@ -102,7 +101,6 @@ class AmaxCollector:
 
     def freeze(self, share: Iterable[Collection[str]] = ()) -> AmaxState:
         """Return the current state. Amaxes that are collected later do not change it.
-
         Args:
             share: groups of modules whose tensors get one amax, the largest. A group lists the last parts of module
                 names, such as ("gate_proj", "up_proj"). Modules share if they have the same parent and the same expert
@@ -110,8 +108,10 @@ class AmaxCollector:
                 lists the modules that loaders fuse.
 
         Raises:
-            ValueError: naming the key, for NaN and negative values on the host; for a name that is in two groups.
-            TypeError: for a group that is a single name, or that contains something other than names.
+            ValueError: naming the key, for NaN and negative values on the host, and for amaxes to share that are on
+                different devices; for a name that occurs twice in ``share``.
+            TypeError: if ``share`` is not iterable, for a group that is a single name, or that contains something other
+                than names.
         """
         experts = {key.at(i): stack[i, ...] for key, stack in self._grouped.items() for i in range(len(stack))}
         state = AmaxState(_share({**self._single, **experts}, _groups(share)))
@@ -121,11 +121,11 @@ class AmaxCollector:
 
 class AmaxState(Mapping[str, Any]):
     """Hold frozen amaxes as a mapping {key: amax}.
-
-    A key may be given with either separator of the expert number: "...quantizer.3" or "...quantizer_3".
+    A key may be given with either separator of the expert number: "...quantizer.3" or "...quantizer_3". The constructor
+    takes {AmaxName: amax}, and raises TypeError for anything else.
 
     Attributes:
-        named: the amaxes under AmaxName keys instead of str keys.
+        named: the amaxes under AmaxName keys instead of str keys, sorted. It cannot be changed.
     """
 
     def __init__(self, named: Mapping[AmaxName, Any]) -> None:
@@ -136,7 +136,9 @@ class AmaxState(Mapping[str, Any]):
         )
 
     def __getitem__(self, key: str) -> Any:
-        """Return the amax under a key, given with "." or "_" before the expert number."""
+        """Return the amax under a key, given with "." or "_" before the expert number. Raises KeyError if there is
+        none.
+        """
         name = AmaxName.find(key)
         if name is None or name not in self.named:
             raise KeyError(key)
@@ -152,9 +154,12 @@ class AmaxState(Mapping[str, Any]):
 
     def select(self, *patterns: str) -> AmaxState:
         """Return a state with only the keys that match at least one of the wildcards (fnmatch; case matters).
+        "*weight_quantizer" matches all experts of every weight quantizer. Without wildcards the result is an empty
+        state.
 
-        "*weight_quantizer" matches all experts of every weight quantizer. Raises ValueError if a wildcard matches no
-        key.
+        Raises:
+            ValueError: if a wildcard matches no key.
+            TypeError: if a wildcard is not a string.
         """
         for pattern in patterns:
             if not any(name.matches(as_word("select", "a pattern", pattern)) for name in self.named):
@@ -165,12 +170,15 @@ class AmaxState(Mapping[str, Any]):
 
     def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return the amaxes for a caller's buffers: {key: amax} with exactly the keys and shapes in ``shapes``.
-
         An amax with one element is reshaped to any shape with one element.
 
+        Args:
+            shapes: {key: shape} of the buffers. A key may have either separator, and the result has the same spelling.
+
         Raises:
-            ValueError: naming the key, if a value is missing, is left over or has another shape, or if ``shapes`` has a
-                key in both spellings.
+            ValueError: naming the key, if a value is missing, is left over or has another shape, if a key names no
+                quantizer, or if ``shapes`` has a key in both spellings.
+            TypeError: if ``shapes`` is not a mapping to shapes.
         """
         shapes = {key: as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
         key_of = _named(shapes, "fit")
@@ -181,17 +189,19 @@ class AmaxState(Mapping[str, Any]):
         return {key: _reshape(name, self.named[name], shapes[key]) for name, key in key_of.items()}
 
     def checked(self) -> AmaxState:
-        """Return the state with NumPy arrays, after checking that no value is NaN or negative.
-
-        All GPU arrays of a device are copied in one copy. Raises ValueError that names the key.
+        """Return the state with read-only NumPy arrays, after checking that no value is NaN or negative.
+        All GPU arrays of a device are copied in one copy. Raises ValueError, which names the first key with such a
+        value.
         """
         return AmaxState(check("checked", on_host(self.named)))
 
     def stacked(self) -> dict[str, np.ndarray]:
         """Return {"<base>._amax": [N, ...]} with all experts in one array, and every other value under its key.
+        All arrays are on the host.
 
-        All arrays are on the host. Raises ValueError as checked does, and for missing experts and experts of different
-        shapes.
+        Raises:
+            ValueError: naming the key, for NaN and negative values, for missing experts, for experts of different
+                shapes, and for a quantizer that has both numbered experts and an amax without a number.
         """
         named = check("stacked", on_host(self.named))
         numbers = counts(named, "stacked", same_shape=True)
@@ -207,7 +217,6 @@ class AmaxState(Mapping[str, Any]):
         self, comm: Communicator, *, experts: str = "*", numbers: Sequence[int] | None = None, count: int | None = None
     ) -> AmaxState:
         """Merge the states of all expert-parallel ranks. Return the whole state on every rank, as NumPy arrays.
-
         Experts get their global numbers. Two messages are sent, whatever the number of quantizers.
 
         Args:
@@ -219,8 +228,10 @@ class AmaxState(Mapping[str, Any]):
             count: the number of experts that must be present. None: as many as the largest number implies.
 
         Raises:
-            ValueError: on every rank alike, naming the key, for a missing or duplicate expert, for different shapes,
-                for NaN and for negative values.
+            ValueError: on every rank alike, naming the key, for a missing, surplus or duplicate expert, for a local
+                expert without a global number, for different shapes, for NaN and for negative values; also if ``count``
+                is given and no expert matches ``experts``.
+            TypeError: if an argument has the wrong type.
         """
         as_word("gather", "experts", experts)
         count = None if count is None else as_index("gather", "count", count)
@@ -245,7 +256,6 @@ class AmaxState(Mapping[str, Any]):
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
         """Return one rank's part of a gathered state, for ``size`` ranks. Its experts are numbered from 0 again.
-
         Amaxes that are not those of experts are part of every rank's state.
 
         Args:
@@ -258,6 +268,7 @@ class AmaxState(Mapping[str, Any]):
         Raises:
             ValueError: for a rank out of range, for missing experts, and for numbers that repeat or that the state
                 lacks.
+            TypeError: if an argument has the wrong type.
         """
         rank, size = as_index("part", "rank", rank), as_index("part", "size", size)
         given_numbers = None if numbers is None else as_indices("part", "numbers", numbers)
@@ -278,14 +289,16 @@ class AmaxState(Mapping[str, Any]):
 
     def save(self, path: str | os.PathLike[str], *, separator: str = ".", stacked: bool = False) -> None:
         """Write a safetensors file. It appears only when it is complete.
-
         Args:
-            path: the file.
+            path: the file. An existing file is replaced.
             separator: "." or "_", between quantizer and expert number.
-            stacked: True to write one array [N, ...] for all experts, as stacked returns it.
+            stacked: True to write one array [N, ...] for all experts, as the method ``stacked`` returns it.
 
         Raises:
-            ValueError: naming the key, as checked and stacked do.
+            ValueError: naming the key, for NaN, negative values and missing experts, and with ``stacked`` also as that
+                method does; for another separator.
+            TypeError: if path is not a path, or stacked is not a bool.
+            OSError: if the file cannot be written.
         """
         path, stacked = as_path("save", path), as_flag("save", "stacked", stacked)
         if not is_one_of(separator, SEPARATORS):
@@ -299,7 +312,6 @@ class AmaxState(Mapping[str, Any]):
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, experts: Mapping[str, int] | None = None) -> AmaxState:
         """Read a safetensors file with amaxes.
-
         The file was written by save or by Model-Optimizer, in either spelling, or it holds one array [N] or [N, ...]
         for all experts. Tensors whose names do not end in "amax" are left out.
 
@@ -313,9 +325,11 @@ class AmaxState(Mapping[str, Any]):
             The AmaxState, with NumPy arrays.
 
         Raises:
-            ValueError: naming file and key, for a wrong size, missing or surplus experts, two spellings of one key, NaN
-                and negative values; also for a wildcard that matches nothing, a file without an amax, and a file that
-                is not a safetensors file.
+            ValueError: naming file and key, for a wrong size, missing or surplus experts, two spellings of one key, a
+                dtype other than F32, F16 and BF16, NaN and negative values; also for a wildcard that matches nothing, a
+                file without an amax, and a file that is not a safetensors file.
+            TypeError: if path is not a path, or ``experts`` is not a mapping of strings to ints.
+            OSError: if the file cannot be read.
         """
         path = as_path("load", path)
         label = f"load: {path.name}"
@@ -327,7 +341,9 @@ class AmaxState(Mapping[str, Any]):
 
 
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
-    """Return the items with AmaxName keys. Raises ValueError if a name occurs with both separators."""
+    """Return the items with AmaxName keys. Raises ValueError if a key names no quantizer, or occurs with both
+    separators.
+    """
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():
         name = AmaxName.parse(key, op)
@@ -346,8 +362,8 @@ def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
 
 def _groups(share: Any) -> list[tuple[str, ...]]:
     """Return the argument ``share`` of freeze as a list of tuples of names.
-
-    Raises TypeError for a str in place of a group. A common mistake is ("up_proj"), which is a str and not a tuple.
+    Raises TypeError if ``share`` is not iterable or a group is not a collection of strings. A common mistake is
+    ("up_proj"), which is a str and not a tuple.
     """
     groups = as_entries("freeze", "share", share)
     for group in groups:
@@ -362,9 +378,10 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
     """Return the amaxes after replacing those of modules that share an amax by their maximum.
-
     Modules share an amax if one group of ``groups`` names them, if their parent, quantizer and expert number are equal,
     and if their amaxes have one element. ``groups`` are tuples of the last parts of module names (see freeze).
+
+    Raises ValueError if a name occurs twice in ``groups``, or if amaxes to share are on different devices.
     """
     group_of = {member: group for group in groups for member in group}
     if len(group_of) != sum(map(len, groups)):

@@ -80,12 +80,11 @@ class SingleProcess:
     size = 1
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return ``array``: with one process, it is already the maximum."""
+        """Return ``array`` itself: with one process, it is already the maximum."""
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return ``array``: with one process, it is already the result.
-
+        """Return ``array`` itself: with one process, it is already the result. ``counts`` is ignored.
         If ``out`` is given, copy the array to it and return ``out``.
         """
         if out is None:
@@ -101,8 +100,8 @@ def _is_host(array: Any) -> bool:
 
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
     """Return the length of each process's array for all_gather: ``counts``, or equal lengths if it is None.
-
-    Raises ValueError if this process's array is not 1-d or does not have the length that ``counts`` gives it.
+    Raises ValueError if this process's array is not 1-d or does not have the length that ``counts`` gives it, or if
+    ``counts`` does not have one entry per process. Raises TypeError if ``counts`` holds anything but ints.
     """
     found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
@@ -136,13 +135,17 @@ class Mpi:
         self._has_warned = False
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max."""
+        """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max.
+        The result is a new array in the library of ``array``, which is not changed.
+        """
         return self._send(
             lambda mine, out: self._comm.Allreduce(mine, out, op=self._mpi.MAX), array, _empty(array, array.shape)
         )
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
+        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather.
+        Raises ValueError if ``array`` is not 1-d or does not fit ``counts``.
+        """
         counts = _check_gather(array, counts, self)
         sizes = [n * array.dtype.itemsize for n in counts]
         out = _empty(array, sum(counts)) if out is None else out
@@ -185,7 +188,9 @@ def _empty(like: Any, shape: Any) -> Any:
 
 
 def _import_mpi() -> Any:
-    """Return the module mpi4py.MPI. Raises RuntimeError that says what to install if it is missing."""
+    """Return the module mpi4py.MPI. Raises RuntimeError that says what to install if mpi4py or an MPI library is
+    missing.
+    """
     try:
         from mpi4py import MPI
     except ImportError as error:
@@ -243,7 +248,6 @@ class Nccl:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:
         """Return the group of all processes that name the same path. Rank 0 writes the id to it.
-
         Args:
             path: a file on one machine or on a shared file system. It must not exist before, and it is removed when the
                 group is complete.
@@ -257,6 +261,7 @@ class Nccl:
         Raises:
             FileExistsError: in rank 0, if the path exists.
             TimeoutError: in the other ranks, if the file does not appear.
+            RuntimeError, ValueError: as for Nccl.
         """
         path = Path(path)
         if rank == 0:
@@ -269,8 +274,11 @@ class Nccl:
 
     def all_reduce_max(self, array: Any) -> Any:
         """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max.
+        A CuPy array is reduced in place and returned. For a NumPy array the result is a new NumPy array.
 
-        A CuPy array is reduced in place and returned.
+        Raises:
+            TypeError: for a dtype that NCCL does not have.
+            ValueError: if a CuPy array is strided or not on the device of this process.
         """
         if _is_host(array):
             return self.all_reduce_max(imports.to_device(array)).get()
@@ -284,8 +292,10 @@ class Nccl:
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes; see Communicator.
-
         For equal counts this is one collective call, otherwise one send and one receive per pair of ranks.
+
+        Raises ValueError if ``array`` is not 1-d or does not fit ``counts``, or if a CuPy array is strided or not on
+        the device of this process.
         """
         counts = _check_gather(array, counts, self)
         if _is_host(array):
@@ -297,9 +307,10 @@ class Nccl:
         return out
 
     def _gather(self, source: int, target: int, sizes: list[int]) -> None:
-        """Gather the arrays of all ranks as bytes. ``sizes`` are their lengths in bytes.
-
-        ``source`` and ``target`` are the device addresses of this rank's array and of the result.
+        """Gather the arrays of all ranks as bytes.
+        source: the device address of this rank's array.
+        target: the device address of the result.
+        sizes: the lengths of the arrays in bytes, one per rank.
         """
         stream, kind = self._stream(), self._nccl.NCCL_UINT8
         if len(set(sizes)) == 1:
@@ -327,7 +338,7 @@ class Nccl:
 
 
 def _import_nccl() -> Any:
-    """Return the module cupy.cuda.nccl. Raises RuntimeError that says what to install if it is missing."""
+    """Return the module cupy.cuda.nccl. Raises RuntimeError that says what to install if CuPy or NCCL is missing."""
     imports.cupy()
     try:
         from cupy.cuda import nccl
@@ -342,7 +353,9 @@ _NCCL_WAY_OUT = 'run pip install "fp4kit[nccl12]" or "fp4kit[nccl13]", as your C
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write a new file that other processes see complete or not at all. Raises FileExistsError if it exists."""
+    """Write a new file that other processes see complete or not at all. Raises FileExistsError if ``path`` exists
+    already.
+    """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as file:
         file.write(data)
@@ -357,7 +370,7 @@ def _write_new(path: Path, data: bytes) -> None:
 
 
 def _read_when_there(path: Path, timeout: float) -> bytes:
-    """Return the bytes of a file once it exists. Raises TimeoutError after ``timeout`` seconds."""
+    """Return the bytes of a file once it exists. Raises TimeoutError if it is missing for ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while not path.exists():
         if time.monotonic() > end:

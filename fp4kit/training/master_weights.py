@@ -11,7 +11,7 @@ matrices at once:
 6. place    copy the codes from the messages into the matrices
 
 For each matrix, a message holds the bytes (on a host) or runs (on a GPU) in which the process owns a code. If a shard
-ends inside a byte, both neighbours send that byte, each with its own nibble valid. The place stage takes from each
+ends inside a byte, both neighbors send that byte, each with its own nibble valid. The place stage takes from each
 message only the nibbles that its sender owns. Ownership is exchanged and checked once, when a plan is made: each
 element must have exactly one owner.
 """
@@ -148,12 +148,12 @@ class MasterWeightsPlan:
 
     def refresh(self, values: Sequence[Any]) -> None:
         """Replace the arrays of all shards. The next call of cast reads the new arrays.
-
         Args:
             values: one array per shard, in the order of the shards, with the length, dtype and device of the old array.
 
         Raises:
-            ValueError: if the number of arrays, or the length, dtype or device of an array, differs.
+            ValueError: if the number of arrays, or the shape, dtype or device of an array, differs.
+            TypeError: if ``values`` is not iterable, or an entry is not an array.
         """
         arrays = _import(as_entries("refresh", "values", values))
         kinds = [_kind(v) for v in arrays]
@@ -172,8 +172,8 @@ class MasterWeightsPlan:
     @returns_in_plan_library
     def cast(self) -> list[Any]:
         """Quantize the current values of all shards. Return what cast_master_weights returns.
-
-        The plan owns the arrays of the result, and the next call overwrites them. Copy them to keep them.
+        The plan owns the arrays of the result, and the next call overwrites them. Copy them to keep them. On a CPU,
+        raises ValueError if a shard holds NaN.
         """
         with nullcontext() if self._work is None else self._work.device():
             for _, stage in self.stages:
@@ -181,10 +181,11 @@ class MasterWeightsPlan:
         return self._result
 
     def _make_stages(self, work: Any) -> Iterator[tuple[str, Callable[[], None]]]:
-        """Yield (name, function) of each stage of cast.
+        """Yield (name, function) of each stage of cast, in order.
+        With one process, the stages that send messages ("reduce", "gather" and "place") are left out. The stage
+        "transpose" is yielded only if transposed copies are wanted.
 
-        work: the object of the CPU or GPU engine that computes the stages and holds their buffers. With one process,
-        the stages that send messages are left out.
+        work: the object of the CPU or GPU engine that computes the stages and holds their buffers.
         """
         alone = self._comm.size == 1
         yield "amax", work.amax

@@ -44,15 +44,20 @@ def exchange_cuts(
     on_host: bool,
 ) -> Partition:
     """Return the Partition: where the shards of every process begin and end in each matrix.
+    Called by every process once per plan; it waits for the others.
 
-    Called by every process once per plan; it waits for the others. The processes must pass the same recipe and the same
-    matrices with the same dtypes, all on hosts or all on GPUs. Their shards must cover every element exactly once.
-    Otherwise every process raises the same ValueError.
+    Args:
+        shapes: (rows, columns) of each matrix.
+        dtypes: the dtype of this process's shard of each matrix.
+        starts: for each matrix, the element at which this process's shard begins.
+        lengths: for each matrix, the number of elements of this process's shard.
+        r: the recipe.
+        comm: the group of processes.
+        on_host: whether the shards are in host memory.
 
-    shapes: (rows, columns) of each matrix.
-    dtypes: the dtype of this process's shard of each matrix.
-    starts, lengths: the element at which this process's shard of each matrix begins, and its number of elements.
-    on_host: whether the shards are in host memory.
+    Raises:
+        ValueError: on every process alike, if another process refused its shards (see ``refusing``), if recipe, shapes,
+            dtypes or ``on_host`` differ among processes, or if the shards do not cover every element exactly once.
     """
     facts = repr((asdict(r), [tuple(s) for s in shapes], [str(d) for d in dtypes], on_host))
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")

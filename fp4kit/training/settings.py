@@ -21,17 +21,17 @@ EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
 @dataclass(frozen=True)
 class FakeQuantSettings:
     """Describe what is fake-quantized in training: the parameters whose names match, with one recipe.
-
     Attributes:
         recipe: an id or a Recipe. None: nothing is quantized.
-        block_size: the number of elements that share a scale, if it differs from the recipe's.
+        block_size: the number of elements that share a scale, if it differs from the recipe's. None: that of the
+            recipe.
         parameters, exclude: wildcards (fnmatch; case matters) of parameter names. A parameter is quantized if it
             matches one of ``parameters`` and none of ``exclude``.
         pass_through: True if the straight-through gradient passes everywhere. False: only where |w| <= amax.
 
     Raises:
-        ValueError: for an unknown recipe, for wildcards given as one string, and for a block size that does not fit the
-            recipe.
+        ValueError: for an unknown recipe, for wildcards that are one string or contain something other than strings,
+            and for a block size that does not fit the recipe.
         TypeError: if pass_through is not a bool.
     """
 
@@ -61,7 +61,7 @@ class FakeQuantSettings:
             self._check_block_size()
 
     def _check_block_size(self) -> None:
-        """Raise ValueError unless the recipe has blocks of one row and the block size is a positive even integer."""
+        """Raise ValueError unless there is a recipe with one-row blocks, and block_size is a positive even integer."""
         block = None if self.recipe is None else recipe_of("FakeQuantSettings", self.recipe).block
         if block is None or block[0] != 1:
             raise ValueError(
@@ -130,7 +130,9 @@ class FakeQuantSettings:
         return found if self.block_size is None else replace(found, block=(1, operator.index(self.block_size)))
 
     def is_quantized(self, name: str) -> bool:
-        """Return whether the parameter with this name is quantized."""
+        """Return whether the parameter with this name is quantized. Always False if the recipe is None.
+        Raises TypeError if ``name`` is not a string.
+        """
         as_word("FakeQuantSettings", "the name of a parameter", name)
         matching = any(fnmatchcase(name, pattern) for pattern in self.parameters)
         return self.recipe is not None and matching and not any(fnmatchcase(name, pattern) for pattern in self.exclude)
@@ -153,8 +155,8 @@ class FakeQuantSettings:
 
     def backward(self, name: str, grad: Any, w: Any, *, amax: Any = None) -> Any:
         """Return the gradient with respect to ``w``.
-
-        This is fp4kit.fake_quantize_backward for a quantized parameter, otherwise ``grad`` itself.
+        This is fp4kit.fake_quantize_backward for a quantized parameter if ``pass_through`` is False, otherwise ``grad``
+        itself. Raises what that function raises, with the parameter's name in front of the message.
 
         Args:
             name: the parameter's name.
@@ -179,7 +181,9 @@ def naming(parameter: str) -> Iterator[None]:
 
 
 def _word(env: Mapping[str, str], name: str) -> str:
-    """Return the environment variable ``name`` of ``env`` without surrounding spaces, or "" if it is missing."""
+    """Return the environment variable ``name`` of ``env`` without surrounding spaces, or "" if it is missing.
+    Raises TypeError if the value is not a string.
+    """
     return as_word("from_environment", name, env.get(name, "")).strip()
 
 
