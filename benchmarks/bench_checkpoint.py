@@ -87,7 +87,10 @@ class Spec:
 
 
 def generate(root: Path, nbytes: int) -> None:
-    """Write a Llama-like model of about nbytes bytes, with config.json, into the new folder root."""
+    """Write a Llama-like model of about nbytes bytes, with config.json, into the new folder root.
+
+    Weights are normally distributed bfloat16 values from a fixed seed. The model has at least one layer.
+    """
     per_layer = sum(2 * rows * columns for rows, columns in LAYER.values())
     layers = max(round((nbytes - 2 * VOCABULARY * HIDDEN) / per_layer), 1)
     files: dict[int, list[Spec]] = {0: [Spec("model.embed_tokens.weight", (VOCABULARY, HIDDEN))]}
@@ -174,9 +177,11 @@ def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Proces
 
 
 def names_run(recipe: str) -> tuple[int, float]:
-    """Return (number of tensor names, seconds).
+    """Time how long the rules of convert_tensors take to decide which tensors of a large model to quantize.
 
-    The seconds are the best of five times that the rules of convert_tensors take to decide on all names.
+    Return (number of tensor names, seconds). The seconds are the smallest of five times for all names together.
+
+    recipe: the id of the recipe.
     """
     leaves = ("gate_proj", "up_proj", "down_proj")
     names = [
@@ -202,7 +207,10 @@ def peak(who: int) -> int:
 
 
 def main() -> None:
-    """Time conversion, quantize and bytes alone in turns, then report them."""
+    """Time conversion, quantize and bytes alone in turns, and report the times.
+
+    The model is generated first, unless an earlier run left it in the folder.
+    """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gb", type=float, default=2)
     parser.add_argument("--workers", type=int, default=2)

@@ -70,7 +70,10 @@ class Peers:
         self.about = self._answer()
 
     def _answer(self) -> dict[str, Any]:
-        """Read one line of JSON from the process. Raises RuntimeError if the process has ended."""
+        """Wait for one line of JSON from the process, and return its content as a dict.
+
+        Raises RuntimeError if the process has ended.
+        """
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
@@ -81,7 +84,9 @@ class Peers:
     def seconds(self, name: str) -> float:
         """Make one call in the process and return its seconds.
 
-        Raises RuntimeError with the call's error if it failed.
+        Afterwards, wait until the process is idle. Raises RuntimeError with the call's error if the call failed.
+
+        name: the name of the call, one of about["calls"], such as "quantize/nvfp4/torchao eager".
         """
         assert self.process.stdin is not None
         self.process.stdin.write(name + "\n")
@@ -104,14 +109,22 @@ class Peers:
                 return
 
     def _ticks(self) -> list[str]:
-        """Return the CPU times of the process and its children, or an empty list on systems without /proc."""
+        """Return the CPU times of the process and its children, as four numbers in text.
+
+        Return an empty list on systems without /proc. Equal results at two moments mean that the process was idle.
+        """
         stat = Path(f"/proc/{self.process.pid}/stat")
         return stat.read_text().rpartition(")")[2].split()[11:15] if stat.exists() else []
 
     def watches(self, operation: str, kind: str) -> tuple[dict[str, Watch], dict[str, str]]:
         """Return ({library: watch}, {library: error}) for an operation and kind of format.
 
-        Each call is tried once; the second dict has the libraries whose call failed.
+        A watch makes the library's call once and returns its seconds. Each call is tried first; the second dict has the
+        libraries whose call failed. Both dicts are empty if no library offers the operation.
+
+        Args:
+            operation: the name of the operation, such as "quantize"
+            kind: "nvfp4", "mxfp4" or "mxfp8"
         """
         found: dict[str, Watch] = {}
         failed: dict[str, str] = {}
@@ -134,7 +147,11 @@ class Peers:
 
 
 class Bench:
-    """Hold the options of a run, its rows so far and, in `extra`, its other measurements."""
+    """Hold one run of the benchmark.
+
+    `args` are the options of the command line, `peers` the other libraries (or None), `rows` the rows so far, and
+    `extra` the other measurements for the record.
+    """
 
     def __init__(self, args: argparse.Namespace, peers: Peers | None) -> None:
         self.args, self.peers, self.rows = args, peers, list[CpuRow]()
@@ -159,10 +176,14 @@ class Bench:
         return found | ({"specification": watch(case.call, fp4kit.specification)} if specification else {})
 
     def row(self, group: str, case: CpuCase, recipe: str, x: np.ndarray, beside: bool = False) -> None:
-        """Check a case, time it and keep its row.
+        """Check a case, time it and keep its row. Raises AssertionError if its results are wrong.
 
-        group: the name of the group of rows, such as "recipes".
-        beside: whether to time the matching calls of other libraries, too.
+        Args:
+            group: the name of the group of rows, such as "recipes"
+            case: the calls to time
+            recipe: the id of the recipe; "" if there is none
+            x: the unquantized array, whose shape and dtype the row records
+            beside: True to time the matching calls of other libraries too
         """
         check(case)
         others, failed = {}, {}
@@ -212,7 +233,7 @@ def operations(bench: Bench) -> None:
 
 
 def small(bench: Bench) -> None:
-    """Time calls on 64 x 4096 arrays, where the fixed cost of a call dominates."""
+    """Time quantize, dequantize and fake_quantize of 64 x 4096 arrays, where the fixed cost of a call dominates."""
     x = normal(SMALL)
     for recipe in _seven(bench):
         for case in (
@@ -224,7 +245,7 @@ def small(bench: Bench) -> None:
 
 
 def _seven(bench: Bench) -> Iterator[str]:
-    """Return an iterator over the recipes of SEVEN that this run times."""
+    """Return an iterator over the recipes of SEVEN (the recipes for which there are targets) that this run times."""
     return (recipe for recipe in SEVEN if recipe in bench.args.recipes)
 
 

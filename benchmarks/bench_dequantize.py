@@ -24,7 +24,7 @@ RECIPES = (
 
 
 def _rows_of(q: fp4kit.Quantized, part: slice, dtype: object) -> object:
-    """Return the values of the rows `part` of q, decoded on the CPU."""
+    """Return the values of the rows `part` (a slice) of q, decoded on the CPU."""
     scales = None if q.block_scale is None else q.block_scale[part].get()
     packed = q.packed[part].get()
     amax = None if q.tensor_amax is None else q.tensor_amax.get()

@@ -19,14 +19,17 @@ NVFP4_US, FP8_US = 10_000, 20_000  # largest times wanted, for products of that 
 
 
 def fp8(bench: Bench, shape: tuple[int, int]) -> Quantized:
-    """Return a Quantized of E4M3 elements, normally distributed, with tensor scale 1."""
+    """Return a Quantized on the device with normally distributed E4M3 elements and the tensor scale 1."""
     x = bench.normal(F32, shape).get().astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
     one = bench.cupy.ones((), np.float32)
     return Quantized(bench.cupy.asarray(x), None, one, None, shape, np.dtype(np.float32), 1, "fp8-modelopt")
 
 
 def in_torch(bench: Bench, x: Any) -> dict[str, Call]:
-    """Return {name: call} of torch's product of a bfloat16 matrix with its transpose."""
+    """Return {name: call} of torch's product of the bfloat16 matrix x with its transpose.
+
+    The dict is empty if torch is not installed or other libraries are not timed.
+    """
     if not bench.peers or peers.torch() is None:
         return {}
     tensor = peers.tensor(x)
@@ -61,7 +64,13 @@ def run(bench: Bench) -> None:
 
 
 def on_host(q: Any, part: slice, unit: Any) -> np.ndarray:
-    """Return rows of the product of a matrix with its transpose, computed on the CPU."""
+    """Return the rows `part` (a slice) of the product of a matrix with its transpose, computed on the CPU.
+
+    Args:
+        q: the matrix, as matmul takes it
+        part: the rows to compute
+        unit: the matrix unit to imitate
+    """
     whole = q.to("cpu") if isinstance(q, Quantized) else q.get()
     result: np.ndarray = fp4kit.matmul(whole[part], whole, unit=unit)
     return result

@@ -26,7 +26,10 @@ TENSOR_AMAX = np.float32(5)
 
 
 def traffic(recipe: str, dtype: Any) -> dict[str, Fraction]:
-    """Return {array: bytes moved per element}: the element, its code, and its share of the float32 block amax."""
+    """Return {name of array: bytes that partial_cast must move per element}.
+
+    These are an element of the shard, its code, and its share of the float32 block amax.
+    """
     r = fp4kit.recipe(recipe)
     codes = quantized_bytes(recipe)["codes"]
     return element_bytes(shard=dtype) | {"codes": codes, "amax": Fraction(4, r.block_size * r.block_rows)}
@@ -63,7 +66,8 @@ def check(shard: Any, out: Any, amax: Any, shape: tuple[int, int], start: int, r
 def shards(bench: Bench, recipe: str, dtype: Any, K: int, offsets: tuple[tuple[int, int], ...]) -> None:
     """Time partial_cast on shards of a matrix with K columns, and partial_amax on the last shard.
 
-    Add one row to `bench` per (start, skip) pair of `offsets`, then one row for partial_amax.
+    Add one row to `bench` per (start, skip) pair of `offsets`, then one row for partial_amax. The head of this file
+    defines start and skip. Raises AssertionError if a cast is wrong.
     """
     M = bench.size * bench.size // K // 64 * 64
     memory = bench.normal(dtype, (M * K + 8,))

@@ -32,7 +32,10 @@ RESULTS = Path(__file__).resolve().parent / "results"
 
 
 class CalibrationInput:
-    """Collect the sums of squares of each layer's input columns. If `keep` is true, also collect the input rows."""
+    """Collect the sums of squares of each layer's input columns, from which column weights follow.
+
+    If `keep` is true, also collect the input rows, to compare the outputs of layers.
+    """
 
     def __init__(self, keep: bool = False) -> None:
         self.keep, self.squares, self.count = keep, {}, defaultdict(int)
@@ -51,7 +54,10 @@ class CalibrationInput:
 
 
 def made(x: np.ndarray, weights: np.ndarray) -> dict[str, fp4kit.Quantized]:
-    """Return {way: x quantized}. `weights` are the column weights for "weighted mse"."""
+    """Quantize the matrix x once per way, and return {way: x quantized}.
+
+    weights: the column weights for the way "weighted mse".
+    """
     searched = {"mse": None, "weighted mse": weights}
     found = {"amax": fp4kit.quantize(x, STATIC), "4over6": fp4kit.quantize(x, WIDE)}
     for way, given in searched.items():

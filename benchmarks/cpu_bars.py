@@ -39,7 +39,7 @@ class Bar(NamedTuple):
 
 
 def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any] | None) -> list[Bar]:
-    """Return the bars of the CPU engine.
+    """Return the bars of the CPU engine, each with the figure that comes closest to missing its target.
 
     Args:
         rows: the measured rows
@@ -108,6 +108,8 @@ def _at_least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]]
     """Return a bar that holds if the smallest figure is at least `wanted`.
 
     Args:
+        text: the first words of the bar's text
+        wanted: the target
         found: (row, figure) pairs; figures that are None are ignored
         given: text after the target, such as where it comes from
     """
@@ -120,9 +122,12 @@ def _at_least(text: str, wanted: float, found: list[tuple[CpuRow, float | None]]
 
 
 def _at_most(text: str, wanted: float, found: list[tuple[CpuRow, float]]) -> Bar:
-    """Return a bar that holds if the largest figure of the (row, figure) pairs in `found` is at most `wanted`.
+    """Return a bar that holds if the largest figure is at most `wanted`.
 
-    text: what the figure is.
+    Args:
+        text: the first words of the bar's text
+        wanted: the target
+        found: (row, figure) pairs
     """
     text = f"{text}: at most {wanted:g}"
     if not found:
@@ -135,6 +140,11 @@ def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
     """Return a bar that holds if fp4kit is at least `least` times as fast as ggml in every row of an operation.
 
     Both use one thread and preallocated results. ggml reads or writes float32.
+
+    Args:
+        rows: the rows of group "ggml"
+        operation: "quantize" or "dequantize"
+        least: the target
     """
     found = [
         (row, row.peers["ggml"].median / row.times["one into"].median) for row in rows if row.operation == operation
@@ -144,7 +154,12 @@ def _ggml_bar(rows: list[CpuRow], operation: str, least: float) -> Bar:
 
 
 def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
-    """Return a bar for the smallest speed-up over the specification in the sweep."""
+    """Return a bar that holds if no case of the sweep is slower than the specification by more than the noise.
+
+    Its figure is the smallest speed-up.
+
+    sweep: the result of cpu_sweep.sweep, or None if it was not run.
+    """
     text = "times faster than the specification, every recipe, dtype and shape from 1 KB: at least 1"
     if not sweep or not sweep["cases"]:
         return Bar(text, "", "", None)
@@ -153,15 +168,18 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
 
 
 def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str) -> Bar:
-    """Return a bar for the growth of the time per byte from the smallest size of at least `least` bytes to the largest.
+    """Return a bar that holds if the time per byte grows by at most 25% from medium to very large inputs.
 
-    The smallest times are compared, because every call that takes a second meets some disturbance. If the time per byte
-    of a streaming loop grows too, the growth is divided by the loop's growth.
+    The growth is that from the smallest size of at least `least` bytes to the largest size. If the time per byte of a
+    streaming loop grows too, the growth is divided by the loop's growth. The smallest time of each row is used, because
+    every call that takes a second meets some disturbance.
 
     Args:
+        rows: the rows of group "sizes"
         name: the key of the row's times to use, such as "all into"
         loop: the key of the streaming loop in the row's peers
-        text: words that the bar's text adds
+        least: the smallest number of bytes of input to consider
+        text: words to add to the bar's text
     """
     text = f"time per byte{text}, 8 GiB over {least >> 20} MiB, relative to a streaming loop: at most 1.25"
     large = sorted((row for row in rows if row.bytes >= least and name in row.times), key=lambda row: row.bytes)
@@ -178,9 +196,11 @@ def _linear_bar(rows: list[CpuRow], name: str, loop: str, least: int, text: str)
 
 
 def _growth(rows: list[CpuRow], name: str) -> float:
-    """Return the smallest time per byte of the last row divided by that of the first row.
+    """Return the time per byte of the last row divided by that of the first row, by the smallest times of each.
 
-    Return 1 if either row lacks the time `name`, of fp4kit or of another library.
+    Return 1 if either row lacks the time `name`.
+
+    name: the key of a time in the row's `times` or `peers`.
     """
     first, last = (row.times | row.peers for row in (rows[0], rows[-1]))
     return (

@@ -84,9 +84,13 @@ def same(actual: Any, wanted: Any, name: str) -> None:
 
 
 def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options: Any) -> CpuCase:
-    """Return the case of quantize with these options, timed both with a new result and into a preallocated one.
+    """Return the case of quantize of x, timed both with a new result and into a preallocated one.
 
-    `operation` is its name in the record.
+    Args:
+        recipe: the id of the recipe
+        x: the input
+        operation: the name of the case in the record
+        options: further arguments of fp4kit.quantize
     """
     target = copy.deepcopy(fp4kit.quantize(x, recipe, **options))
     into = lambda: fp4kit.quantize(x, recipe, **options, out=target)  # noqa: E731

@@ -60,7 +60,7 @@ def build(folder: Path, target: Path) -> ctypes.CDLL:
 class Ggml:
     """Encode and decode one float32 matrix with ggml, in blocks of one kind, "mxfp4" or "nvfp4".
 
-    encode() writes self.blocks, and decode() writes self.values.
+    encode() encodes the matrix to self.blocks. decode() decodes self.blocks to self.values.
     """
 
     def __init__(self, library: ctypes.CDLL, kind: str, x: np.ndarray) -> None:

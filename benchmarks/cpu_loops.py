@@ -59,7 +59,7 @@ print((memory("VmHWM") - before) / 1024 - result.nbytes / 2**20)
 
 
 def _part(a: np.ndarray, i: int, parts: int) -> np.ndarray:
-    """Return the i-th of `parts` nearly equal parts of an array, as a view."""
+    """Return part i (from 0) of `parts` nearly equal parts of an array along its first axis, as a view."""
     return a[len(a) * i // parts : len(a) * (i + 1) // parts]
 
 
@@ -97,9 +97,12 @@ def loops(nbytes: int, threads: int, pool: ThreadPoolExecutor) -> dict[str, Call
 
 
 def streaming(nbytes: int, threads: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return {"one" or "all": {loop: GB/s}} for one thread and for all threads.
+    """Measure the rates of the streaming loops, and return {"one" or "all": {name of loop: GB/s}}.
 
-    A rate comes from the median of `rounds` times. nbytes must be a multiple of 32 * threads.
+    Args:
+        nbytes: the size of the large array in bytes; a multiple of 32 * threads
+        threads: the number of threads for "all"; "one" is one thread
+        rounds: the number of times per loop, whose median gives the rate
     """
     found: dict[str, dict[str, float]] = {}
     for name, count in (("one", 1), ("all", threads)):

@@ -171,7 +171,10 @@ LIBRARIES = (torchao, compressed_tensors, microxcaling, mlx)
 
 
 class Timed:
-    """Time one call of a peer. The first use of `seconds` compiles the call and checks its values."""
+    """Time one call of a peer (another library).
+
+    The first use of `seconds` compiles the call and checks that its values are near the input.
+    """
 
     def __init__(self, peer: Peer, operation: str, x: np.ndarray) -> None:
         self.peer, self.operation, self.x = peer, operation, x
@@ -179,7 +182,10 @@ class Timed:
         self.last = 0.0
 
     def seconds(self) -> float:
-        """Return the seconds of one call. A short call is made once untimed first, as in bench_cpu.py."""
+        """Make one call and return its seconds. A short call is made once untimed first, as in bench_cpu.py.
+
+        Raises ValueError at the first use if the values are wrong.
+        """
         if self.call is None:
             self._try()
         assert self.call is not None

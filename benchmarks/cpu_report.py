@@ -42,12 +42,12 @@ GROUPS = {
 
 
 def rows_of(record: Record) -> list[CpuRow]:
-    """Return the rows of a record."""
+    """Return the rows of a record as CpuRow objects."""
     return [CpuRow.of(row) for row in record["rows"]]
 
 
 def bars_of(record: Record) -> list[Bar]:
-    """Return the bars of a record."""
+    """Return the bars (targets with the figures that were measured) of a record."""
     return bars(rows_of(record), record.get("loops", {}).get("all", {}), record.get("sweep"))
 
 
@@ -68,7 +68,7 @@ def heading(record: Record) -> str:
 
 
 def markdown(record: Record) -> str:
-    """Return the Markdown page of a record."""
+    """Return the Markdown page of a record: its head, the bars, and a table per group of measurements."""
     rows = rows_of(record)
     found = bars_of(record)
     others = ", ".join(f"{name} {version}" for name, version in record["versions of peers"].items())
@@ -141,7 +141,7 @@ def _groups(rows: list[CpuRow], record: Record) -> list[str]:
 
 
 def _gb(rate: float | None) -> str:
-    """Format a rate with three digits. Return "" for None, which means that the call was not timed."""
+    """Return a rate in GB/s as text with three digits. Return "" for None, which means that the call was not timed."""
     return "" if rate is None else f"{rate:.2f}" if rate < 10 else f"{rate:.1f}"
 
 
@@ -166,7 +166,7 @@ def _cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the cells of a row in the table of group "ggml", in G elements/s."""
+    """Return the cells of a row in the table of group "ggml". Rates are in 10^9 elements per second."""
     elements = row.bytes / (4 if row.operation == "dequantize" or row.dtype == "float32" else 2) / 1e3
     mine, into, theirs = row.times["one"].median, row.times["one into"].median, row.peers["ggml"].median
     rates = tuple(f"{elements / us:.2f}" for us in (mine, into, theirs))
@@ -225,7 +225,10 @@ def _sweep(record: Record) -> list[str]:
 
 
 def _shape(shape: str, entry: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the cells of a shape in the sweep's table. `entry` is the case with the smallest speed-up."""
+    """Return the cells of one shape's row in the sweep's table: the shape, the smallest speed-up, and its case.
+
+    entry: the case with the smallest speed-up of this shape.
+    """
     return shape, f"{entry['ratio']:.2f}", entry["case"].rpartition(" ")[0]
 
 
@@ -273,9 +276,13 @@ def plot(record: Record, path: Path) -> None:
 
 
 def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -> None:
-    """Plot GB/s over recipe, on all threads, on one thread and by the specification.
+    """Plot the rates of each recipe in GB/s: on all threads, on one thread and by the specification.
 
-    `names` are the recipes in order.
+    Args:
+        axes: the matplotlib axes to plot on
+        rows: the rows of group "recipes"
+        names: the ids of the recipes, from top to bottom
+        threads: the number of all threads, for the legend
     """
     marks = {"quantize": "o", "dequantize": "D", "fake_quantize": "s"}
     colours = {"all": COLOURS["bfloat16"], "one": COLOURS["float16"], "specification": COLOURS["uint8"]}

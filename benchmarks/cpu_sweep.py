@@ -47,7 +47,7 @@ MOST_DECLINED = 1 << 14
 
 
 def cases(recipe: str, x: np.ndarray) -> Iterator[Callable[[], CpuCase]]:
-    """Yield functions that make the cases of a recipe on x.
+    """Yield functions without arguments, each of which makes one case (a call to time) of a recipe on x.
 
     A function raises ValueError if the recipe does not accept the shape of x.
     """
@@ -86,12 +86,17 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def sweep(recipes: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) -> dict[str, Any]:
-    """Time every case of the recipes and shapes.
+    """Time every case of the recipes and shapes, in every dtype, on the engine and in the specification.
+
+    A ratio is the specification's time divided by the engine's time.
 
     Returns:
-        {"cases": number of cases, "slower": cases slower than the specification by more than NOISE, "smallest": the
-        KEPT
-        cases with the smallest ratios, "smallest of a shape": {shape: the case with its smallest ratio}}
+        A dict with four entries:
+
+        - "cases": the number of cases
+        - "slower": the cases that are slower than the specification by more than NOISE
+        - "smallest": the KEPT cases with the smallest ratios
+        - "smallest of a shape": {shape: the case with the smallest ratio of this shape}
     """
     found: list[tuple[float, str, tuple[int, ...]]] = []
     for recipe in recipes:
@@ -108,9 +113,10 @@ def sweep(recipes: Sequence[str], shapes: Sequence[tuple[int, ...]] = SHAPES) ->
 
 
 def _ratios(recipe: str, dtype: Any, shape: tuple[int, ...]) -> Iterator[tuple[str, float]]:
-    """Yield the name and ratio of every case of a recipe, dtype and shape.
+    """Yield (name, ratio) of every case of a recipe, dtype and shape.
 
-    Each result is first compared with the specification's. Shapes that the recipe does not accept yield no case.
+    Each result is first compared with the specification's; AssertionError is raised if they differ. Shapes that the
+    recipe does not accept yield no case. A case that is slower than the specification is printed.
     """
     for make in cases(recipe, normal(shape, dtype)):
         try:

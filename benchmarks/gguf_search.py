@@ -48,7 +48,13 @@ def layers_of(text: str) -> Layers:
 
 
 def sqnr(layers: Layers, results: Iterable[fp4kit.Quantized], weighted: bool) -> float:
-    """Return the SQNR in dB over all layers together, of values or of values weighted per column."""
+    """Return the SQNR in dB over all layers together.
+
+    Args:
+        layers: the layers of the demo model
+        results: their quantized weights, in the order of `layers`
+        weighted: True to weight each column's squares by the mean square of its inputs
+    """
     signal = noise = 0.0
     for (x, means), q in zip(layers.values(), results, strict=True):
         w = means.astype(np.float64) if weighted else np.ones(x.shape[1])
@@ -58,7 +64,7 @@ def sqnr(layers: Layers, results: Iterable[fp4kit.Quantized], weighted: bool) ->
 
 
 def main() -> None:
-    """Print the table."""
+    """Quantize the demo model in three ways per recipe, and print the table of their SQNR."""
     layers = layers_of((Path(__file__).parents[1] / "README.md").read_text())
     print("| recipe | scales | SQNR (dB) | SQNR weighted by the imatrix (dB) |")
     print("|---|---|---|---|")

@@ -68,7 +68,7 @@ def poison(*arrays: Any) -> None:
 
 
 def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
-    """Raise AssertionError unless the first and the last rows of q equal what the CPU computes from the same rows of x.
+    """Raise AssertionError unless the first and last 64 rows of q equal what the CPU computes from these rows of x.
 
     If q is quantized along another axis than the last, that axis of x is moved to the end before. With a seed, only the
     first rows are compared, because the random bits depend on the position.
@@ -90,9 +90,12 @@ def check_quantized(q: fp4kit.Quantized, x: Any, **options: Any) -> None:
 
 
 def check_rows(actual: Any, expected: Callable[[slice], Any], name: str) -> None:
-    """Raise AssertionError unless the first and the last rows of a CuPy array equal the NumPy array `expected(rows)`.
+    """Raise AssertionError unless the first 64 and the last 64 rows of a CuPy array have the expected bits.
 
-    `name` begins the message.
+    Args:
+        actual: the array
+        expected: a function from a slice of rows to the NumPy array that these rows should equal
+        name: the beginning of the message
     """
     for rows in CHECKED:
         assert_same_bits(actual[rows].get(), expected(rows), f"{name}[{rows.start}:{rows.stop}]")

@@ -97,7 +97,7 @@ def _layer(tensors: Mapping[str, np.ndarray], p: str, x: np.ndarray, seen: Seen)
 
 def _norm(tensors: Mapping[str, np.ndarray], name: str, x: np.ndarray) -> np.ndarray:
     """Return the layer norm of x with the weight and bias of the layer `name`."""
-    centred = x - x.mean(axis=-1, keepdims=True)
-    scaled = centred / np.sqrt(np.square(centred).mean(axis=-1, keepdims=True) + EPS)
+    centered = x - x.mean(axis=-1, keepdims=True)
+    scaled = centered / np.sqrt(np.square(centered).mean(axis=-1, keepdims=True) + EPS)
     found: np.ndarray = (scaled * tensors[f"{name}.weight"] + tensors[f"{name}.bias"]).astype(np.float32)
     return found

@@ -73,7 +73,10 @@ def both_ways(bench: Bench, name: str, function: Callable[..., Any], *arguments:
 
 
 def copy(bench: Bench, x: Any, y: Any) -> dict[str, Call]:
-    """Return a call of torch's y.copy_(x), which converts if the dtypes differ."""
+    """Return {name: call} of torch's y.copy_(x), which converts if the dtypes differ.
+
+    The dict is empty if torch is not installed or other libraries are not timed.
+    """
     if not bench.peers or torch() is None:
         return {}
     source, target = tensor(x), tensor(y)
@@ -101,16 +104,19 @@ def _has_torchao(bench: Bench) -> bool:
 
 
 def quantize_mx(bench: Bench, x: Any, recipe: str) -> dict[str, Call]:
-    """Return calls of torchao's to_mx. The dict is empty for float16 and for recipes that MX_MODES lacks."""
+    """Return {name: call} of torchao's to_mx on x.
+
+    The dict is empty without torchao, for float16, and for recipes that MX_MODES lacks.
+    """
     if recipe not in MX_MODES or x.dtype == F16 or not _has_torchao(bench):
         return {}
     return both_ways(bench, "torchao", _to_mx(*MX_MODES[recipe]), tensor(x))
 
 
 def dequantize_mx(bench: Bench, q: Any, dtype: Any) -> dict[str, Call]:
-    """Return calls of torchao's to_dtype on the codes and scales of q.
+    """Return {name: call} of torchao's to_dtype on the codes and scales of q, which decodes them to `dtype`.
 
-    The dict is empty for recipes that MX_MODES lacks.
+    The dict is empty without torchao, and for recipes that MX_MODES lacks.
     """
     if q.recipe.id not in MX_MODES or not _has_torchao(bench):
         return {}
@@ -164,7 +170,10 @@ def modelopt_nvfp4(bench: Bench, x: Any, amax: Any = None) -> dict[str, Call]:
 
 
 def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
-    """Return a call of Model-Optimizer's Triton kernel fp4_fake_quant_block with the given tensor amax."""
+    """Return {name: call} of Model-Optimizer's Triton kernel fp4_fake_quant_block on x, with the given tensor amax.
+
+    The dict is empty if Model-Optimizer is not installed or has no such kernel.
+    """
     gemm = module("modelopt.torch.kernels.quantization.gemm") if bench.peers and torch() is not None else None
     if gemm is None or not hasattr(gemm, "fp4_fake_quant_block"):
         return {}
@@ -173,7 +182,7 @@ def modelopt_fake_nvfp4(bench: Bench, x: Any, amax: Any) -> dict[str, Call]:
 
 
 def amax(bench: Bench, x: Any) -> dict[str, Call]:
-    """Return calls of torch's abs().max(), eager and compiled."""
+    """Return {name: call} of torch's abs().max() of x, eager and compiled. The dict is empty without torch."""
     if not bench.peers or torch() is None:
         return {}
     return both_ways(bench, "torch", _abs_max, tensor(x))

@@ -32,7 +32,7 @@ COLUMNS = (
 
 
 def rows_of(record: Record) -> list[BenchmarkRow]:
-    """Return the rows of a record."""
+    """Return the rows of a record as BenchmarkRow objects."""
     return [BenchmarkRow.of(row) for row in record["rows"]]
 
 
@@ -58,7 +58,7 @@ def target_text(row: BenchmarkRow) -> str:
 
 
 def cells(row: BenchmarkRow) -> tuple[str, ...]:
-    """Return the cells of a row in the Markdown table."""
+    """Return the cells of a row in the Markdown table, in the order of COLUMNS."""
     peers = [f"{name} {ratio:.2f}" for name, ratio in row.ratios.items()] + [f"{name} fails" for name in row.failed]
     operation = row.operation if row.kind == "kernel" else f"{row.operation} ({row.kind} time)"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
@@ -77,7 +77,7 @@ def cells(row: BenchmarkRow) -> tuple[str, ...]:
 
 
 def markdown(record: Record) -> str:
-    """Return the Markdown page of a record."""
+    """Return the Markdown page of a record: its head, the table of rows, and the reasons for missed targets."""
     rows = rows_of(record)
     missed = sum(row.met is False for row in rows)
     # Rows of "copy" are left out: they time CuPy's copy itself, not an operation of fp4kit.

@@ -209,9 +209,9 @@ def quantized_bytes(recipe: str) -> dict[str, Fraction]:
 
 
 def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
-    """Return the traffic of results in two directions.
+    """Return the traffic of an operation that writes its results in two directions.
 
-    It has every given entry, and each again with `name` before its name.
+    The result has every entry of `traffic`, and every entry a second time with `name` before the array's name.
     """
     return dict(traffic) | {f"{name} {key}": value for key, value in traffic.items()}
 
@@ -225,5 +225,8 @@ def formula(traffic: Traffic) -> str:
 
 
 def traffic_bytes(traffic: Traffic, n: int) -> int:
-    """Return the number of bytes that n elements move, given the bytes per element of each array."""
+    """Return the number of bytes that an operation on n elements moves.
+
+    traffic: {name of array: bytes per element}.
+    """
     return int(n * sum(traffic.values(), Fraction(0)))

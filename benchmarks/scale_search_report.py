@@ -25,22 +25,31 @@ COLOURS = {
     "4over6": "#009E73",
     "mse": "#0072B2",
     "weighted mse": "#CC79A7",
-}  # the notebooks use the same colours
+}  # the notebooks use these colors too
 MARKS = {"amax": "o", "4over6": "s", "mse": "D", "weighted mse": "^"}
 
 
 def decibels(sums: Mapping[str, float], way: str) -> float:
-    """Return the SQNR of one way in dB, from the sums of squares of the signal and of the way's error."""
+    """Return the SQNR in dB of one way to choose scales.
+
+    sums: {"signal" or a way: sum of squares}, of the signal and of each way's error.
+    """
     return sqnr_db(sums["signal"], sums[way])
 
 
 def total(record: Record, of: str) -> dict[str, float]:
-    """Return the sums of squares over all layers. `of` is "weights" or "outputs"."""
+    """Return {"signal" or a way: sum of squares over all layers}.
+
+    of: "weights" for the errors of weights, "outputs" for those of layer outputs.
+    """
     return {key: sum(layer[of][key] for layer in record["layers"]) for key in ("signal", *WAYS)}
 
 
 def mean(record: Record, of: str, way: str) -> float:
-    """Return the mean over layers of the SQNR of one way in dB. `of` is "weights" or "outputs"."""
+    """Return the mean over layers of the SQNR in dB of one way to choose scales.
+
+    of: "weights" for the SQNR of weights, "outputs" for that of layer outputs.
+    """
     return float(np.mean([decibels(layer[of], way) for layer in record["layers"]]))
 
 
@@ -62,7 +71,7 @@ def summary(record: Record) -> str:
 
 
 def markdown(record: Record) -> str:
-    """Return the Markdown page of a record."""
+    """Return the Markdown page of a record: its head and a table of the SQNR of every way."""
     rows = []
     for layer in record["layers"]:
         name = layer["name"].removeprefix("encoder.").removesuffix(".weight")
@@ -150,7 +159,14 @@ def plot_layers(pair: Any, record: Record) -> None:
 
 
 def _plot_ways(axes: Any, record: Record, rows: np.ndarray, of: str) -> None:
-    """Plot the SQNR of every way and layer. `of` is "weights" or "outputs"."""
+    """Plot the SQNR of every way in every layer. Each layer is one row of the plot, and each way has its own mark.
+
+    Args:
+        axes: the matplotlib axes to plot on
+        record: the record
+        rows: the vertical position of each layer
+        of: "weights" or "outputs"
+    """
     for way in WAYS:
         found = [decibels(layer[of], way) for layer in record["layers"]]
         axes.plot(

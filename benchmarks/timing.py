@@ -78,9 +78,12 @@ def watch(
 
 
 def alternate(watches: Mapping[Any, Watch], rounds: int, budget: float = BUDGET) -> dict[Any, Time]:
-    """Return {name: time} of the watches, which take turns for a number of rounds.
+    """Call the watches in turns, one call each per round, and return {name: Time} of their results.
 
-    From the fourth round on, a watch that has used `budget` seconds is left out.
+    Args:
+        watches: {name: watch}
+        rounds: the number of rounds; at least 1
+        budget: from the fourth round on, a watch that has used this many seconds is left out
     """
     found: dict[Any, list[float]] = {name: [] for name in watches}
     spent = dict.fromkeys(watches, 0.0)
