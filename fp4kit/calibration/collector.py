@@ -59,6 +59,7 @@ class Collector:
 
     def add_layer(self, layer: str, columns: int, experts: int | None = None) -> None:
         """Add a layer of which nothing was collected yet. Does nothing if the layer was added already.
+
         Layers that never see a token are then known, and the errors and fill policies of amaxes name them.
 
         Args:
@@ -75,6 +76,7 @@ class Collector:
 
     def collect(self, layer: str, x: Any, *, expert: Any = None, experts: int | None = None) -> None:
         """Include the inputs of one call of a layer.
+
         On a GPU this launches a few kernels and does not wait, unless ``expert`` is an array.
 
         Args:
@@ -125,12 +127,14 @@ class Collector:
 
     def columns(self) -> dict[str, int]:
         """Return {layer: K}, where K is the number of inputs per token.
+
         Raises ValueError if an input on a GPU was NaN or infinite.
         """
         return {name: entry.columns for name, entry in self._entries("columns").items()}
 
     def tokens(self) -> dict[str, int]:
         """Return {layer: number of tokens that it saw}, which is 0 for a layer or expert that saw none.
+
         Raises ValueError if an input on a GPU was NaN or infinite.
         """
         return {name: entry.tokens for name, entry in self._entries("tokens").items()}
@@ -172,6 +176,7 @@ class Collector:
 
     def found(self, rule: Rule | Headroom = "max") -> dict[str, np.float32]:
         """Return the amax of each layer as ``amaxes`` does, but 0 for layers and experts that saw no nonzero input.
+
         Raises ValueError for an unknown rule, for a rule other than "max" without histograms, and if an input on a GPU
         was NaN or infinite.
         """
@@ -211,6 +216,7 @@ class Collector:
     @classmethod
     def merge(cls, collectors: Iterable[Collector]) -> Collector:
         """Return a new Collector of all inputs that several collectors saw.
+
         Args:
             collectors: at least one, all with or all without histograms. They are not changed.
 
@@ -236,6 +242,7 @@ class Collector:
 
     def gather(self, comm: Communicator) -> Collector:
         """Return, on every rank, a Collector of what all ranks saw.
+
         Args:
             comm: the group of processes (fp4kit.training.communicators). Experts have the numbers of the whole model on
                 every rank.
@@ -255,6 +262,7 @@ class Collector:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a safetensors file, from which load returns an equal Collector. It appears only when it is complete.
+
         Args:
             path: the file. An existing file is replaced. The same contents give the same bytes.
 
@@ -271,6 +279,7 @@ class Collector:
     @classmethod
     def load(cls, *paths: str | os.PathLike[str]) -> Collector:
         """Read one or more files that save wrote, and merge them.
+
         Args:
             paths: the files, of different ranks, batches or runs.
 
@@ -290,6 +299,7 @@ class Collector:
     @classmethod
     def _decoded(cls, data: bytes, label: str) -> Collector:
         """Return the Collector in the bytes of a file.
+
         Raises ValueError, which begins with ``label``, if save did not write the bytes, or if a layer has two numbers
         of columns.
         """
@@ -305,6 +315,7 @@ class Collector:
 
     def _key(self, op: str, layer: str, columns: int, experts: int | None) -> _Key:
         """Check the name and sizes of a layer, add the layer if it is new, and return its key in ``_totals``.
+
         Args:
             op: the beginning of error messages.
             layer: the name of the layer.
@@ -359,6 +370,7 @@ class Collector:
 
     def _include(self, entries: Mapping[str, Entry], op: str) -> None:
         """Add the entries of another collector, or of a file, to what this collector holds.
+
         entries: {layer: Entry}. They have histograms if this collector has them.
         op: the beginning of the error message if a layer has another number of columns here.
         """
@@ -370,6 +382,7 @@ class Collector:
 
 def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, np.float32]:
     """Return {layer: amax} after applying a policy to the layers and experts whose amax is 0.
+
     Args:
         op: the beginning of error messages.
         amaxes: {layer: amax}, where 0 stands for no token, or only zeros.
@@ -418,6 +431,7 @@ def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
 
 def rule_of(op: str, rule: Any) -> Headroom | None:
     """Return the Headroom that a rule stands for, or None for the rule "max".
+
     "headroom" gives Headroom() with its defaults, and a Headroom is returned unchanged. Raises ValueError, which begins
     with `op`, for anything else.
     """
@@ -440,6 +454,7 @@ def _detached(x: Any) -> Any:
 
 def _block_amaxes(op: str, x: Any) -> Any:
     """Return the bit patterns of the block amaxes of inputs (..., K) as uint32 (tokens, blocks).
+
     Rows are padded with zeros to whole blocks of 16.
 
     Raises ValueError, which begins with `op`, if a NumPy array holds NaN or infinity, and TypeError for a dtype that
@@ -458,6 +473,7 @@ def _block_amaxes(op: str, x: Any) -> Any:
 
 def _owners(op: str, expert: Any, tokens: tuple[int, ...], experts: int) -> Any:
     """Return the expert of each token as an int64 array (tokens,). Error messages begin with ``op``.
+
     Args:
         expert: the caller's array of expert numbers.
         tokens: the shape that it must have, one entry per token.

@@ -51,6 +51,7 @@ class Entry(NamedTuple):
 
     def plus(self, other: Entry, op: str) -> Entry:
         """Return the entry for the inputs of this entry and of ``other`` together.
+
         The result has no histogram if one of the entries has none. Raises ValueError, which begins with ``op``, if the
         entries differ in the number of columns.
         """
@@ -66,6 +67,7 @@ class Entry(NamedTuple):
 
 def encode(entries: Mapping[str, Entry], histogram: bool) -> bytes:
     """Return the bytes of a file, equal for equal input.
+
     entries: {layer: Entry}, sorted by name. It may be empty.
     histogram: True if every entry has a histogram, False if none has.
     """

@@ -27,6 +27,7 @@ _SEARCHED = 256  # bit patterns to either side of the exact edge among which the
 
 def _bins_of(amaxes: npt.NDArray[np.float32]) -> npt.NDArray[np.int64]:
     """Return the bins of positive block amaxes by Model-Optimizer's formula, with a correctly rounded float32 log2.
+
     Amaxes outside 2^-40 to 2^40 get the first or the last bin.
     """
     log2 = np.log2(amaxes.astype(np.float64)).astype(np.float32)
@@ -105,6 +106,7 @@ class Headroom:
     @ieee("Headroom.amax")
     def amax(self, histogram: npt.NDArray[np.int64], largest: np.float32) -> np.float32:
         """Return the amax with headroom of one layer.
+
         Args:
             histogram: int64 (512,), the number of nonzero blocks per bin.
             largest: the largest block amax.
@@ -122,6 +124,7 @@ class Headroom:
 
 def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int) -> float:
     """Return the center of the first bin, from ``first`` on, up to which ``percentile`` percent of the blocks lie.
+
     Bins before ``first`` count as empty. Return 0 if all bins are empty then. Counts, their sums and the target are
     float32 numbers, as in Model-Optimizer.
 

@@ -13,6 +13,7 @@ from fp4kit.formats import NVFP4
 @ieee("input_scale")
 def input_scale(amax: Any) -> np.float32:
     """Return the input scale that multiplies on decode, as Model-Optimizer stores it: ``amax / (6 * 448)``.
+
     Args:
         amax: the largest magnitude of the layer's inputs, a number that float32 represents.
 
@@ -41,6 +42,7 @@ def input_scale(amax: Any) -> np.float32:
 @ieee("input_global_scale")
 def input_global_scale(amax: Any) -> np.float32:
     """Return the input scale that divides on decode, as compressed-tensors stores it: ``448 * 6 * (1 / amax)``.
+
     Args:
         amax: the largest magnitude of the layer's inputs, a number that float32 represents.
 

@@ -49,6 +49,7 @@ class Totals:
 
     def include(self, blocks: Any, expert: Any) -> None:
         """Include the inputs of one call, in place. Does nothing if there are no tokens.
+
         blocks: uint32 (tokens, blocks), the bit patterns of block amaxes, in the library of these totals.
         expert: int64 (tokens,), the expert of each token; or an int, the expert of all tokens. Numbers must be in
         range.
@@ -81,6 +82,7 @@ class Totals:
 
     def add(self, other: Totals) -> None:
         """Add the totals of further inputs to these totals, in place.
+
         Both must be NumPy arrays (see on_host) for equally many experts. If these totals have a histogram, ``other``
         must have one.
         """

@@ -70,7 +70,8 @@ __all__ = [
 def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block).
 
-    For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does.
+    For a recipe without blocks, return the tensor amaxes, as compute_tensor_amax does. recipe.amax_nan decides about
+    NaN elements (see reference.blocks.reduce_amax). An empty array gives an empty result, or zeros.
     """
     if call.recipe.block is None:
         return compute_tensor_amax(call.moved, call.recipe)
@@ -93,9 +94,16 @@ def amax(call: Call) -> np.ndarray:
 
 @np.errstate(all="ignore")
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
-    """Return the largest |x| as float32: over all of x if axis is None, otherwise along an axis or a tuple of axes.
+    """Return the largest |x| of a floating-point array as float32, the function behind fp4kit.amax without a recipe.
 
-    NaN propagates. An empty reduction gives 0.
+    The result is exact for float32, float16 and bfloat16. It is an array in every case, also of shape ().
+
+    Args:
+        x: the array, of any shape.
+        axis: None for the largest of all elements, (). An axis or a tuple of axes is reduced and left out of the shape.
+
+    Numerics:
+        NaN propagates, and -0 counts as 0. A maximum over no elements is 0.
     """
     if axis is not None:
         return np.asarray(np.max(np.abs(x), axis=axis, initial=0)).astype(np.float32)
@@ -107,10 +115,11 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
 def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
     """Return the amax from which the tensor scale is made: float32 in its canonical shape (call/amaxes.py).
 
-    For a recipe without a tensor scale, return the amax of the whole array, float32 ().
+    For a recipe without a tensor scale, return the amax of the whole array, float32 (). An empty array gives zeros.
+    recipe.amax_nan decides about NaN elements.
 
-    moved: the array with its quantized axis last. mask: sign mask of a Hadamard transform to apply first; None for no
-    transform.
+    moved: the array with its quantized axis last.
+    mask: sign mask of a Hadamard transform to apply first; None for no transform.
     """
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
@@ -244,7 +253,8 @@ def _quantize_matrices(
 ) -> None:
     """Write the codes and linear block scales of all matrices of a call to packed and scales.
 
-    amax: the tensor amax; None if the recipe has no tensor scale. scales: None if the recipe has no block scales.
+    amax: the tensor amax; None if the recipe has no tensor scale.
+    scales: None if the recipe has no block scales.
     """
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))
@@ -262,7 +272,8 @@ def _quantize_matrices(
 def _random_bytes(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomBytes | None:
     """Return the source of the random bytes for matrix i of a call; None for nearest rounding (random is None).
 
-    random: the caller's bytes, or the seed of a stream. shape: the shape of each matrix.
+    random: the caller's bytes, or the seed of a stream.
+    shape: the shape of each matrix.
     """
     if random is None:
         return None
@@ -318,8 +329,10 @@ def requantize(
 ) -> tuple[Quantized, int, np.ndarray]:
     """Convert q to the recipe `target`. Return the new Quantized, how many values changed, and the largest change.
 
-    The change is float32 (). If reference/requantize.py can keep the codes of q, only the blocks that are out of range
-    get new codes. Otherwise all values of q are quantized again. NaN equals NaN.
+    The change is float32 (). Two NaNs count as equal. If reference/requantize.py can keep the codes of q, only the
+    blocks that are out of range get new codes. Otherwise all values of q are quantized again.
+
+    functions: the functions of the engine that computes codes and values.
     """
     float32 = np.dtype(np.float32)
     values, kept = dequantize(q, float32, functions=functions), keep_codes(q, target)
@@ -360,7 +373,8 @@ def _fake_matrix(
 ) -> None:
     """Fake-quantize a matrix by r.fake_rule, and write the result to `values`.
 
-    amax: the tensor amax. block_amax: the block amaxes that the caller passed; None computes them.
+    amax: the tensor amax; None if the recipe has no tensor scale.
+    block_amax: the block amaxes that the caller passed; None computes them.
     """
     tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
@@ -381,7 +395,7 @@ def clip_amax(call: Call) -> np.ndarray:
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
-    """Return call.grad where |call.x| <= amax, and 0 elsewhere.
+    """Return call.grad where |call.x| <= amax, and 0 elsewhere, also where one of them is NaN.
 
     amax: the clip limit, of shape (1, 1), (rows, 1) or (rows, blocks), where rows are all axes of call.moved but the
     last, joined.
@@ -409,7 +423,8 @@ def transpose(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the pair (packed, scales) of a Quantized q with square blocks, with each matrix transposed.
 
-    The scales stay in q's layout. codes_of: a function (packed, packing) that transposes the codes of one matrix.
+    packed, scales: the codes and block scales of q. The new scales are in q's layout, too.
+    codes_of: a function (packed, packing) that transposes the codes of one matrix.
     """
     *lead, M, K = q.moved_shape
     B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
@@ -430,7 +445,9 @@ def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Return 4-bit codes packed, two per byte. Raise ValueError if a code is above 15."""
+    """Return 4-bit codes packed, two per byte. Raise ValueError if a code is above 15. An empty array gives an empty
+    array.
+    """
     if codes.size and codes.max() > 15:
         raise ValueError(f"pack: codes hold {codes.max()}; needs 4-bit codes, 0 to 15")
     return layouts.pack(codes)
@@ -456,7 +473,8 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard to `out`, the packed codes of the whole matrix: the driver of fp4kit.partial_cast.
 
-    block_amax, shape, start: as in fp4kit.partial_cast. amax: the tensor amax; None uses the largest of block_amax.
+    block_amax, shape, start: as in fp4kit.partial_cast.
+    amax: the tensor amax; None uses the largest of block_amax, or 0 if there are no blocks.
     cast: the engine's function that computes the codes.
     """
     if r.tensor_scaling != "none" and amax is None:

@@ -26,7 +26,7 @@ Run = Callable[..., Any]
 class Group:
     """N parsed calls on NumPy arrays with their amaxes and outputs, prepared once and run as often as needed.
 
-    Every run overwrites the outputs of the previous run.
+    Every run overwrites the outputs of the previous run. An error of one call names its position among the arrays.
 
     vector: the amaxes of all arrays in one array, which the group computes; None if the caller passed the amaxes, or if
     the recipe has no tensor scale.
@@ -64,7 +64,8 @@ class Group:
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
         """Quantize all arrays, and return the results, which the next run overwrites.
 
-        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`.
+        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. It has no effect if
+        the caller passed the amaxes.
         """
         each(self._op, lambda call: check_codes(call, call.layout), self._calls)
         calls = self._with_amaxes(compute_amaxes)
@@ -75,7 +76,8 @@ class Group:
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
         """Fake-quantize all arrays, and return the values, which the next run overwrites.
 
-        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`.
+        compute_amaxes: True computes the amaxes first; False uses the current content of `vector`. It has no effect if
+        the caller passed the amaxes.
         """
         values = [self._run("fake_quantize", call) for call in self._with_amaxes(compute_amaxes)]
         if self._values is None:

@@ -91,7 +91,9 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def amax(self) -> None:
-        """Write the tensor amaxes and block amaxes of this process's shards into `bits`."""
+        """Write the block amaxes of this process's shards into `bits`, and the tensor amaxes if the recipe has a tensor
+        scale.
+        """
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
@@ -154,7 +156,10 @@ class HostStages:
 def place_codes(flat: np.ndarray, piece: np.ndarray, start: int, end: int, unit: int) -> None:
     """Copy codes [start, end) of a flattened matrix into `flat`, its packed bytes. Other codes do not change.
 
-    piece: the source: bytes that begin with the byte of code `start`. unit: the number of codes per byte, 1 or 2.
+    If start equals end, do nothing.
+
+    piece: the source: bytes that begin with the byte of code `start`.
+    unit: the number of codes per byte, 1 or 2.
     """
     if start == end:
         return

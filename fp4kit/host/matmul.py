@@ -13,7 +13,7 @@ TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bo
 
 @np.errstate(all="ignore")
 def matmul(call: MatmulCall) -> np.ndarray:
-    """Return the result of a call: (batch, M, N) of call.out_dtype."""
+    """Return the result of a call: (batch, M, N) of call.out_dtype. If the call has no C, it counts as zeros."""
     batch, M, N = call.shape
     out = np.empty(call.shape, call.out_dtype)
     multiple = call.step.k if call.step else call.a.block
@@ -30,9 +30,10 @@ def matmul(call: MatmulCall) -> np.ndarray:
 
 
 def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
-    """Return rows of matrix i of an operand, decoded, and their tensor scales.
+    """Return rows of matrix i of an operand, decoded, and their tensor scales (None if the operand has none).
 
-    K is padded with zeros to a multiple of `multiple`, as matrix units do.
+    K is padded with zeros to a multiple of `multiple`, as matrix units do. If the operand has only one matrix, it is
+    used for every i.
     """
     i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
     codes, decoding = x.codes[i, rows], decoding_of(x.element)

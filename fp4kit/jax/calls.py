@@ -34,6 +34,7 @@ Shapes = Sequence[jax.ShapeDtypeStruct]
 
 def is_traced(*arguments: Any) -> bool:
     """Return whether any array among the arguments is traced and has no values yet.
+
     Arrays in lists and in a Quantized count. Numbers, strings and None do not.
     """
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arguments))
@@ -41,6 +42,7 @@ def is_traced(*arguments: Any) -> bool:
 
 def outline(a: Any) -> Any:
     """Return an AbstractArray with the shape and dtype of an array, for fp4kit's checks, which then read no values.
+
     The array is one of JAX, traced or not, or of NumPy. Anything else, such as None or a number, is returned unchanged.
     """
     return AbstractArray(tuple(a.shape), np.dtype(a.dtype)) if isinstance(a, (jax.Array, np.ndarray)) else a
@@ -49,6 +51,7 @@ def outline(a: Any) -> Any:
 def like(a: Any) -> jax.ShapeDtypeStruct:
     """Return a jax.ShapeDtypeStruct with the shape and dtype of an array, to declare a result of `traced` that has them
     too.
+
     The array is one of JAX, traced or not, or of NumPy.
     """
     return jax.ShapeDtypeStruct(a.shape, a.dtype)
@@ -56,6 +59,7 @@ def like(a: Any) -> jax.ShapeDtypeStruct:
 
 def traced(function: str, results: Shapes, **arguments: Any) -> list[Array]:
     """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results.
+
     The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host. Under
     vmap it becomes a loop. Results have no gradients. An exception of the call becomes an error of the running program.
 
@@ -92,6 +96,7 @@ def _on_device(text: str, results: list[Any], *arrays: Array) -> list[Array]:
 def run(text: str, *arrays: Array) -> list[Array]:
     """Run the call that a text describes on the given arrays, and return its results as a list. Raises what the call
     raises.
+
     A Quantized is returned as its arrays that are not None. XLA's threads flush subnormal numbers, but fp4kit's
     functions restore IEEE arithmetic during a call.
 
@@ -111,6 +116,7 @@ def run(text: str, *arrays: Array) -> list[Array]:
 
 def _encoded(value: Any, arrays: list[Array]) -> Any:
     """Return an argument in a form that JSON can hold: the inverse of _decoded.
+
     Arrays, also those in a list or a Quantized, are appended to the list `arrays` and replaced by their index. Numbers,
     strings and None are returned unchanged.
     """

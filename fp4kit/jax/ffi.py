@@ -75,6 +75,7 @@ _ERROR_CREATE, _STREAM_GET = 0, 4
 def _api_call(frame: Any, number: int, arguments: Any) -> Any:
     """Call the function with this number in XLA's table of functions. Return the address of its error, or None if it
     succeeded.
+
     frame: the structure that XLA passed to the handler.
     arguments: the argument structure of that function.
     """
@@ -104,6 +105,7 @@ def host_array(buffer: Any) -> np.ndarray:
 
 def device_array(buffer: Any) -> Any:
     """Return a CuPy array that shares the memory of an XLA buffer on the current device.
+
     An empty buffer gives a new empty array. Raises KeyError for a dtype not in _DTYPES.
     """
     cupy, shape, dtype = imports.cupy(), _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
@@ -132,6 +134,7 @@ def _execute_on_host(frame: Any, run: Callable[..., list[Any]]) -> None:
 
 def _execute_on_cuda(frame: Any, run: Callable[..., list[Any]]) -> None:
     """Run a call on XLA's CUDA buffers with `run` (calls.run), and copy its results into the result buffers.
+
     All work is queued on the program's stream. Memory that is allocated during the call is freed in the order of that
     stream. Raises RuntimeError if XLA does not give the stream.
     """
@@ -186,6 +189,7 @@ _HANDLERS: list[Any] = []
 @cache
 def register(platform: str, run: Callable[..., list[Any]]) -> None:
     """Register the handler with XLA under the name TARGET, for the platform "CUDA" or "cpu".
+
     A second call with equal arguments does nothing. Only tests use "cpu", to run this code without a GPU.
     """
     _HANDLERS.append(handler(_execute_on_cuda if platform == "CUDA" else _execute_on_host, run))

@@ -131,6 +131,7 @@ def static_options(
     op: str, recipe: str | Recipe, axis: int, rounding: RoundingMode, seed: Any, pass_through: bool
 ) -> tuple[StaticOptions, Any]:
     """Return the arguments that JAX treats as static, and the seed if it is an array, otherwise None.
+
     op: the public function, with which error messages begin. The other arguments are those of this function.
 
     Raises:
@@ -148,6 +149,7 @@ def static_options(
 
 def check_seed(op: str, seed: Any) -> None:
     """Raise TypeError for a single number that is not an integer: a fraction, a bool, or a key of jax.random.
+
     Only 0-d arrays are checked. Numbers of Python, None and arrays with axes pass.
     """
     if getattr(seed, "ndim", None) == 0 and not jax.numpy.issubdtype(seed.dtype, np.integer):
@@ -214,6 +216,7 @@ _fake_quantize.defvjp(_forward, _backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grad: Any, x: Any, amax: Any) -> Any:
     """Return grad with 0 where |x| > amax or either is NaN. If amax is None, the limit is computed from x.
+
     When JAX differentiates this function again, it is linear in grad, and x and amax are constants.
     """
     arguments = {

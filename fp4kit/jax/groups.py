@@ -74,7 +74,10 @@ def fake_quantize_grouped(
 
 
 def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
-    """Return the optional arguments of each array, from `given`, which holds one list per argument."""
+    """Return the optional arguments of each array of xs, from `given`, which holds one list per argument.
+
+    An argument that is None, or an empty list, is None in every row. The seed is that of `given` in every row.
+    """
     columns = [column or [None] * len(xs) for column in (given.tensor_amax, given.block_amax, given.amax)]
     return [TracedOptions(tensor, block, given.seed, amax) for tensor, block, amax in zip(*columns, strict=True)]
 
@@ -112,7 +115,7 @@ _fake_quantize_grouped.defvjp(_forward, _backward)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _clip(static: StaticOptions, grads: Any, xs: Any, amaxes: Any) -> Any:
-    """Return grads with 0 where |x| > amax.
+    """Return grads with 0 where |x| > amax or either is NaN. If amaxes is None, the limits are computed from xs.
 
     When JAX differentiates this function again, it is linear in grads, and xs and amaxes are constants.
     """

@@ -139,6 +139,7 @@ def linear(
 
 def _seeds(seed: Any) -> tuple[int | None, Any]:
     """Return a seed as (int, None) or (None, 0-d array); (None, None) if there is none.
+
     Raises TypeError for a number that is not an integer, and ValueError for an array with axes or an int that does not
     fit 64 bits.
     """
@@ -206,6 +207,7 @@ _linear.defvjp(_forward, _backward)
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _values(recipe: Recipe, dtype: Any, x: Any) -> Any:
     """Return the values of x after quantization along its last axis and dequantization, as float32.
+
     The gradient with respect to x is the upstream gradient, converted to `dtype`, the dtype of x.
     """
     return dequantize(quantize(x, recipe), np.float32)

@@ -23,7 +23,10 @@ INV6 = np.float32(1) / np.float32(6)  # 0x3E2AAAAB; equals rcp.approx.ftz.f32(6)
 
 
 def flush(x: np.ndarray) -> np.ndarray:
-    """Return x with every subnormal replaced by a zero of the same sign, as PTX .ftz does to operands and results."""
+    """Return x with every subnormal replaced by a zero of the same sign, as PTX .ftz does to operands and results.
+
+    Zeros keep their sign, and infinities and NaN are unchanged.
+    """
     return np.where(np.abs(x) < FLT_MIN, np.copysign(np.float32(0), x), x)
 
 
@@ -35,8 +38,11 @@ TINY = np.float64(FLT_MIN) * (1 - 2.0**-25)
 def _flush_result(result: np.ndarray, operation: np.ufunc, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the float32 result of operation(a, b), with zeros where the exact result is tiny.
 
-    operation: np.multiply or np.divide. result: the float32 result as NumPy computes it. A result is tiny if its
-    magnitude is below TINY. Results up to the smallest normal are recomputed in float64, to decide which of them are.
+    A result is tiny if its magnitude is below TINY. Results up to the smallest normal are recomputed in float64, to
+    decide which of them are tiny.
+
+    result: the float32 result as NumPy computes it.
+    operation: np.multiply or np.divide.
     """
     small = np.abs(result) <= FLT_MIN
     if not small.any():
@@ -64,7 +70,7 @@ def divide_ftz(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def reciprocal_or_zero(x: np.ndarray) -> np.ndarray:
-    """Return 1 / x, or 0 where x is 0, as auto-round's function get_reciprocal does."""
+    """Return 1 / x, or +0 where x is 0 or -0, as auto-round's function get_reciprocal does. NaN gives NaN."""
     return np.where(x == 0, ZERO, ONE / x)
 
 
@@ -102,7 +108,8 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
 
 
 def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16.
+    """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16. NaN and infinities stay as they
+    are.
 
     It replaces the conversion of ml_dtypes, which rounds to float32 before it rounds to bfloat16. To avoid that double
     rounding, x is first rounded to odd: the last bit of the float32 is set if anything was cut off. Then only the
@@ -118,7 +125,7 @@ def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def log2(x: np.ndarray) -> np.ndarray:
-    """Return log2(x) of float32 x, correctly rounded to float32."""
+    """Return log2(x) of float32 x, correctly rounded to float32. 0 gives -inf; NaN and negative numbers give NaN."""
     with np.errstate(divide="ignore"):
         return np.log2(x.astype(np.float64)).astype(np.float32)
 
@@ -126,7 +133,7 @@ def log2(x: np.ndarray) -> np.ndarray:
 def moved_by(b: np.ndarray) -> np.ndarray:
     """Return the power of two by which div.full.f32 multiplies both operands, to keep 1 / b in range.
 
-    It is 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise.
+    It is 2^24 for |b| < 2^-126, 2^-2 for |b| > 2^126, and 1 otherwise, also for NaN.
     """
     size = np.abs(b)
     return np.where(size > 2.0**126, np.float32(0.25), np.where(size < FLT_MIN, np.float32(2**24), ONE))

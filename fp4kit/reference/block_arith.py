@@ -13,7 +13,7 @@ from fp4kit.rounding import exponent_field
 
 
 def decode_scale(codes: np.ndarray) -> np.ndarray:
-    """Return the float32 values of E4M3 scale codes."""
+    """Return the float32 values of E4M3 scale codes. The codes 0x7F and 0xFF give NaN."""
     return decode(codes, E4M3)
 
 

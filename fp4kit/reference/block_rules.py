@@ -87,8 +87,9 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
 
         code = E4M3(min(amax * (tensor.encode * fp32(1/6)), FLT_MAX))
 
-    tensor.encode is the encode scale of the tensor, and E4M3() gives a code. The product in the inner parentheses is
-    rounded first. Source: TE core_nvfp4.cuh.
+    tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. The product in the
+    inner parentheses is rounded first. If the product with amax is NaN, the code is that of 448, or NaN if
+    recipe.amax_nan is "propagate". Source: TE core_nvfp4.cuh.
     """
     return encode(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX), E4M3)
 
@@ -99,7 +100,8 @@ def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
-    FLT_MAX. Then nonzero elements get the code of the largest value, although all elements decode to 0.
+    FLT_MAX. Then nonzero elements get the code of the largest value, although all elements decode to 0. If scale is
+    NaN, the factor is FLT_MAX, or NaN if recipe.amax_nan is "propagate".
     """
     return _minimum(recipe)(ONE / (decode_scale(codes) * tensor.decode), FLT_MAX)
 
@@ -109,8 +111,8 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
         code = E4M3(tensor.encode * (amax * rcp(6)))
 
-    tensor.encode is the encode scale of the tensor, E4M3() gives a code, and rcp is PTX rcp.approx.ftz.f32. Subnormal
-    operands and results of every operation are flushed to zero.
+    tensor.encode is the encode scale of the tensor, E4M3() gives a code, which saturates at 448, and rcp is PTX
+    rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. NaN gives a NaN code.
     """
     return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
 
@@ -120,10 +122,10 @@ def factor_flashinfer(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block, as FlashInfer computes it by default.
 
-        factor = rcp(scale * rcp(tensor.encode)), or 0 if amax is 0
+        factor = rcp(scale * rcp(tensor.encode)), or 0 if amax is 0 or subnormal
 
     scale is the value of the scale code, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every
-    operation are flushed to zero.
+    operation are flushed to zero. For scale 0 and any other amax, the factor is infinite. A NaN scale gives NaN.
     """
     factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), reciprocal_approx_ftz(tensor.encode)))
     return np.where(_is_zero(amax), ZERO, factor)
@@ -132,10 +134,10 @@ def factor_flashinfer(
 def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as FlashInfer computes it without fast math.
 
-        code = E4M3(amax * (tensor.encode * fp32(1/6))), or 0 if amax is 0
+        code = E4M3(amax * (tensor.encode * fp32(1/6))), or 0 if amax is 0 or subnormal
 
-    tensor.encode is the encode scale of the tensor, and E4M3() gives a code. Subnormal operands and results of every
-    operation are flushed to zero.
+    tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. Subnormal operands
+    and results of every operation are flushed to zero. NaN gives a NaN code.
     """
     return encode(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))), E4M3)
 
@@ -145,9 +147,10 @@ def factor_flashinfer_precise(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block, as FlashInfer computes it without fast math.
 
-        factor = min(1 / (scale * (1 / tensor.encode)), FLT_MAX), or 0 if amax is 0
+        factor = min(1 / (scale * (1 / tensor.encode)), FLT_MAX), or 0 if amax is 0 or subnormal
 
-    scale is the value of the scale code. Subnormal operands and results of every operation are flushed to zero.
+    scale is the value of the scale code. Subnormal operands and results of every operation are flushed to zero. A scale
+    of 0 or NaN gives FLT_MAX.
     """
     factor = divide_ftz(ONE, multiply_ftz(decode_scale(codes), divide_ftz(ONE, tensor.encode)))
     return np.where(_is_zero(amax), ZERO, np.fmin(factor, FLT_MAX))
@@ -159,7 +162,7 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
         code = E4M3(clamp(r, 2^-9, 448)),   r = amax / (6 * tensor.decode), or 1 if that is 0
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. The factor is the
-    default, scale * tensor.decode, which divides the elements.
+    default, scale * tensor.decode, which divides the elements. NaN gives a NaN code.
     """
     ratio = amax / (recipe.element.max * tensor.decode)
     return encode(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max), E4M3)
@@ -171,7 +174,7 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
         code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if that is 0
 
     6 stands for the largest element value, and tensor.amax is the tensor amax. The factor is the default, scale *
-    tensor.decode, which divides the elements.
+    tensor.decode, which divides the elements. NaN gives a NaN code.
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
@@ -184,7 +187,7 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
         code = E4M3(clamp(amax / 6 / tensor.decode, 2^-6, 448))
 
     6 stands for the largest element value, tensor.decode is the decode scale of the tensor, and 2^-6 is the smallest
-    normal value of E4M3.
+    normal value of E4M3. So a block of zeros gets the code of 2^-6. NaN gives a NaN code.
     """
     ratio = amax / recipe.element.max / tensor.decode
     return encode(np.clip(ratio, E4M3.min_normal, E4M3.max), E4M3)
@@ -206,7 +209,7 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
         code = E4M3(T(amax / 6) * tensor.encode), or the code of 0.125 if that is 0
 
     T rounds to dtype, the dtype of the elements. 6 stands for the largest element value, and tensor.encode is the
-    encode scale of the tensor.
+    encode scale of the tensor. Codes saturate at 448, and NaN gives a NaN code.
     """
     codes = encode(round_to(amax / recipe.element.max, dtype) * tensor.encode, E4M3)
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
@@ -226,15 +229,20 @@ def factor_compressed_tensors(
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return 2^(127 - code), the default factor of E8M0 rules. It multiplies elements and is 1 / scale."""
+    """Return 2^(127 - code), the default factor of E8M0 rules. It multiplies elements and is 1 / scale; NaN for code
+    255.
+    """
     return inverse_e8m0(codes)
 
 
 def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarray | int = 0) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), clamped to the range of E8M0.
 
-    rounded: amaxes, after the rounding of the rule. up: the number of exponents by which the scale is raised. emax is
-    the exponent of the largest element value. The code is 255 (NaN) if `rounded` is infinite or NaN.
+    emax is the exponent of the largest element value. The code is 255 (NaN) if `rounded` is infinite or NaN. Zeros and
+    subnormals give code 0, unless `up` raises it.
+
+    rounded: amaxes, after the rounding of the rule.
+    up: the number of exponents by which the scale is raised.
     """
     field = exponent_field(np.asarray(rounded, np.float32))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
@@ -253,7 +261,8 @@ def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
 def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as OCP MX v1.0 defines the scale.
 
-    emax is the exponent of the largest element value. inf and NaN give code 255 (NaN).
+    emax is the exponent of the largest element value. Exponents below -127, also that of amax = 0, give code 0
+    (2^-127). inf and NaN give code 255 (NaN).
     """
     return _shifted_exponent(amax, recipe.element)
 
@@ -261,8 +270,8 @@ def code_e8m0_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 def code_e8m0_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as torchao's mode CEIL does.
 
-    emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. inf and
-    NaN give code 255 (NaN).
+    emax is the exponent of the largest element value. The logarithm is taken exactly, from the bits of amax. Exponents
+    below -127, also that of amax = 0, give code 0 (2^-127). inf and NaN give code 255 (NaN).
     """
     mantissa = np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFF
     return _shifted_exponent(amax, recipe.element, up=mantissa != 0)
@@ -273,7 +282,7 @@ def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
     value. So an amax of 1.75 * 2^k or more counts as 2^(k + 1) for E2M1, and one of 1.9375 * 2^k or more for E4M3 and
-    E2M3.
+    E2M3. amax = 0 gives code 0. If r is infinite or amax is NaN, the code is 255 (NaN).
     """
     return _shifted_exponent(_add_to_bits(amax, 1 << 22 - recipe.element.mantissa_bits), recipe.element)
 
@@ -281,7 +290,7 @@ def code_e8m0_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as Transformer Engine computes it.
 
-    M is the largest element value. inf gives code 254, and NaN gives 255. Source: TE float_to_e8m0.
+    M is the largest element value. 0 gives code 0 (2^-127), inf gives 254, and NaN gives 255. Source: TE float_to_e8m0.
     """
     return encode_e8m0(amax * (ONE / recipe.element.max), "rp")
 
@@ -289,7 +298,7 @@ def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as torchao's mode RCEIL does.
 
-    M is the largest element value. inf and NaN give code 255 (NaN).
+    M is the largest element value. 0 gives code 0 (2^-127); inf and NaN give code 255 (NaN).
     """
     codes = code_e8m0_te(amax, tensor, recipe, dtype)
     return np.where(np.isfinite(amax), codes, 255).astype(np.uint8)
@@ -299,7 +308,7 @@ def code_e8m0_te_reference(amax: np.ndarray, tensor: TensorScale, recipe: Recipe
     """Return the E8M0 code of 2^ceil(log2(amax / M)), or 255 if amax is NaN, as TE's Python reference quantizer does.
 
     M is the largest element value. The exponent is computed and clamped as in the rule e8m0_modelopt, which differs
-    only for NaN. Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
+    only for NaN. So 0 gives code 0 and inf gives 254. Source: TE reference_nvfp4.py cast_to_e8, with pow_2_scales.
     """
     return np.where(np.isnan(amax), np.uint8(255), code_e8m0_modelopt(amax, tensor, recipe, dtype))
 
@@ -308,7 +317,7 @@ def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Reci
     """Return the E8M0 code of amax * rcp(M), rounded up to a power of two, as FlashInfer computes it.
 
     M is the largest element value, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation
-    are flushed to zero.
+    are flushed to zero. 0 gives code 0, inf gives 254, and NaN gives 255.
     """
     return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
 

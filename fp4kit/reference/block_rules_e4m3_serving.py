@@ -29,7 +29,7 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
         code = E4M3(clamp(tensor.encode * (amax * fp32(1/6)), -448, 448))
 
     tensor.encode is the encode scale of the tensor, and E4M3() gives a code. The product in the inner parentheses is
-    rounded first. Source: vLLM nvfp4_emulation_utils.py.
+    rounded first. NaN gives a NaN code. Source: vLLM nvfp4_emulation_utils.py.
     """
     return encode(tensor.encode * (amax * INV6), E4M3)
 
@@ -82,7 +82,8 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
 
         code = E4M3(amax / (6 * tensor.decode)), or the code of 1 if that is 0
 
-    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor.
+    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Codes saturate at 448,
+    and NaN gives a NaN code.
     """
     codes = encode(amax / (recipe.element.max * tensor.decode), E4M3)
     return np.where(codes == 0, encode(ONE, E4M3), codes)
@@ -108,6 +109,7 @@ def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
         code = E4M3(t / tensor.decode)
 
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. The code may be 0.
+    Codes saturate at 448, and NaN gives a NaN code.
     """
     scale = amax / recipe.element.max
     scale = decode_scale(encode(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode, E4M3)) * tensor.decode
@@ -122,8 +124,8 @@ def code_fouroversix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
 
         code = E4M3((amax / 6) * tensor.encode), or 0 if the whole tensor is zero
 
-    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Source: fouroversix
-    pytorch/reference.py.
+    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448,
+    and NaN gives a NaN code. Source: fouroversix pytorch/reference.py.
     """
     return _ratio_code(amax / recipe.element.max, tensor)
 
@@ -133,8 +135,8 @@ def code_fouroversix_4(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
         code = E4M3((amax / 4) * tensor.encode), or 0 if the whole tensor is zero
 
-    So the block's amax becomes an E2M1 value of about 4. tensor.encode is the encode scale of the tensor. Source:
-    fouroversix pytorch/reference.py.
+    So the block's amax becomes an E2M1 value of about 4. tensor.encode is the encode scale of the tensor. Codes
+    saturate at 448, and NaN gives a NaN code. Source: fouroversix pytorch/reference.py.
     """
     return _ratio_code(amax / np.float32(4), tensor)
 
@@ -175,7 +177,8 @@ factor_fouroversix_4 = factor_fouroversix
 def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as qwix 0.1.8 computes it with XLA on a CPU.
 
-    It is the code of block_arith.qwix_scale(amax, recipe, dtype). There is no tensor scale.
+    It is the code of block_arith.qwix_scale(amax, recipe, dtype), which is 1 for a very small amax and for 0. There is
+    no tensor scale. Codes saturate at 448, and NaN gives a NaN code.
     """
     return encode(qwix_scale(amax, recipe, dtype), E4M3)
 
@@ -185,6 +188,6 @@ def factor_qwix(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block in qwix: block_arith.qwix_reciprocal of the scale.
 
-    The scale is the value of the scale code.
+    The scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor.
     """
     return qwix_reciprocal(decode_scale(codes), dtype)

@@ -152,7 +152,8 @@ factor_e8m0_even_normal = factor_e8m0_triton_up
 def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of max(amax, 1e-4) / M, rounded up to a power of two, as DeepGEMM does.
 
-    M is the largest element value. The power is at most 2^127. Source: DeepGEMM utils/math.py ceil_to_ue8m0.
+    M is the largest element value. The power is at most 2^127, also for an infinite or NaN amax. Source: DeepGEMM
+    utils/math.py ceil_to_ue8m0.
     """
     return np.clip(exponent_up(np.maximum(amax, np.float32(1e-4)) / recipe.element.max), 1, 254).astype(np.uint8)
 
@@ -241,8 +242,10 @@ def factor_e8m0_auto_round_rceil_v2(
 def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.ufunc) -> np.ndarray:
     """Return the scale that Quark computes from an amax: s = T(2^(R(T(log2(amax))) - emax)), or 2^-23 if s is 0.
 
-    R is the argument `rounded`, np.floor or np.ceil. T rounds to dtype, the dtype of the elements, and emax is the
-    exponent of the largest element value. If amax is infinite or NaN, amax itself is returned.
+    T rounds to dtype, the dtype of the elements, and emax is the exponent of the largest element value. If amax is
+    infinite or NaN, amax itself is returned.
+
+    rounded: the function R, np.floor or np.ceil.
     """
     is_finite = np.isfinite(amax)
     exponent = np.clip(rounded(round_to(log2(np.where(is_finite, amax, ONE)), dtype)), -200, 200).astype(np.int32)
@@ -259,9 +262,11 @@ def _quark_code(scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
 def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.ndarray:
     """Return the factor by which Quark divides the elements of each block.
 
-    codes: the scale codes. scale: the scales that _quark_scale makes from amax. If a code is the one that Quark stores
-    for its scale, the factor is the scale itself, which need not equal the value of the code. Otherwise the caller has
-    passed the code to quantize, and the factor is its value.
+    If a code is the one that Quark stores for its scale, the factor is the scale itself, which need not equal the value
+    of the code. Otherwise the caller has passed the code to quantize, and the factor is its value.
+
+    codes: the scale codes.
+    scale: the scales that _quark_scale makes from amax.
     """
     return np.where(_quark_code(scale, amax) == codes, scale, decode(codes, E8M0))
 
@@ -269,8 +274,9 @@ def _quark_factor(codes: np.ndarray, scale: np.ndarray, amax: np.ndarray) -> np.
 def code_e8m0_quark_floor(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of s = T(2^(floor(T(log2(amax))) - emax)), as Quark computes it with scale mode floor.
 
-    T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, it is
-    replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. Source: Quark get_scale.
+    T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, as for amax
+    = 0, it is replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. An infinite or NaN amax gives 127. Source:
+    Quark get_scale.
     """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.floor), amax)
 
@@ -289,8 +295,9 @@ def factor_e8m0_quark_floor(
 def code_e8m0_quark_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of s = T(2^(ceil(T(log2(amax))) - emax)), as Quark computes it with scale mode ceil.
 
-    T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, it is
-    replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. Source: Quark get_scale.
+    T rounds to the dtype of the elements, and emax is the exponent of the largest element value. If s is 0, as for amax
+    = 0, it is replaced by 2^-23. Scales below 2^-126 are stored as 2^-126. An infinite or NaN amax gives 127. Source:
+    Quark get_scale.
     """
     return _quark_code(_quark_scale(amax, recipe, dtype, np.ceil), amax)
 
@@ -309,8 +316,8 @@ def factor_e8m0_quark_ceil(
 def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(max(T(log2(T(amax / M))), -127)), as SGLang's MXFP4 utility computes it.
 
-    T rounds to the dtype of the elements, and M is the largest element value. An infinite or NaN amax gives code 0.
-    Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
+    T rounds to the dtype of the elements, and M is the largest element value. amax = 0 gives code 0 (2^-127), and an
+    infinite or NaN amax gives code 0 too. Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
     """
     ratio = round_to(amax / recipe.element.max, dtype)
     return _auto_round(np.ceil(np.maximum(round_to(log2(ratio), dtype), -127)), amax, -127)

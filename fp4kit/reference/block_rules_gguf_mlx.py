@@ -107,8 +107,8 @@ def factor_mlx(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe:
 def code_mlx_metal(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E4M3 scale code of each block, as MLX's Metal kernels compute it: E4M3((amax / 6) * tensor.encode).
 
-    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. NaN saturates to 448 or
-    -448 (see _saturated).
+    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448;
+    NaN saturates to 448 or -448 (see _saturated).
     """
     return _saturated(amax / recipe.element.max * tensor.encode, amax)
 
@@ -149,7 +149,8 @@ def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
         code = low byte of ceil(log2(s)) + 127,   s = T(amax / M)
 
     T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. If s <= 2^-128, the byte
-    wraps to 255, 254, ..., which decode as huge scales.
+    wraps to 255, 254, ..., which decode as huge scales. If s is infinite or NaN, the code is 128 for float32 elements,
+    otherwise 0.
     """
     s = round_to(amax / recipe.element.max, dtype)
     significand, exponent = np.frexp(_defined(s))
@@ -174,8 +175,11 @@ def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 
         code = low byte of rint(T(log2(s))) + 127,   s = T(amax / M)
 
-    T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. Later versions round the
-    exponent up instead. With the nearest exponent, scaled E2M1 elements can reach 8.5 and then saturate.
+    T rounds to the dtype of the elements, and M is the largest element value. s = 0 gives 127. If s is infinite or NaN,
+    the code is 128 for float32 elements, otherwise 0. Exponents below -127 wrap to 255, 254, ...
+
+    Later versions round the exponent up instead. With the nearest exponent, scaled E2M1 elements can reach 8.5 and then
+    saturate.
     """
     s = round_to(amax / recipe.element.max, dtype)
     exponent = np.rint(round_to(log2(_defined(s)), dtype)).astype(np.int32)
@@ -188,8 +192,8 @@ factor_e8m0_mlx_0321 = factor_e8m0_mlx
 def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on Metal: log2(amax / M) + 127.
 
-    The logarithm is rounded to the nearest integer, ties away from zero, and clamped to [-127, 127]. M is the largest
-    element value. A NaN amax gives code 255.
+    The logarithm is rounded to the nearest integer, ties away from zero, and clamped to [-127, 127]. So amax = 0 gives
+    code 0, and inf gives 254. M is the largest element value. A NaN amax gives code 255.
     """
     exponent = log2(amax / recipe.element.max).astype(np.float64)
     rounded = np.copysign(np.floor(np.abs(exponent) + 0.5), exponent)

@@ -24,8 +24,11 @@ MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest sca
 def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarray | int = 0) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(rounded)) - emax + up), or 255 if amax is NaN.
 
-    rounded: the amax after the rounding of the rule. If it is infinite, it counts as 2^128. up: the number of exponents
-    by which the scale is raised. emax is the exponent of the largest element value.
+    emax is the exponent of the largest element value. Codes below 0 become 0.
+
+    amax: the block amaxes.
+    rounded: the amaxes after the rounding of the rule. An infinite one counts as 2^128.
+    up: the number of exponents by which the scale is raised.
     """
     codes = np.clip(exponent_field(rounded) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)
@@ -34,7 +37,8 @@ def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarr
 def code_e8m0_floor_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as torchao 0.18.0 does with mode FLOOR.
 
-    emax is the exponent of the largest element value. inf gives the code of 2^(128 - emax), and NaN gives 255 (NaN).
+    emax is the exponent of the largest element value. Exponents below -127, also that of amax = 0, give code 0. inf
+    gives the code of 2^(128 - emax), and NaN gives 255 (NaN).
     """
     return _shifted(amax, np.asarray(amax, np.float32), recipe)
 
@@ -77,8 +81,8 @@ factor_e8m0_ceil_018 = factor_e8m0_even_018 = factor_e8m0_floor_018
 def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as torchao 0.18.0 does with mode RCEIL.
 
-    M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. NaN gives
-    255 (NaN). Source: torchao _to_mx_rceil.
+    M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. So amax = 0
+    gives code 0, and inf gives 254. NaN gives 255 (NaN). Source: torchao _to_mx_rceil.
     """
     exponent = np.ceil(log2(np.where(np.isnan(amax), ONE, amax / recipe.element.max)))
     return np.where(np.isnan(amax), 255, np.clip(exponent, -127, 127) + 127).astype(np.uint8)

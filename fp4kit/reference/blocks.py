@@ -17,7 +17,10 @@ TILE_ELEMENTS = 1 << 15  # few enough that the temporary arrays fit in the cache
 def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tuple[slice, slice]]:
     """Yield (rows, columns), pairs of slices that divide a matrix into tiles of about TILE_ELEMENTS elements.
 
-    Tiles begin at multiples of the block, and end at multiples of the block or at the edge of the matrix.
+    Tiles begin at multiples of the block, and end at multiples of the block or at the edge of the matrix. They come row
+    by row, from left to right. An empty matrix gives none.
+
+    block: (rows, columns) of a block, or None if there are no blocks.
     """
     M, K = shape
     block_rows, block_columns = block or (1, 1)
@@ -30,13 +33,16 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
 
 
 def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
-    """Return the maximum of float32 a >= 0 along axis, or 0 if there are no elements.
+    """Return the maximum of float32 a >= 0 along axis: float32, without the reduced axes. An axis without elements
+    gives 0.
 
-    recipe.amax_nan decides about NaN elements:
+    axis: one axis, a tuple of axes, or None for all axes, which gives ().
+
+    The field recipe.amax_nan decides about NaN elements:
 
     - "propagate": a NaN gives NaN.
-    - "ignore": NaN elements are left out.
-    - "lanes": NaN elements are left out too. But if axis is -1 and all elements at odd indices are NaN, the result is
+    - "ignore": NaN elements are left out. If all elements are NaN, the result is 0.
+    - "lanes": as "ignore", with one exception. If axis is -1 and all elements at odd indices are NaN, the result is
       NaN.
     """
     if recipe.amax_nan == "propagate":
@@ -54,7 +60,8 @@ def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | Non
 def block_amax(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the amax of each block of float32 x (m, k), in the shape (ceil(m / block rows), k / block columns).
 
-    If m is not a multiple of the block rows, the lowest blocks have fewer rows.
+    If m is not a multiple of the block rows, the lowest blocks have fewer rows. If the recipe has no blocks, each row
+    is one. recipe.amax_nan decides about NaN elements (see reduce_amax).
     """
     rows, columns = recipe.block or (1, x.shape[1])
     m, k = x.shape
@@ -70,7 +77,7 @@ def spread_rows(a: np.ndarray, recipe: Recipe, m: int) -> np.ndarray:
     """Return per-block values repeated for each row of elements: (m, blocks) from (ceil(m / block rows), blocks).
 
     Scales of blocks that span several rows are stored once per row of elements, so quantization computes them per block
-    and then repeats them.
+    and then repeats them. If blocks have one row, `a` itself is returned.
     """
     rows = recipe.block_rows
     return a if rows == 1 else np.repeat(a, rows, axis=0)[:m]

@@ -38,9 +38,11 @@ def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
 
 
 def encode_magnitude(a: np.ndarray, fmt: ElementFormat, rounding: str = "rn") -> np.ndarray:
-    """Return the codes of float32 a >= 0, as uint8. Numbers beyond fmt.max become fmt.max. a must not hold NaN.
+    """Return the codes of float32 a >= 0, as uint8. Numbers beyond fmt.max, infinity included, become fmt.max.
 
-    rounding: a name in rounding.ROUNDINGS.
+    a must not hold NaN.
+
+    rounding: a name in rounding.ROUNDINGS, such as "rn" for nearest even.
     """
     return codes_of(np.minimum(a, fmt.max), fmt.emin, fmt.mantissa_bits, ROUNDINGS[rounding]).astype(np.uint8)
 
@@ -107,18 +109,22 @@ def encode(
 
     Args:
         x: float32; float16 and bfloat16 are widened, exactly.
-        fmt: the element format.
-        rounding: a name from the list above.
+        fmt: the element format. For E8M0, which has no zero, this is encode_e8m0(x, rounding), and the other arguments
+            are ignored.
+        rounding: a name from the list above; for E8M0 "rp", "rz" or "rn".
         sign: which elements get the sign bit: "signbit" (-0 has the code of -0), "negative" (only x < 0),
-            "not_positive" (x <= 0, also +0) or "unsigned_zero" (x < 0, except if it rounds to zero).
+            "not_positive" (x <= 0, also +0) or "unsigned_zero" (x < 0, except if it rounds to zero). It applies to
+            float formats only.
         nan_code: the code of NaN; by default fmt.nan_code.
         step: the factor of a block, used only by "first".
+
+    Raises:
+        KeyError: rounding or sign is another name.
 
     Numerics:
         Finite values beyond the largest and +-inf become +-max, also in a format with an infinity. "rnw" is the
         exception: it has no largest value, and treats inf as NaN. Subnormal values and subnormal codes are kept.
-        Integers are rounded and then clamped to [-2^(bits-1), 2^(bits-1) - 1]. E8M0 is encoded by encode_e8m0, which
-        has its own rounding modes.
+        Integers are rounded and then clamped to [-2^(bits-1), 2^(bits-1) - 1].
     """
     if not fmt.has_zero:
         return encode_e8m0(x, rounding)
@@ -163,6 +169,7 @@ def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
     """Return the E8M0 codes (exponent + 127) of float32 x >= 0, rounded to powers of two: uint8, in the shape of x.
 
     Args:
+        x: the numbers; float16 and bfloat16 are widened.
         rounding: "rp" up to a power of two (PTX cvt.rp.satfinite.ue8m0), "rz" down, "rn" to nearest, where 1.5 * 2^k
             rounds up.
 
@@ -170,8 +177,8 @@ def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
         ValueError: rounding is another name.
 
     Numerics:
-        0 and values up to 2^-127 give code 0, which stands for 2^-127. Values above 2^127 and +inf give 254. NaN and x
-        < 0 give 255.
+        0, -0 and values up to 2^-127 give code 0, which stands for 2^-127. Values above 2^127 and +inf give 254. NaN
+        and x < 0 give 255.
     """
     x = np.asarray(x, np.float32)
     if rounding not in _E8M0_ROUNDINGS:

@@ -257,8 +257,12 @@ def dequantize_matrix(
 ) -> None:
     """Write the values of one matrix into out (M, K), tile by tile, rounded to nearest even in the dtype of out.
 
-    packed: the codes as the element format stores them. scales: block scale codes (M, K / block), or None if the recipe
-    has no block scales. tensor: the result of implied_amax.stored_tensor_scale.
+    Args:
+        packed: the codes as the element format stores them.
+        scales: block scale codes (M, K / block), or None if the recipe has no block scales.
+        recipe: the recipe. For some dtypes of `out` it decodes by another rule.
+        tensor: the result of implied_amax.stored_tensor_scale.
+        out: float32, float16 or bfloat16 (M, K).
     """
     recipe, tensor, packing = decoding(recipe, out.dtype), tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(out.shape, recipe.block):

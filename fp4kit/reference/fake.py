@@ -26,12 +26,16 @@ from fp4kit.rounding import power_of_two
 
 
 def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return x >= 0 rounded to the nearest value of the element format, ties to even."""
+    """Return x >= 0 rounded to the nearest value of the element format, ties to even.
+
+    Numbers beyond the largest value become that value. NaN gives NaN, or the value of the format's nan_code if the
+    format has no NaN.
+    """
     return decode(encode(x, recipe.element), recipe.element)
 
 
 def _e4m3(x: np.ndarray) -> np.ndarray:
-    """Return x rounded to the nearest E4M3 value, as float32."""
+    """Return x rounded to the nearest E4M3 value, ties to even, as float32. It saturates at +-448. NaN gives NaN."""
     return decode(encode(x, E4M3), E4M3)
 
 
@@ -139,7 +143,8 @@ def int4_qat(
 ) -> np.ndarray:
     """Fake-quantize x to 4-bit integers as training stacks do for QAT: y = clip(rint(x / s), -7, 7) * s.
 
-    The scale s is max(tensor_amax / 7, 1e-5). -0 is kept.
+    The scale s is max(tensor_amax / 7, 1e-5), so zeros give zeros. -0 and NaN elements are kept. An infinite or NaN
+    tensor_amax makes everything that it covers NaN.
     """
     scale = np.maximum(tensor_amax / recipe.element.max, np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
@@ -147,14 +152,19 @@ def int4_qat(
 
 
 def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
-    """Return x (m, k) as (m, blocks, block), or as (m, 1, k) if the recipe has no blocks."""
+    """Return x (m, k) as (m, blocks, block), or as (m, 1, k) if the recipe has no blocks. It is a view if x is
+    contiguous.
+
+    k must be a multiple of the block. If m is 0, or if k is 0 and the recipe has no blocks, NumPy cannot infer the
+    number of blocks and raises ValueError. Callers pass no empty matrices.
+    """
     return x.reshape(len(x), -1, recipe.block_size if recipe.block else x.shape[1])
 
 
 def _log2_floor(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return floor(log2(x)), with log2 rounded to float32 and then to dtype, as microxcaling computes it in PyTorch.
 
-    Because of the rounding, the result is one too large for x just below a power of two.
+    Because of the rounding, the result is one too large for x just below a power of two. x = 0 gives -inf.
     """
     with np.errstate(divide="ignore"):
         return np.floor(round_to(np.log2(x.astype(np.float64)).astype(np.float32), dtype))
@@ -170,8 +180,8 @@ def _microxcaling(
 ) -> Callable[..., np.ndarray]:
     """Return the fake quantizer of microxcaling for a rounding mode.
 
-    round_magnitude(v, dtype): the rounding mode, which rounds numbers v >= 0 to integers. flush: True if blocks with
-    log2(amax) <= -127 become zero.
+    round_magnitude(v, dtype): the rounding mode, which rounds numbers v >= 0 to integers.
+    flush: True if blocks with log2(amax) <= -127 become zero.
     """
 
     def rule(
@@ -235,7 +245,8 @@ FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for na
 def clip_gradient(grad: np.ndarray, x: np.ndarray, amax: np.ndarray) -> np.ndarray:
     """Return the straight-through gradient with clipping: grad where |x| <= amax, and 0 elsewhere.
 
-    Where x is NaN, the result is 0. amax is float32 and is not rounded to the dtype of x.
+    Where x or amax is NaN, the result is 0. amax is float32 and is not rounded to the dtype of x. The result has the
+    dtype of grad.
     """
     with np.errstate(all="ignore"):
         return np.where(np.abs(x).astype(np.float32) <= amax, grad, np.zeros((), grad.dtype))

@@ -109,8 +109,10 @@ def is_zero_block(amax: np.ndarray) -> np.ndarray:
 def _without_zero_blocks(codes: np.ndarray, amax: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return codes with code 0 for all elements of zero blocks, if the recipe's producer skips such blocks.
 
-    If it does not skip them (see leaves_zero_blocks), return codes unchanged. codes: (m, blocks, 16). amax: (m,
-    blocks).
+    If it does not skip them (see leaves_zero_blocks), return codes unchanged.
+
+    codes: the element codes (m, blocks, 16).
+    amax: the block amaxes (m, blocks). A block is zero if its amax is 0 or subnormal.
     """
     return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
@@ -186,7 +188,10 @@ def quantize_four_over_six(
     """Return the element codes (m, blocks, 16) and the block scale codes (m, blocks) of float32 blocks (m, blocks, 16).
 
     With base = amax / 6 * tensor.encode, the two candidate scales are E4M3(min(base, 448)), which puts amax at 6, and
-    E4M3(min(base * 1.5, 448)), which puts it at 4. The second scale is taken only if its error is strictly smaller.
+    E4M3(min(base * 1.5, 448)), which puts it at 4. The second scale is taken only if its error is strictly smaller, so
+    not if an error is NaN.
+
+    amax: the block amaxes (rows of blocks, blocks).
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     base = multiply(divide(amax, E2M1.max), tensor.encode)

@@ -15,6 +15,10 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
     H is Sylvester's Hadamard matrix of order 16. s_i is -1 if bit i of sign_mask is set, otherwise 1. The transform
     spreads outliers over their block, so that they cost less accuracy.
 
+    Args:
+        x: float32, float16 or bfloat16. The length of the last axis must be a multiple of 16.
+        sign_mask: 16 bits; 0 for no sign changes. The default is that of Transformer Engine.
+
     Numerics:
         Computed in float64 by butterflies over distances 1, 2, 4 and 8, in this order, and then rounded once to the
         dtype of x, so that every device gives the same bits. Elements that are not finite follow IEEE arithmetic (inf -

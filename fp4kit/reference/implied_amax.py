@@ -84,7 +84,7 @@ def amax_interval(
 
 
 def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
-    """Return the integer in [first, last] that ends in the most zero bits.
+    """Return the integer in [first, last] that ends in the most zero bits, elementwise. first must be positive.
 
     If the integers are the bits of floats, it is the float with the shortest mantissa. It is `last` without the bits
     below the highest bit in which first - 1 and last differ.
@@ -189,7 +189,8 @@ def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) ->
     """Return the TensorScale with which elements are encoded if the user passes the tensor scale.
 
     Its field `decode` is the given scale. Its field `encode` follows from the implied amax, or is 1 / scale if no amax
-    gives the scale. Fields that the recipe does not read are 1.
+    gives the scale. Then the field `amax` is UNKNOWN. Fields that the recipe does not read are 1; so are all fields if
+    scale is None.
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)

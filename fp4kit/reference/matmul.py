@@ -52,7 +52,8 @@ class Factor(NamedTuple):
 def as_terms(values: np.ndarray, least: int) -> Terms:
     """Return numbers as Terms with 1 <= |significand| < 2.
 
-    Numbers below 2^least, zero included, get the exponent `least` and a smaller significand.
+    Numbers below 2^least, zero included, get the exponent `least` and a smaller significand. Infinity and NaN stay so
+    in the significand.
     """
     _, exponent = np.frexp(values)
     exponent = np.where(values == 0, least, np.maximum(exponent - 1, least)).astype(np.int32)
@@ -174,6 +175,8 @@ def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotA
 def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     """Return the exact value of C + A B^T, rounded once to float32, to nearest even.
 
+    If a product or the element of C is infinite or NaN, the sum follows IEEE arithmetic instead.
+
     math.fsum gives the exact sum rounded to float64. To round only once, that float64 is made odd unless it is exact:
     its last bit is set to 1 on the side of the exact sum, so that the second rounding sees which side of a tie it is.
     """
@@ -186,7 +189,7 @@ def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 
 
 def _sum_once(parts: list[float]) -> np.float32:
-    """Return the exact sum of finite numbers, rounded once to float32."""
+    """Return the exact sum of finite numbers, rounded once to float32, to nearest even."""
     total = fsum(parts)
     rest = fsum([*parts, -total])
     bits = np.float64(total).view(np.int64)
@@ -207,7 +210,8 @@ def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     """Return C + A B^T as Transformer Engine's reference adds NVFP4: per block, in float32, blocks ascending.
 
     C + (scale_a * scale_b) * (the exact sum of the block's products), with each product and each sum rounded to
-    float32. Source: reference_nvfp4.py of Transformer Engine.
+    float32. Both operands must have block scales and blocks of one size. Source: reference_nvfp4.py of Transformer
+    Engine.
     """
     x, y = (np.ldexp(*f.elements).astype(np.float32) for f in (a, b))
     scales = [np.ldexp(*f.scales).astype(np.float32) for f in (a, b) if f.scales is not None]
@@ -246,7 +250,10 @@ def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDo
 
 
 def scaled(total: np.ndarray, factor_a: np.ndarray | None, factor_b: np.ndarray | None) -> np.ndarray:
-    """Return sums (M, N) times the product of the tensor scales of a (M,) and b (N,), in float32. None means 1."""
+    """Return sums (M, N) times the product of the tensor scales of a (M,) and b (N,), in float32.
+
+    None stands for a tensor scale of 1. If both are None, `total` itself is returned.
+    """
     if factor_a is not None and factor_b is not None:
         total = total * (factor_a[:, None] * factor_b)
     elif factor_a is not None:

@@ -47,9 +47,11 @@ def segments(start: int, length: int, K: int) -> Iterator[Segment]:
 
 
 def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray, int]:
-    """Return a segment as float32 (rows, columns of whole blocks), and the column index of its first block.
+    """Return a segment as float32 (rows, columns of whole blocks), and the column index of its first block, in blocks.
 
-    Elements that belong to these blocks but not to the segment are zeros. size: the columns per block.
+    Elements that belong to these blocks but not to the segment are zeros.
+
+    size: the number of columns of a block.
     """
     rows, columns, elements = segment
     first = columns.start // size
@@ -64,8 +66,11 @@ def _padded(shard: np.ndarray, segment: Segment, size: int) -> tuple[np.ndarray,
 def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: Recipe) -> np.ndarray:
     """Return the amax of each block over the elements of the shard: float32 (ceil(M / block rows), K / block).
 
-    Blocks without an element in the shard get 0. shape: the (M, K) of the matrix. start: the index of the shard's first
-    element in the flattened matrix.
+    Blocks without an element in the shard get 0. recipe.amax_nan decides about NaN elements.
+
+    shard: the elements, 1-d.
+    shape: the (M, K) of the matrix.
+    start: the index of the shard's first element in the flattened matrix.
     """
     height, width = recipe.block or (1, 1)
     M, K = shape
@@ -97,9 +102,14 @@ def partial_cast(
 ) -> None:
     """Write the codes of the elements of the shard to out (M, K/2). No other code in out is changed.
 
-    amax: the amaxes of whole blocks, combined from all shards. shape: the (M, K) of the matrix. start: the index of the
-    shard's first element in the flattened matrix. tensor_amax: the amax of the whole matrix; None if the recipe has no
-    tensor scale.
+    Args:
+        shard: the elements, 1-d.
+        out: the packed codes of the whole matrix. For elements with one byte per code, its shape is (M, K).
+        amax: the amaxes of whole blocks, combined from all shards.
+        shape: the (M, K) of the matrix.
+        start: the index of the shard's first element in the flattened matrix.
+        recipe: the recipe.
+        tensor_amax: the amax of the whole matrix; None if the recipe has no tensor scale.
     """
     height, width = recipe.block or (1, 1)
     tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe)

@@ -25,8 +25,9 @@ from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 class EncodeOptions(NamedTuple):
     """Hold the options that a call of quantize adds to a recipe. None means that an option is not used.
 
-    block_amax: calibrated block amaxes. random: random bytes for stochastic rounding. hadamard: the sign mask of a
-    Hadamard transform that is applied first.
+    block_amax: calibrated block amaxes.
+    random: random bytes for stochastic rounding.
+    hadamard: the sign mask of a Hadamard transform that is applied first.
     """
 
     block_amax: np.ndarray | None = None
@@ -49,10 +50,13 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
 def tensor_amax(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndarray:
     """Return the amaxes of a matrix from which the recipe's tensor rule makes its tensor scales: float32.
 
-    The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block.
+    The shape is () for one scale per tensor, (M,) for one per row, and (M, blocks) for one per block. Without a tensor
+    scale, it is the amax of the matrix, (). An empty matrix gives 0.
 
     FlashInfer leaves the tensor amax to its caller, so it defines no effect of infinite and NaN elements. For its
-    recipes (amax_nan "lanes") such elements are left out.
+    recipes (amax_nan "lanes") such elements are left out. For other recipes amax_nan decides about NaN.
+
+    hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
     M, K = x.shape
     size = recipe.block_size
@@ -145,9 +149,15 @@ def encode_elements(
 ) -> np.ndarray:
     """Return the codes of elements (m, blocks, block), scaled by the factors of their blocks as recipe.apply says.
 
-    The scaled elements are rounded as the recipe says, or stochastically if random bytes are given. factor broadcasts
-    to the elements. dtype is the dtype of the elements before they were converted to float32. tensor: the tensor scale,
-    of which some recipes apply the encode scale after the factor.
+    The scaled elements are rounded as the recipe says, or stochastically if random bytes are given.
+
+    Args:
+        blocks: float32 elements.
+        factor: the factors, in a shape that broadcasts to the elements.
+        recipe: the recipe.
+        dtype: the dtype of the elements before they were converted to float32.
+        random: bytes for stochastic rounding, one per element, or None.
+        tensor: the tensor scale, of which some recipes apply the encode scale after the factor.
     """
     if recipe.apply == "compare" and random is None:
         return encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
@@ -191,7 +201,8 @@ def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe:
 def _scale_elements(blocks: np.ndarray, factor: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return the elements multiplied or divided by the factors of their blocks, as recipe.apply says.
 
-    If recipe.flush is set, subnormals are flushed to zero.
+    "multiply" multiplies; "divide" and "compare" divide. If recipe.flush is set, elements are multiplied, and
+    subnormals are flushed to zero.
     """
     if recipe.flush:
         return multiply_ftz(blocks, factor)
@@ -211,8 +222,14 @@ def quantize_matrix(
 ) -> None:
     """Quantize x (M, K) tile by tile, and write the results into packed (M, K/2 or K) and scales (M, K/block).
 
-    amax: the tensor amax, in the shape that the function tensor_amax returns or one that broadcasts to it; None if the
-    recipe has no tensor scale. scales: None if the recipe has no block scales. options: the options of this call.
+    Args:
+        x: float32, float16 or bfloat16.
+        recipe: the recipe.
+        amax: the tensor amax, in the shape that the function tensor_amax returns or one that broadcasts to it; None if
+            the recipe has no tensor scale.
+        packed: the array for the codes.
+        scales: the array for the block scale codes; None if the recipe has no block scales.
+        options: the options of this call.
     """
     tensor = tensor_scale(amax, recipe, x.dtype).columns(recipe)
     packing = recipe.element.packing
@@ -243,8 +260,13 @@ def encode_matrix(
 ) -> None:
     """Encode x (M, K) under given block scales and a given tensor scale, and write the codes into packed.
 
-    tensor: the tensor scale, a result of implied_amax.encoding_scale. scales: block scale codes (M, K/block), or None
-    if the recipe has no block scales.
+    Args:
+        x: float32, float16 or bfloat16.
+        recipe: the recipe.
+        tensor: the tensor scale, a result of implied_amax.encoding_scale.
+        scales: block scale codes (M, K/block), or None if the recipe has no block scales.
+        packed: the array for the codes, (M, K/2 or K).
+        options: the options of this call. Block amaxes are not used.
     """
     tensor, packing = tensor.columns(recipe), recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):

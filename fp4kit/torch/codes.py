@@ -35,6 +35,7 @@ def quantize(
     block_amax: Tensor | None,
 ) -> list[Tensor]:
     """Return the arrays of fp4kit.quantize(x, ...), without those that are None.
+
     Their order is packed, block_scale, tensor_scale, tensor_amax. The other arguments are those of fp4kit.quantize,
     with these differences:
 
@@ -83,6 +84,7 @@ def dequantize(
     values_dtype: torch.dtype,
 ) -> Tensor:
     """Return the values of the Quantized that is made of the given arrays and fields, as fp4kit.dequantize does.
+
     Args:
         packed, block_scale, tensor_scale, tensor_amax: the arrays, or None where the Quantized has none.
         shape: the shape of the array that was quantized, and of the result.

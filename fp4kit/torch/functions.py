@@ -46,6 +46,7 @@ def named_recipe(recipe: str | Recipe) -> str:
 
 def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
     """Return an amax as a tensor on the device of x, or None if none is given. A tensor is returned unchanged.
+
     A single number is transferred without waiting for the device. Sequences are converted to float64 first, because
     PyTorch's default dtype would round them. Raises TypeError, which names the argument, for a bool, a complex number
     or a string.
@@ -61,6 +62,7 @@ def _amax(op: str, name: str, x: Tensor, given: Any) -> Tensor | None:
 
 def seed_tensor(op: str, seed: Any) -> Tensor | None:
     """Return a seed as the tensor that operators take, or None if there is none.
+
     An int becomes a 0-d int64 tensor with the same 64 bits, which operators.seed_of reads back. A tensor is returned
     unchanged.
 
@@ -209,6 +211,7 @@ def fake_quantize_grouped(
 
 def _tensors(op: str, xs: Any) -> list[Any]:
     """Return the tensors of a sequence `xs` as a list, or the entries of a stacked tensor along its first axis.
+
     op: the public function, with which error messages begin.
 
     Raises TypeError if xs is not iterable, and ValueError for a stacked tensor with less than two dimensions.
@@ -221,6 +224,7 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
     """Return a list with one amax per tensor of `xs`, or an empty list if none is given, as the operators expect.
+
     If xs is empty, return an empty list without looking at `given`.
 
     Args:
@@ -303,6 +307,7 @@ def quantize(
 
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of a Quantized as a tensor, as fp4kit.dequantize does.
+
     It works under torch.compile, but has no gradient.
 
     Args:

@@ -41,6 +41,7 @@ def fake_quantize_grouped(
     pass_through: bool,
 ) -> list[Tensor]:
     """Return fp4kit.fake_quantize_grouped of xs.
+
     amax and pass_through do not change the result. They are arguments because the gradient, _backward, needs them. If
     pass_through is False, they are checked here.
     """
@@ -77,6 +78,7 @@ def _save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _backward(ctx: Any, grads: list[Tensor]) -> tuple[Any, ...]:
     """Return one gradient per argument of fake_quantize_grouped; only xs have gradients that are not None.
+
     They are the upstream gradients `grads`, unchanged under pass_through, otherwise with 0 where |x| > amax. If the
     caller passed neither amax nor tensor_amax, the limit is computed from x.
     """

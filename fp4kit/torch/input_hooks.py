@@ -113,6 +113,7 @@ def _hook(
 ) -> None:
     """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch. Raises as Collector.collect
     does.
+
     layers: the names under which the inputs are collected.
     args, kwargs: the arguments of the layer's forward. The inputs are the first argument, or the one called `input`.
     """
@@ -123,6 +124,7 @@ def _hook(
 
 class _Stack(NamedTuple):
     """Describe a stack of experts: a 3-d parameter that holds one matrix per expert.
+
     parameter: the parameter, with the experts along its first axis.
     layers: for each expert, the names of its layers in the checkpoint. A fused matrix has several names.
     """
@@ -133,6 +135,7 @@ class _Stack(NamedTuple):
 
 def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stack]]:
     """Return {address of a storage: the stacks of experts that it holds} of a model. {} if the model has none.
+
     A stack is a 3-d floating-point parameter inside a module called "experts".
 
     renamed: returns the names that a parameter has in the checkpoint (see saved_names.renaming_of).
@@ -148,6 +151,7 @@ def _stacks_of(model: torch.nn.Module, renamed: Renamed) -> dict[int, list[_Stac
 
 def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple[str, ...], ...]:
     """Return, for each expert of a stack, the names of its layers in the checkpoint.
+
     If the stack is saved as one tensor, or under names without expert numbers, each expert gets one name, with its
     number after "experts.".
 
@@ -181,6 +185,7 @@ class _Products(TorchFunctionMode):
     def _see(self, x: Any, weight: Any) -> None:
         """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts. Otherwise do
         nothing.
+
         A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs of the i-th of them. A
         view that does not begin where an expert begins is ignored.
         """
@@ -237,6 +242,7 @@ def _routed(inputs: torch.Tensor) -> torch.Tensor:
 @contextmanager
 def _eager_experts(model: torch.nn.Module) -> Iterator[None]:
     """Let models of transformers compute experts one by one in the with block. Afterwards the setting is restored.
+
     Modules without that setting are left unchanged.
     """
     with ExitStack() as stack:

@@ -54,6 +54,7 @@ def _checked(
 ) -> LinearSettings:
     """Check the arguments of linear by shapes, dtypes and devices, and return the settings. Raise an error if one is
     wrong.
+
     Arguments are those of linear. No values are read.
     """
     s = settings_from_text(settings)
@@ -144,6 +145,7 @@ linear_gradient_of_w.register_vmap(loop_over(linear_gradient_of_w))
 @torch.library.custom_op("fp4kit::quantized_values", mutates_args=())
 def quantized_values(x: Tensor, recipe: str) -> Tensor:
     """Return the values of x after quantization along its last axis and dequantization, as a new float32 tensor.
+
     Called by `backward` for straight-through gradients. Its own gradient is the upstream gradient, in the dtype of x.
 
     Args:
@@ -193,6 +195,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:  # noqa: B008  (immutable)
     """Return one gradient per argument of linear; only x and a float w have gradients that are not None.
+
     A gradient that autograd does not need is None, too.
 
     ctx: the context that save_inputs filled.

@@ -22,6 +22,7 @@ from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
 
 class FakeQuantized(torch.nn.Module):
     """Parametrize a parameter so that the layer reads it fake-quantized, while the optimizer updates the original.
+
     Register it with torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings,
     "layer.weight")). Remove it with remove_parametrizations(layer, "weight", leave_parametrized=...).
 
@@ -52,6 +53,7 @@ class FakeQuantized(torch.nn.Module):
 
     def forward(self, w: torch.Tensor) -> torch.Tensor:
         """Return the weight that the layer computes with.
+
         It is fake_quantize(w) with blocks along the last axis, or w itself if the settings do not include the
         parameter. Raises as fake_quantize does.
         """
@@ -60,6 +62,7 @@ class FakeQuantized(torch.nn.Module):
 
 def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
     """Fake-quantize every parameter of a model that the settings include, by a parametrization.
+
     Afterwards layer.weight is the fake-quantized parameter, and layer.parametrizations.weight.original is the trained
     one. Tied parameters are quantized under each of their names that the settings match, and stay tied. A module with
     several names is quantized if the settings match one of its names.
@@ -229,6 +232,7 @@ def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:
     """Raise ValueError if the parameter `leaf` of a module is already fake-quantized. `name` is its full name.
+
     A parameter with other parametrizations only, or with none, passes.
     """
     if not parametrize.is_parametrized(module, leaf):

@@ -50,6 +50,7 @@ def empty(like: Tensor, call: Call) -> Tensor:
 
 def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
     """Return, for each index along the axis that vmap maps, the value that an argument of the operator has there.
+
     An argument without a mapped axis is repeated. For a list, each entry is a list. If the axis has length 0, the
     result is one tensor of zeros. Tensors are split by unbind, because its gradient, a stack, keeps -0.
 
@@ -98,6 +99,7 @@ def fake_quantize(
     pass_through: bool,
 ) -> Tensor:
     """Return fp4kit.fake_quantize of x.
+
     amax and pass_through do not change the result. They are arguments because the gradient, `backward`, needs them. If
     pass_through is False, amax is checked here.
     """
@@ -113,6 +115,7 @@ def fake_quantize(
 
 def check_backward(op: str, grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Call:
     """Check the arguments of fake_quantize_backward by shapes, dtypes and devices, and return the parsed call.
+
     Raises the TypeError or ValueError of fp4kit.fake_quantize_backward, with a message that begins with `op`.
     """
     check_devices(op, grad=grad, x=x, amax=amax)
@@ -131,6 +134,7 @@ def check_fake(
     clip: tuple[Tensor | None, bool],
 ) -> Call:
     """Check the arguments of fake_quantize by shapes, dtypes and devices, and return the parsed call.
+
     Args:
         op: the public function, with which error messages begin.
         x, recipe, axis: as for fake_quantize.
@@ -164,6 +168,7 @@ def _(x: Tensor, recipe: str, axis: int, *rest: Any) -> Tensor:
 
 def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """Save on ctx the inputs of fake_quantize that `backward` reads. Under pass_through no tensors are saved.
+
     The clip limit is amax, or tensor_amax if that is None.
     """
     x, recipe, axis, tensor_amax, _, _, _, amax, pass_through = inputs
@@ -174,6 +179,7 @@ def save_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
     """Return one gradient per argument of fake_quantize; only x has a gradient that is not None.
+
     It is the upstream gradient `grad`, unchanged under pass_through, otherwise with 0 where |x| > amax. If the caller
     passed neither amax nor tensor_amax, the limit is computed from x.
 
@@ -195,6 +201,7 @@ fake_quantize.register_vmap(loop_over(fake_quantize))
 @torch.library.custom_op("fp4kit::fake_quantize_backward", mutates_args=())
 def fake_quantize_backward(grad: Tensor, x: Tensor, recipe: str, axis: int, amax: Tensor | None) -> Tensor:
     """Return grad with 0 where |x| > amax or either is NaN, as fp4kit.fake_quantize_backward does.
+
     If amax is None, the limit is computed from x.
     """
     options: dict[str, Any] = {"axis": axis, "amax": detached(amax), "pass_through": False}
@@ -215,6 +222,7 @@ def save_clip_inputs(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) -> tuple[Any, ...]:
     """Return one gradient per argument of fake_quantize_backward; only its grad has one.
+
     fake_quantize_backward is linear in its grad. So the gradient is `grad`, the upstream gradient, with 0 where |x| >
     amax.
 

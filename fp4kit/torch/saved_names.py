@@ -34,6 +34,7 @@ def _converted(
     parameter: torch.Tensor,
 ) -> tuple[str, ...]:
     """Return the names that ``convert``, transformers' conversion of a state dict, gives to one parameter.
+
     If the conversion fails or returns nothing, return (name,), the parameter's name in the model.
     """
     try:

@@ -18,6 +18,7 @@ TORCH = {dtype: tensor_dtype for tensor_dtype, dtype in NUMPY.items()}
 
 def outline(tensor: torch.Tensor | None) -> AbstractArray | None:
     """Return the shape and dtype of a tensor, for checks that read no values. If tensor is None, return None.
+
     Under torch.compile and torch.export its lengths may be symbols. Raises TypeError for a dtype that NumPy lacks.
     """
     return None if tensor is None else AbstractArray(tuple(tensor.shape), numpy_dtype("fp4kit.torch", tensor.dtype))
@@ -52,6 +53,7 @@ def detached(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 def copy_if_shared(result: Any, *given: torch.Tensor | None) -> torch.Tensor:
     """Return result, or a contiguous copy of it if its data begins at the address of one of the given tensors.
+
     PyTorch requires that the result of an operator does not share memory with its inputs. Tensors that are None are
     ignored.
     """

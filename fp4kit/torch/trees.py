@@ -66,6 +66,7 @@ def _unflatten(arrays: Any, facts: Any) -> Quantized:
 
 def _with_lengths(packed: Any, facts: Any) -> Any:
     """Return the static fields with the actual shape, computed from the shape of the packed codes.
+
     In a program exported with dynamic shapes, the stored shape has symbols or None in place of such lengths. If all
     lengths are ints already, the fields are returned unchanged.
     """

@@ -20,6 +20,7 @@ def counts(
     named: Mapping[AmaxName, Any], op: str, count: int | None = None, same_shape: bool = False
 ) -> dict[AmaxName, int]:
     """Return {base: N}: for each quantizer with numbered experts, how many it has. Names without a number are ignored.
+
     N is ``count``, or one more than the largest number if ``count`` is None. The result is {} if no name has a number.
 
     Args:
@@ -51,6 +52,7 @@ def counts(
 
 def check_numbers(base: AmaxName, present: set[int], n: int, op: str) -> None:
     """Raise ValueError unless the expert numbers in ``present`` are exactly 0 ... n - 1.
+
     base: the quantizer's name without the number of an expert, for the error message, which begins with ``op``.
     """
     missing = next((i for i in range(n) if i not in present), None)
@@ -73,6 +75,7 @@ def join(
     rank: int,
 ) -> None:
     """Merge the amaxes of one rank (``values``) into those of all ranks (``named``), for AmaxState.gather.
+
     Called for one rank after another. An expert is stored under its global number, which no other rank may have. Any
     other quantizer may be on several ranks, so the maximum of its amaxes is stored.
 
@@ -104,6 +107,7 @@ def _global_names(
     own: Mapping[AmaxName, Any], numbers: Sequence[int] | None, offsets: dict[AmaxName, int], op: str
 ) -> dict[AmaxName, AmaxName]:
     """Return {local name: global name} of one rank's experts.
+
     Args:
         own: the rank's amaxes, whose names have local numbers of experts.
         numbers: the global number of each local expert; None if a rank's experts follow those of the ranks before it.
@@ -134,6 +138,7 @@ def unstack(
 ) -> dict[AmaxName, np.ndarray]:
     """Return ``named`` with stacked arrays [N, ...] split into N arrays, one per expert. ``named`` itself is not
     changed.
+
     An array is split only if the file or the caller states the number of experts of its quantizer. For numbered
     experts, that number is only checked.
 
@@ -170,6 +175,7 @@ def unstack(
 def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
     """Return {base: N}: the number of experts per quantizer, which the file (``stated``) or the caller (``requested``)
     gives.
+
     ``stated`` has keys of quantizers, and ``requested`` has wildcards, which match names in ``named`` or in ``stated``.
 
     Raises:
@@ -196,6 +202,7 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
 
 def all_gather_bytes(comm: Communicator, data: bytes) -> list[bytes]:
     """Exchange byte strings, which may have different lengths. Return those of all ranks, in the order of ranks.
+
     Two messages are sent: the lengths, then the bytes. Raises TypeError if ``comm`` is not a communicator.
     """
     check_communicator("gather", comm, "all_gather")

@@ -29,6 +29,7 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return (amaxes, facts) from the bytes of a safetensors file. Tensors whose names do not end in "amax" are left
     out.
+
     The amaxes are float32 arrays under sorted keys. The facts are those that ``encode`` wrote; {} for a file without
     them.
 

@@ -33,6 +33,7 @@ class AmaxName:
     @classmethod
     def find(cls, key: Any) -> AmaxName | None:
         """Return the AmaxName of a checkpoint's key, or None if the key names no amax buffer of a quantizer.
+
         A key without a buffer stands for "_amax". Anything that is not a str gives None.
         """
         match = _NAME.fullmatch(key) if isinstance(key, str) else None

@@ -77,6 +77,7 @@ class AmaxCollector:
 
     def collect_grouped(self, name: str, amaxes: Any) -> None:
         """Include the amaxes of all local experts in one array.
+
         Equivalent to collect(f"{name}.{i}", amaxes[i]) for each expert i.
 
         Args:
@@ -101,6 +102,7 @@ class AmaxCollector:
 
     def freeze(self, share: Iterable[Collection[str]] = ()) -> AmaxState:
         """Return the current state. Amaxes that are collected later do not change it.
+
         Args:
             share: groups of modules whose tensors get one amax, the largest. A group lists the last parts of module
                 names, such as ("gate_proj", "up_proj"). Modules share if they have the same parent and the same expert
@@ -121,6 +123,7 @@ class AmaxCollector:
 
 class AmaxState(Mapping[str, Any]):
     """Hold frozen amaxes as a mapping {key: amax}.
+
     A key may be given with either separator of the expert number: "...quantizer.3" or "...quantizer_3". The constructor
     takes {AmaxName: amax}, and raises TypeError for anything else.
 
@@ -154,6 +157,7 @@ class AmaxState(Mapping[str, Any]):
 
     def select(self, *patterns: str) -> AmaxState:
         """Return a state with only the keys that match at least one of the wildcards (fnmatch; case matters).
+
         "*weight_quantizer" matches all experts of every weight quantizer. Without wildcards the result is an empty
         state.
 
@@ -170,6 +174,7 @@ class AmaxState(Mapping[str, Any]):
 
     def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return the amaxes for a caller's buffers: {key: amax} with exactly the keys and shapes in ``shapes``.
+
         An amax with one element is reshaped to any shape with one element.
 
         Args:
@@ -190,6 +195,7 @@ class AmaxState(Mapping[str, Any]):
 
     def checked(self) -> AmaxState:
         """Return the state with read-only NumPy arrays, after checking that no value is NaN or negative.
+
         All GPU arrays of a device are copied in one copy. Raises ValueError, which names the first key with such a
         value.
         """
@@ -197,6 +203,7 @@ class AmaxState(Mapping[str, Any]):
 
     def stacked(self) -> dict[str, np.ndarray]:
         """Return {"<base>._amax": [N, ...]} with all experts in one array, and every other value under its key.
+
         All arrays are on the host.
 
         Raises:
@@ -217,6 +224,7 @@ class AmaxState(Mapping[str, Any]):
         self, comm: Communicator, *, experts: str = "*", numbers: Sequence[int] | None = None, count: int | None = None
     ) -> AmaxState:
         """Merge the states of all expert-parallel ranks. Return the whole state on every rank, as NumPy arrays.
+
         Experts get their global numbers. Two messages are sent, whatever the number of quantizers.
 
         Args:
@@ -256,6 +264,7 @@ class AmaxState(Mapping[str, Any]):
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
         """Return one rank's part of a gathered state, for ``size`` ranks. Its experts are numbered from 0 again.
+
         Amaxes that are not those of experts are part of every rank's state.
 
         Args:
@@ -289,6 +298,7 @@ class AmaxState(Mapping[str, Any]):
 
     def save(self, path: str | os.PathLike[str], *, separator: str = ".", stacked: bool = False) -> None:
         """Write a safetensors file. It appears only when it is complete.
+
         Args:
             path: the file. An existing file is replaced.
             separator: "." or "_", between quantizer and expert number.
@@ -312,6 +322,7 @@ class AmaxState(Mapping[str, Any]):
     @classmethod
     def load(cls, path: str | os.PathLike[str], *, experts: Mapping[str, int] | None = None) -> AmaxState:
         """Read a safetensors file with amaxes.
+
         The file was written by save or by Model-Optimizer, in either spelling, or it holds one array [N] or [N, ...]
         for all experts. Tensors whose names do not end in "amax" are left out.
 
@@ -362,6 +373,7 @@ def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
 
 def _groups(share: Any) -> list[tuple[str, ...]]:
     """Return the argument ``share`` of freeze as a list of tuples of names.
+
     Raises TypeError if ``share`` is not iterable or a group is not a collection of strings. A common mistake is
     ("up_proj"), which is a str and not a tuple.
     """
@@ -378,6 +390,7 @@ def _groups(share: Any) -> list[tuple[str, ...]]:
 
 def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[AmaxName, Any]:
     """Return the amaxes after replacing those of modules that share an amax by their maximum.
+
     Modules share an amax if one group of ``groups`` names them, if their parent, quantizer and expert number are equal,
     and if their amaxes have one element. ``groups`` are tuples of the last parts of module names (see freeze).
 

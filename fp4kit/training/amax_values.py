@@ -30,6 +30,7 @@ def _xp(value: Any) -> Any:
 @ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
     """Return a float32 copy of ``amax`` on its device. -0 becomes +0, because amaxes are compared by bit patterns.
+
     NaN and negative values are kept. Raises TypeError unless the dtype is float32, float16 or bfloat16. Error messages
     begin with ``op`` and the key of ``name``.
     """
@@ -45,6 +46,7 @@ def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
 
 def merge(named: dict[AmaxName, Any], name: AmaxName, value: Any, op: str) -> None:
     """Set named[name] to the elementwise maximum of named[name] and ``value``, or to ``value`` if the name is new.
+
     The maximum is that of the bit patterns, so a negative value or NaN stays. Raises ValueError, which begins with
     ``op``, if the shapes or devices differ.
     """
@@ -86,6 +88,7 @@ def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
 
 def check(op: str, named: dict[AmaxName, np.ndarray]) -> dict[AmaxName, np.ndarray]:
     """Return ``named`` itself, after making its arrays read-only. Raises ValueError for NaN and negative values.
+
     The message begins with ``op`` and names the first key, in sorted order, that holds such a value. -0 is accepted.
     """
     for name in sorted(named, key=AmaxName.order):

@@ -85,6 +85,7 @@ class SingleProcess:
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return ``array`` itself: with one process, it is already the result. ``counts`` is ignored.
+
         If ``out`` is given, copy the array to it and return ``out``.
         """
         if out is None:
@@ -100,6 +101,7 @@ def _is_host(array: Any) -> bool:
 
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
     """Return the length of each process's array for all_gather: ``counts``, or equal lengths if it is None.
+
     Raises ValueError if this process's array is not 1-d or does not have the length that ``counts`` gives it, or if
     ``counts`` does not have one entry per process. Raises TypeError if ``counts`` holds anything but ints.
     """
@@ -136,6 +138,7 @@ class Mpi:
 
     def all_reduce_max(self, array: Any) -> Any:
         """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max.
+
         The result is a new array in the library of ``array``, which is not changed.
         """
         return self._send(
@@ -144,6 +147,7 @@ class Mpi:
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather.
+
         Raises ValueError if ``array`` is not 1-d or does not fit ``counts``.
         """
         counts = _check_gather(array, counts, self)
@@ -248,6 +252,7 @@ class Nccl:
     @classmethod
     def from_file(cls, path: str | os.PathLike[str], rank: int, size: int, timeout: float = 300.0) -> Nccl:
         """Return the group of all processes that name the same path. Rank 0 writes the id to it.
+
         Args:
             path: a file on one machine or on a shared file system. It must not exist before, and it is removed when the
                 group is complete.
@@ -274,6 +279,7 @@ class Nccl:
 
     def all_reduce_max(self, array: Any) -> Any:
         """Return the elementwise maximum over the group, on every process; see Communicator.all_reduce_max.
+
         A CuPy array is reduced in place and returned. For a NumPy array the result is a new NumPy array.
 
         Raises:
@@ -292,6 +298,7 @@ class Nccl:
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes; see Communicator.
+
         For equal counts this is one collective call, otherwise one send and one receive per pair of ranks.
 
         Raises ValueError if ``array`` is not 1-d or does not fit ``counts``, or if a CuPy array is strided or not on
@@ -308,6 +315,7 @@ class Nccl:
 
     def _gather(self, source: int, target: int, sizes: list[int]) -> None:
         """Gather the arrays of all ranks as bytes.
+
         source: the device address of this rank's array.
         target: the device address of the result.
         sizes: the lengths of the arrays in bytes, one per rank.

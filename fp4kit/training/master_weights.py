@@ -148,6 +148,7 @@ class MasterWeightsPlan:
 
     def refresh(self, values: Sequence[Any]) -> None:
         """Replace the arrays of all shards. The next call of cast reads the new arrays.
+
         Args:
             values: one array per shard, in the order of the shards, with the length, dtype and device of the old array.
 
@@ -172,6 +173,7 @@ class MasterWeightsPlan:
     @returns_in_plan_library
     def cast(self) -> list[Any]:
         """Quantize the current values of all shards. Return what cast_master_weights returns.
+
         The plan owns the arrays of the result, and the next call overwrites them. Copy them to keep them. On a CPU,
         raises ValueError if a shard holds NaN.
         """
@@ -182,6 +184,7 @@ class MasterWeightsPlan:
 
     def _make_stages(self, work: Any) -> Iterator[tuple[str, Callable[[], None]]]:
         """Yield (name, function) of each stage of cast, in order.
+
         With one process, the stages that send messages ("reduce", "gather" and "place") are left out. The stage
         "transpose" is yielded only if transposed copies are wanted.
 

@@ -44,6 +44,7 @@ def exchange_cuts(
     on_host: bool,
 ) -> Partition:
     """Return the Partition: where the shards of every process begin and end in each matrix.
+
     Called by every process once per plan; it waits for the others.
 
     Args:

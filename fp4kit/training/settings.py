@@ -21,6 +21,7 @@ EXPERT_WEIGHTS = ("*.experts.*.weight", "*.experts.*.weight[0-9]*")
 @dataclass(frozen=True)
 class FakeQuantSettings:
     """Describe what is fake-quantized in training: the parameters whose names match, with one recipe.
+
     Attributes:
         recipe: an id or a Recipe. None: nothing is quantized.
         block_size: the number of elements that share a scale, if it differs from the recipe's. None: that of the
@@ -131,6 +132,7 @@ class FakeQuantSettings:
 
     def is_quantized(self, name: str) -> bool:
         """Return whether the parameter with this name is quantized. Always False if the recipe is None.
+
         Raises TypeError if ``name`` is not a string.
         """
         as_word("FakeQuantSettings", "the name of a parameter", name)
@@ -155,6 +157,7 @@ class FakeQuantSettings:
 
     def backward(self, name: str, grad: Any, w: Any, *, amax: Any = None) -> Any:
         """Return the gradient with respect to ``w``.
+
         This is fp4kit.fake_quantize_backward for a quantized parameter if ``pass_through`` is False, otherwise ``grad``
         itself. Raises what that function raises, with the parameter's name in front of the message.
 
@@ -182,6 +185,7 @@ def naming(parameter: str) -> Iterator[None]:
 
 def _word(env: Mapping[str, str], name: str) -> str:
     """Return the environment variable ``name`` of ``env`` without surrounding spaces, or "" if it is missing.
+
     Raises TypeError if the value is not a string.
     """
     return as_word("from_environment", name, env.get(name, "")).strip()
