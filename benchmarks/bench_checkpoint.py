@@ -128,7 +128,12 @@ def quantize_run(plan: Plan, workers: int) -> ProcessCost:
 
 
 def quantize_share(root: str, recipe: str, names: list[str]) -> ProcessCost:
-    """Time quantize of the named tensors, one after the other, in this process."""
+    """Time quantize of the named tensors, one after the other, in this process. Reading is not timed.
+
+    root: the directory of the model.
+    recipe: the id of the recipe.
+    names: the names of the tensors.
+    """
     tensors, seconds, cpu = open_source(Path(root)).tensors, 0.0, 0.0
     for name in names:
         file, entry = tensors[name]
@@ -166,6 +171,11 @@ def convert_run(source: Path, folder: Path, recipe: str, workers: int) -> Proces
     """Time a conversion, from making the plan to the rename of the finished directory, workers included.
 
     Then remove the result.
+
+    source: the directory of the model.
+    folder: where to write the result.
+    recipe: the id of the recipe.
+    workers: the number of workers.
     """
     start, before = time.perf_counter(), os.times()
     execute(make_plan(source, recipe), folder / "out", Options(workers))

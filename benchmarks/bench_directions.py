@@ -18,7 +18,13 @@ IN_BOTH = {"nvfp4-te-2d": COLUMNWISE, "nvfp4-te": BOTH, "mxfp4-ocp": BOTH, "mxfp
 def both(bench: Bench, x: Any, recipe: str, target: float, hadamard: bool = False) -> None:
     """Time quantize_both with the tensor amax given, and add its row to `bench`.
 
-    The call reads x once. If `hadamard` is true, columns are transformed before they are quantized.
+    The call reads x once. Raises AssertionError if its results are wrong.
+
+    Args:
+        x: the input
+        recipe: the id of the recipe
+        target: the smallest efficiency that the row should have
+        hadamard: True to apply a Hadamard transform to columns before they are quantized
     """
     amax = {"tensor_amax": fp4kit.amax(x)} if fp4kit.recipe(recipe).tensor_scaling == "tensor" else {}
     for q, options in zip(

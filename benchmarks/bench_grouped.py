@@ -94,11 +94,15 @@ def check(tensors: Tensors, results: list[Any], recipe: str, amaxes: Any) -> Non
 
 
 def grouped(bench: Bench, tensors: Tensors, recipe: str, fake: bool, loop: Loop) -> None:
-    """Time a GroupedPlan with given amaxes and add its row to `bench`: fake_quantize if `fake` is true, else quantize.
+    """Time a GroupedPlan with given amaxes, and add its row to `bench`.
 
-    For recipes of WITH_AMAX, also add a row with computed amaxes.
+    For recipes of WITH_AMAX, also add a row with computed amaxes. Raises AssertionError if a result is wrong.
 
-    loop: makes the calls that loop over Model-Optimizer's quantizers, which are timed beside fake_quantize.
+    Args:
+        tensors: the tensors to quantize
+        recipe: the id of the recipe
+        fake: True for fake_quantize, False for quantize
+        loop: makes the calls that loop over Model-Optimizer's quantizers, which are timed beside fake_quantize
     """
     r, plan = fp4kit.recipe(recipe), fp4kit.GroupedPlan(tensors.xs, recipe)
     amaxes = None if r.tensor_scaling == "none" else plan.amax()
@@ -124,6 +128,13 @@ def with_amaxes(bench: Bench, tensors: Tensors, recipe: str, name: str, call: Ca
     """Time a grouped call that computes the amaxes, and add its row to `bench`.
 
     It is compared with a single call on the concatenated tensors. Each takes two launches.
+
+    Args:
+        tensors: the tensors to quantize
+        recipe: the id of the recipe
+        name: "quantize" or "fake_quantize"
+        call: the grouped call
+        traffic: the traffic without the read for the amaxes
     """
     single = fp4kit.fake_quantize if name.startswith("fake") else fp4kit.quantize
     one = Beside("one launch each", bench.time(lambda: single(tensors.whole, recipe)).median, AT_MOST)

@@ -44,7 +44,13 @@ STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Call]:
     """Return (q, call) for quantize of x with its tensor amax given. `call` writes its result into q.
 
-    The call is made once into poisoned memory, and the result is compared with the CPU's.
+    The call is made once into memory that is filled with bytes 0xEE. AssertionError is raised if the result differs
+    from the CPU's.
+
+    Args:
+        x: the input
+        recipe: the id of the recipe
+        options: further arguments of fp4kit.quantize
     """
     amax = (
         {}
@@ -63,7 +69,10 @@ def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Cal
 
 
 def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> BenchmarkRow:
-    """Time quantize with the tensor amax given, add its row to `bench`, and return the row."""
+    """Time quantize along rows with the tensor amax given, add its row to `bench`, and return the row.
+
+    target: the smallest efficiency that the row should have, or None for no target.
+    """
     q, call = prepared(x, recipe)
     others = peers.quantize_mx(bench, x, recipe)
     if recipe == "nvfp4-torchao":

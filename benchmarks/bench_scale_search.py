@@ -86,7 +86,7 @@ def a_block(name: str, x: np.ndarray, ways: dict[str, fp4kit.Quantized]) -> dict
     """Return a block to plot, in which three ways to choose the scale have clearly different errors.
 
     It is the first block in which 4over6 has less than 0.8 of the squared error of amax, and mse has less than 0.6 of
-    that of 4over6.
+    that of 4over6. Raises IndexError if there is no such block.
 
     Args:
         name: the name of the layer.

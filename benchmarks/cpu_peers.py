@@ -62,9 +62,14 @@ def _float32(y: Any) -> np.ndarray:
 
 
 def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield torchao's to_mx with to_dtype, and its NVFP4Tensor with and without a tensor scale.
+    """Yield a Peer per mode of torchao's to_mx, and Peers for its NVFP4Tensor with and without a tensor scale.
 
-    If `quick` is false, yield each also with torch.compile.
+    Raises ImportError if torchao is not installed.
+
+    Args:
+        x: the float32 input, which is cast to bfloat16
+        threads: the number of threads that torch uses
+        quick: False to yield each also with torch.compile
     """
     import torch
     from torchao.prototype.mx_formats import mx_tensor as mx
@@ -95,9 +100,14 @@ def torchao(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
 
 
 def compressed_tensors(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield the calls that compressed-tensors makes for an NVFP4 weight.
+    """Yield a Peer that quantizes a weight to NVFP4 as compressed-tensors does: first scales, then its compressor.
 
-    They are observers for the scales, then its compressor.
+    Raises ImportError if compressed-tensors is not installed.
+
+    Args:
+        x: the float32 input, which is cast to bfloat16
+        threads: the number of threads that torch uses
+        quick: has no effect
     """
     import torch
     from compressed_tensors.compressors import quantize_and_pack_fp4, unpack_fp4_from_uint8
@@ -126,7 +136,15 @@ def compressed_tensors(x: np.ndarray, threads: int, quick: bool) -> Iterator[Pee
 
 
 def microxcaling(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield quantize_mx_op of microxcaling, which returns decoded values only."""
+    """Yield a Peer per format for quantize_mx_op of microxcaling, which returns decoded values only.
+
+    Raises ImportError if microxcaling is not installed.
+
+    Args:
+        x: the float32 input, which is cast to bfloat16
+        threads: the number of threads that torch uses
+        quick: has no effect
+    """
     import torch
     from mx.mx_ops import quantize_mx_op
     from mx.specs import finalize_mx_specs
@@ -140,7 +158,15 @@ def microxcaling(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
 
 
 def mlx(x: np.ndarray, threads: int, quick: bool) -> Iterator[Peer]:
-    """Yield mx.quantize and mx.dequantize on MLX's CPU device, NVFP4 with and without a tensor scale."""
+    """Yield a Peer per format for mx.quantize and mx.dequantize on MLX's CPU device.
+
+    There are two for NVFP4, with and without a tensor scale. Raises ImportError if MLX is not installed.
+
+    Args:
+        x: the float32 input, which is cast to bfloat16
+        threads: has no effect
+        quick: has no effect
+    """
     import mlx.core as mx
 
     mx.set_default_device(mx.cpu)
@@ -245,8 +271,9 @@ def versions() -> dict[str, str]:
 
 
 def main() -> None:
-    """Print the available calls, then answer each input line with one line of JSON.
+    """Print the available calls as one line of JSON, then make the call that each input line names.
 
+    Each call is answered with one line of JSON, which holds its seconds or its error.
     What the libraries print goes to standard error.
     """
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

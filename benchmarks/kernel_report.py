@@ -90,7 +90,10 @@ def dequantize_kernel(r: Recipe, dtype: np.dtype) -> Kernel:
 def patch_kernel(r: Recipe, dtype: np.dtype, mask: int | None = None) -> Kernel:
     """Return the kernel that quantizes along columns, in both directions, and in square blocks.
 
-    `mask` is the sign mask of the Hadamard transform, or None for no transform.
+    Args:
+        r: the recipe
+        dtype: the dtype of the input
+        mask: the sign mask of the Hadamard transform, or None for no transform
     """
     source = instantiation("quantize_columns", recipe_struct(r, sign_mask=mask), Input=TYPES[dtype], kAligned=True)
     return Kernel("quantize_columns_kernel", r.id, str(dtype), "hadamard" * (mask is not None), source)

@@ -220,6 +220,12 @@ def add(directory: Path, name: str, new: Arrays, replace: bool = False) -> list[
 
     Return the names of the files that were written.
 
+    Args:
+        directory: where the packed files are; it is created if it does not exist
+        name: the name of the producer's file, without its ending
+        new: {key: array} to add
+        replace: True to accept arrays that differ from the recorded ones
+
     Raises ValueError if an array differs from the recorded one and `replace` is false.
     """
     directory.mkdir(parents=True, exist_ok=True)

@@ -450,7 +450,9 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
 def _recipes(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     """Return (the default recipe, (pattern, recipe) pairs) for the values of --recipe.
 
-    The default is None if it is not given.
+    The default is None if no value is a plain recipe. Recipes are returned as they were given, as text.
+
+    texts: the values of --recipe in order, each "RECIPE" or "PATTERN=RECIPE".
 
     Raise CheckpointError if two values have no pattern, or if a pattern or a recipe is empty.
     """

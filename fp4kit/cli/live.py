@@ -16,8 +16,8 @@ from fp4kit.evidence.live import report, run
 def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
     """Compare every installed producer with fp4kit, and print the result.
 
-    Return 1 if anything differs or no producer is installed, otherwise 0. Raise ValueError for a time or seed that is
-    not allowed.
+    Return 1 if anything differs, or if nothing was compared, for example because no producer is installed. Otherwise
+    return 0. Raise ValueError for a time or seed that is not allowed.
 
     ids: the ids of the recipes to compare.
     seconds: how long each producer runs; positive and finite.
@@ -52,6 +52,10 @@ def _run(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> list[r
     """Run all installed producers one after another, and return their results.
 
     If stderr is a terminal and --quiet was not given, draw a line of progress.
+
+    ids: the ids of the recipes to compare.
+    seconds: how long each producer runs.
+    seed: the seed of the random inputs.
     """
     columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
     shown = not out.quiet and sys.stderr.isatty()

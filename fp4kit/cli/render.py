@@ -134,6 +134,9 @@ def _narrowed(grid: list[tuple[str, ...]], room: int, ellipsis: str) -> list[tup
     """Return the rows of a table with their names (first cells) shortened to ``room`` terminal columns.
 
     Return None if ``room`` is less than NAME_WIDTH or if different names would look alike.
+
+    grid: the rows; the first is the titles.
+    ellipsis: the text that replaces the middle of a shortened name.
     """
     if room < NAME_WIDTH:
         return None

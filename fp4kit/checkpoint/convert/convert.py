@@ -252,9 +252,11 @@ def check(plan: Plan, destination: str | Path, resume: bool = False, removes: bo
 
 
 def paths_to_write(plan: Plan, target: Path) -> dict[str, Path]:
-    """Return file name in the partial directory -> final path, for a result of one or several files.
+    """Return name in the partial directory -> final path, for the files of a result of one or several files.
 
     Return {} if the result is a directory.
+
+    target: the destination, which is the final path of a single file. For a split GGUF model, it is NAME.gguf.
     """
     if plan.is_split:
         return {file.name: final_path(target, file.name) for file in plan.files}
@@ -532,6 +534,8 @@ def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path
     """Create an output file with its final size and its header, so that jobs can write into it in any order.
 
     The data of a file that an interrupted run left is kept. Return tensor name -> (file, byte position of its data).
+
+    folder: the partial directory, in which the file is created.
     """
     path = folder / file.name
     header, places, position = file.header(plan.source)

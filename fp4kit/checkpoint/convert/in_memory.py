@@ -118,7 +118,12 @@ class Rules:
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
-        """Return the description of a tensor from which ``decide`` tells whether to quantize it."""
+        """Return the description of a tensor that the function ``decide`` needs to tell whether to quantize it.
+
+        name: the Hugging Face name of the tensor.
+        dtype: its safetensors dtype, such as "BF16".
+        shape: its shape. For a stack of experts, the rows and columns are put into the order [E, N, K].
+        """
         if len(shape) != 3:
             return candidate(name, dtype, shape, self._facts)
         return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
@@ -425,6 +430,10 @@ def _heads(megatron_name: str, array: Any, config: Mapping[str, Any]) -> tuple[A
 
     The rows of the fused tensor are grouped by key-value head. Each group holds the query heads that use this head, its
     key head and its value head. Raise CheckpointError if ``config`` lacks the numbers of heads or they do not fit.
+
+    megatron_name: the name of the parameter, for the message.
+    array: the fused weight or bias; its first axis is the rows.
+    config: the content of config.json.
     """
     text = config.get("text_config", config)
     heads, groups = text.get("num_attention_heads"), text.get("num_key_value_heads", text.get("num_attention_heads"))
@@ -456,6 +465,9 @@ def _layers(name: str, array: Any, rules: Rules) -> Iterator[tuple[str, Any]]:
 
     A 2-D tensor is one layer. A 3-D stack of experts is split into its experts, unless the container stores stacks
     whole; then the stack is yielded as one array. Stacks that the model stores transposed are transposed back.
+
+    name: the name of the tensor, a layer's name with or without ".weight".
+    rules: the container to write, and the config of the model.
     """
     shape = tuple(array.shape)
     module = name.removesuffix(".weight")
@@ -476,6 +488,7 @@ def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Ite
 
     module: the name of the stack without ".weight".
     name: the full name of the stack's tensor.
+    shape: the shape [E, N, K] of the stack, with N rows and K columns per expert, however the model stores them.
     """
     return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
 
@@ -486,6 +499,7 @@ def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Na
     Until then, store the layer in ``waiting`` and yield nothing. When the last layer of the group arrives, yield the
     pairs of all its layers.
 
+    module: the name of the layer.
     waiting: group name -> (layer name, matrix) pairs of the incomplete groups; it is changed in place.
     """
     group = fused_layers.group_of(module) if rules.form.has_tensor_scale else None
@@ -531,6 +545,7 @@ def _parts(
     The tensor scale is left out if ``shared`` is None. The input scale is left out if there is neither
     ``rules.input_scale`` nor ``input_amax``.
 
+    module: the name of the layer, with which the yielded names begin.
     shared: the largest amax of the layers that share the tensor scale; None if the container has no tensor scale.
     input_amax: the amax of the layer's inputs; None if it was not measured.
     """

@@ -112,9 +112,10 @@ def _amax(recipe: Recipe, high: int) -> np.float32:
 
 
 def write(job: Job, readers: Readers, output: Sink, high: int) -> Changes:
-    """Write the codes of a job's MXFP4 weight with NVFP4 block scales and tensor scale. Return what changed.
+    """Write the codes of a job's MXFP4 weight with NVFP4 block scales and tensor scale.
 
-    Only blocks out of range get new codes. Call this only if keeps_codes returns True.
+    Return the numbers of blocks and values that changed, and the largest change. Only blocks out of range (whose new
+    scale would be too small for E4M3) get new codes. Call this only if keeps_codes returns True.
 
     high: the largest scale exponent of all nonzero blocks that share the tensor scale. If there are none, it is -2^20,
         and the tensor scale is 1.

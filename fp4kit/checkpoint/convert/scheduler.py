@@ -133,7 +133,8 @@ class JobScheduler:
     def _take_measured(self, found: Measured) -> list[Call[Any]]:
         """Check and record the measurements of a job. If its group is complete, return the calls that write the group.
 
-        Otherwise return []. Jobs that are done already are not written again.
+        Otherwise return []. Jobs that are done already are not written again. Raise CheckpointError if the measurements
+        show values that the request does not allow.
         """
         job = self._jobs[found.key]
         self._check(job, found)

@@ -43,6 +43,7 @@ def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized
     """Quantize a matrix with the scale bytes that give the smallest error (see the head of this file).
 
     x: float32, float16 or bfloat16 (rows, columns), a NumPy or CuPy array.
+    recipe: nvfp4-gguf or mxfp4-gguf.
     objective: the error to minimize, as for fp4kit.search_scales, such as "mse".
     weights: the weight of each column in the error, float32 (columns,); None for equal weights.
     """
@@ -59,6 +60,8 @@ def quantized(x: Any, recipe: Recipe, objective: str, weights: Any) -> Quantized
 def _with_scales(x: Any, recipe: Recipe, values: Any) -> Quantized:
     """Quantize a matrix with given block scales. The scale of a block becomes 0 if all its element codes are 0.
 
+    x: the matrix, a NumPy or CuPy array.
+    recipe: a recipe with E4M3 scales.
     values: the block scales as numbers that E4M3 represents exactly, of shape (rows, blocks per row).
     """
     on_host = isinstance(values, np.ndarray)

@@ -45,6 +45,8 @@ def files_of(root: Path) -> dict[str, Path]:
 def path_of(root: Path, name: str) -> Path:
     """Return the path of the file that a patch names ``name``, in a version of the model.
 
+    root: the version: a directory, a safetensors file, or any file of a GGUF model.
+
     Raises CheckpointError if this version has no such file.
     """
     if root.is_dir():

@@ -124,6 +124,7 @@ def _chosen(found: ScaledRows, r: Recipe, candidates: list[np.ndarray], apply: C
 
     The best candidate gives the smallest number of wrong codes and wrong block scales in its column (see _wrong).
 
+    found: the stored rows and their source.
     r: the recipe to quantize with.
     candidates: arrays of one factor per column.
     apply: _multiplied or _divided.
@@ -138,6 +139,8 @@ def _wrong(found: ScaledRows, r: Recipe, x: np.ndarray) -> np.ndarray:
 
     Codes are computed under the stored scales. A wrong block scale counts for the column that holds the block's amax.
 
+    found: the stored rows.
+    r: the recipe to quantize with.
     x: the scaled source rows.
     """
     q = found.q

@@ -258,9 +258,11 @@ def _in_layout(
     They may be whole or have the padding cut off. If ``layout`` is linear, they may also include the padding of the
     declared layout. Yield nothing if the number of bytes fits none of these.
 
+    stored: the bytes of the block scales, of any shape.
+    layout: the layout to try, one of SCALE_LAYOUTS.
+    declared: the layout that the container declares.
+    shape: the shape (N, B) of the scales in linear order.
     mishap: the name of the mishap of scales in ``layout`` with correct padding; None if this is the declared layout.
-
-    For the other arguments, see scale_orders.
     """
     padded = padded_shape(shape, layout)
     if stored.size == prod(padded):

@@ -233,7 +233,15 @@ def _explain_source(
 ) -> Explanation:
     """Explain a layer from the source as it is given, without replacing NaN and infinities.
 
-    For the arguments, see explain.
+    Return an Explanation whose ``recipe`` is None if nothing gives every byte.
+
+    layer: the layer as its file stores it.
+    x: the source (N, K) of the layer.
+    other: the source of the other half, if the layer is half of a gated pair (gate and up); otherwise None.
+    second: True if the layer is the second half (up).
+    heads: possible numbers of heads if the layer is q or k; empty otherwise.
+    amaxes: amaxes of groups of layers that may share the layer's tensor scale, besides its own amax.
+    unnamed: True to search also for faults without a name.
     """
     own = own_amax(x)
     pair = () if other is None else (own_amax(other),)
@@ -341,6 +349,7 @@ def _search_family(
 ) -> Explanation | None:
     """Return the explanation that names the search that chose the block scales, or None if it is unknown.
 
+    plain: the layout in which codes are read as declared and rows are in place.
     nearest: the hypothesis that fits a sample best.
     found: the recipes that give all codes under the stored block scales.
     """
@@ -368,6 +377,7 @@ def _other_codes_under_scales(
     Return None if no recipe gives all scales, if only few bytes differ (they are damaged), or if the signs of the codes
     are not those of the source. If the codes were rounded stochastically, the explanation says so instead.
 
+    plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in all layouts.
     unnamed: True to check for stochastic rounding.
     """
@@ -418,6 +428,7 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | Non
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:
     """Return the explanation that rows, block scales or whole blocks are permuted, or None if none of them are.
 
+    plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in all layouts.
     """
     if not plain.reading.mishap:
@@ -496,6 +507,9 @@ def _nearest(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict, unnam
 
     Its sentence names a Hadamard transform or stochastic rounding, if a sample shows one and ``unnamed`` is True.
     Otherwise it names the hypothesis that fits the sample best, with its share of the layer's bytes.
+
+    plain: the layout in which codes are read as declared and rows are in place.
+    trial: the hypotheses that were compared with a sample.
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
     tally = count_matches(evidence, trial.nearest, early=False)
@@ -517,7 +531,9 @@ def _unexplained(text: str, tally: MatchCount) -> Explanation:
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
     """Return the verdict of fp4kit.identify on a sample, if a Hadamard transform or stochastic rounding explains it.
 
-    Return None if neither does, or if the parts of the layer are not in order.
+    Return None if neither does, or if codes, rows or scales are not in their places.
+
+    plain: the layout in which codes are read as declared and rows are in place.
     """
     layer, r = evidence.layer, evidence.layer.recipe
     if plain.mishaps or layer.scale_layout != "linear" or layer.block_scale.size * r.block_size != evidence.x.size:

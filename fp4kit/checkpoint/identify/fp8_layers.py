@@ -148,7 +148,11 @@ def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
 
 
 def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float, ...]) -> bool:
-    """Return whether a recipe gives all codes and scales of a layer, from its own amax or from one of ``amaxes``."""
+    """Return whether a recipe gives all codes and scales of a layer, from its own amax or from one of ``amaxes``.
+
+    x: the source (N, K).
+    amaxes: amaxes of groups of layers that may share the layer's scale. They are used only for one scale per tensor.
+    """
     own = layer.amaxes(x)
     shared = [np.float32(max(a, own.max(initial=0))) for a in amaxes] if layer.scaling == "tensor" else []
     for amax in [None, *shared]:
@@ -176,7 +180,13 @@ def _scale_rules(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...]) -> t
 
 
 def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
-    """Return dtype -> number of codes that are nearest to x / scale, if the quotient is rounded to this dtype first."""
+    """Return dtype -> number of codes that are nearest to x / scale, if the quotient is rounded to this dtype first.
+
+    The keys are "float32" and "bfloat16".
+
+    layer: the stored codes and scales.
+    x: the source (N, K).
+    """
     found = dict.fromkeys(_DTYPES, 0)
     step = max(CHUNK // max(x.shape[1], 1) // 128, 1) * 128
     for rows in (slice(start, start + step) for start in range(0, len(x), step)):

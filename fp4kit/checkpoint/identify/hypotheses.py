@@ -193,7 +193,11 @@ def _whole_blocks(index: np.ndarray, height: int, rows: int) -> np.ndarray:
 
 
 def row_amaxes(evidence: LayerEvidence, layout: Layout, index: np.ndarray) -> np.ndarray:
-    """Return the largest magnitude of each source row in ``index``, ignoring NaN, as float32 (n,)."""
+    """Return the largest magnitude of each source row in ``index``, ignoring NaN, as float32 (n,).
+
+    layout: tells whether the rows are those of the transposed source, and how long they are.
+    index: the numbers of the source rows, as LayerEvidence.values takes them.
+    """
     found = np.zeros(len(index), np.float32)
     step = max(CHUNK // max(layout.shape[1], 1), 1)
     for start in range(0, len(index), step):
@@ -243,6 +247,8 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
     stored: the stored tensor scale, one number or one per row.
     own: the layer's own amax.
+    r: the recipe whose formula is inverted.
+    dtype: the dtype of the source.
     """
     scale = np.asarray(stored).reshape(-1)[0]
     if not (np.asarray(stored) == scale).all() or not 0 < scale < np.inf:

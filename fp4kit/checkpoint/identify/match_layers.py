@@ -239,6 +239,8 @@ class _Pairs:
     def _pair(self, weight: Weight, expert: int, origin: Origin) -> LayerPair:
         """Read one layer and its source, and return them with the further facts that explain it.
 
+        weight: the weight of the checkpoint.
+        expert: the number of the matrix in a stack of experts; 0 for a single layer.
         origin: the rows of the source from which the layer was made.
         """
         parent, leaf = fused_layers.split_module(weight.name)
@@ -349,7 +351,10 @@ def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer |
 
 
 def _fp8_layer(weight: Weight, expert: int, readers: Readers) -> Fp8Layer:
-    """Read one layer of FP8 codes with one scale per tensor, per row or per 128x128 block."""
+    """Read one layer of FP8 codes with one scale per tensor, per row or per 128x128 block.
+
+    expert: the number of the matrix in a stack of experts; 0 for a single layer.
+    """
     form = weight.container
     assert form is not None
     slab = next(slabs(readers, weight, expert, max_bytes=1 << 40))
@@ -367,6 +372,8 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
     elements. A tensor that cannot be divided evenly, or that belongs to a single layer, is returned whole.
 
     part: the tensor of codes or block scales.
+    weight: the weight that the tensor belongs to.
+    expert: the number of the expert.
     """
     experts, shape = weight.experts, part.entry.shape
     if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:

@@ -73,6 +73,7 @@ def _nearest_sources(
     The result is -1 for a stored row whose signs no source row has. It is -2 - n for a stored row whose codes are all
     zero, with n the most similar source row.
 
+    plain: the layout in which codes are read as declared and rows are in place.
     order: the order of codes within bytes.
     rows: the numbers of the stored rows.
     values: the source rows, each divided by its largest magnitude, restricted to the first columns.

@@ -186,7 +186,11 @@ def _nearest_values(quotient: npt.NDArray[np.float64], r: Recipe) -> npt.NDArray
 
 
 def _tried(evidence: LayerEvidence, part: _Rows, tensor: TensorScale) -> Iterator[npt.NDArray[np.uint8]]:
-    """Yield the scale codes of some rows for each multiple of the blocks' amaxes that auto-round tries."""
+    """Yield the scale codes that auto-round tries for some rows, one array (rows, blocks) per multiple of the amax.
+
+    part: the rows.
+    tensor: the tensor scale.
+    """
     amax = np.abs(part.x).max(axis=-1).astype(np.float32)
     for factor in FACTORS[_AUTO_ROUND.search]:
         yield _code(amax * np.float32(factor), tensor, _AUTO_ROUND, evidence)
@@ -200,9 +204,11 @@ def _is_nvfp4(evidence: LayerEvidence) -> bool:
 
 
 def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
-    """Return the tensor scale that a recipe computes from an amax that gives the stored one.
+    """Return the tensor scale of a recipe for the candidate amax whose tensor scale equals the stored one, up to 2 ulp.
 
-    Return None if there is none, or if the layer is not NVFP4 with one tensor scale.
+    Return None if there is no such amax, or if the layer is not NVFP4 with one tensor scale.
+
+    r: the recipe that computes the tensor scale.
     """
     stored = evidence.layer.tensor_scale
     if stored is None or not _is_nvfp4(evidence):

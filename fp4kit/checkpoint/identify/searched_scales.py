@@ -61,9 +61,12 @@ def _tensor_scales(evidence: LayerEvidence, r: Recipe) -> Iterator[np.float32 | 
 def _codes_match(
     evidence: LayerEvidence, plain: Layout, r: Recipe, tensor_scale: np.float32 | None, rows: np.ndarray
 ) -> bool:
-    """Return whether a recipe gives all codes of some stored rows under their block scales and ``tensor_scale``.
+    """Return whether a recipe gives all codes of some stored rows under their block scales and a tensor scale.
 
-    rows: the numbers of these rows.
+    plain: the layout in which codes are read as declared and rows are in place.
+    r: the recipe.
+    tensor_scale: the tensor scale; None if the recipe has none.
+    rows: the numbers of the stored rows.
     """
     codes = plain.reading.read(evidence.layer, rows, slice(0, plain.shape[1]))
     scales = np.ascontiguousarray(evidence.layer.block_scale.reshape(plain.shape[0], -1)[rows]).view(np.uint8)

@@ -221,6 +221,7 @@ def _compare(
 ) -> None:
     """Quantize the sample with one recipe and amax, and compare the result with all orders of codes and block scales.
 
+    layout: how codes are read, and from which source rows the stored rows were made.
     recipe_amax: the recipe and the tensor amax.
     codes: (order, stored codes of the sample in this order) per order of codes.
     scales: (name of the mishap or None, stored scales of the sample) per order of block scales.

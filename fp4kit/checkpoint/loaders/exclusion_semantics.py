@@ -241,6 +241,8 @@ def sglang_modelopt(module: str, patterns: Sequence[str]) -> bool:
 
     Raise PartsDisagree if only some parts of a fused layer are excluded by dotted paths.
 
+    patterns: the exclusion list.
+
     Source: SGLang 0.5.23 layers/quantization/modelopt_quant.py ModelOptQuantConfig.is_layer_excluded; utils.py
     is_layer_skipped, _module_path_match.
     """
@@ -260,6 +262,8 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
     A module is excluded by a pattern, with or without a leading ``model.``, that is a dotted path within its name.
     There are no wildcards: ``model.visual.*`` excludes nothing. A fused layer is excluded if all its parts are; raise
     PartsDisagree if only some are.
+
+    patterns: the exclusion list.
 
     Source: SGLang 0.5.23 layers/quantization/fp8.py Fp8Config.from_config; utils.py is_layer_skipped,
     _module_path_match.
@@ -284,6 +288,7 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
     ``re:`` pattern that matches the beginning of the name, or by the name of one of its classes. Raise ValueError if a
     ``re:`` pattern is not a regular expression.
 
+    patterns: the exclusion list.
     classes: the names of the layer's class and base classes.
 
     Source: compressed-tensors 0.20.0 utils/match.py is_match, match_name; transformers 5.23.0
@@ -296,8 +301,10 @@ def compressed_tensors(module: str, patterns: Sequence[str], classes: Sequence[s
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
     """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    The rules are those of vllm_compressed_tensors.
+    The rules are those of vllm_compressed_tensors. Raise PartsDisagree if only some parts of a fused layer or of a
+    container of experts are excluded.
 
+    patterns: the exclusion list.
     fused: the engine's fused layers: last part of the name -> last parts of the names of the layers that it joins.
     """
     prepared = _prepared(patterns)
@@ -319,6 +326,8 @@ def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     Raise PartsDisagree if only some of these parts are excluded. Unlike in compressed-tensors, names of classes have no
     effect.
 
+    patterns: the exclusion list.
+
     Source: vLLM 0.33.0 layers/quantization/compressed_tensors/utils.py should_ignore_layer; compressed_tensors_moe
     get_moe_method.
     """
@@ -328,7 +337,10 @@ def vllm_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 def sglang_compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
     """Return whether SGLang leaves ``module`` of a compressed-tensors checkpoint unquantized.
 
-    The rules are those of vllm_compressed_tensors, with SGLang's fused layers.
+    A linear layer is excluded by its exact name or by a ``re:`` pattern that matches the beginning of its name. Fused
+    layers and containers of experts have the rules of vllm_compressed_tensors; fused layers are those of SGLang.
+
+    patterns: the exclusion list.
 
     Source: SGLang 0.5.23 layers/quantization/compressed_tensors/utils.py should_ignore_layer.
     """
@@ -361,6 +373,8 @@ def transformers_mxfp4(module: str, patterns: Sequence[str] | None) -> bool:
 
     It quantizes only containers of experts that are not listed (see transformers_listed).
 
+    patterns: the content of ``modules_to_not_convert``. If it is None, no module is listed.
+
     Source: transformers 5.23.0 integrations/mxfp4.py replace_with_mxfp4_linear.
     """
     return split_module(module)[1] != "experts" or transformers_listed(module, patterns)
@@ -383,6 +397,7 @@ def vllm_deepseek_v4(module: str, patterns: Sequence[str]) -> bool:
     It is excluded by a pattern that is or contains its name, such as the name of one expert.
 
     module: the name of the container of experts.
+    patterns: the exclusion list.
 
     Source: vLLM 0.33.0 models/deepseek_v4/quant_config.py DeepseekV4FP8Config.get_quant_method.
     """

@@ -90,8 +90,6 @@ def _starred(name: str) -> str:
 def _modelopt(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list in Model-Optimizer's syntax: names and globs.
 
-    The functions _compressed_tensors, _dotted and _mxfp4 have the same arguments.
-
     names: names of single layers to exclude.
     roots: prefixes below which everything is excluded.
     containers: names of containers of experts below which everything is excluded.
@@ -121,22 +119,35 @@ def _mounted(root: str) -> str:
 def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns.
 
-    For the arguments, see _modelopt.
+    names: names of single layers to exclude.
+    roots: prefixes below which everything is excluded.
+    containers: names of containers of experts below which everything is excluded.
+    converted: not used in this syntax.
     """
     covered = roots | containers
     return names | containers | {_expression(root) for root in covered | set(map(_mounted, covered))}
 
 
 def _dotted(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
-    """Return the exclusion list in the syntax of SGLang's mxfp8: dotted paths. For the arguments, see _modelopt."""
+    """Return the exclusion list in the syntax of SGLang's mxfp8: dotted paths, which cover all layers below them.
+
+    names: names of single layers to exclude.
+    roots: prefixes below which everything is excluded.
+    containers: names of containers of experts below which everything is excluded.
+    converted: not used in this syntax.
+    """
     return names | roots | containers
 
 
 def _mxfp4(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list of a gpt-oss model for transformers: names.
 
-    Names with special characters are escaped, because transformers reads names as regular expressions. For the
-    arguments, see _modelopt.
+    Names with special characters are escaped, because transformers reads names as regular expressions.
+
+    names: names of single layers to exclude.
+    roots: prefixes below which everything is excluded.
+    containers: names of containers of experts below which everything is excluded.
+    converted: not used in this syntax.
     """
     return {name if re.fullmatch(r"[\w.-]+", name) else re.escape(name) for name in names | roots | containers}
 
@@ -211,7 +222,11 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
 def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
     """Return " by PATTERN" for a message, with the first pattern that excludes the module ``name`` on its own.
 
-    Return "" if there is no such pattern, or if the engine excludes the module even with an empty list.
+    Return "" if there is no such pattern, or if the engine excludes the module even with an empty list. Patterns on
+    which the engine fails are skipped.
+
+    reader: how the engine looks up modules.
+    patterns: the exclusion list.
     """
     if not reader.excluded(name, ()):
         for pattern in patterns:
@@ -226,6 +241,7 @@ def _culprit(reader: Reader, name: str, patterns: Sequence[str]) -> str:
 def _mla_advice(reader: Reader, culprit: str) -> str:
     """Return advice for a message if SGLang's MLA rule applies a pattern to every layer of the model, otherwise "".
 
+    reader: how the engine looks up modules. Only SGLang has the MLA rule.
     culprit: " by PATTERN", as _culprit returns it.
     """
     parent, leaf = split_module(culprit.removeprefix(" by "))

@@ -44,7 +44,13 @@ def consequence(engine: str, container: str, layer: str, suffix: str) -> str:
 
 
 def _vllm(format: str, container: str, is_expert: bool, suffix: str) -> str | None:
-    """Return what vLLM does (see consequence), or None if that is not known."""
+    """Return a clause that says what vLLM does if a tensor of a layer is missing, or None if that is not known.
+
+    format: the first word of the container's id, such as "modelopt".
+    container: the id of the container, such as "modelopt NVFP4".
+    is_expert: True if the layer is an expert.
+    suffix: the end of the tensor's name, such as ".weight_scale".
+    """
     if container == "modelopt FP8" and suffix == ".input_scale":
         return None
     if format == "modelopt" and "NVFP4" in container and not is_expert and suffix == ".weight_scale":
@@ -57,7 +63,11 @@ def _vllm(format: str, container: str, is_expert: bool, suffix: str) -> str | No
 
 
 def _sglang(format: str, suffix: str) -> str | None:
-    """Return what SGLang does (see consequence), or None if that is not known."""
+    """Return a clause that says what SGLang does if a tensor of a layer is missing, or None if that is not known.
+
+    format: the first word of the container's id, such as "modelopt".
+    suffix: the end of the tensor's name, such as ".weight_scale".
+    """
     if format == "modelopt" and suffix == ".input_scale":
         return _ONE
     if format in ("modelopt", "compressed-tensors"):

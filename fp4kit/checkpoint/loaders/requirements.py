@@ -275,6 +275,9 @@ def _unusable(name: str, value: float) -> tuple[Severity, str] | None:
     """Return (severity, message) for a tensor scale that is not a positive normal float32, or None if it is.
 
     A subnormal is a warning. NaN, infinity, 0 and negative numbers are errors.
+
+    name: the name of the scale, for the message.
+    value: the stored scale.
     """
     if not math.isfinite(value) or value <= 0:
         return "error", f"{name} is {value}; a positive finite number is needed"

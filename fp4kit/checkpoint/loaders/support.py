@@ -102,7 +102,10 @@ def cell(container_id: str, family: str, engine: str) -> Cell:
 def engines_for(container_id: str, family: str) -> tuple[str, ...]:
     """Return the names of the serving engines (vLLM, SGLang, transformers) that load a container for a family.
 
-    Return () if none is known to load it.
+    Return () if none is known to load it. Raises ValueError for a container, or a family of models, that is unknown.
+
+    container_id: one of ``containers.CONTAINERS``, or of ``containers.MIXTURES``.
+    family: one of FAMILIES.
     """
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
 

@@ -147,7 +147,8 @@ def _described(entry: TensorEntry) -> str:
 def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Readers) -> TensorDifference | None:
     """Return a difference with the number of bytes that differ in a tensor, or None if all bytes are equal.
 
-    If the tensor is in the same place of the same file for both checkpoints, its bytes are not read.
+    Both checkpoints must have the tensor ``name``, with equal dtype and shape. If the tensor is in the same place of
+    the same file for both checkpoints, its bytes are not read.
     """
     (file, entry), (other, place) = left.tensors[name], right.tensors[name]
     if entry.start == place.start and os.path.samefile(file.path, other.path):
@@ -220,7 +221,11 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 def _rows_difference(a: Origin, b: Origin, rows: slice, readers: Readers) -> _Counts:
-    """Compare the rows ``rows`` of a layer in two checkpoints, and return the numbers of differences."""
+    """Compare some rows of a layer in two checkpoints, and return the numbers of differences.
+
+    a, b: the rows of the whole layer in each checkpoint.
+    rows: the range of rows to compare, counted from the first row of the layer.
+    """
     one, other = a.slab(readers, rows), b.slab(readers, rows)
     x, y = (values_of(o.weight, slab).astype(np.float32, copy=False) for o, slab in ((a, one), (b, other)))
     codes = scales = None

@@ -100,7 +100,12 @@ def recorded_activations(root: Path) -> tuple[Any, Any]:
 
 
 def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
-    """Return the amax of a layer's inputs that follows from its input scale, or 0 if it has no usable input scale."""
+    """Return the amax of a layer's inputs that follows from its input scale.
+
+    Return 0 if the layer has no input scale, or one that is not positive and finite.
+
+    stored: tensor name -> stored value of input scales.
+    """
     place, form = weight.parts.get(INPUT_SCALE), weight.container
     value = 0.0 if place is None else stored.get(place.entry.name, 0.0)
     if form is None or not (math.isfinite(value) and value > 0):

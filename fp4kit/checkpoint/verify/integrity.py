@@ -325,7 +325,10 @@ def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Ma
 
 
 def _unquantized(model: Checkpoint, form: Container) -> list[str]:
-    """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list."""
+    """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list.
+
+    form: the container of the quantized layers.
+    """
     facts = model_facts(model.config or {})
     parts = part_names(model.layers.values())
     # A stack may be stored as [E, K, N] and is then taken for [E, N, K]. This can change the reason why it is

@@ -346,7 +346,11 @@ def _write_file(
 def _chunks(
     file: SafetensorsFile, entry: TensorEntry, new: Mapping[str, np.ndarray], readers: Readers
 ) -> Iterator[np.ndarray]:
-    """Yield the new array of a tensor if ``new`` has its name, otherwise its stored bytes in chunks."""
+    """Yield the new array of a tensor if ``new`` has its name, otherwise its stored bytes in chunks.
+
+    file, entry: the file that holds the tensor, and the tensor's entry in the header of this file.
+    new: tensor name -> new array.
+    """
     if entry.name in new:
         yield new[entry.name]
     else:

@@ -397,6 +397,9 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
 
     If re-encoding raises CheckpointError, the result has its message.
 
+    check: the matrix to check.
+    job: the job that re-encodes it, which may differ from ``check.job``.
+    shared: the combined measurements of the layers that share its tensor scale.
     found: the counts of the stored values, for the result.
     """
     comparison = _Comparison(readers, check.stored, job.targets)
@@ -424,6 +427,10 @@ def _tally_of(form: Container, slab: Slab, x: np.ndarray | None) -> StoredCounts
     """Count the stored values of some rows and, if their source ``x`` is given, the errors against it.
 
     The low-rank matrix of SVDQuant is subtracted from the source, because the codes store only the rest.
+
+    form: the container of the rows.
+    slab: the stored codes, scales and low-rank part of the rows.
+    x: the source of the rows; None if there is no source.
     """
     assert slab.codes is not None and slab.scales is not None
     if x is None or slab.low_rank is None:

@@ -228,7 +228,22 @@ def prepare(
     """Prepare a verification for ``execute``, without reading the values of layers.
 
     Headers, configs and scalars are read, layers are matched with those of the source, and the requirements of engines
-    are checked. Arguments and errors are those of ``verify``. Only the devices of ``options`` are used.
+    are checked.
+
+    Args:
+        destination: the model directory, GGUF file or safetensors file to verify.
+        source: the model from which it was made; None to check it alone.
+        recipe: the recipe of the quantized layers; None for the recipe that the checkpoint records.
+        options: the devices to use; everything else in it is ignored.
+        search: the search that determined the block scales; None for the search that the checkpoint records.
+        ignore: globs of tensors, config keys and metadata entries that fp4kit does not know.
+        activations: measured activations to compare the input scales with; None for no comparison.
+
+    Returns:
+        A Verification with the issues found so far, and the values to compare.
+
+    Raises:
+        CheckpointError: as for ``verify``.
     """
     model = _opened(Path(destination))
     scales = _scalars(model.layers.values())
@@ -274,7 +289,10 @@ def _settings(
     The records are those in the manifest and the config. What the user gives has precedence over them.
 
     wanted: the recipe that the user gives, or None.
+    options: the devices to use; everything else in it is ignored.
     search: the search of block scales that the user gives, or None.
+
+    Raises CheckpointError if the recipe does not support ``search``.
     """
     manifest = load_manifest(model.path) or {}
     request = manifest.get("request")
@@ -346,7 +364,13 @@ def _other_source(model: Checkpoint, original: Source) -> list[Issue]:
 
 
 def _restored(model: Checkpoint, original: Source) -> list[SplitLayer | ExpertStack]:
-    """Return what a conversion may have put together from several weights of the source."""
+    """Return the layers that a conversion to unquantized values may have put together from several weights.
+
+    These are stacks made of separate experts, and kv_b_proj layers made of mlx-lm's embed_q and unembed_out.
+
+    model: the checkpoint. If it stores embed_q or unembed_out itself, kv_b_proj layers are left out.
+    original: the source.
+    """
     weights = weights_of(original.tensors, original.config)
     found: list[SplitLayer | ExpertStack] = [*expert_stacks(weights, original.config).values()]
     if not any(is_split(name) for name in model.tensors):
