@@ -416,9 +416,10 @@ def filled(op: str, amaxes: Mapping[str, np.float32], unseen: str) -> dict[str, 
 def _unseen_text(op: str, missing: list[str], unseen: str) -> str:
     """Return the error message for layers without an amax, with what to do.
 
-    op: the beginning of the message.
-    missing: the names of these layers.
-    unseen: the policy that was asked for; if it was "error", the message names the policy "layer".
+    Args:
+        op: the beginning of the message.
+        missing: the names of these layers.
+        unseen: the policy that was asked for; if it was "error", the message names the policy "layer".
     """
     fill = " For experts, unseen='layer' takes the largest amax of the layer's experts."
     more = fill if unseen == "error" and any(map(expert_of, missing)) else ""

@@ -33,10 +33,11 @@ _DTYPES = {"amax": np.float32, "tokens": np.int64, "columns": np.int64, "bins": 
 class Entry(NamedTuple):
     """Hold what was collected of one layer or expert.
 
-    columns: K, the number of inputs per token.
-    amax: the largest magnitude of the inputs; 0 if there was none.
-    tokens: the number of tokens.
-    histogram: int64 (512,), the number of nonzero blocks per bin; None if not collected.
+    Attributes:
+        columns: K, the number of inputs per token.
+        amax: the largest magnitude of the inputs; 0 if there was none.
+        tokens: the number of tokens.
+        histogram: int64 (512,), the number of nonzero blocks per bin; None if not collected.
     """
 
     columns: int

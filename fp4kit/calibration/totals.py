@@ -27,9 +27,10 @@ def _library(array: Any) -> Any:
 class Totals:
     """Hold what was collected of the experts of a layer. A layer without experts has one.
 
-    amax: uint32 (experts,), the bit patterns of the largest inputs; 0 if there was no nonzero input.
-    tokens: int64 (experts,), the number of inputs (rows).
-    histogram: int64 (experts, 512), the number of nonzero blocks per bin (see headroom.py), or None.
+    Attributes:
+        amax: uint32 (experts,), the bit patterns of the largest inputs; 0 if there was no nonzero input.
+        tokens: int64 (experts,), the number of inputs (rows).
+        histogram: int64 (experts, 512), the number of nonzero blocks per bin (see headroom.py), or None.
     """
 
     amax: Any
@@ -40,9 +41,10 @@ class Totals:
     def empty(cls, experts: int, histogram: bool, xp: Any = np) -> Totals:
         """Return the totals of no inputs.
 
-        experts: the number of experts; 1 for a layer without experts.
-        histogram: whether to have histograms.
-        xp: the library of the arrays, numpy or cupy.
+        Args:
+            experts: the number of experts; 1 for a layer without experts.
+            histogram: whether to have histograms.
+            xp: the library of the arrays, numpy or cupy.
         """
         counts = xp.zeros((experts, BINS), xp.int64) if histogram else None
         return cls(xp.zeros(experts, xp.uint32), xp.zeros(experts, xp.int64), counts)

@@ -440,7 +440,10 @@ def transpose(
 
 
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Convert block scales from layout `source` to layout `target`. shape: their shape (..., R, C) in linear layout."""
+    """Convert block scales from layout `source` to layout `target`.
+
+    shape: their shape (..., R, C) in linear layout.
+    """
     return swizzle_scales(unswizzle_scales(scales, source, shape), target)
 
 
@@ -473,9 +476,10 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard to `out`, the packed codes of the whole matrix: the driver of fp4kit.partial_cast.
 
-    block_amax, shape, start: as in fp4kit.partial_cast.
-    amax: the tensor amax; None uses the largest of block_amax, or 0 if there are no blocks.
-    cast: the engine's function that computes the codes.
+    Args:
+        block_amax, shape, start: as in fp4kit.partial_cast.
+        amax: the tensor amax; None uses the largest of block_amax, or 0 if there are no blocks.
+        cast: the engine's function that computes the codes.
     """
     if r.tensor_scaling != "none" and amax is None:
         amax = np.max(block_amax, initial=np.float32(0))

@@ -112,7 +112,10 @@ class ClipGroup:
         return [self._clip(call, amax) for call, amax in zip(self._calls, self._amaxes, strict=True)]
 
     def _clip(self, call: Call, amax: Any) -> Any:
-        """Return the clipped gradient of one call. amax: its clip limit; None computes the limit from call.x."""
+        """Return the clipped gradient of one call.
+
+        amax: its clip limit; None computes the limit from call.x.
+        """
         if not call.grad.size:
             return call.grad
         limit = reshape_clip_amax(self._run("clip_amax", call), call) if amax is None else amax

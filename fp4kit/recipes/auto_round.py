@@ -25,7 +25,9 @@ PACKED8 = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield auto-round's recipes for NVFP4, MXFP4 and MXFP8, in the order in which fp4kit.recipes() lists them per
+    format.
+    """
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-auto-round",

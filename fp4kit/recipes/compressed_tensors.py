@@ -13,7 +13,7 @@ VERSIONS = Versions("0.20", "0.20")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield compressed-tensors' recipes: one for each of NVFP4, MXFP4, MXFP6 (E2M3) and MXFP8 (E4M3), in this order."""
     yield of_format(
         NVFP4,
         "nvfp4-compressed-tensors",
@@ -34,7 +34,11 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
-    """Return compressed-tensors' recipe ``id`` for an MX format. ``fields`` are passed to Recipe."""
+    """Return compressed-tensors' recipe ``id`` for an MX format.
+
+    fmt: MXFP4, MXFP6_E2M3 or MXFP8_E4M3.
+    fields: further fields of the Recipe.
+    """
     top = "1.9375" if fmt is MXFP6_E2M3 else "1.75"
     zero_points = ", with zero points, which turn -0 into 0" if fmt is MXFP8_E4M3 else ""
     return of_format(

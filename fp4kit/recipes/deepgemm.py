@@ -16,7 +16,7 @@ _SOURCE = "DeepGEMM 54e2261 deep_gemm/utils/math.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield DeepGEMM's recipes: one for MXFP4, then one for MXFP8."""
     yield of_format(
         MXFP4,
         "mxfp4-deepgemm",

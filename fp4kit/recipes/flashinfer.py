@@ -13,7 +13,9 @@ VERSIONS = Versions("fb28d72", "fb28d72")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield FlashInfer's recipes for NVFP4, MXFP4 and MXFP8, in the order in which fp4kit.recipes() lists them per
+    format.
+    """
     fast = of_format(
         NVFP4,
         "nvfp4-flashinfer",

@@ -20,7 +20,7 @@ _BEYOND = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield fouroversix's recipes for NVFP4 and MXFP4, in the order in which fp4kit.recipes() lists them per format."""
     mse = of_format(
         NVFP4,
         "nvfp4-fouroversix",

@@ -22,7 +22,7 @@ FIRST = {
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield llama.cpp's recipes: one for NVFP4, then one for MXFP4."""
     yield of_format(
         NVFP4,
         "nvfp4-gguf",

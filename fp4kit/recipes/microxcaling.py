@@ -12,13 +12,17 @@ VERSIONS = Versions("7bc4195", "7bc4195")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield microxcaling's recipes: four rounding modes of MXFP4, then two of MXFP8."""
     yield from _fakes(MXFP4, ("nearest", "nearest_flush", "even", "floor"))
     yield from _fakes(MXFP8_E4M3, ("nearest", "even"))
 
 
 def _fakes(fmt: BlockFormat, modes: tuple[str, ...]) -> Iterator[Recipe]:
-    """Yield microxcaling's recipes for a format, one per rounding mode in ``modes``."""
+    """Yield microxcaling's recipes for a format, one per rounding mode in ``modes``.
+
+    fmt: MXFP4 or MXFP8_E4M3.
+    modes: "nearest", "nearest_flush", "even" or "floor", each once.
+    """
     for mode in modes:
         yield of_format(
             fmt,

@@ -21,7 +21,11 @@ METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
 def _cpu(mode: str, version: str) -> str:
-    """Return the text of Recipe.source for a mode of mx.quantize, such as "nvfp4", in MLX's CPU back end."""
+    """Return the text of Recipe.source for MLX's CPU back end.
+
+    mode: the mode of mx.quantize, such as "nvfp4".
+    version: MLX's version, such as "0.32.4".
+    """
     return f"MLX {version} mx.quantize mode {mode}, CPU"
 
 
@@ -38,14 +42,20 @@ def aliases() -> Iterator[Alias]:
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield MLX's recipes for NVFP4, then those for MXFP4, then those for MXFP8.
+
+    Within a format this is the order in which fp4kit.recipes() lists them.
+    """
     yield from _nvfp4()
     for fmt in (MXFP4, MXFP8_E4M3):
         yield from _mx(fmt)
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield the NVFP4 recipes of the CPU and Metal back ends, each without and with a global scale."""
+    """Yield the NVFP4 recipes: those of the CPU back end, of its versions up to 0.32.2, and of the Metal kernels.
+
+    Each of the three is yielded without a global scale, and then with one ("-global").
+    """
     cpu = of_format(
         NVFP4,
         "nvfp4-mlx-cpu",
@@ -90,7 +100,11 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat) -> Iterator[Recipe]:
-    """Yield MLX's recipes for an MX format, those of the CPU back end first, then those of Metal."""
+    """Yield MLX's recipes for an MX format: the CPU back end, its older versions from new to old, and Metal up to
+    0.32.1.
+
+    fmt: MXFP4, with three recipes; or MXFP8_E4M3, which has a fourth, for version 0.32.2.
+    """
     name, first = fmt.name[:5].lower(), FIRST if fmt is MXFP4 else {"nan_code": fmt.element.max_code}
     cpu = of_format(
         fmt,

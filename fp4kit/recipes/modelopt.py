@@ -13,7 +13,10 @@ VERSIONS = Versions("0.47", "0.47")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield Model-Optimizer's recipes for NVFP4, MXFP4 and MXFP8, and then those for FP8 and integers.
+
+    Within a format this is the order in which fp4kit.recipes() lists them.
+    """
     yield from _nvfp4()
     yield from _mx()
     yield from _per_tensor()
@@ -106,7 +109,11 @@ def _mx() -> Iterator[Recipe]:
 
 
 def _fake(fmt: BlockFormat, id: str) -> Recipe:
-    """Return the recipe, with the given id, of Model-Optimizer's CUDA fake quantizer for an MX format."""
+    """Return the recipe of Model-Optimizer's CUDA fake quantizer for an MX format. It has values only, no codes.
+
+    fmt: MXFP4 or MXFP8_E4M3.
+    id: the id of the recipe.
+    """
     return of_format(
         fmt,
         id,

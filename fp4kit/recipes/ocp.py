@@ -12,7 +12,7 @@ VERSIONS = Versions("v1.0", "v1.0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield the only recipe of the standard, mxfp4-ocp."""
     yield of_format(
         MXFP4,
         "mxfp4-ocp",

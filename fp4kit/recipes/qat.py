@@ -12,7 +12,7 @@ VERSIONS = Versions("unversioned", "unversioned")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield the only recipe of this file, int4-qat."""
     yield Recipe(
         id="int4-qat",
         element=INT4,

@@ -18,7 +18,9 @@ _TORCH = "Needs torch 2.13 or later, because earlier versions turn scales that o
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield Quark's recipes for NVFP4, MXFP4, MXFP6 and MXFP8, in the order in which fp4kit.recipes() lists them per
+    format.
+    """
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-quark",
@@ -61,7 +63,11 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _mx(fmt: BlockFormat, id: str) -> Recipe:
-    """Return Quark's recipe, with the given id, for an MX format and Quark's scale mode "even"."""
+    """Return Quark's recipe for an MX format and Quark's scale mode "even".
+
+    fmt: MXFP4, an MXFP6 format or MXFP8_E4M3.
+    id: the id of the recipe.
+    """
     return of_format(
         fmt,
         id,

@@ -20,7 +20,7 @@ _MX = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield qwix's recipes: one for each of NVFP4, MXFP4 and MXFP8, in this order."""
     yield of_format(
         NVFP4,
         "nvfp4-qwix",

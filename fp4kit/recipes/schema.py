@@ -147,7 +147,7 @@ class Recipe:
 
     @property
     def producer(self) -> str:
-        """The producer that the id names, such as te, flashinfer or compressed-tensors."""
+        """The producer that the id names, such as te, flashinfer or compressed-tensors; "" if the id has no hyphen."""
         return producer_of(self.id)
 
     @property
@@ -170,7 +170,10 @@ class Recipe:
 
 
 def producer_of(id: str) -> str:
-    """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors."""
+    """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors.
+
+    It is "" for an id without a hyphen.
+    """
     without_format = id.partition("-")[2]
     return next((name for name in TWO_WORDS if without_format.startswith(name)), without_format.partition("-")[0])
 
@@ -222,8 +225,13 @@ class Alias(NamedTuple):
 def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
     """Return a Recipe with the element and scale formats of a block format, and blocks of one row.
 
-    id: the id of the recipe. fields: the other fields of the Recipe. By default, a format with a tensor scale has one
-    per tensor, and any other format has decode rule "e8m0".
+    Raises TypeError and ValueError as Recipe does.
+
+    Args:
+        fmt: the block format.
+        id: the id of the recipe.
+        fields: the other fields of the Recipe. By default, a format with a tensor scale has one per tensor, and any
+            other format has decode rule "e8m0".
     """
     scaling = {"tensor_scaling": "tensor"} if fmt.has_tensor_scale else {"decode_rule": "e8m0"}
     return Recipe(id=id, element=fmt.element, scale=fmt.scale, block=(1, fmt.block_size), **{**scaling, **fields})
@@ -232,8 +240,10 @@ def of_format(fmt: BlockFormat, id: str, **fields: Any) -> Recipe:
 def four_over_six(base: Recipe, prefix: str) -> Iterator[Recipe]:
     """Yield four 4over6 variants of a recipe: error measures mae and mse, each with scale_max 448 and 256.
 
-    4over6 lets each block choose between two scales, by the error that they give. prefix: the text with which the id of
-    each variant begins.
+    4over6 lets each block choose between two scales, by the error that they give.
+
+    base: the recipe, with an E4M3 scale and a tensor scale. Other fields are kept.
+    prefix: the text with which the id of each variant begins. "-4over6-mae-448" and so on follows.
     """
     for error in ("mae", "mse"):
         for scale_max in (448, 256):

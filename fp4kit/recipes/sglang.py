@@ -13,7 +13,7 @@ VERSIONS = Versions("0.5.23", "0.5.23")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield SGLang's two MXFP4 recipes: that of its quantization utility, then that of its KV cache."""
     util = of_format(
         MXFP4,
         "mxfp4-sglang-util",

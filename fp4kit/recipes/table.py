@@ -121,7 +121,11 @@ def recipe(id: str | Recipe) -> Recipe:
 
 
 def recipe_of(op: str, id: Any) -> Recipe:
-    """Return recipe(id), but begin every error message with op, the public function that was called."""
+    """Return recipe(id), but begin every error message with op, the public function that was called.
+
+    Raises TypeError if id is neither a str nor a Recipe, and ValueError if no recipe or alias has this id. Case
+    matters.
+    """
     if isinstance(id, Recipe):
         return id
     if not isinstance(id, str):
@@ -162,14 +166,15 @@ def _hint(id: str) -> str:
 
 
 def _did_you_mean(names: list[str]) -> str:
-    """Return the question "did you mean A or B?" for the given names."""
+    """Return the question "did you mean A or B?" for the given names, of which there is at least one."""
     return f"did you mean {' or '.join(map(repr, names))}?"
 
 
 def family(words: str) -> tuple[str, ...]:
     """Return the ids of the recipes of a format, a producer or both, such as "nvfp4", "modelopt" or "mxfp4-torchao".
 
-    The given words must be consecutive words of the id. Case does not matter. Return an empty tuple if no id matches.
+    The given words must be consecutive words of the id. Case does not matter, and "_" counts as "-". Return an empty
+    tuple if no id matches.
     """
     wanted = f"-{words.strip().lower().replace('_', '-')}-"
     return tuple(id for id in RECIPES if wanted in f"-{id}-")

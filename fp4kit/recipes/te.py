@@ -14,7 +14,7 @@ VERSIONS = Versions("d0067d0", "d0067d0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield TE's recipes for NVFP4, MXFP4 and MXFP8, in the order in which fp4kit.recipes() lists them per format."""
     yield from _nvfp4()
     yield _mxfp4()
     yield from _mxfp8()

@@ -28,8 +28,10 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 def from_data(data: Any) -> Recipe:
     """Return the Recipe from which as_data made data. This inverts as_data: all fields are equal.
 
-    Raise ValueError for an id that is not in the table, and for a missing or unknown field. Raise TypeError or
-    ValueError, as Recipe does, if the fields do not make a valid recipe.
+    Raises:
+        TypeError: if data is neither a str nor a dict, or if a field has the wrong type.
+        ValueError: for an id that is not in the table, for a missing or unknown field, and for fields that do not make
+            a valid recipe.
     """
     if isinstance(data, str):
         return recipe(data)
@@ -51,7 +53,8 @@ def _field_data(value: Any) -> Any:
 def _format(data: Any) -> Any:
     """Return the ElementFormat that data describes: the name of a standard format, or a dict of fields.
 
-    Return None if data is None. Raise ValueError for an unknown name.
+    Return None if data is None. Raise ValueError for an unknown name, and TypeError or ValueError for fields that make
+    no ElementFormat.
     """
     if isinstance(data, str):
         if data not in _FORMATS:

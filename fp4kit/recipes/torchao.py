@@ -17,7 +17,9 @@ VERSIONS = Versions("0.19 dev", "0.19 dev")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield torchao's recipes for NVFP4, MXFP4, MXFP6 and MXFP8, in the order in which fp4kit.recipes() lists them per
+    format.
+    """
     for family in (_nvfp4(), _mxfp4(), _mxfp6(), _mxfp8()):
         yield from family
 
@@ -46,7 +48,11 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Iterator[Recipe]:
-    """Yield the MXFP4 recipes, one per scale mode and version."""
+    """Yield the MXFP4 recipes: those of 0.19 dev for modes RCEIL, CEIL and EVEN, then those of 0.18.0 for all four
+    modes.
+
+    Mode FLOOR of 0.19 dev is the recipe mxfp4-ocp.
+    """
     for mode in ("rceil", "ceil", "even"):
         yield _to_mx(MXFP4, mode, f"mxfp4-torchao-{mode}")
     for mode in ("floor", "rceil", "ceil", "even"):
@@ -54,7 +60,7 @@ def _mxfp4() -> Iterator[Recipe]:
 
 
 def _mxfp6() -> Iterator[Recipe]:
-    """Yield the MXFP6 recipes, one per element format, scale mode and version."""
+    """Yield the MXFP6 recipes: for E2M3 and then E3M2, modes FLOOR and RCEIL, each in 0.19 dev and then in 0.18.0."""
     for fmt in (formats.MXFP6_E2M3, formats.MXFP6_E3M2):
         for mode in ("floor", "rceil"):
             for made in (_to_mx, _to_mx_018):
@@ -62,7 +68,7 @@ def _mxfp6() -> Iterator[Recipe]:
 
 
 def _mxfp8() -> Iterator[Recipe]:
-    """Yield the MXFP8 recipes, one per element format, scale mode and version."""
+    """Yield the MXFP8 recipes: for E4M3 and then E5M2, all four modes, each in 0.19 dev and then in 0.18.0."""
     for fmt, suffix in ((formats.MXFP8_E4M3, ""), (formats.MXFP8_E5M2, "-e5m2")):
         for mode in ("floor", "rceil", "ceil", "even"):
             for made in (_to_mx, _to_mx_018):
@@ -70,9 +76,13 @@ def _mxfp8() -> Iterator[Recipe]:
 
 
 def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe, with the given id, of torchao 0.19 dev's to_mx for a format and a scale mode, such as "rceil".
+    """Return the recipe of torchao 0.19 dev's to_mx for a format and a scale mode.
 
     The recipe for 0.18.0, which _to_mx_018 returns, has the id followed by "-018".
+
+    fmt: an MX format.
+    mode: "floor", "rceil", "ceil" or "even".
+    id: the id of the recipe.
     """
     return of_format(
         fmt,
@@ -85,9 +95,11 @@ def _to_mx(fmt: BlockFormat, mode: str, id: str) -> Recipe:
 
 
 def _to_mx_018(fmt: BlockFormat, mode: str, id: str) -> Recipe:
-    """Return the recipe of torchao 0.18.0's to_mx for a format and a scale mode, such as "rceil".
+    """Return the recipe of torchao 0.18.0's to_mx for a format and a scale mode. Its id is `id` followed by "-018".
 
-    Its id is the given id followed by "-018".
+    fmt: an MX format.
+    mode: "floor", "rceil", "ceil" or "even".
+    id: the id of the recipe for 0.19 dev.
     """
     scale_0 = (
         "under which elements become zeros" if mode == "rceil" else "which encodes as 2^-126 but decodes as 2^-127"

@@ -16,7 +16,7 @@ _DOWN = "the PyTorch reference with ROUND_DOWN, and the Triton kernel except for
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield triton_kernels' recipes: those for MXFP4, then those for MXFP8."""
     up = of_format(
         MXFP4,
         "mxfp4-triton-kernels",

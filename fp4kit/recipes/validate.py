@@ -62,9 +62,9 @@ def check_recipe(r: Any) -> None:
 def can_be_repacked(r: Any) -> bool:
     """Return whether the other fields of a recipe allow repacked=True.
 
-    Repacking recomputes codes as auto-round does when it packs them. With E4M3 scales, sign "negative" is excluded,
-    because repacking would change the code of small negative values from -0 to 0. The fast paths of the engines do not
-    do this.
+    Repacking recomputes codes as auto-round does when it packs them. It needs float elements and a block rule with
+    apply "multiply", and neither four_over_six nor nan_is_max. With E4M3 scales, sign "negative" is excluded, because
+    repacking would change the code of small negative values from -0 to 0. The fast paths of the engines do not do this.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
@@ -73,7 +73,8 @@ def can_be_repacked(r: Any) -> bool:
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
     """Return the field Recipe.block in its standard form: None, or (rows, columns) as a pair of positive ints.
 
-    Raise TypeError or ValueError for anything else. id is the recipe that the message names.
+    Raise TypeError if block is not a sequence of integers, and ValueError if it is not a pair of positive ones. id is
+    the recipe that the message names.
     """
     if block is None:
         return None
@@ -340,8 +341,12 @@ def unfit_for_sweep(r: Any) -> str | None:
 def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
     """Reject values of fields that would have no effect, because a rule replaces the usual arithmetic.
 
-    Raise ValueError unless rounding is to nearest and all flags, round_scaled, repacked and nan_is_max are False. rule
-    is the rule that the message names, and flags are names of further fields.
+    Raise ValueError unless rounding is to nearest ("rn", or "rnw" with 4over6) and all flags, round_scaled, repacked
+    and nan_is_max are False.
+
+    r: the Recipe.
+    rule: the rule that the message names.
+    flags: names of further fields that must be False.
     """
     if r.rounding != "rn" and not (r.four_over_six and r.rounding == "rnw"):
         _refuse(r, "rounding", f"{rule} rounds to nearest; needs 'rn'")

@@ -13,7 +13,7 @@ VERSIONS = Versions("0.33", "0.33")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield the recipes of this producer, in the order in which fp4kit.recipes() lists them within a format."""
+    """Yield vLLM's two NVFP4 recipes, then its two MXFP4 recipes."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-vllm-emulation",
@@ -52,7 +52,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield aliases for vLLM's quantizers that equal a recipe of another producer."""
+    """Yield the alias for vLLM's only quantizer that equals a recipe of another producer, mxfp8-vllm."""
     yield Alias(
         "mxfp8-vllm",
         "mxfp8-modelopt",

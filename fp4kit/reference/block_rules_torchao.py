@@ -26,9 +26,10 @@ def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarr
 
     emax is the exponent of the largest element value. Codes below 0 become 0.
 
-    amax: the block amaxes.
-    rounded: the amaxes after the rounding of the rule. An infinite one counts as 2^128.
-    up: the number of exponents by which the scale is raised.
+    Args:
+        amax: the block amaxes.
+        rounded: the amaxes after the rounding of the rule. An infinite one counts as 2^128.
+        up: the number of exponents by which the scale is raised.
     """
     codes = np.clip(exponent_field(rounded) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)

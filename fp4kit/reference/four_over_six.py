@@ -32,8 +32,10 @@ ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
 class _Candidate(NamedTuple):
     """Hold the result of quantizing all blocks with one of the two candidate scales.
 
-    scales: scale codes (rows of blocks, blocks). codes: element codes (m, blocks, 16). values: the E2M1 values of
-    `codes`, or for rounding "rnw" the values before they wrap.
+    Attributes:
+        scales: scale codes (rows of blocks, blocks).
+        codes: element codes (m, blocks, 16).
+        values: the E2M1 values of `codes`, or for rounding "rnw" the values before they wrap.
     """
 
     scales: np.ndarray

@@ -43,10 +43,12 @@ def same_scale(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 def _order(bits: np.ndarray, scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Compare the scale that an amax gives with `scale`: return -1 if it is smaller, 0 if equal, 1 if larger.
 
-    bits: the bits of the amax as integers. The binary search of _first_bits needs scales that grow with the amax. There
-    is one exception: a rule may replace a small amax by a much larger number, so that the scale is at least JUMP times
-    as large as `scale`. Such an amax counts as smaller. Above the right amax, none within FAR steps gives so large a
-    scale.
+    The binary search of _first_bits needs scales that grow with the amax. There is one exception: a rule may replace a
+    small amax by a much larger number, so that the scale is at least JUMP times as large as `scale`. Such an amax
+    counts as smaller. Above the right amax, none within FAR steps gives so large a scale.
+
+    bits: the bits of the amax as integers.
+    scale: the scale to compare with, float32.
     """
     candidate = tensor_scale(bits.astype(np.int32).view(np.float32), recipe, dtype).decode
     return np.where((candidate < scale) | (candidate >= scale * JUMP), -1, np.where(candidate == scale, 0, 1))
@@ -72,8 +74,10 @@ def amax_interval(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return the bits of the smallest and of the largest positive amax whose tensor rule gives a scale.
 
-    Only amaxes within `steps` float32 steps of scale * covered_range are searched. scale: float32, positive and finite.
-    Returns two int64 arrays in the shape of scale. If no such amax exists, the first result is larger than the second.
+    The result is two int64 arrays in the shape of scale. If no such amax exists, the first is larger than the second.
+
+    scale: float32, positive and finite.
+    steps: only amaxes within this number of float32 steps of scale * covered_range are searched.
     """
     with np.errstate(all="ignore"):
         likely_amax = np.minimum(np.asarray(scale, np.float32) * covered_range(recipe), FLT_MAX)

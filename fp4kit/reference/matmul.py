@@ -240,8 +240,8 @@ _ORDERS = {
 def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
     """Return C + A B^T as a unit adds it: float32 (M, N).
 
-    c: float32 (M, N). step: the step of the unit for these operands, whose K is a multiple of step.k; None if the unit
-    has an order.
+    c: float32 (M, N).
+    step: the step of the unit for these operands, whose K is a multiple of step.k; None if the unit has an order.
     """
     if unit.order is not None:
         return _ORDERS[unit.order](a, b, c)

@@ -22,7 +22,8 @@ from fp4kit.reference.tensor_rules import tensor_scale
 class Segment(NamedTuple):
     """Describe a part of a shard that is a rectangle of the matrix.
 
-    rows, columns: the rectangle. elements: the indices of its elements in the shard.
+    rows, columns: the rectangle.
+    elements: the indices of its elements in the shard.
     """
 
     rows: slice
@@ -68,9 +69,10 @@ def partial_amax(shard: np.ndarray, shape: tuple[int, int], start: int, recipe: 
 
     Blocks without an element in the shard get 0. recipe.amax_nan decides about NaN elements.
 
-    shard: the elements, 1-d.
-    shape: the (M, K) of the matrix.
-    start: the index of the shard's first element in the flattened matrix.
+    Args:
+        shard: the elements, 1-d.
+        shape: the (M, K) of the matrix.
+        start: the index of the shard's first element in the flattened matrix.
     """
     height, width = recipe.block or (1, 1)
     M, K = shape

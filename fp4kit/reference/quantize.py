@@ -25,9 +25,10 @@ from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
 class EncodeOptions(NamedTuple):
     """Hold the options that a call of quantize adds to a recipe. None means that an option is not used.
 
-    block_amax: calibrated block amaxes.
-    random: random bytes for stochastic rounding.
-    hadamard: the sign mask of a Hadamard transform that is applied first.
+    Attributes:
+        block_amax: calibrated block amaxes.
+        random: random bytes for stochastic rounding.
+        hadamard: the sign mask of a Hadamard transform that is applied first.
     """
 
     block_amax: np.ndarray | None = None

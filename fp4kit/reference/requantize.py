@@ -26,8 +26,8 @@ LOWEST = int(np.log2(E4M3.min_subnormal))
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
     """Return whether the formats and blocks of q and target allow a cast from MXFP4 to NVFP4.
 
-    q must be MXFP4, target must be NVFP4 with one scale per tensor, and each block of q must consist of whole blocks of
-    target. keep_codes also checks the values of the scales.
+    q must be MXFP4 and not empty, target must be NVFP4 with one scale per tensor, and each block of q must consist of
+    whole blocks of target. keep_codes also checks the values of the scales.
     """
     source = q.recipe
     if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
@@ -51,8 +51,11 @@ class KeptCodes(NamedTuple):
 def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
     """Return q cast from MXFP4 to the NVFP4 recipe target, with the codes of q.
 
-    The tensor scale is 2^m, where m is the largest exponent of a block with a nonzero code, minus 8. Return None if the
-    recipes do not allow the cast, if a scale is NaN, or if the tensor rule of target cannot give 2^m.
+    The tensor scale is 2^m, where m is the largest exponent of a block with a nonzero code, minus 8; m is 0 if all
+    codes are zero. The result has the shape, dtype and scale layout of q.
+
+    Return None if the recipes do not allow the cast (see may_keep_codes), if a scale is NaN, or if the tensor rule of
+    target cannot give 2^m.
     """
     if not may_keep_codes(q, target):
         return None
@@ -103,8 +106,8 @@ def with_encoded_blocks(kept: KeptCodes, encoded: Quantized) -> Quantized:
 def changed_values(before: np.ndarray, after: np.ndarray) -> tuple[int, np.float32]:
     """Return how many values of two float32 arrays differ, and the largest magnitude of their differences.
 
-    Values differ if their bits do, except that every NaN equals every NaN. The magnitude is 0 if no value differs, and
-    NaN if a NaN became a number or a number became NaN.
+    Values differ if their bits do, so -0 differs from +0, with a difference of 0. Every NaN equals every NaN. The
+    magnitude is 0 if no value differs, and NaN if a NaN became a number or a number became NaN.
     """
     same = (before.view(np.uint32) == after.view(np.uint32)) | (np.isnan(before) & np.isnan(after))
     if same.all():

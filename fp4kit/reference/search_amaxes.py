@@ -26,7 +26,8 @@ def multiples(grid: tuple[float, float, float]) -> np.ndarray:
 
     There are ceil((stop - start) / step) + 1 multiples, equally spaced. They equal those of torch.linspace: with d =
     (stop - start) / (count - 1) in float32, multiple i is start + i * d in the first half. In the second half it is
-    stop minus d times the number of multiples that follow. Each is rounded once.
+    stop minus d times the number of multiples that follow. Each is rounded once. If start equals stop, the only
+    multiple is start.
     """
     start, stop, step = grid
     first, last, count = np.float32(start), np.float32(stop), math.ceil((stop - start) / step) + 1
@@ -42,10 +43,12 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
     """Return each amax times the multiple of the grid with the smallest loss: float32 in the shape of amax.
 
     Among equal losses, the first multiple of the grid is taken. A NaN loss counts as infinite. If the array has no
-    elements, amax itself is returned.
+    elements, a copy of amax is returned.
 
-    search: the parsed call of search_scales, with the array, the grid and the loss. amax: the tensor amaxes.
-    fake_quantize: a function that fake-quantizes a call with the tensor amaxes that the call holds.
+    Args:
+        search: the parsed call of search_scales, with the array, the grid and the loss.
+        amax: the tensor amaxes.
+        fake_quantize: a function that fake-quantizes a call with the tensor amaxes that the call holds.
     """
     call, terms = search.call, search.terms
     assert terms.grid is not None
@@ -68,8 +71,11 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
     """Return the loss of each row of x, in float64: the sum of weight * |x - values|^power.
 
-    If power is infinite, it is the maximum of weight * |x - values|. values: x after fake quantization. The quantized
-    axis of x and values is the last.
+    If power is infinite, it is the maximum of weight * |x - values|. Without weights, each weight is 1.
+
+    x: float32, with the quantized axis last.
+    values: x after fake quantization, in the same shape.
+    terms: the power, and the weights (one per column) or None.
     """
     rows, quantized = (a.reshape(-1, a.shape[-1]) for a in (x, values))
     result = np.empty(len(rows))
@@ -86,7 +92,7 @@ def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
 def _combined(terms: np.ndarray, power: float) -> np.ndarray:
     """Return the terms reduced along the last axis to one loss: their sum, or their maximum if power is infinite.
 
-    The terms are added one by one, from the first to the last.
+    The terms are added one by one, from the first to the last. NaN gives NaN. The last axis must not be empty.
     """
     result: np.ndarray = (np.maximum if power == np.inf else np.add).accumulate(terms, axis=-1)[..., -1]
     return result

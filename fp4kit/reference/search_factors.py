@@ -44,10 +44,10 @@ def best_by_block(
     """Return, for each block, the candidate amax with the smallest error.
 
     Among equal errors the first candidate is taken. If the error of the first candidate is NaN, the first candidate is
-    taken too.
+    taken too. A later candidate with a NaN error is never taken.
 
     Args:
-        candidates: arrays of amaxes, one amax per block.
+        candidates: arrays of amaxes, one amax per block. There must be at least one.
         error: error(candidate, which) returns the errors of the blocks that the mask `which` selects, as one row.
         code: code(candidate) returns the scale codes that the amaxes give. Amaxes with the same code have the same
             error, so each code is tried only once per block. None: every candidate is tried.
@@ -150,7 +150,9 @@ def search_modelopt_sweep(
 ) -> np.ndarray:
     """Return for each block the amax with the smallest squared error, among those that give a positive E4M3 scale.
 
-    There are 126 such amaxes, one per positive E4M3 code. Source: Model-Optimizer nvfp4_fp8_scale_sweep.
+    There are 126 such amaxes, one per positive E4M3 code. Among equal errors, the smallest amax is taken. The arguments
+    are those of every search (see the head of this file); dtype has no effect. Source: Model-Optimizer
+    nvfp4_fp8_scale_sweep.
     """
     return best_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
 
@@ -164,7 +166,8 @@ def search_matrix(
 ) -> None:
     """Choose the block amaxes of x (M, K) by the recipe's search, tile by tile, and write them into out (M, K / block).
 
-    amax: the tensor amax. hadamard: the sign mask of a Hadamard transform, or None.
+    amax: the tensor amax.
+    hadamard: the sign mask of a Hadamard transform, or None.
     """
     tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
@@ -176,8 +179,9 @@ def search_matrix(
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses.
 
-    If the recipe has no search or the array is empty, return the call unchanged. amax: the tensor amax, or None if the
-    recipe has no tensor scale.
+    If the recipe has no search or the array is empty, return the call unchanged.
+
+    amax: the tensor amax, or None if the recipe has no tensor scale.
     """
     if not call.recipe.search or not call.x.size:
         return call
@@ -188,8 +192,8 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
 def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:
     """Return the block amaxes that a search chooses for all matrices of a call: float32 (..., M, K / block).
 
-    search(matrix, out, tensor_amax): the function that writes the amaxes of one matrix into out. amax: the tensor amax
-    of the call, or None if the recipe has no tensor scale.
+    search(matrix, out, tensor_amax): the function that writes the amaxes of one matrix into out.
+    amax: the tensor amax of the call, or None if the recipe has no tensor scale.
     """
     r = call.recipe
     chosen = np.zeros(scale_shape(call.moved.shape, r), np.float32)

@@ -24,8 +24,10 @@ from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 def search_powers(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, search: Search) -> None:
     """Choose for each block of x (M, K) the amax * 2^j with the smallest loss, and write it into out.
 
-    out: float32 (M, K / block). amax: the tensor amax, or None if the recipe has no tensor scale. search: the exponents
-    to try and the loss.
+    Args:
+        out: float32 (M, K / block).
+        amax: the tensor amax, or None if the recipe has no tensor scale.
+        search: the exponents to try and the loss.
     """
     r, terms = search.call.recipe, search.terms
     tensor = tensor_scale(amax, r, x.dtype).columns(r)
@@ -42,7 +44,9 @@ def _chosen(x: np.ndarray, r: Recipe, tensor: TensorScale, dtype: np.dtype, term
     """Return for each block the amax * 2^j with the smallest loss. Among equal losses, the lowest j is taken.
 
     A candidate counts only if the block rule makes the block's scale exactly 2^j times as large. If no candidate
-    counts, the amax of the block is returned. terms: the range of j and the loss.
+    counts, the amax of the block is returned.
+
+    terms: the range of j and the loss.
     """
     own = block_amax(x, r)
     code = _codes(quantize_tile(x, r, tensor, dtype, own, None)[1])
@@ -81,7 +85,8 @@ def _steps(amax: np.ndarray, code: np.ndarray, r: Recipe, terms: Terms) -> Itera
     If terms.offsets is None, the candidates' scales are the scale of the rule e8m0_floor, one below it and one above
     it. Otherwise, j takes every int from terms.offsets[0] to terms.offsets[1].
 
-    amax: the block amaxes. code: the scale codes that they give.
+    amax: the block amaxes.
+    code: the scale codes that they give.
     """
     low, high = terms.offsets or AROUND_FLOOR
     floor = np.frexp(amax)[1] - 1 - int(np.frexp(np.float64(r.element.max))[1] - 1) + E8M0.bias

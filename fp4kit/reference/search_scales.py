@@ -30,8 +30,10 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
     """Choose for each block of x (M, K) the amax with the smallest loss, and write it into out: float32 (M, K / 16).
 
     The candidates are the 126 amaxes that give a positive E4M3 scale. Among equal losses, the smallest amax is taken.
-    If blocks span several rows, the amax is written into each of their rows. amax: the tensor amax. search: the range
-    of candidates and the loss.
+    If blocks span several rows, the amax is written into each of their rows.
+
+    amax: the tensor amax.
+    search: the range of candidates and the loss.
     """
     r = search.call.recipe
     rows = max(CHUNK // x.shape[1] // r.block_rows, 1) * r.block_rows
@@ -44,7 +46,11 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
 def best_amaxes(x: np.ndarray, amax: np.float32, r: Recipe, terms: Terms = DEFAULT_TERMS) -> np.ndarray:
     """Return, for each block of float32 x, the candidate amax with the smallest loss.
 
-    Among equal losses, the smallest amax is taken. amax: the tensor amax. terms: the range of candidates and the loss.
+    Among equal losses, the smallest amax is taken. If every loss is NaN or infinite, it is the smallest candidate that
+    terms allow.
+
+    amax: the tensor amax.
+    terms: the range of candidates and the loss.
     """
     candidates = candidate_amaxes(amax, r)
     low, high = _code_range(block_amax(x, r), amax, r, terms)
@@ -60,7 +66,10 @@ def _code_range(amaxes: np.ndarray, amax: np.float32, r: Recipe, terms: Terms) -
     """Return the smallest and the largest scale code that each block may get: two uint8 arrays.
 
     By default every positive code is allowed. If terms.offsets is set, the code must lie in that range around the code
-    that the block's own amax gives. amaxes: the block amaxes. amax: the tensor amax.
+    that the block's own amax gives.
+
+    amaxes: the block amaxes.
+    amax: the tensor amax.
     """
     if terms.offsets is None:
         return np.full(amaxes.shape, CODES[0]), np.full(amaxes.shape, CODES[-1])
@@ -85,7 +94,10 @@ def scales_of(candidates: np.ndarray, amax: np.float32, r: Recipe, terms: Terms)
     """Return, for each candidate amax, the scale by which elements are divided.
 
     It is candidate * fp32(1 / 6), or 1 if that is 0. If the loss uses a Hessian, the scales are first rounded to E4M3
-    under the tensor scale, as the producer's kernel for Hessians does. amax: the tensor amax. terms: the loss.
+    under the tensor scale, as the producer's kernel for Hessians does.
+
+    amax: the tensor amax.
+    terms: the loss.
     """
     scales = candidates * SIXTH
     if terms.hessian is not None:
@@ -110,7 +122,9 @@ def _through_e4m3(scales: np.ndarray, top: np.ndarray) -> np.ndarray:
 def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndarray:
     """Return the loss of each block of float32 x (M, K), if every block has the scale `scale`.
 
-    The result is float32 (ceil(M / block rows), K / 16). terms: the loss.
+    The result is float32 (ceil(M / block rows), K / 16).
+
+    terms: the loss.
     """
     runs = x.reshape(len(x), -1, r.block_size)
     d = residual(np.abs(runs), scale)
@@ -129,17 +143,19 @@ def losses(x: np.ndarray, scale: np.float32, r: Recipe, terms: Terms) -> np.ndar
 def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
     """Return the error a - q * scale of quantizing a >= 0 with a scale, rounded once.
 
-    q is the E2M1 value nearest to div.full.f32(a, scale), ties to the even code. The error may be negative.
+    q is the E2M1 value nearest to div.full.f32(a, scale), at most 6, ties to the even code. The error may be negative.
+    A NaN quotient counts as 6; the error is NaN if a is NaN.
     """
     q = decode(encode(np.fmin(divide_full(a, np.full_like(a, scale)), np.float32(6)), E2M1), E2M1)
     return fma(-scale, q, a)
 
 
 def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the sum of weight * d^2 over the last axis, or of d^2 without weights, in the order that GPU threads add.
+    """Return the sum of weight * d^2 over the last axis, or of d^2 if weights is None, in the order that GPU threads
+    add.
 
-    Groups of four neighbours are summed by fma, starting with the second neighbour. The sums of the groups are then
-    added by `tree_sum`.
+    Groups of four neighbors are summed by fma, starting with the second neighbor. The sums of the groups are then added
+    by `tree_sum`. The length of the axis must be a multiple of four.
     """
     weighted = d if weights is None else weights * d
     d, weighted = (part.reshape(*part.shape[:-1], -1, 4) for part in (d, weighted))
@@ -152,8 +168,8 @@ def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
 def powers(d: np.ndarray, weights: np.ndarray | None, power: float) -> np.ndarray:
     """Return the sum of weight * d^power over the last axis for d >= 0, or the largest weight * d if power is infinite.
 
-    Terms are added in the order of `squared`. d^power is computed by reference/pow.py and rounded to float32. Its
-    product with the weight and each sum are rounded once.
+    If weights is None, each weight is 1. Terms are added in the order of `squared`. d^power is computed by
+    reference/pow.py and rounded to float32. Its product with the weight and each sum are rounded once.
     """
     terms = d if power in (1, np.inf) else raised(d, power).astype(np.float32)
     terms = (terms if weights is None else weights * terms).reshape(*d.shape[:-1], -1, 4)
@@ -171,8 +187,11 @@ def joined(a: np.ndarray, b: np.ndarray, power: float) -> np.ndarray:
 def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
     """Return the quadratic form d^T H d over the last axis, where d are the errors of a block and H is the Hessian.
 
-    d^T H is computed by fma. Pairs of neighbours are then summed by fma, starting with the second neighbour, and the
-    sums of the pairs are added by `tree_sum`.
+    d^T H is computed by fma. Pairs of neighbors are then summed by fma, starting with the second neighbor, and the sums
+    of the pairs are added by `tree_sum`.
+
+    d: float32 (rows, blocks, block).
+    hessian: float32 (blocks, block, block), one matrix per block along K.
     """
     total = np.zeros_like(d)
     for i in range(d.shape[-1]):
@@ -182,7 +201,7 @@ def quadratic(d: np.ndarray, hessian: np.ndarray) -> np.ndarray:
 
 
 def tree_sum(parts: np.ndarray, power: float = 2.0) -> np.ndarray:
-    """Return the sum of parts over the last axis, or the maximum if power is infinite.
+    """Return the sum of parts over the last axis, or the maximum if power is infinite. For one part, return that part.
 
     Parts are added in the order that GPU threads use. In each round the second half is added to the first half, until
     one sum is left. If the count is odd, the middle sum is carried over to the next round.

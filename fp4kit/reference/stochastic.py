@@ -20,8 +20,10 @@ BYTES_PER_COUNTER = 16  # four 32-bit words
 def philox4x32(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     """Return random words of the generator Philox4x32-10: uint32 (..., 4), in the shape of counter.
 
-    counter: uint32 (..., 4). key: two 32-bit words. Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3
-    (SC11); cuRAND and TE use this generator.
+    counter: uint32 (..., 4).
+    key: two 32-bit words.
+
+    Source: Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3 (SC11); cuRAND and TE use this generator.
     """
     c0, c1, c2, c3 = (counter[..., i].astype(np.uint64) for i in range(4))
     low, shift = np.uint64(0xFFFFFFFF), np.uint64(32)
@@ -36,7 +38,7 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
     """Return the random bytes of elements start to start + count - 1, counted in row-major order: uint8 (count,).
 
     Element i uses byte i % 16, little-endian, of the four words that philox4x32 makes from counter i // 16 and the seed
-    as key. The counter has 64 bits, in words 0 and 1.
+    as key. The counter has 64 bits, in words 0 and 1. Only the low 64 bits of the seed count.
     """
     first, last = start // BYTES_PER_COUNTER, -(-(start + count) // BYTES_PER_COUNTER)
     index = np.arange(first, max(last, first), dtype=np.uint64)
@@ -50,7 +52,8 @@ def stream_bytes(seed: int, start: int, count: int) -> np.ndarray:
 class RandomStream(NamedTuple):
     """Provide the random bytes of a matrix, and generate them from a seed when a tile needs them.
 
-    first: the position of the matrix's element (0, 0) in the stream of the seed. K: the number of columns.
+    first: the position of the matrix's element (0, 0) in the stream of the seed.
+    K: the number of columns.
     """
 
     seed: int
@@ -58,7 +61,7 @@ class RandomStream(NamedTuple):
     K: int
 
     def tile(self, rows: slice, columns: slice) -> np.ndarray:
-        """Return the random bytes of the tile with these rows and columns: uint8 (m, k)."""
+        """Return the random bytes of the tile with these rows and columns: uint8 (m, k). m must not be 0."""
         m, k = rows.stop - rows.start, columns.stop - columns.start
         start = self.first + rows.start * self.K + columns.start
         if k == self.K:
@@ -95,8 +98,11 @@ def encode_stochastic(x: np.ndarray, fmt: ElementFormat, random: np.ndarray) -> 
         t = |x| + (random / 256) * step(|x|)
         code = t rounded toward zero, with the sign of x
 
-    step(a) is the distance between the values around a. random: uint8, one byte per element; byte 0 rounds toward zero.
-    Codes saturate, and NaN becomes the format's nan_code.
+    step(a) is the distance between the values around a. Codes saturate, -0 keeps its sign, and NaN becomes the format's
+    nan_code.
+
+    fmt: a float format, not an integer format.
+    random: uint8, one byte per element; byte 0 rounds toward zero.
 
     Exact: equals TE's software rounding (ptx::stochastic_round_fp4_e2m1). Because random is at most 255, the expected
     value is too low, by at most step / 256.

@@ -53,10 +53,10 @@ class TensorScale(NamedTuple):
 
 
 def round_to(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return float32 x rounded to dtype (nearest even), stored as float32.
+    """Return float32 x rounded to dtype (nearest even), stored as float32. Values that overflow dtype become infinite.
 
     If x is the result of a float32 operation, that result is thus rounded twice. For bfloat16 and float16, whose
-    significands have 8 and 11 bits, this equals a single rounding.
+    significands have 8 and 11 bits, this equals a single rounding. If dtype is float32, x itself is returned.
     """
     return x if dtype == np.float32 else x.astype(dtype).astype(np.float32)
 
@@ -78,7 +78,8 @@ def tensor_te_reference(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         encode = min(2688 / amax, FLT_MAX), or 1 if that is 0
         decode = 1 / encode
 
-    2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN stays NaN.
+    2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. An amax of 0 gives encode = FLT_MAX.
+    NaN stays NaN.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     encode_scale = np.where(encode_scale == 0, ONE, encode_scale)
@@ -116,7 +117,8 @@ def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
         encode = min(2688 / amax, FLT_MAX)
         decode = 1 / encode
 
-    2688 stands for full_range(recipe). If amax is 0, encode is FLT_MAX. Source: FlashInfer make_nvfp4_global_scale.
+    2688 stands for full_range(recipe). If amax is 0, encode is FLT_MAX. An infinite amax gives encode = 0 and decode =
+    inf, and NaN gives NaN. Source: FlashInfer make_nvfp4_global_scale.
     """
     encode_scale = np.minimum(full_range(recipe) / amax, FLT_MAX)
     return encode_scale, ONE / encode_scale
@@ -128,8 +130,8 @@ def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         decode = amax / 2688
         encode = 1 / decode
 
-    2688 stands for full_range(recipe). An amax of 0 or NaN is not treated specially: 0 gives encode = inf, and NaN
-    gives NaN.
+    2688 stands for full_range(recipe). An amax of 0, inf or NaN is not treated specially: 0 gives encode = inf, inf
+    gives encode = 0, and NaN gives NaN.
     """
     decode_scale = amax / full_range(recipe)
     return ONE / decode_scale, decode_scale
@@ -142,7 +144,8 @@ def tensor_compressed_tensors(amax: np.ndarray, recipe: Recipe, dtype: np.dtype)
         decode = 1 / encode
 
     T rounds to dtype, the dtype of the elements, and tiny is the smallest normal value of that dtype. 2688 stands for
-    full_range(recipe).
+    full_range(recipe). An amax of 0 or NaN gives 1 for both. If encode rounds to 0, as for an infinite amax, decode is
+    inf.
     """
     tiny = np.float32(ml_dtypes.finfo(dtype).tiny)
     reciprocal = round_to(ONE / np.maximum(amax, tiny), dtype)
@@ -157,8 +160,8 @@ def tensor_mlx(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         encode = 2688 / amax
         decode = amax / 2688
 
-    2688 stands for full_range(recipe). An amax of 0, inf or NaN is not treated specially. MLX calls the amax
-    global_scale.
+    2688 stands for full_range(recipe). An amax of 0, inf or NaN is not treated specially: 0 gives encode = inf, inf
+    gives encode = 0, and NaN gives NaN. MLX calls the amax global_scale.
     """
     return full_range(recipe) / amax, amax / full_range(recipe)
 
@@ -169,7 +172,8 @@ def tensor_fp8_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         encode = 448 / amax
         decode = 1 / encode
 
-    An amax of at most 2^-24 counts as 1.
+    An amax of at most 2^-24, 0 included, counts as 1. An infinite amax gives encode = 0 and decode = inf, and NaN gives
+    NaN.
     """
     encode_scale = recipe.element.max / np.where(amax <= TINY_AMAX, ONE, amax)
     return encode_scale, ONE / encode_scale
@@ -181,7 +185,7 @@ def tensor_int_modelopt(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pa
         encode = M / amax
         decode = amax / M
 
-    M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0.
+    M is the largest element value, 2^(bits - 1) - 1. If amax is at most 2^-24, both scales are 0. NaN gives NaN.
     """
     zero = amax <= TINY_AMAX
     safe = np.where(zero, ONE, amax)
@@ -195,7 +199,8 @@ def tensor_int4_qat(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         decode = max(amax / 7, 1e-5)
         encode = 1 / decode
 
-    Elements are divided by decode, instead of being multiplied by encode.
+    Elements are divided by decode, instead of being multiplied by encode. So an amax of 0 gives decode = 1e-5. NaN
+    gives NaN.
     """
     decode_scale = np.maximum(amax / recipe.element.max, np.float32(1e-5))
     return ONE / decode_scale, decode_scale
@@ -207,7 +212,8 @@ def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         encode = (1 / max(amax, 1e-8)) * 2688
         decode = 1 / encode, or 1e-8 if encode is 0
 
-    2688 stands for full_range(recipe). The quotient and the product are rounded one after the other.
+    2688 stands for full_range(recipe). The quotient and the product are rounded one after the other. encode is 0 only
+    if amax is infinite. NaN gives NaN.
     """
     encode_scale = ONE / np.maximum(amax, np.float32(1e-8)) * full_range(recipe)
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
@@ -219,7 +225,8 @@ def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
         encode = (1 / amax) * 2688, or 0 if amax is 0
         decode = 1 / encode, or 0 if encode is 0
 
-    2688 stands for full_range(recipe). The quotient and the product are rounded one after the other.
+    2688 stands for full_range(recipe). The quotient and the product are rounded one after the other. An infinite amax
+    gives 0 for both scales, and NaN gives NaN.
     """
     encode_scale = reciprocal_or_zero(amax) * full_range(recipe)
     return encode_scale, reciprocal_or_zero(encode_scale)
@@ -231,7 +238,7 @@ def tensor_quark(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
         decode = amax / 2688, or 2^-23 if that is 0
         encode = 1 / decode
 
-    2688 stands for full_range(recipe).
+    2688 stands for full_range(recipe). An infinite amax gives decode = inf and encode = 0, and NaN gives NaN.
     """
     decode_scale = amax / full_range(recipe)
     decode_scale = np.where(decode_scale == 0, np.float32(2.0**-23), decode_scale)
@@ -245,7 +252,7 @@ def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pai
         decode = 1 / encode
 
     2688 stands for full_range(recipe), which is 4 * 448 for scale rule static_4. An amax of 0, inf or NaN is not
-    treated specially.
+    treated specially: 0 gives encode = inf, inf gives encode = 0, and NaN gives NaN.
     """
     encode_scale = full_range(recipe) / amax
     return encode_scale, ONE / encode_scale
@@ -262,7 +269,9 @@ TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {
 def tensor_scale(amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> TensorScale:
     """Return the TensorScale that the recipe's tensor rule makes from a tensor amax (float32, any shape).
 
-    If the recipe has no tensor scale or amax is None, all fields are 1. dtype: the dtype of the elements.
+    If the recipe has no tensor scale or amax is None, all fields are 1.
+
+    dtype: the dtype of the elements.
     """
     if recipe.tensor_rule is None or amax is None:
         return TensorScale(ONE, ONE, ONE)

@@ -12,7 +12,10 @@ from fp4kit.reference.blocks import TILE_ELEMENTS
 def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
     """Return the stored codes of the transposed matrix (K, M), from the stored codes of a matrix (M, K).
 
-    packing: ElementFormat.packing. The M codes of a row of the result must fill whole bytes.
+    The M codes of a row of the result must fill whole bytes.
+
+    stored: uint8, one row per row of the matrix.
+    packing: ElementFormat.packing, which says how many codes are in how many bytes.
     """
     (M, wide), codes = stored.shape, packing.codes
     K = wide // packing.bytes * codes
@@ -28,6 +31,7 @@ def transpose_codes(stored: np.ndarray, packing: Packing) -> np.ndarray:
 def transpose_scales(scales: np.ndarray, size: int) -> np.ndarray:
     """Return the block scales of the transposed matrix, for square blocks of size x size elements.
 
-    Scales are stored once per row of elements, so the shape changes from (M, K/size) to (K, M/size).
+    Scales are stored once per row of elements, so the shape changes from (M, K/size) to (K, M/size). M must be a
+    multiple of size.
     """
     return np.repeat(scales[::size].T, size, axis=0)

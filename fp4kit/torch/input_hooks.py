@@ -155,9 +155,10 @@ def _expert_layers(saved: Sequence[str], name: str, experts: int) -> tuple[tuple
     If the stack is saved as one tensor, or under names without expert numbers, each expert gets one name, with its
     number after "experts.".
 
-    saved: the names of the tensors that the stack is saved as.
-    name: the name of the stack in the model.
-    experts: the number of experts.
+    Args:
+        saved: the names of the tensors that the stack is saved as.
+        name: the name of the stack in the model.
+        experts: the number of experts.
     """
     separate = [tuple(n for n in saved if f".experts.{e}." in f".{n}") for e in range(experts)]
     if all(separate):

@@ -198,9 +198,10 @@ def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:
 
     A gradient that autograd does not need is None, too.
 
-    ctx: the context that save_inputs filled.
-    grad: the gradient with respect to y.
-    parts: the functions to call. The default is for use outside torch.func transforms.
+    Args:
+        ctx: the context that save_inputs filled.
+        grad: the gradient with respect to y.
+        parts: the functions to call. The default is for use outside torch.func transforms.
     """
     x, w, *scales, seed = ctx.saved_tensors
     s, of_x, of_w = settings_from_text(ctx.settings), None, None

@@ -54,9 +54,10 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
     An argument without a mapped axis is repeated. For a list, each entry is a list. If the axis has length 0, the
     result is one tensor of zeros. Tensors are split by unbind, because its gradient, a stack, keeps -0.
 
-    argument: the argument, a tensor, a list of tensors, or any object that is not mapped.
-    dim: the mapped axis of the argument, or None if it has none; for a list, one dim per entry.
-    count: the length of the mapped axis, at least 1.
+    Args:
+        argument: the argument, a tensor, a list of tensors, or any object that is not mapped.
+        dim: the mapped axis of the argument, or None if it has none; for a list, one dim per entry.
+        count: the length of the mapped axis, at least 1.
     """
     if isinstance(argument, (list, tuple)):
         parts = [_entries(a, d, count) for a, d in zip(argument, dim, strict=True)]
@@ -183,10 +184,11 @@ def backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = None) 
     It is the upstream gradient `grad`, unchanged under pass_through, otherwise with 0 where |x| > amax. If the caller
     passed neither amax nor tensor_amax, the limit is computed from x.
 
-    ctx: the context that save_inputs filled.
-    grad: the gradient with respect to the result of fake_quantize.
-    clip: the function that sets these zeros; transforms.py passes one that works inside transforms. None stands for
-    fake_quantize_backward.
+    Args:
+        ctx: the context that save_inputs filled.
+        grad: the gradient with respect to the result of fake_quantize.
+        clip: the function that sets these zeros; transforms.py passes one that works inside transforms. None stands for
+            fake_quantize_backward.
     """
     if ctx.pass_through:
         return grad, *[None] * 8

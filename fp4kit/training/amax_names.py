@@ -51,7 +51,10 @@ class AmaxName:
         return name
 
     def key(self, separator: str = ".") -> str:
-        """Return the name as a checkpoint spells it. separator: "." or "_", before the number of the expert."""
+        """Return the name as a checkpoint spells it.
+
+        separator: "." or "_", before the number of the expert.
+        """
         return f"{self._quantizer(separator)}.{self.buffer}"
 
     def at(self, index: int | None) -> AmaxName:

@@ -316,9 +316,10 @@ class Nccl:
     def _gather(self, source: int, target: int, sizes: list[int]) -> None:
         """Gather the arrays of all ranks as bytes.
 
-        source: the device address of this rank's array.
-        target: the device address of the result.
-        sizes: the lengths of the arrays in bytes, one per rank.
+        Args:
+            source: the device address of this rank's array.
+            target: the device address of the result.
+            sizes: the lengths of the arrays in bytes, one per rank.
         """
         stream, kind = self._stream(), self._nccl.NCCL_UINT8
         if len(set(sizes)) == 1:

@@ -35,7 +35,10 @@ def with_fault(case: DrawnCase) -> DrawnCase:
 
 
 def moved_shape(case: DrawnCase, x: DrawnArray) -> tuple[int, ...]:
-    """Return the shape of x with the quantized axis last. If x is a stack of experts, return that of one expert."""
+    """Return the shape of x with the quantized axis last. If x is a stack of experts, return that of one expert.
+
+    If the case's axis is out of range, the last axis counts as the quantized one.
+    """
     shape = x.shape[1:] if case.options.stacked else x.shape
     axis = case.axis % len(shape) if -len(shape) <= case.axis < len(shape) else len(shape) - 1
     return (*shape[:axis], *shape[axis + 1 :], shape[axis])
@@ -52,7 +55,8 @@ def auxiliary(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> Drawn
 def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> Any:
     """Return the argument tensor_amax for array ``i`` of the case: None, a number, or a reference to an array.
 
-    For an array, append the statement that makes it to the program ``p``, under ``name``.
+    For an array, append the statement that makes it to the program ``p``, under ``name``. The faults "negative amax"
+    and "amax shape" give wrong arguments.
     """
     o, r = case.options, case.r
     if o.fault == "negative amax":
@@ -74,7 +78,8 @@ def tensor_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "amax") -> 
 def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax") -> Any:
     """Return the argument block_amax for array ``i`` of the case: a reference to an array, or None.
 
-    For an array, append the statement that makes it to the program ``p``, under ``name``.
+    It is an array if the case has block amaxes and its recipe takes them, or if its fault is "block_amax". Then append
+    the statement that makes the array to the program ``p``, under ``name``.
     """
     o = case.options
     if not (o.block_amax and case.r.static) and o.fault != "block_amax":
@@ -86,7 +91,8 @@ def block_amax(p: Program, case: DrawnCase, i: int = 0, name: str = "block_amax"
 def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
     """Return the options rounding and seed of the case's call, or {} for rounding to nearest.
 
-    For random bytes, append the statement that makes them to the program ``p``.
+    For random bytes, append the statement that makes them to the program ``p``. The fault "seed" gives a seed without
+    stochastic rounding.
     """
     o = case.options
     if o.fault == "seed":

@@ -167,9 +167,10 @@ def run_case(
 ) -> Report:
     """Draw and check the single case of the integer ``number``. If it fails, the report has its reproduction.
 
-    engine: the engine to compare with the specification, or None to run the specification alone.
-    pool: what the case is drawn from, or None for Pool().
-    shrink_seconds: the time limit for making a failing case smaller.
+    Args:
+        engine: the engine to compare with the specification, or None to run the specification alone.
+        pool: what the case is drawn from, or None for Pool().
+        shrink_seconds: the time limit for making a failing case smaller.
     """
     report, start = Report(), time.monotonic()
     with warnings.catch_warnings():
@@ -200,9 +201,10 @@ def reproduced(
 
     If the shrunk case does not fail again in the same way, the case itself is reported.
 
-    verdict: how the case failed.
-    engine: the engine that was compared with the specification, or None.
-    number: the integer that the case was drawn from.
+    Args:
+        verdict: how the case failed.
+        engine: the engine that was compared with the specification, or None.
+        number: the integer that the case was drawn from.
     """
     smaller = shrink_case(case, verdict, engine, seconds)
     last = check(smaller, engine)

@@ -59,7 +59,8 @@ def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) ->
 def _values(each: Bytes, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Any, Any]]:
     """Yield (key, fp4kit's values, recorded values) of all codes under all scales, in each dtype that was recorded.
 
-    each: the entry of BYTES. golden, dequantize: as for byte_arrays.
+    each: the entry of BYTES.
+    golden, dequantize: as for byte_arrays.
     """
     for part, dtype in _TYPES.items():
         key = f"all_bytes/{each.variant}/{part}"
