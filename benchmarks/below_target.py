@@ -1,8 +1,8 @@
 """State why rows of the committed GPU records miss their target, and which other designs were tried.
 
-report.py prints these reasons below its table. A figure in `Reason.tried` is an efficiency (the time of a copy of as
-many bytes, divided by the time of the operation), unless it has a unit or belongs to a row with a ratio. Each figure
-was measured on the record's device in another run, relative to a copy in that run.
+report.py prints these reasons below its table. A figure in `Reason.tried` is an efficiency: the time of a copy of as
+many bytes, divided by the time of the operation. Exceptions are figures with a unit, and ratios in rows that are
+compared with another time. Each figure was measured on the record's device in another run, beside a copy in that run.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Benchmark transpose of codes and block scales: 4-bit and 8-bit codes, scales in every layout, and a stack of
-matrices.
+"""Benchmark transpose of codes and block scales.
+
+There are rows for 4-bit and 8-bit codes, for scales in every layout, and for a stack of matrices.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def quantize(recipe: str, x: np.ndarray, operation: str = "quantize", **options:
 def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
     """Return the case of quantize for a very large array.
 
-    At most two results exist at a time: the target, and the new result of a call. (`quantize` above needs one more for
-    a moment, because it copies the target.)
+    At most two results exist at a time: the target, and the new result of a call. The function `quantize` needs memory
+    for a third result for a moment, because it copies the target.
     """
     target = fp4kit.quantize(x, recipe)
     into = lambda: fp4kit.quantize(x, recipe, out=target)  # noqa: E731

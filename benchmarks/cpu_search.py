@@ -1,6 +1,4 @@
-"""Define the searches of block scales that bench_cpu.py times, and a baseline for them: a NumPy loop over the
-candidates.
-"""
+"""Define the searches of block scales that bench_cpu.py times, and their baseline: a NumPy loop over the candidates."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Look for calls of the compiled engine that are slower than the specification: every recipe, dtype and operation, on
-many shapes.
+"""Look for calls of the compiled engine that are slower than the specification.
+
+Every recipe, dtype and operation is tried, on many shapes.
 """
 
 from __future__ import annotations

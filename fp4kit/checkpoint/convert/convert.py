@@ -100,10 +100,10 @@ class ConversionReport:
 
     @lazy_property
     def changes(self) -> dict[str, Changes]:
-        """Layer name -> what its cast from MXFP4 to NVFP4 could not keep: the numbers of blocks and values, and the
-        largest error.
+        """Layer name -> what its cast from MXFP4 to NVFP4 could not keep.
 
-        Only layers with blocks whose scales NVFP4 cannot hold are present.
+        The value holds the numbers of blocks and values that changed, and the largest change. Only layers with blocks
+        whose scales NVFP4 cannot hold are present.
         """
         found: dict[str, Changes] = {}
         for one in self.done:
@@ -176,8 +176,14 @@ def convert(
 
     Raises:
         CheckpointError: before any work, if the plan cannot be made or ``destination`` cannot be written. During the
-            work, if a tensor to be quantized contains NaN or infinity and ``nonfinite`` is "error", if the output
-            cannot hold a scale, or if the source changes. An exception leaves no incomplete ``destination``.
+            work, in these cases:
+
+            - A tensor to be quantized contains NaN or infinity, and ``nonfinite`` is "error".
+            - The output cannot hold a scale.
+            - The source changes.
+        ChildProcessError: a worker process died.
+
+    An exception leaves no incomplete ``destination``.
 
     Exact: codes and scales equal those of fp4kit.quantize for the whole tensor, called with the largest amax of the
     layers that share its tensor scale. Only all-zero tensors and groups differ: their tensor scale is 1.
@@ -409,7 +415,7 @@ def _check_planned(plan: Plan) -> None:
 def bytes_to_read(plan: Plan) -> int:
     """Return how many bytes of tensors the execution of a plan reads.
 
-    A weight whose amax must be known before it can be written is read twice.
+    A weight that must be measured before it is written, for example to find its amax, is read twice.
     """
     return sum(job.nbytes_in * (1 + job.is_measured) for job in jobs_of(plan, _nowhere(plan)))
 

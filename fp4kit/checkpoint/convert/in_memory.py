@@ -1,5 +1,6 @@
-"""Convert named tensors in memory, such as those of a trainer, to the tensors that the checkpoint converter would
-write.
+"""Convert named tensors in memory, such as those of a trainer.
+
+The results are the tensors that the checkpoint converter would write.
 """
 
 from __future__ import annotations
@@ -52,8 +53,11 @@ class Rules:
     input_scale: a positive float32 activation scale to write for every layer; None for none.
     activations: measured activations, from which every layer gets its own input scale; None for none.
 
-    Raises CheckpointError if the format is not a quantized container that can be written from memory, if the container
-    cannot store the model, or if input scales are given to a container without them.
+    Raises CheckpointError in these cases:
+
+    - The format is not a quantized container, or cannot be written from memory ("bf16", "comfy").
+    - The container cannot store the model.
+    - Input scales are given, and the container has none.
     """
 
     recipe: Recipe
@@ -248,8 +252,8 @@ class TensorConverter:
     def _check_module(self, module: str, array: Any) -> None:
         """Record the shape of a converted layer, or of a converted stack of experts.
 
-        Raise CheckpointError if an earlier tensor that is named after the layer may change its weight (see
-        _check_beside), or if two stacks of experts do not fit together.
+        Raise CheckpointError if two stacks of experts do not fit together. Raise it also if a tensor that came earlier
+        is named after the layer and may change its weight (see _check_beside).
         """
         if module in self._beside:
             raise _lies_beside(self._beside[module], module)

@@ -18,7 +18,7 @@ def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
     tensors. If it stores swizzled scales, every call but the last must get a multiple of 128 rows.
 
     codes: packed codes of shape (rows, bytes per row). For 4-bit elements, the first code of each byte is in the low
-        half; the halves are swapped here if the container stores them the other way round.
+        half. If the container stores the first code in the high half, the halves are swapped here.
     scales: the codes of the block scales, of shape (rows, blocks per row); for FP8, the scales of the rows, as floats.
         They are ignored if the container stores one scale per layer.
     """

@@ -1,8 +1,8 @@
 """Run the jobs of a conversion.
 
 Jobs are independent: they run in any order, in any process, on any machine that sees the files. Each job writes its own
-byte ranges of the output files. If layers share a tensor scale, all of them are measured before any is written: each is
-read once to find its amax and the number of NaN and infinities.
+byte ranges of the output files. If layers share a tensor scale, all of them are measured before any is written. To
+measure a layer is to read it once, and to find its amax and the number of NaN and infinities.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ def join_group(found: list[Measured]) -> Measured:
 
 def write(job: Job, shared: Measured | None, tick: Tick | None = None) -> Done:
     """Run a job: write its bytes into the output files, and return what it did, with the CRC-32 of the bytes.
+
+    Raise CheckpointError if the output cannot hold a scale of the weight.
 
     shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
         measurements.

@@ -3,8 +3,9 @@
 Candidates and ties:
 
 - nvfp4-gguf: the E4M3 codes 1 to 126. A block whose element codes are all 0 gets the scale byte 0.
-- mxfp4-gguf: 2^j times the largest power of two that is at most amax / 4, for j from -1 to 1. With column weights, or
-  for an error sum(abs(x - y) ** p) with p below 2, j begins at -4, and j = 0 is the scale that llama.cpp computes.
+- mxfp4-gguf: 2^j times the largest power of two that is at most amax / 4, for j from -1 to 1. The scale with j = 0 is
+  the one that llama.cpp computes. With column weights, or for an error sum(abs(x - y) ** p) with p below 2, j begins
+  at -4.
 
 Errors are compared in float32, as fp4kit.search_scales computes them. Among equal errors, the smallest scale wins.
 

@@ -53,8 +53,8 @@ def apply(
 
             - The patch is malformed.
             - A file of ``base`` is missing, or is not the file from which the patch was made.
-            - The destination exists, is not in a writable directory, lies inside ``base`` or contains it, has a name
-              that does not suit the result, or has too little disk space.
+            - The destination exists, is not in a writable directory, lies inside ``base``, or contains it.
+            - The name of the destination does not suit the result, or there is too little disk space.
             - Another run is writing to the destination, or an interrupted run left files and ``resume`` is False.
             - ``resume`` is True, but no run was interrupted, or that run applied another patch.
     """
@@ -103,7 +103,8 @@ def _write_file(
 ) -> None:
     """Write one file of the new version, unless an interrupted run has completed it.
 
-    Raise CheckpointError if the SHA-256 of the written file or of the old file differs from the one in the patch.
+    The patch holds the whole file, or the bytes in which it differs from the old file. Raise CheckpointError if the
+    SHA-256 of the written file or of the old file differs from the one in the patch.
 
     name: the name of the file.
     facts: the size and SHA-256 that the new file must have.
@@ -151,8 +152,8 @@ def _patched(
     The file is copied in chunks of CHUNK bytes. If the patch has no changed bytes for the file, it is copied as it is.
     The caller compares the two hashes with those in the patch.
 
-    Raise CheckpointError if the old file is missing, or if the patch is damaged: its runs of changed bytes do not add
-    up, or lie outside their chunk.
+    Raise CheckpointError if the old file is missing. Raise it also if the patch is damaged, so that its runs of changed
+    bytes do not add up or lie outside their chunk.
 
     name: the name of the file in the patch.
     root: the old version: a directory or a file.

@@ -288,7 +288,8 @@ def _write(path: Path, stored: list[_Stored], new: Mapping[str, Path], metadata:
 class _Flips:
     """Count the codes and bytes of block scales that differ, per quantized layer of the new version.
 
-    root: the new version. paths: name in the patch -> path, for its files.
+    root: the new version: a directory or a file.
+    paths: name in the patch -> path, for the files of the new version.
     """
 
     def __init__(self, root: Path, paths: Mapping[str, Path]) -> None:

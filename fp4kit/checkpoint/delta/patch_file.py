@@ -13,9 +13,11 @@ A patch stores each file of the new version in one of three ways:
 
 - A new file, or a file of a different size: the whole file, as the tensor FILE/whole U8.
 
-The metadata entry "fp4kit.patch" is JSON. It holds the version of this format, what the model is ("directory" or
-"file"), and the size in bytes and the SHA-256 of every file of both versions; version_files.py says how files are
-named.
+The metadata entry "fp4kit.patch" is JSON. It holds:
+
+- the version of this format
+- what the model is: "directory" or "file"
+- the size in bytes and the SHA-256 of every file of both versions, under the names that version_files.py defines
 """
 
 from __future__ import annotations

@@ -141,10 +141,15 @@ def explain(
     """Find the recipe and the mishaps that give every byte of a stored layer.
 
     A mishap is a fault between the quantizer and the file, such as swapped nibbles. Each mishap in corruptions.py is
-    tried, alone and together with mishaps of other kinds. Explanations with fewer mishaps are preferred. If none gives
-    every byte, three faults without a name are tried: rows in any order, block scales in the places of other blocks,
-    and whole blocks in other places. The tensor scale may be off by 2 ulp. If the source has NaN or infinities, both
-    the source as it is and the source with replacements (as in a conversion with nonfinite="saturate") are tried.
+    tried, alone and together with mishaps of other kinds. Explanations with fewer mishaps are preferred. The tensor
+    scale may be off by 2 ulp. If none gives every byte, three faults without a name are tried:
+
+    - rows in any order
+    - block scales in the places of other blocks
+    - whole blocks in other places
+
+    If the source has NaN or infinities, both the source as it is and the source with replacements (as in a conversion
+    with nonfinite="saturate") are tried.
 
     Args:
         layer: the layer as its file stores it.
@@ -374,8 +379,11 @@ def _other_codes_under_scales(
 ) -> Explanation | None:
     """Return the explanation that a recipe gives all scales, but an unknown rule such as GPTQ gives the codes.
 
-    Return None if no recipe gives all scales, if only few bytes differ (they are damaged), or if the signs of the codes
-    are not those of the source. If the codes were rounded stochastically, the explanation says so instead.
+    If the codes were rounded stochastically, the explanation says so instead. Return None in these cases:
+
+    - No recipe gives all scales.
+    - Only a few bytes differ, which means that they are damaged.
+    - The signs of the codes are not those of the source.
 
     plain: the layout in which codes are read as declared and rows are in place.
     trial: the hypotheses that were compared with a sample in all layouts.
@@ -551,8 +559,8 @@ def _sampled(
 ) -> Quantized | None:
     """Return some rows and columns of a layer, read in the layout ``plain``, as a Quantized for fp4kit.identify.
 
-    Return None if the layer's tensor scale is not one positive finite number although the recipe needs one, or if the
-    layer has a tensor scale that the recipe does not need.
+    Return None if the recipe needs a tensor scale, and the layer has none or one that is not a positive finite number.
+    Return None also if the layer has a tensor scale that the recipe does not need.
 
     dtype: the dtype of the source.
     """

@@ -1,9 +1,14 @@
 """Compare hypotheses about a stored layer with its bytes.
 
 A hypothesis says which recipe made the layer from its source, and which mishaps (faults) changed it afterwards. It
-consists of a way to read the codes, an order of rows, an order of codes within bytes, an order of block scales, a
-recipe and an amax. It predicts the codes, block scales and tensor scale of the file. They are compared with the stored
-parts in chunks of rows.
+consists of:
+
+- a way to read the codes
+- an order of rows, an order of codes within bytes, and an order of block scales
+- a recipe and an amax
+
+A hypothesis predicts the codes, block scales and tensor scale of the file. They are compared with the stored parts in
+chunks of rows.
 """
 
 from __future__ import annotations

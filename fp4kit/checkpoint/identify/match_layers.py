@@ -328,8 +328,8 @@ def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dic
 def stored_layer(weight: Weight, expert: int, readers: Readers) -> StoredLayer | Fp8Layer:
     """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first.
 
-    If its block scales have a shape that the container does not allow, or if its tensor scale is missing, the parts are
-    returned as the file stores them, so that ``explain`` can find the fault.
+    There are two exceptions: block scales with a shape that the container does not allow, and a missing tensor scale.
+    Then the parts are returned as the file stores them, so that ``explain`` can find the fault.
 
     expert: the number of the matrix in a stack of experts; 0 for a single layer.
     """

@@ -1,8 +1,11 @@
 """Name the matrices of a model so that one matrix has the same key whatever tool wrote the file.
 
-Tools name layers differently: experts are separate layers or stacks, mlx-lm calls the stacks' module ``switch_mlp``,
-Mixtral calls gate, down and up w1, w2 and w3, and wrappers add ``_orig_mod.`` or ``module.``. mlx-lm also splits
-DeepSeek's kv_b_proj into two stacks with one matrix per head.
+Tools name layers differently:
+
+- Experts are separate layers or stacks. mlx-lm calls the stacks' module ``switch_mlp``.
+- Mixtral calls gate, down and up w1, w2 and w3.
+- Wrappers add ``_orig_mod.`` or ``module.``.
+- mlx-lm splits DeepSeek's kv_b_proj into two stacks with one matrix per head.
 
 Sources: mlx-lm 0.32.2 models/mixtral.py and models/deepseek_v3.py, sanitize; transformers 5.24 conversion_mapping.py.
 """

@@ -166,8 +166,8 @@ def exclusion_list(
     """Return the exclusion list to write for a checkpoint, sorted.
 
     One prefix covers all layers below a subtree, and all experts of a container in which none is quantized. In the
-    syntax "modelopt", an MLA projection that is copied in some layers and quantized in others gets a final ``*``, so
-    that SGLang does not apply its pattern to every layer.
+    syntax "modelopt", an MLA projection may be copied in some layers and quantized in others. Its pattern then ends in
+    ``*``, so that SGLang does not apply the pattern to every layer.
 
     syntax: "modelopt" (globs such as ``model.visual.*``), "compressed-tensors" (names, and patterns such as
         ``re:model\\.visual\\..*``), "dotted" (SGLang's mxfp8, paths without wildcards such as ``model.visual``) or

@@ -2,8 +2,12 @@
 
 The table has one cell per engine, container and family. A cell says what the engine does, and how this is known: "run"
 (the engine's own code loaded such a file) or "read" (its source was read). If there is no cell, it is unknown what the
-engine does. Four things follow from this table: the default format of a conversion, the rejection of formats that no
-engine loads, the warnings in reports, and the table in the docs.
+engine does. The table determines:
+
+- the default format of a conversion
+- which formats are rejected, because no engine loads them
+- the warnings in reports
+- the table in the docs
 """
 
 from __future__ import annotations
@@ -133,9 +137,14 @@ def _candidates(kind: str) -> list[LoaderContainer]:
 def best_format(kind: str, family: str) -> str | None:
     """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``.
 
-    Return None if no engine is known to load any format. Among formats with equally many engines, the one that fewer
-    engines silently misread is chosen, then the one that more engines were seen to load in a run, then the first in
-    FORMATS. Raises ValueError for a kind that is not in KINDS.
+    Return None if no engine is known to load any format. Among formats with equally many engines, these are preferred,
+    in this order:
+
+    - the format that fewer engines silently misread
+    - the format that more engines were seen to load in a run
+    - the first in FORMATS
+
+    Raises ValueError for a kind that is not in KINDS.
     """
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")

@@ -132,8 +132,12 @@ def check_space(destination: Path, needed: int) -> None:
 def check_partial(destination: Path, resume: bool) -> None:
     """Raise CheckpointError if the state of the partial directory does not allow a run to begin or to resume.
 
-    It is an error if the partial directory is not a directory, if a run is writing to it, if it exists and ``resume``
-    is False, or if it does not exist and ``resume`` is True.
+    It is an error in these cases:
+
+    - The path of the partial directory is impossible, or is not a directory.
+    - A run is writing to the partial directory.
+    - The partial directory exists, and ``resume`` is False.
+    - It does not exist, and ``resume`` is True.
 
     destination: the destination of the run.
     resume: True to resume an interrupted run, False to begin a new run.
@@ -342,8 +346,11 @@ def staged_directory(
     paths: name of a file in the partial directory -> its final path. Only these files are renamed, the first one last.
         None renames the partial directory itself to the destination.
 
-    Raises CheckpointError if another run is writing to the partial directory, if its state does not fit ``resume`` (see
-    check_partial), or if another program has created one of the final paths meanwhile.
+    Raises CheckpointError in these cases:
+
+    - Another run is writing to the partial directory.
+    - The state of the partial directory does not fit ``resume`` (see check_partial).
+    - Another program has created one of the final paths meanwhile.
     """
     partial = partial_of(destination)
     check_partial(destination, resume)

@@ -37,8 +37,11 @@ _NUMBER = re.compile(r"\b\d+\b")
 def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -> Iterator[Issue]:
     """Yield a warning for every NVFP4 input scale that contradicts the input scales of other layers.
 
-    There are three kinds: most scales look like their own reciprocals; one scale is far from those of similar layers;
-    layers that an engine fuses have different scales.
+    There are three kinds of contradictions:
+
+    - Most scales look like their own reciprocals.
+    - One scale is far from those of similar layers.
+    - Layers that an engine fuses have different scales.
 
     weights: the layers of the checkpoint.
     stored: tensor name -> stored value of input scales. Zero, negative, NaN and infinite values are ignored.

@@ -176,8 +176,8 @@ def reconcile(
 
             - The source is a GGUF file, has no layer in one of the two formats, or holds something unknown.
             - A tensor scale of a repaired layer is not a positive normal float32.
-            - The destination exists, is not in a writable directory, lies inside the source or contains it, has a name
-              that does not suit the source, or has too little disk space.
+            - The destination exists, is not in a writable directory, lies inside the source, or contains it.
+            - The name of the destination does not suit the source, or there is too little disk space.
             - Another run is writing to the destination.
 
     Numerics: see the head of this file for the formula and its rounding.

@@ -1,9 +1,11 @@
 """Recognize smoothed layers, so that verify does not report them as damaged.
 
-To make activations easier to quantize, SmoothQuant and AWQ divide the weight of a norm by one factor per column and
-multiply the columns of the layers after it by these factors. The model computes the same function, but norm and layers
-differ from the source. Let f = source norm / stored norm, and W the source of a layer after it. If the layer was
-smoothed, its decoded values are near W * f.
+SmoothQuant and AWQ make activations easier to quantize. They divide the weight of a norm by one factor per column, and
+multiply the columns of the layers after the norm by these factors. The model computes an equal function, but norm and
+layers differ from the source.
+
+Let f = source norm / stored norm, and let W be the source of a layer after the norm. If the layer was smoothed, its
+decoded values are near W * f.
 """
 
 from __future__ import annotations
