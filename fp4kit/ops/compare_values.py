@@ -50,9 +50,10 @@ class Energy:
     parts: list[tuple[float, int]] = field(default_factory=list)
 
     def add(self, x: np.ndarray, scaled: bool) -> None:
-        """Add the sum of the squares of x, a box of float64 values.
+        """Append the sum of the squares of x, a box of float64 values. The box must not be empty if ``scaled`` is True.
 
-        scaled: True divides x first by the power of two above its largest magnitude, so that no square overflows.
+        scaled: True divides x first by the power of two above its largest magnitude, so that no square overflows. NaN
+        and infinity are not scaled.
         """
         top = float(np.max(np.abs(x))) if scaled else 0.0
         exponent = int(np.frexp(top)[1]) if np.isfinite(top) else 0
@@ -76,7 +77,7 @@ class Differences:
     Attributes:
         scaled: whether the values are float64, so that squares may overflow or underflow.
         differing: how many values differ.
-        max_ulp: largest distance, in steps between neighbouring floats.
+        max_ulp: largest distance, in steps between neighboring floats.
         max_error: largest |x - y|.
         first: index and values of the first difference; None if there is none.
         signal: sum of x^2.
@@ -94,7 +95,8 @@ class Differences:
     def add(self, x: np.ndarray, y: np.ndarray, box: Box) -> bool:
         """Compare x and y, the values of two arrays within a box, and add their differences.
 
-        Return True if any value differs. Otherwise add nothing and return False.
+        Values differ if their bits differ, so -0 differs from +0, but any two NaNs are equal. Return True if any value
+        differs. Otherwise add nothing and return False.
         """
         differ = bit_patterns(x) != bit_patterns(y)
         if differ.any():
@@ -136,7 +138,7 @@ class Differences:
 
 
 def ordered(x: np.ndarray) -> np.ndarray:
-    """Map floats to signed integers in the order of their values, so that neighbouring floats differ by 1.
+    """Map floats to signed integers in the order of their values, so that neighboring floats differ by 1.
 
     -0 comes just below +0. x must not hold NaN.
     """
@@ -146,9 +148,10 @@ def ordered(x: np.ndarray) -> np.ndarray:
 
 
 def distance(x: np.ndarray, y: np.ndarray) -> np.ndarray:
-    """Return, per element, the number of steps between neighbouring floats from x to y.
+    """Return, per element, the number of steps between neighboring floats from x to y: 0 only if the bits are equal.
 
-    The result is unsigned, because a signed integer of this width could not hold the largest distance.
+    -0 and +0 are one step apart. The result is unsigned, because a signed integer of this width could not hold the
+    largest distance. x and y must not hold NaN, whose distances mean nothing.
     """
     a, b = ordered(x), ordered(y)
     return bit_patterns(np.maximum(a, b)) - bit_patterns(np.minimum(a, b))

@@ -89,16 +89,17 @@ class DrawnArray:
         return drawn(self.kind, self.dtype, self.shape, self.seed)
 
     def with_values(self, values: np.ndarray, view: View | None = None) -> DrawnArray:
-        """Return a description of an array with this dtype and the elements ``values``, in the layout ``view``.
+        """Return a description of an array of the kind "given" with the elements ``values``, in the layout ``view``.
 
-        If ``view`` is None, the array is contiguous.
+        The field dtype stays as it is, so ``values`` must have this dtype. If ``view`` is None, the array is
+        contiguous.
         """
         view = View.plain(values.ndim) if view is None else view
         return replace(self, kind="given", shape=values.shape, bits=np.ascontiguousarray(values).tobytes(), view=view)
 
 
 def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any] = np.asarray) -> Any:
-    """Return the values as a view of a larger array.
+    """Return the values as a view of a larger array, which is otherwise filled with the byte FILLER.
 
     ``asarray`` moves the larger array to a library, such as cupy.asarray.
     """
@@ -128,7 +129,8 @@ def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], 
 def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> np.ndarray:
     """Return an array with the given bits. Printed reproductions call this for small arrays.
 
-    ``nonzero`` is {flat index: bit pattern} with zeros elsewhere, or a string of hexadecimal digits for all bytes.
+    dtype: a key of DTYPES.
+    nonzero: {flat index: bit pattern} with zeros elsewhere, or a string of hexadecimal digits for all bytes.
     """
     if isinstance(nonzero, str):
         return np.frombuffer(bytes.fromhex(nonzero), DTYPES[dtype]).reshape(shape)
@@ -141,14 +143,21 @@ def given(dtype: str, shape: tuple[int, ...], nonzero: dict[int, int] | str) -> 
 
 
 def drawn(kind: str, dtype: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return random values of the given dtype and shape. ``kind`` is a key of VALUES."""
+    """Return random values of the given dtype and shape. Equal arguments give equal values.
+
+    kind: a key of VALUES. A few kinds ignore the dtype: "bytes" and codes are uint8, and "amaxes" are float32.
+    dtype: a key of DTYPES.
+    """
     rng = np.random.default_rng(seed)
     with np.errstate(all="ignore"):
         return VALUES[kind](rng, shape, DTYPES[dtype])
 
 
 def _ordinary(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return normally distributed values whose magnitude varies from row to row, with a few zeros."""
+    """Return normally distributed values whose magnitude varies from row to row, with a few zeros of one sign.
+
+    A row is one index of all axes but the last. All values are finite.
+    """
     x = rng.standard_normal(shape, np.float32) * np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
     x[rng.random(shape) < 0.02] = rng.choice([0.0, -0.0])
     return x.astype(dtype)
@@ -190,7 +199,7 @@ def _tiny(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> 
 
 
 def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return ordinary values in which most runs of 16 elements are zeros: all +0, all -0, or mixed."""
+    """Return values of _ordinary in which most runs of 16 elements are zeros: all +0, all -0, or mixed."""
     runs = (*shape[:-1], -(-shape[-1] // 16))
     kinds = np.repeat(rng.integers(0, 4, runs), 16, axis=-1)[..., : shape[-1]]
     signs = np.where(kinds == 2, rng.choice([0.0, -0.0], shape), np.where(kinds == 1, -0.0, 0.0))
@@ -198,7 +207,7 @@ def _zeros(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return ordinary values, one of which is replaced by a far larger value."""
+    """Return values of _ordinary, one of which is replaced by a far larger value. An empty array stays empty."""
     x = _ordinary(rng, shape, dtype)
     if x.size:
         x.reshape(-1)[rng.integers(x.size)] = rng.choice([1e4, -6e4, float(ml_dtypes.finfo(dtype).max)])
@@ -214,21 +223,21 @@ def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype)
 
 
 def _sprinkled(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return ordinary values with some infinities and NaN."""
+    """Return values of _ordinary with some NaN or infinities of one sign, and rare further NaN."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05, 0.6])] = rng.choice([np.nan, np.inf, -np.inf])
     return np.where(rng.random(shape) < 0.002, np.asarray(np.nan, dtype), x)
 
 
 def _infinite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return ordinary values with some infinities of either sign."""
+    """Return values of _ordinary with some infinities, all of one sign."""
     x = _ordinary(rng, shape, dtype)
     x[rng.random(shape) < rng.choice([0.002, 0.05])] = rng.choice([np.inf, -np.inf])
     return x
 
 
 def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return uniformly distributed bytes."""
+    """Return uniformly distributed bytes, uint8. dtype has no effect."""
     return rng.integers(0, 256, shape, np.uint8)
 
 
@@ -242,14 +251,18 @@ def _below(limit: int) -> Callable[..., np.ndarray]:
 
 
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return float32 amaxes: ordinary ones, and some that are 0, -0, tiny, huge or infinite."""
+    """Return float32 amaxes: absolute values of normal numbers, and some that are 0, -0, tiny, huge or infinite. Never
+    NaN.
+
+    dtype has no effect.
+    """
     x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
     special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)
     return np.where(rng.random(shape) < rng.choice([0, 0.2, 1]), special, x).astype(np.float32)
 
 
 def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return nonnegative finite weights for a scale search: ordinary ones, zeros and outliers.
+    """Return nonnegative finite weights for a scale search: numbers below 1, zeros and large outliers.
 
     In some draws all weights are so small that their squares underflow.
     """
@@ -258,9 +271,11 @@ def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 
 def _hessians(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return symmetric 16 x 16 matrices for a search by Hessian, each computed from few or many random samples.
+    """Return symmetric 16 x 16 matrices for a search by Hessian, each computed from 3 or 40 random samples.
 
     In some draws 2 is subtracted from the diagonals, so that the quadratic form can be negative.
+
+    shape: (matrices, 16, 16).
     """
     samples = rng.standard_normal((shape[0], rng.choice([3, 40]), 16)) * rng.choice([1, 1, 1e-15, 1e10])
     x = samples.transpose(0, 2, 1) @ samples - rng.choice([0, 0, 2]) * np.eye(16)
@@ -310,7 +325,7 @@ class Guarded(NamedTuple):
 def guarded(a: Any, step: int = 1) -> Guarded:
     """Return a copy of an array or Quantized with guards around each array, to be used as an output.
 
-    If ``step`` is 2, the copy is strided, with guards between its elements too.
+    ``step`` is 1 or 2. If it is 2, the copy is strided, with guards between its elements too.
     """
     if isinstance(a, Quantized):
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
@@ -336,7 +351,9 @@ def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> A
 
 
 def touched(g: Guarded) -> int:
-    """Return the number of guard bytes that have changed since guarded()."""
+    """Return the number of guard bytes that have changed since guarded(): 0 if a call wrote only to the output's
+    elements.
+    """
     total = 0
     for whole, shape, step, dtype in g.buffers:
         now, before = whole.copy(), _module(whole).full(whole.shape, FILLER, np.uint8)
@@ -357,14 +374,15 @@ def as_float8(codes: Any, dtype: str) -> Any:
 
 
 def overwrite(target: Any, values: Any) -> None:
-    """Overwrite an array in place, such as one that a plan holds."""
+    """Overwrite the elements of ``target`` in place by ``values``. Programs call this for arrays that a plan holds."""
     target[...] = values
 
 
 def largest(arrays: list[Any]) -> Any:
-    """Return the elementwise maximum of float32 amaxes.
+    """Return the elementwise maximum of float32 amaxes, as a new array. ``arrays`` must not be empty.
 
-    They are compared by bit patterns, because CuPy's maximum flushes subnormals.
+    They are compared by bit patterns, because CuPy's maximum flushes subnormals. NaN without a sign is above every
+    number.
     """
     result = arrays[0].copy()
     bits = result.view(np.uint32)

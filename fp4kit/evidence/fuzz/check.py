@@ -81,7 +81,11 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The text without recipe ids and numbers, so that failures for one reason are counted together."""
+        """The text without recipe ids and numbers, at most 150 characters, so that failures for one reason are counted
+        together.
+
+        Only the part of the text before the first semicolon is used.
+        """
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
         return re.sub(r"[(]N?(, ?N?)*[)]", "(N)", text)[:150]
@@ -98,7 +102,8 @@ class EngineRun:
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:
-        """Execute a Make statement: make its array on the engine, or its recipe.
+        """Execute a Make statement: make its array on the engine, or its recipe, and store it under the statement's
+        name.
 
         If ``writable`` is False, later writes to the array are detected.
         """
@@ -128,7 +133,8 @@ class EngineRun:
     def _function(self, name: str) -> Any:
         """Return the function that a ProgramCall names.
 
-        It is a function of fp4kit, a method of a result, or a function in FUNCTIONS.
+        It is a function of fp4kit ("fp4kit.NAME"), a method of a result ("RESULT.METHOD"), or a function in FUNCTIONS.
+        An unknown name raises AttributeError or KeyError.
         """
         owner, _, attribute = name.rpartition(".")
         if owner == "fp4kit":
@@ -136,7 +142,11 @@ class EngineRun:
         return getattr(self.names[owner], attribute) if owner else FUNCTIONS[name]
 
     def value(self, argument: Any) -> Any:
-        """Return an argument with every Ref in it replaced by the result that it refers to."""
+        """Return an argument with every Ref in it replaced by the result that it refers to, and every Dtype by a NumPy
+        dtype.
+
+        Lists are converted entry by entry. Anything else is returned unchanged.
+        """
         if isinstance(argument, Ref):
             result = self.names[argument.name]
             for part in argument.path:
@@ -154,7 +164,8 @@ class EngineRun:
 def check(case: DrawnCase, engine: ComparedEngine | None = None) -> Verdict:
     """Run a case on the specification and, unless ``engine`` is None, on ``engine`` too. Return the verdict.
 
-    The run stops at the first statement whose results differ. An exception gives the verdict "raised".
+    The run stops at the first statement whose results differ, or whose call raises an exception. The class Verdict
+    lists the kinds of verdicts. An unexpected exception gives the verdict "raised", and is not raised here.
     """
     statements = program(case)
     checked = RunsInStep(
@@ -195,7 +206,11 @@ class RunsInStep:
         return Verdict(kind, text, function, self.number, self.calls, self.total.values, self.total.differing)
 
     def step(self, statement: Statement) -> Verdict | None:
-        """Run one statement on every engine. Return a verdict if the case ends here, or None to continue."""
+        """Run one statement on every engine. Return a verdict if the case ends here, or None to continue.
+
+        A statement with host_only is run on the specification only. Exceptions of a call become a verdict; those of
+        making or comparing arrays are raised.
+        """
         if isinstance(statement, Make):
             for run in self.runs:
                 run.make(statement, statement.target in self.writable)
@@ -210,7 +225,10 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare what a call returned and wrote on two engines. Return a Verdict if a value differs, otherwise None.
+        """Compare what a call returned and wrote on two engines. Return a Verdict "differs" if a value differs,
+        otherwise None.
+
+        Results that `comparable` rejects, such as plans, are not compared.
 
         runs: the runs of the program on the engines, which have executed the call. With only one, nothing is compared.
         """
@@ -227,7 +245,7 @@ class RunsInStep:
     def _same(self, statement: Same, runs: list[EngineRun]) -> Verdict | None:
         """Check on every engine that the two values of a Same statement are equal.
 
-        Return a Verdict if they differ on an engine, otherwise None.
+        Return a Verdict "broken" if they differ on an engine, otherwise None.
 
         runs: the runs of the program, one per engine.
         """
@@ -239,7 +257,7 @@ class RunsInStep:
         return None
 
     def written(self) -> Verdict | None:
-        """Return a verdict if a call wrote to an input that it may not change, otherwise None."""
+        """Return a Verdict "written" if a call wrote to an input that it may not change, otherwise None."""
         for run in self.runs:
             name = run.place.written()
             if name:
@@ -250,7 +268,7 @@ class RunsInStep:
 def comparable(value: Any) -> bool:
     """Return True if a result of the specification consists of numbers, arrays, Quantized objects and None only.
 
-    Other results, such as plans, are not compared.
+    Lists and tuples may be nested; an empty one gives True. Other results, such as plans, are not compared.
     """
     if isinstance(value, (list, tuple)):
         return all(map(comparable, value))

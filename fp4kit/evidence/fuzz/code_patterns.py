@@ -49,7 +49,7 @@ class Codes(NamedTuple):
 
 @cache
 def codes_of(dtype: np.dtype) -> Codes:
-    """Return the Codes of a float dtype of NumPy or ml_dtypes of at most 16 bits."""
+    """Return the Codes of a float dtype of NumPy or ml_dtypes of at most 16 bits. The format must have a sign bit."""
     info = ml_dtypes.finfo(dtype)
     every = np.arange(1 << info.bits).astype(f"u{dtype.itemsize}")
     values = every.view(dtype).astype(np.float32)
@@ -74,7 +74,7 @@ def any_code(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def finite(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of finite values of every exponent, so that terms are shifted by every amount."""
+    """Return codes of finite values of every exponent, so that terms are shifted by every amount. Zeros are +0."""
     codes = rng.integers(0, c.largest + 1, shape)
     return np.where(codes == 0, 0, codes | _signs(rng, shape, c))
 
@@ -93,7 +93,7 @@ def one_large(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def zero_runs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes near 1 in which half of the runs of 16, and a third of the rows, are zeros of either sign."""
+    """Return codes near 1, with zeros of either sign in about half of the runs of 16 and in a third of the rows."""
     runs = rng.random((*shape[:-1], -(-shape[-1] // 16))) < 0.5
     zero = np.repeat(runs, 16, axis=-1)[..., : shape[-1]] | (rng.random((*shape[:-1], 1)) < 1 / 3)
     return np.where(zero, rng.choice(c.zeros, shape), near_one(rng, shape, c))
@@ -136,7 +136,7 @@ PATTERNS: dict[str, Callable[[Rng, Shape, Codes], np.ndarray]] = {
 def drawn_floats(pattern: str, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
     """Return values of a float dtype of 16 bits whose codes follow a pattern, a key of PATTERNS.
 
-    float32 values are converted from bfloat16.
+    For float32 and float64, values are drawn in bfloat16 and converted.
     """
     if dtype.itemsize > 2:
         return drawn_floats(pattern, rng, shape, np.dtype(ml_dtypes.bfloat16)).astype(dtype)
@@ -154,7 +154,8 @@ def drawn_codes(pattern: str, name: str, rng: Rng, shape: Shape, dtype: np.dtype
 
 
 def drawn_scales(low: int, high: int, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return block scales: bytes from ``low`` to ``high`` - 1. In some draws, rare scales are zero or any byte.
+    """Return block scales: bytes from ``low`` to ``high`` - 1. In a third of the draws, rare scales are zero or any
+    byte.
 
     dtype: uint8.
     """

@@ -150,7 +150,11 @@ class Draw(Picks):
         return DrawnCase(operation, recipe, arrays, axis, options)
 
     def variant(self, operation: str) -> Variant:
-        """Return a recipe of the pool that supports the operation, or a variant of it that Recipe accepts."""
+        """Return a recipe of the pool that supports the operation, or a variant of it that Recipe accepts.
+
+        A variant that Recipe rejects is counted in ``refused`` and drawn again. After 50 rejected variants, an
+        unchanged entry of the pool is returned.
+        """
         variants = _supported(self.pool)[operation]
         for _ in range(50):
             variant = self.pick(variants)
@@ -282,7 +286,7 @@ _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
 
 
 def _supports(operation: str, r: Recipe) -> bool:
-    """Return True if a recipe supports an operation."""
+    """Return True if a recipe supports an operation, a name in pool.OPERATIONS."""
     if r.fake_only and operation not in VALUES_ONLY:
         return False
     if operation in FLATTENED:
@@ -313,6 +317,9 @@ def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
 
 
 def draw(seed: int, pool: Pool) -> tuple[DrawnCase, int]:
-    """Return (case drawn from the integer ``seed``, number of variants that Recipe rejected while drawing it)."""
+    """Return (case drawn from the integer ``seed``, number of variants that Recipe rejected while drawing it).
+
+    Equal arguments give equal cases. Raises ValueError if none of the pool's recipes supports one of its operations.
+    """
     d = Draw(seed, pool)
     return d.case(), d.refused

@@ -36,12 +36,13 @@ class WorkerTask(NamedTuple):
 def run(work: WorkerTask, seed: int, processes: int, progress: Callable[[int, int], None]) -> fuzz.Report:
     """Run the fuzzer in several processes with the seeds seed, seed + 1, ... and return the merged report.
 
-    Processes are spawned, because a CUDA context does not survive a fork. An exception in a process is raised here.
+    Processes are spawned, because a CUDA context does not survive a fork. An exception in a process is raised here,
+    after all processes have ended.
 
     Args:
         work: the work of each process.
         seed: seed of the first process.
-        processes: number of processes.
+        processes: number of processes, at least 1.
         progress: called regularly with the numbers of calls and failures since its previous call.
     """
     context = multiprocessing.get_context("spawn")
@@ -75,9 +76,9 @@ def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable
 def _work(work: WorkerTask, seed: int) -> fuzz.Report:
     """Run the fuzzer in this process with its own seed, and return its report.
 
-    work: the engine, limits and pool, which are the same for all processes.
-
     Raises OSError if the work is for a GPU and this process finds none.
+
+    work: the engine, limits and pool, which are the same for all processes.
     """
     engine = {"gpu": fuzz.device_engine, "host": fuzz.host_engine}[work.device]()[0] if work.device else None
     if work.device == "gpu" and engine is None:

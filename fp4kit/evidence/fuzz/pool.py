@@ -55,6 +55,9 @@ class Pool:
         faults: True to give some cases a fault, so that their call must be rejected.
         largest: the largest number of elements per array.
         units: ids of the units of fp4kit.matmul.
+
+    Raises:
+        ValueError: if recipes, operations, layouts or units is empty or holds an unknown name.
     """
 
     recipes: tuple[str, ...] = tuple(RECIPES)
@@ -96,7 +99,7 @@ class Picks:
         self.pool = pool
 
     def pick(self, choices: Any) -> Any:
-        """Return one of the choices at random."""
+        """Return one of the choices, a nonempty sequence, at random."""
         return choices[self.rng.integers(len(choices))]
 
     def chance(self, probability: float) -> bool:

@@ -83,7 +83,7 @@ def _imports(text: str, module: str | None) -> list[str]:
 
 
 def needed(statements: list[Statement]) -> list[Statement]:
-    """Return the last statement and those that it depends on, in order.
+    """Return the last statement and those that it depends on, in order. ``statements`` must not be empty.
 
     Other statements are not needed to reproduce a failure of the last one.
     """
@@ -100,7 +100,10 @@ def needed(statements: list[Statement]) -> list[Statement]:
 
 
 def _names(statement: Any) -> set[str]:
-    """Return the names of the results that a statement or an argument refers to."""
+    """Return the names of the results that a statement or an argument refers to; set() for a number, a string or None.
+
+    For a ProgramCall, the first part of the function's name is among them, such as "plan" in "plan.quantize".
+    """
     if isinstance(statement, Ref):
         return {statement.name}
     if isinstance(statement, Same):
@@ -151,7 +154,7 @@ def _values(a: DrawnArray) -> str:
 
 
 def text(value: Any) -> str:
-    """Return the Python source of an argument of a call."""
+    """Return the Python source of an argument of a call: a recipe, format, unit, dtype, Ref, number, string or list."""
     if isinstance(value, Variant):
         changes = "".join(f", {name}={text(field)}" for name, field in value.changes)
         return f'replace(fp4kit.recipe("{value.id}"){changes})' if changes else f'fp4kit.recipe("{value.id}")'

@@ -104,7 +104,10 @@ def changes_of(u: Unit) -> dict[str, Any]:
 
 
 def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
-    """Return the ids of the units that multiply two operands, each given by its recipe or by its dtype."""
+    """Return the ids of the units that multiply two operands, each given by its recipe or by its dtype.
+
+    They are in the order of UNITS. The unit "dequantized" is always among them.
+    """
     return _units_for(_operand_kind(a), _operand_kind(b))
 
 
@@ -134,7 +137,7 @@ def _operand_kind(kind: Variant | str) -> _Kind:
 
 @cache
 def _units_for(a: _Kind, b: _Kind) -> tuple[str, ...]:
-    """Return the ids of the units that multiply two operands."""
+    """Return the ids of the units that multiply two operands, in the order of UNITS, "dequantized" among them."""
     x, y = (_empty(kind) for kind in (a, b))
     # "dequantized" decodes both operands first, so it takes every recipe.
     return tuple(id for id in UNITS if id == "dequantized" or (x and y and _accepts(x, y, id)))
@@ -183,7 +186,10 @@ def _other_step(d: Picks, step: Any) -> Any:
 
 
 def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
-    """Return a random product. Where its operands are Quantized, that of ``a`` has this recipe."""
+    """Return a random product. Where its operands are Quantized, that of ``a`` has this recipe.
+
+    A few products have a unit that need not multiply their operands, so that the call may have to be rejected.
+    """
     for _ in range(20):
         kinds = _kinds(d, recipe)
         wanted = tuple(id for id in units_for(*kinds) if id in d.pool.units)
@@ -206,7 +212,9 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
 
 
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
-    """Return the kinds of two operands that a unit multiplies: dtypes of arrays, or recipes."""
+    """Return the kinds of two operands, each a dtype of an array or a recipe. Most pairs have a unit that multiplies
+    them.
+    """
     if d.chance(0.3):
         kind = d.pick(tuple(ARRAYS))
         family = [other for other in FLOAT8 if other.endswith("fnuz") == kind.endswith("fnuz")]

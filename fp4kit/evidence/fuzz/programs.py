@@ -35,7 +35,7 @@ from fp4kit.recipes.schema import faking
 
 
 def program(case: DrawnCase) -> list[Statement]:
-    """Return the program of a case, as a list of statements."""
+    """Return the program of a case, as a list of statements. Equal cases give equal programs."""
     p = Program()
     if case.product is not None:
         matmul(p, case)
@@ -157,6 +157,8 @@ def _members(p: Program, case: DrawnCase) -> tuple[Any, list[Ref]]:
 def _per_member(p: Program, case: DrawnCase, make: Callable[..., Any], name: str, count: int) -> list[Any] | None:
     """Return a list with one argument per array of a group, or None if the case does not pass this argument.
 
+    An empty group gives None, too.
+
     Args:
         p: the program.
         case: the case.
@@ -206,7 +208,8 @@ def _amax_grouped(p: Program, case: DrawnCase) -> None:
 def _reduced(case: DrawnCase) -> tuple[tuple[Any, ...], Any]:
     """Return (positional arguments, axis) for a call of amax after x.
 
-    The call gets a recipe and its axis, or only the axes to reduce.
+    If the case has cuts, the call gets the recipe and the quantized axis. Otherwise it gets only the axes to reduce:
+    None, one axis, or a tuple of all axes.
     """
     if case.options.cuts:
         return (Ref("r"),), case.axis

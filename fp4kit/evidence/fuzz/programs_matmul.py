@@ -8,10 +8,11 @@ from fp4kit.evidence.fuzz.program_ir import Dtype, Program, Ref
 
 
 def matmul(p: Program, case: DrawnCase) -> None:
-    """Append a call that multiplies two operands.
+    """Append a call that multiplies two operands, and calls whose results must agree with its result.
 
-    A further call exchanges the operands; its result must be the transpose. For arrays, another call multiplies only
-    the first row, or the first matrix of a stack; its result must be that part of the whole result.
+    If ``swapped`` is set, a further call exchanges the operands; its result must be the transpose. If both operands are
+    arrays, another call multiplies only the first row, or the first matrix of a stack; its result must be that part of
+    the whole result.
     """
     product = case.product
     assert product is not None

@@ -52,7 +52,9 @@ class Variant:
         return replace(base, **dict(self.changes)) if self.changes else base
 
     def simpler(self) -> Iterator[Variant]:
-        """Yield variants with fewer changes: first without any, then without one of them."""
+        """Yield variants with fewer changes: first without any, then without one of them. A variant without changes
+        yields none.
+        """
         if len(self.changes) > 1:
             yield Variant(self.id)
         for i in range(len(self.changes)):
@@ -62,7 +64,8 @@ class Variant:
 def draw_variant(rng: Rng, id: str, changes: int) -> Variant:
     """Return a variant of recipe ``id`` with up to ``changes`` random changes.
 
-    A change that does not apply to the recipe is left out.
+    A change that does not apply to the recipe is left out, so the variant may have fewer changes or none. Recipe may
+    reject the variant.
     """
     r: Any = RECIPES[id]
     found: dict[str, Any] = {}
@@ -83,7 +86,7 @@ def _changed(r: Any, changes: dict[str, Any]) -> Any:
 
 
 def _pick(rng: Rng, choices: Any) -> Any:
-    """Return one of the choices at random."""
+    """Return one of the choices, a nonempty sequence, at random."""
     return choices[rng.integers(len(choices))]
 
 
@@ -154,7 +157,7 @@ def _nan_code(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _amax_nan(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random value of Recipe.amax_nan, how NaN enters an amax, as {field: value}."""
+    """Return a random value of Recipe.amax_nan, how NaN enters an amax, as {field: value}; "lanes" only with blocks."""
     return {"amax_nan": _pick(rng, ("ignore", "propagate", "lanes") if r.block else ("ignore", "propagate"))}
 
 
@@ -199,7 +202,7 @@ def _apply(rng: Rng, r: Any) -> dict[str, Any]:
 
 
 def _decode_rule(rng: Rng, r: Any) -> dict[str, Any]:
-    """Return a random decode rule for the recipe's scale format as {field: value}."""
+    """Return a random decode rule for the recipe's scale format as {field: value}. It is never {}."""
     if r.scale == E8M0:
         return {"decode_rule": _pick(rng, E8M0_DECODE)}
     if r.scale is None:

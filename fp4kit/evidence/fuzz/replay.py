@@ -59,7 +59,7 @@ class Place:
 
 
 def same(a: Any, b: Any) -> None:
-    """Raise AssertionError unless two results of a reproduction agree bit for bit."""
+    """Raise AssertionError unless two results of a reproduction agree bit for bit. Any NaN equals any other NaN."""
     get = ComparedEngine(np).get
     outcome = compare(get(a), get(b), "result")
     assert not outcome.differing, f"broken: {outcome.first}"
@@ -98,7 +98,7 @@ def agree(program: Callable[[Place], Iterator[tuple[str, Any]]], *modules: Any) 
 def _next(steps: Iterator[tuple[str, Any]], place: Place) -> Any:
     """Return what a program yields next, None at its end, or the exception that it raises.
 
-    An AssertionError is raised, because it means that a check in the program failed.
+    An AssertionError is not returned but raised, because it means that a check in the program failed.
 
     steps: the running program on one engine.
     place: the engine that it runs on.
@@ -129,9 +129,16 @@ def _compare(steps: list[Any], places: list[Place]) -> None:
 def ended(raised: list[Exception | None]) -> Ended:
     """Return (kind, text) of the verdict for a call that raised an exception on at least one engine.
 
-    ``raised`` has one entry per engine, the specification's first; None means that the call returned. A second engine
-    may decline a call (NotImplementedError) that the specification computes. If the specification rejects a call, the
-    second engine must reject it with the same message.
+    The kinds are those of check.Verdict:
+
+    - "warning" or "raised": the exception is not a ValueError, TypeError or NotImplementedError; or the second engine
+      raises an error and the specification does not.
+    - "declined": an engine raises NotImplementedError.
+    - "not refused": only the specification rejects the call.
+    - "message": both reject it, with different messages or types.
+    - "refused": both reject it alike, or there is one engine only.
+
+    raised: one entry per engine, the specification's first. None means that the call returned.
     """
     first, last = raised[0], raised[-1]
     unexpected = [

@@ -77,7 +77,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def total(self, name: str) -> int:
-        """Return the sum of a count, one of COUNTED, over all operations."""
+        """Return the sum of a count, one of COUNTED, over all operations; 0 if no case was counted."""
         return sum(counts[name] for counts in self.operations.values())
 
     def count(self, case: DrawnCase, verdict: Verdict, refused: int) -> None:
@@ -93,7 +93,11 @@ class Report:
             self.reasons[f"{verdict.kind}: {verdict.reason}"] += 1
 
     def add(self, other: Report) -> None:
-        """Add the counts and failures in the report of another process to this report."""
+        """Add the report of another process to this report, in place.
+
+        Counts are added, and ``seconds`` becomes the longer running time. Failures are added as long as `wants` accepts
+        them.
+        """
         for operation, counts in other.operations.items():
             self.operations.setdefault(operation, Counter()).update(counts)
         self.reasons.update(other.reasons)
@@ -132,16 +136,21 @@ def run(
     shrink_seconds: float = 10.0,
     progress: Callable[[int, int], None] | None = None,
 ) -> Report:
-    """Draw and check cases for ``seconds``, or until ``cases`` of them were checked. A warning counts as a failure.
+    """Draw and check cases for ``seconds``, or until ``cases`` of them were checked, and return the Report.
+
+    A warning counts as a failure. Failures are reported, and raise no exception.
 
     Args:
         engine: the engine to compare with the specification, or None to run the specification alone.
         seconds: running time without shrinking.
         seed: case i is drawn from seed * CASES_PER_SEED + i.
         cases: number of cases, or None for no limit.
-        pool: what cases are drawn from, or None for everything.
+        pool: what cases are drawn from, or None for Pool().
         shrink_seconds: time for shrinking each reported failure, in addition to ``seconds``.
         progress: called after each case with its number of calls, and 1 if it failed or 0.
+
+    Raises:
+        ValueError: if none of the pool's recipes supports one of its operations.
     """
     report, start, spent = Report(), time.monotonic(), 0.0
     with warnings.catch_warnings():
@@ -165,10 +174,13 @@ def run(
 def run_case(
     engine: ComparedEngine | None, number: int, *, pool: Pool | None = None, shrink_seconds: float = 10.0
 ) -> Report:
-    """Draw and check the single case of the integer ``number``. If it fails, the report has its reproduction.
+    """Draw and check the single case of the integer ``number``, and return the Report.
+
+    If the case fails, the report has its reproduction.
 
     Args:
         engine: the engine to compare with the specification, or None to run the specification alone.
+        number: the integer to draw the case from.
         pool: what the case is drawn from, or None for Pool().
         shrink_seconds: the time limit for making a failing case smaller.
     """
@@ -184,6 +196,8 @@ def run_case(
 
 def checked(report: Report, engine: ComparedEngine | None, number: int, pool: Pool) -> tuple[DrawnCase, Verdict]:
     """Draw the case of the integer ``number``, check it, and add it to the report. Return (case, verdict).
+
+    The report gets the counts only; the caller adds failures.
 
     engine: the engine to compare with the specification, or None to run the specification alone.
     pool: what the case is drawn from.
@@ -218,6 +232,8 @@ def reproduced(
 def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcome:
     """Check ``cases`` cases on an engine and return the counts as an Outcome, for `fp4kit selftest`.
 
+    Each failing case counts as at least one differing value. Cases that the engine declines are listed as skipped.
+
     pool: what the cases are drawn from.
     seed: case i is drawn from seed * CASES_PER_SEED + i.
     """
@@ -231,7 +247,7 @@ def outcome(engine: ComparedEngine, pool: Pool, seed: int, cases: int) -> Outcom
 
 
 def device_engine() -> tuple[ComparedEngine | None, str]:
-    """Return (engine of the current GPU, its name), or (None, reason) if no GPU can be used."""
+    """Return (engine of the current GPU, its name), or (None, reason) if no GPU can be used. No exception is raised."""
     try:
         cupy = imports.cupy()
         name = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()

@@ -24,7 +24,8 @@ T = TypeVar("T")
 
 
 def shrink(value: T, simpler: Callable[[T], Iterable[T]], fails: Callable[[T], bool], seconds: float) -> T:
-    """Return a failing value of which no simpler value fails.
+    """Return a failing value of which no simpler value fails. If no simpler value fails at all, return ``value``
+    itself.
 
     If ``seconds`` run out, return the simplest failing value so far.
 
@@ -90,7 +91,7 @@ def _with_array(case: DrawnCase, i: int, a: DrawnArray) -> DrawnCase:
 
 
 def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases with one array left out."""
+    """Yield cases with one array left out. A case with a single array yields none."""
     if len(case.arrays) > 1:
         for i in range(len(case.arrays)):
             yield replace(case, arrays=case.arrays[:i] + case.arrays[i + 1 :])

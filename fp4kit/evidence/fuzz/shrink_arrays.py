@@ -16,7 +16,8 @@ MAX_ONE_BY_ONE = 24  # elements are set to 1 one by one if at most this many are
 def parts(n: int, unit: int) -> Iterator[slice]:
     """Yield slices of an axis of length ``n`` to keep: the first unit, each half, all but the last or first unit.
 
-    A unit is ``unit`` elements. If ``n`` is above 16, steps of 16 elements and whole units are tried too.
+    A unit is ``unit`` elements. If ``n`` is above 16, multiples of the unit and of 16 are tried too. Slices that are
+    empty or keep the whole axis are left out.
     """
     for step in sorted({unit, lcm(unit, 16) if n > 16 else unit}):
         half = n // 2 // step * step
@@ -26,7 +27,11 @@ def parts(n: int, unit: int) -> Iterator[slice]:
 
 
 def simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
-    """Yield arrays with more zeros. If few elements are nonzero, also yield arrays in which one of them is set to 1."""
+    """Yield arrays with more zeros: first all nonzero elements at once, then ever smaller groups of them.
+
+    If at most MAX_ONE_BY_ONE elements are nonzero, also yield arrays in which one of them is set to 1. An array of
+    zeros yields none. The bits of -0 count as nonzero.
+    """
     values = a.values()
     bits = bit_patterns(values).reshape(-1)
     (nonzero,) = np.nonzero(bits)
@@ -42,7 +47,10 @@ def simpler_values(a: DrawnArray) -> Iterator[DrawnArray]:
 
 
 def _ones(a: DrawnArray, bits: np.ndarray) -> np.ndarray:
-    """Return the bit patterns of an array with every nonzero element replaced by 1. ``bits`` are the array's own."""
+    """Return the bit patterns of an array with every element whose bits are not 0 replaced by 1. -0 is replaced, too.
+
+    bits: the bit patterns of the elements of ``a``.
+    """
     return np.where(bits != 0, np.ones((), DTYPES[a.dtype]).view(bits.dtype), bits)
 
 

@@ -43,7 +43,10 @@ def _simpler_calls(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _cut(a: DrawnArray | None, *index: slice | int) -> DrawnArray | None:
-    """Return the array with its last axes cut by ``index``, contiguous. An int removes its axis. None stays None."""
+    """Return the array with its last axes cut by ``index``, contiguous. An int removes its axis. None stays None.
+
+    index: a slice or an int per axis, for the last axes.
+    """
     if a is None:
         return None
     values = a.values()[(..., *index)]
@@ -63,7 +66,7 @@ def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
 
 
 def _one_matrix(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield, for a product of stacks, the products of their first and of their last matrices."""
+    """Yield, for a product of stacks, the products of their first and of their last matrices. Otherwise yield none."""
     lead = max(product.a.codes.shape[:-2], product.b.codes.shape[:-2], key=len)
     for i in (0, -1) if lead else ():
         index: tuple[slice | int, ...] = (*[i] * len(lead), _WHOLE)

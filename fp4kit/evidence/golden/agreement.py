@@ -23,7 +23,8 @@ DTYPES: dict[str, Any] = {"float32": np.float32, "float16": np.float16, "bfloat1
 def ordinary_data(dtype: Any) -> list[np.ndarray]:
     """Return the arrays on which recipes are compared: weights, normal values, heavy tails, wide ranges and ties.
 
-    Each array has shape (256, 512). Every call returns the same values.
+    Each array has shape (256, 512) and the given dtype. Every call returns the same values. They are finite, and none
+    is a subnormal or -0: magnitudes below 2^-13 are replaced by 2^-13.
     """
     rng = np.random.default_rng(20)
     shape = (256, 512)
@@ -39,7 +40,7 @@ def ordinary_data(dtype: Any) -> list[np.ndarray]:
 def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
     """Return groups of two or more recipe ids that give the same bytes on ordinary_data(dtype).
 
-    Groups and ids are in the order of RECIPES.
+    Groups and ids are in the order of RECIPES. The result is computed by the specification once per dtype, and cached.
     """
     data = ordinary_data(dtype)
     with specification():

@@ -74,7 +74,7 @@ def _block_amax(case: RecordedCase) -> np.ndarray:
 
 
 def _skip_nan_scale(case: RecordedCase) -> Mask:
-    """Return a mask that excuses codes under a NaN scale, which carry no meaning."""
+    """Return a mask of codes under a NaN scale, which carry no meaning, so that they are not compared."""
     scale = decode(case.q.block_scale, case.recipe.scale or E8M0)
     return np.repeat(np.isnan(scale), case.recipe.block_size, axis=1)
 
@@ -219,7 +219,8 @@ class RecordedCase:
     def global_scale(self) -> np.ndarray | None:
         """Return MLX's recorded global scale, which is an amax.
 
-        A variant recorded with Metal that has no global scale uses that of the CPU variant.
+        A variant recorded with Metal that has no global scale uses that of the CPU variant. Raises KeyError if that has
+        none either.
         """
         own = self.part("global_scale")
         key = f"{self.name}/{self.row.variant.removesuffix('_metal')}/global_scale"
@@ -228,7 +229,8 @@ class RecordedCase:
     def arguments(self) -> dict[str, Any]:
         """Return the keyword arguments of quantize or fake_quantize.
 
-        They are the row's options, and the amaxes that the file supplies.
+        They are the row's options, and the amaxes that the file supplies. An amax that holds NaN is left out, so that
+        the call computes it.
         """
         options = dict(self.row.options)
         amax = self.part("global_amax") if self.part("global_amax") is not None else self.part("amax")
@@ -262,7 +264,11 @@ SKIPPED_SCALES = (
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
-    """Yield a RecordedCase for each input of a row that the golden set has. ``ops`` are the functions to compare."""
+    """Yield a RecordedCase for each input of a row that the golden set has; none if the set lacks the row's file or
+    variant.
+
+    ops: the functions to compare.
+    """
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
@@ -273,6 +279,8 @@ def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Ite
 
 def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
     """Compare all recorded arrays of a recipe with the results of ``ops``, and return the counts and differences.
+
+    A recipe without recorded arrays gives a GoldenResult with the count 0.
 
     name: the recipe's id.
     golden: the recorded arrays.
@@ -378,7 +386,10 @@ def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
-    """Return the recorded scales without the padding rows and columns, in the shape of ``ours``."""
+    """Return the recorded scales without the padding rows and columns, in the shape of ``ours``.
+
+    If both have equally many elements, they are only reshaped.
+    """
     if recorded.size == ours.size:
         return recorded.reshape(ours.shape)
     return recorded[: ours.shape[0], : ours.shape[1]]

@@ -61,7 +61,7 @@ class GoldenSet:
 
     @classmethod
     def find(cls) -> GoldenSet:
-        """Open the set that the package contains: fp4kit/evidence/recorded."""
+        """Open the set in the package, fp4kit/evidence/recorded. Raises FileNotFoundError if it is missing."""
         return cls.open(RECORDED)
 
     def files(self) -> tuple[str, ...]:

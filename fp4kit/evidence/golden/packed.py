@@ -63,7 +63,7 @@ def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[
 
 
 def _array(members: Mapping[str, Array], entry: list[Any], base: Callable[[str], Mapping[str, Array]]) -> Array:
-    """Return the array that an entry of the index describes.
+    """Return the array that an entry of the index describes, read-only.
 
     Args:
         members: {dtype: array} of the file.

@@ -47,6 +47,8 @@ BYTES = (
 def byte_arrays(name: str, golden: GoldenSet, dequantize: Callable[..., Any]) -> Iterator[tuple[str, Compared]]:
     """Yield (file, Compared tuple) for each array of the recipe ``name`` that was recorded from codes and scales alone.
 
+    Recipes that are not in BYTES yield none.
+
     golden: the recorded arrays.
     dequantize: the function whose decoded values are compared.
     """

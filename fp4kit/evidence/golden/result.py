@@ -45,7 +45,11 @@ class GoldenResult(NamedTuple):
 def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResult:
     """Compare arrays and return the GoldenResult.
 
-    ``arrays`` yields (file, Compared tuple); ``recipe`` is the recipe's id.
+    Elements that differ and are not excused by the mask of their Compared tuple count as differences. If the shapes of
+    two arrays differ, all elements count.
+
+    recipe: the recipe's id.
+    arrays: yields (file, Compared tuple). The file is named in front of the key of a difference.
     """
     compared, values, differences = 0, 0, []
     for file, (key, ours, recorded, skip) in arrays:
@@ -61,7 +65,8 @@ def result_of(recipe: str, arrays: Iterable[tuple[str, Compared]]) -> GoldenResu
 def _differs(ours: np.ndarray, recorded: np.ndarray) -> np.ndarray:
     """Return a mask, in the shape of ``recorded``, of the elements in which two arrays differ in a bit.
 
-    A NaN value equals any other NaN, but uint8 codes must be equal. If shape or dtype differs, all elements differ.
+    -0 differs from +0. A NaN value equals any other NaN, but uint8 codes must be equal. If shape or dtype differs, all
+    elements differ.
     """
     if ours.shape != recorded.shape or ours.dtype != recorded.dtype:
         return np.ones(recorded.shape, bool)

@@ -76,7 +76,8 @@ def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the scales by which a recipe divides the elements of x, as float32 of shape (rows, blocks).
 
-    Such a scale may differ from the value of the stored scale byte. Recipes with a tensor scale are not supported.
+    Such a scale may differ from the value of the stored scale byte. Recipes with a tensor scale are not supported. x is
+    a matrix.
     """
     amax, tensor = block_amax(x.astype(np.float32), r), tensor_scale(None, r, x.dtype)
     rule = BLOCK_RULES[r.block_rule or ""]
@@ -85,7 +86,10 @@ def applied_scales(x: np.ndarray, r: Recipe) -> np.ndarray:
 
 
 def unpack_fp6(packed: np.ndarray) -> np.ndarray:
-    """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian."""
+    """Return uint8 codes from compressed-tensors' 6-bit packing: 4 codes in 3 bytes, little-endian.
+
+    The length of the last axis must be a multiple of 3; the result has 4/3 of it.
+    """
     b = packed.reshape(*packed.shape[:-1], -1, 3).astype(np.uint32)
     word = b[..., 0] | b[..., 1] << 8 | b[..., 2] << 16
     return (
