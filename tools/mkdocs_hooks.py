@@ -1,6 +1,6 @@
 """Provide the hooks of the documentation site (mkdocs.yml). `mkdocs build` calls these functions.
 
-They add the pages of producers, and point links that leave docs/ to the repository. The pages of producers are
+They add the pages of producers and the explorer, and point links that leave docs/ to the repository. The pages are
 generated from the recipes at each build, so they cannot differ from the code.
 """
 
@@ -14,6 +14,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 
+import build_explorer  # noqa: E402
 import producer_pages  # noqa: E402
 from mkdocs.structure.files import File  # noqa: E402
 
@@ -31,12 +32,13 @@ def on_config(config: Any) -> Any:
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Generate the pages of all producers, and add them to the site's files. Return the files.
+    """Generate the pages of all producers and the explorer, and add them to the site's files. Return the files.
 
     mkdocs calls this hook once, after it has listed the files under docs/.
     """
     for name, text in producer_pages.pages().items():
         files.append(File.generated(config, f"producers/{name}", content=text))
+    files.append(File.generated(config, "explorer.html", content=build_explorer.page()))
     return files
 
 

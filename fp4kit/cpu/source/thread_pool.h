@@ -6,6 +6,20 @@
 #pragma once
 
 #include <cstdint>
+
+#if defined(__wasm__)
+
+namespace {
+
+// Call work(context, index) for every index in [0, count). WebAssembly modules have no threads here.
+void for_each_index(int64_t count, int, void (*work)(void*, int64_t), void* context) {
+  for (int64_t index = 0; index < count; ++index) work(context, index);
+}
+
+}  // namespace
+
+#else
+
 #include <fenv.h>
 #include <pthread.h>
 #if defined(__linux__)
@@ -143,3 +157,5 @@ void for_each_index(int64_t count, int threads, void (*work)(void*, int64_t), vo
 }
 
 }  // namespace
+
+#endif  // __wasm__

@@ -1,0 +1,447 @@
+"use strict";
+// The page of the explorer: reads the form, runs the engine, and shows tables and pictures.
+
+const MAX_RECIPES = 4;
+const FOUR_OVER_SIX = "nvfp4-te-4over6-mse-448"; // the recipe whose choice of scale the error picture marks
+const BY_ID = new Map(RECIPES.map((recipe) => [recipe.id, recipe]));
+// A block of a tensor whose amax is 0.0947, for which two widespread producers differ.
+const EXAMPLE = {
+  x: "0.00546 -0.00191 0.0124 0.0222 0.0161 -0.0068 0.00142 0.00513 0.0138 -0.0176 0.000557 0.0112 0.0422 0.0122 -0.0178 0.0197",
+  recipes: "nvfp4-te,nvfp4-compressed-tensors",
+  dtype: "bfloat16",
+  amax: "0.0947",
+};
+const at = (id) => document.getElementById(id);
+let engine;
+
+// ---- numbers as text ----
+
+/** Return the shortest decimal that is read back as the same float32 number. */
+function decimal(x) {
+  if (!Number.isFinite(x)) return Number.isNaN(x) ? "NaN" : x < 0 ? "−∞" : "∞";
+  if (Object.is(x, -0)) return "−0";
+  for (let digits = 1; digits <= 9; ++digits) {
+    const text = x.toPrecision(digits);
+    if (Math.fround(Number(text)) === Math.fround(x)) return String(Number(text)).replace("-", "−");
+  }
+  return String(x).replace("-", "−");
+}
+
+/** Return an integer in binary, with leading zeros. */
+const binary = (code, bits) => code.toString(2).padStart(bits, "0");
+
+/** Return a byte in hexadecimal, such as 0x3A. */
+const hex = (byte) => `0x${byte.toString(16).toUpperCase().padStart(2, "0")}`;
+
+/** Return the number that a format gives to a code. */
+function formatValue(format, code) {
+  const value = FORMATS[format][code];
+  return value === null ? NaN : Number(value);
+}
+
+// ---- the form ----
+
+/** Return the numbers in a text. Throw an Error that says which item is no finite number. */
+function parsed(text) {
+  const items = text.replace(/\u2212/g, "-").split(/[\s,;[\]()]+/).filter(Boolean);
+  return items.map((item) => {
+    const x = Number(item);
+    if (!Number.isFinite(x)) throw new Error(`"${item}" is no finite number.`);
+    return x;
+  });
+}
+
+/** Return what the form asks for. Throw an Error with a message for the user if it cannot be computed. */
+function request() {
+  const numbers = parsed(at("numbers").value);
+  at("count").textContent = `${numbers.length} numbers`;
+  const recipes = [...document.querySelectorAll("#recipes select")].map((one) => BY_ID.get(one.value)).filter(Boolean);
+  if (!recipes.length) throw new Error("Choose a recipe.");
+  const block = Math.max(...recipes.map((recipe) => recipe.block));
+  if (!numbers.length || numbers.length % block || numbers.length > 64)
+    throw new Error(`There are ${numbers.length} numbers; blocks of these recipes need ${block} or a multiple, at most 64.`);
+  const dtype = at("dtype").value;
+  const bits = numbers.map((x) => bitsOf(x, dtype));
+  const rounded = bits.map((one) => valueOf(one, dtype));
+  const large = rounded.findIndex((x) => !Number.isFinite(x));
+  if (large >= 0) throw new Error(`${numbers[large]} is too large for ${dtype}.`);
+  const text = at("amax").value.trim();
+  const amax = text ? Math.fround(Number(text)) : null;
+  if (amax !== null && !(amax >= 0 && amax < Infinity)) throw new Error(`The tensor amax is "${text}"; it must be 0 or a positive number.`);
+  return { numbers, recipes, dtype, bits, rounded, amax };
+}
+
+/** Fill the form. given: its contents by name, as in EXAMPLE; absent ones are empty, or float32. */
+function fill(given) {
+  at("numbers").value = given.x ?? "";
+  at("dtype").value = given.dtype in DTYPES ? given.dtype : "float32";
+  at("amax").value = given.amax ?? "";
+  const ids = (given.recipes ?? "").split(",").filter((id) => BY_ID.has(id));
+  document.querySelectorAll("#recipes select").forEach((select, i) => (select.value = ids[i] ?? (i ? "" : RECIPES[0].id)));
+}
+
+/** Fill the form from the part of the address after #, or with the example if there is none. */
+function readAddress() {
+  fill(location.hash.length > 1 ? Object.fromEntries(new URLSearchParams(location.hash.slice(1))) : EXAMPLE);
+}
+
+/** Return the address of the page with the contents of the form. */
+function address() {
+  const ids = [...document.querySelectorAll("#recipes select")].map((one) => one.value).filter(Boolean);
+  const parts = new URLSearchParams({ x: at("numbers").value.trim().split(/[\s,;]+/).join(" "), recipes: ids.join(","), dtype: at("dtype").value });
+  if (at("amax").value.trim()) parts.set("amax", at("amax").value.trim());
+  return `${location.href.split("#")[0]}#${parts}`;
+}
+
+/** Make the selection boxes of recipes, grouped by format and producer. */
+function makeChoices() {
+  for (let i = 0; i < MAX_RECIPES; ++i) {
+    const label = document.createElement("label");
+    label.textContent = i ? `Recipe ${i + 1} ` : "Recipe 1, to compare with ";
+    const select = document.createElement("select");
+    if (i) select.add(new Option("none", ""));
+    for (const group of new Set(RECIPES.map((recipe) => recipe.group))) {
+      const part = document.createElement("optgroup");
+      part.label = group;
+      RECIPES.filter((recipe) => recipe.group === group).forEach((recipe) => part.append(new Option(recipe.id, recipe.id)));
+      select.append(part);
+    }
+    label.append(select);
+    at("recipes").append(label);
+  }
+}
+
+// ---- results ----
+
+/** Run a recipe on the numbers of a request. Return its result with unpacked codes and values as numbers, or null. */
+function run(asked, recipe) {
+  const found = engine.explore(recipe, asked.dtype, asked.bits, 1, asked.bits.length, asked.amax);
+  if (!found) return null;
+  const values = Array.from(found.values, (bits) => valueOf(bits, asked.dtype));
+  return { ...found, recipe, codes: unpackedCodes(found.packed, recipe.codeBits, values.length), values };
+}
+
+const sameBits = (a, b) => Object.is(a, b);
+
+/** Return a sentence that says in which step a result first differs from the first one. */
+function firstDifference(first, other) {
+  const [a, b] = [first.recipe, other.recipe];
+  const names = `${a.id} and ${b.id}`;
+  const differing = first.values.filter((value, i) => !sameBits(value, other.values[i])).length;
+  const values = differing ? `${differing} of ${first.values.length} values differ.` : "All values are equal.";
+  if (a.element !== b.element || a.scale !== b.scale || a.block !== b.block)
+    return `${names} use different formats, so only their values can be compared. ${values}`;
+  if (a.tensorRule !== null && b.tensorRule !== null && !sameBits(first.tensor[1], other.tensor[1]))
+    return `${names} first differ in the tensor scale: ${decimal(first.tensor[1])} against ${decimal(other.tensor[1])}. ${values}`;
+  const scale = first.scales.findIndex((code, i) => code !== other.scales[i]);
+  if (scale >= 0) {
+    const [p, q] = [first.scales[scale], other.scales[scale]];
+    const shown = (code) => `${hex(code)} (${decimal(formatValue(a.scale, code))})`;
+    return `${names} first differ in the scale of block ${scale + 1}: ${shown(p)} against ${shown(q)}. ${values}`;
+  }
+  const element = first.codes.findIndex((code, i) => code !== other.codes[i]);
+  if (element >= 0) {
+    const shown = (code) => `${binary(code, a.elementBits)} (${decimal(formatValue(a.element, code))})`;
+    return `${names} have equal scales and first differ in element ${element + 1}: code ${shown(first.codes[element])} against ${shown(other.codes[element])}. ${values}`;
+  }
+  if (differing) return `${names} store equal bytes and decode them to different values. ${values}`;
+  return `${names} agree in every bit here.`;
+}
+
+/** Replace the contents of a table. rows: lists of cells; a cell is a text or {text, bits, differs, header}. */
+function fillTable(table, head, rows, starts = []) {
+  const cell = (content, tag) => {
+    const { text, bits, differs } = typeof content === "string" ? { text: content } : content;
+    const made = document.createElement(tag);
+    made.textContent = text;
+    if (bits) {
+      const part = document.createElement("span");
+      part.className = "bits";
+      part.textContent = ` ${bits}`;
+      made.append(part);
+    }
+    if (differs) {
+      made.className = "differs";
+      made.setAttribute("aria-label", `differs: ${text} ${bits ?? ""}`);
+    }
+    return made;
+  };
+  const line = (cells, tag) => {
+    const made = document.createElement("tr");
+    cells.forEach((content, i) => {
+      const one = cell(content, i ? tag : "th");
+      if (one.tagName === "TH") one.scope = tag === "th" ? "col" : "row";
+      made.append(one);
+    });
+    return made;
+  };
+  const [top, body] = [document.createElement("thead"), document.createElement("tbody")];
+  top.append(line(head, "th"));
+  rows.forEach((cells, i) => {
+    const made = line(cells, "td");
+    if (starts.includes(i)) made.className = "block-start";
+    body.append(made);
+  });
+  table.replaceChildren(top, body);
+}
+
+/** Fill the table of scales. */
+function showScales(asked, results) {
+  const rows = [];
+  const add = (name, cells) => rows.push([name, ...cells.map((one, i) => ({ ...one, differs: i > 0 && one.key !== undefined && cells[0].key !== undefined && one.key !== cells[0].key }))]);
+  const tensor = (i) => results.map(({ recipe, tensor: t }) => (recipe.tensorRule === null ? { text: "–" } : { text: decimal(t[i]), key: t[i] }));
+  add("Tensor amax", tensor(2));
+  add("Tensor scale, to encode", tensor(0));
+  add("Tensor scale, to decode", tensor(1));
+  const smallest = Math.min(...results.map(({ recipe }) => recipe.block));
+  for (let start = 0; start < asked.bits.length; start += smallest) {
+    const inBlock = results.map(({ recipe }) => (start % recipe.block ? null : start / recipe.block));
+    const name = `block ${start / smallest + 1}`;
+    add(`Amax of ${name}`, results.map(({ recipe }, i) => {
+      if (inBlock[i] === null || recipe.scale === null) return { text: "–" };
+      const amax = Math.max(...asked.rounded.slice(start, start + recipe.block).map(Math.abs));
+      return { text: decimal(amax) };
+    }));
+    add(`Scale of ${name}`, results.map(({ recipe, scales }, i) => {
+      if (inBlock[i] === null || recipe.scale === null) return { text: "–" };
+      const code = scales[inBlock[i]];
+      return { text: decimal(formatValue(recipe.scale, code)), bits: `${recipe.scale} ${hex(code)}`, key: `${recipe.scale} ${code}` };
+    }));
+  }
+  fillTable(at("steps"), ["", ...results.map(({ recipe }) => recipe.id)], rows);
+}
+
+/** Fill the table of elements: each number with its code and value under each recipe. */
+function showElements(asked, results) {
+  const head = ["Element", "Number", ...results.flatMap(({ recipe }) => [`${recipe.id}: code`, "value"])];
+  const first = results[0];
+  const block = first.recipe.block;
+  const rows = asked.rounded.map((x, i) => [
+    String(i + 1),
+    decimal(x),
+    ...results.flatMap(({ recipe, codes, values }, k) => {
+      const sameFormat = recipe.element === first.recipe.element;
+      return [
+        { text: decimal(formatValue(recipe.element, codes[i])), bits: binary(codes[i], recipe.elementBits), differs: k > 0 && sameFormat && codes[i] !== first.codes[i] },
+        { text: decimal(values[i]), differs: k > 0 && !sameBits(values[i], first.values[i]) },
+      ];
+    }),
+  ]);
+  fillTable(at("elements"), head, rows, asked.rounded.map((_, i) => i).filter((i) => i && i % block === 0));
+}
+
+// ---- pictures ----
+
+/** Return an SVG element with attributes and children. */
+function svg(name, attributes = {}, ...children) {
+  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
+  Object.entries(attributes).forEach(([key, value]) => made.setAttribute(key, value));
+  made.append(...children);
+  return made;
+}
+
+/** Return the width of a picture: that of the page, so that its text keeps its size on small screens. */
+const pictureWidth = () => Math.max(300, Math.min(1080, document.querySelector("main").clientWidth - 32));
+
+/** Return a mark at (x, y) whose shape tells recipes apart: circle, square, triangle, diamond. */
+function mark(kind, x, y, size = 5) {
+  const shapes = [
+    () => svg("circle", { cx: x, cy: y, r: size }),
+    () => svg("rect", { x: x - size, y: y - size, width: 2 * size, height: 2 * size }),
+    () => svg("path", { d: `M${x} ${y - size * 1.2}L${x + size * 1.2} ${y + size}H${x - size * 1.2}Z` }),
+    () => svg("path", { d: `M${x} ${y - size * 1.4}L${x + size * 1.4} ${y}L${x} ${y + size * 1.4}L${x - size * 1.4} ${y}Z` }),
+  ];
+  const made = shapes[kind]();
+  made.setAttribute("class", `s${kind}`);
+  return made;
+}
+
+/** Return the float32 values of all codes in block `index` of a result; null if the engine cannot decode them. */
+function tableOf(result, asked, index) {
+  engine.explore(result.recipe, "float32", asked.rounded.map(float32Bits), 1, asked.bits.length, asked.amax);
+  return result.recipe.scale === null ? null : engine.valuesUnder(result.recipe, result.scales[index]);
+}
+
+/** Draw the numbers of a block, and below them the values that each recipe can give in this block. */
+function drawLine(asked, results, start, length) {
+  const width = pictureWidth();
+  const height = 50 + 46 * results.length;
+  const numbers = asked.rounded.slice(start, start + length);
+  const values = results.map((result) => result.values.slice(start, start + length));
+  const largest = Math.max(...numbers.map(Math.abs), ...values.flat().filter(Number.isFinite).map(Math.abs)) || 1;
+  const place = (x) => width / 2 + (x / largest) * (width / 2 - 30);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "line-caption" });
+  numbers.forEach((x) => picture.append(svg("circle", { cx: place(x), cy: 24, r: 4, class: "number" })));
+  picture.append(svg("text", { x: 6, y: 14 }, "numbers"));
+  results.forEach((result, k) => {
+    const y = 66 + 46 * k;
+    const table = tableOf(result, asked, Math.floor(start / result.recipe.block));
+    picture.append(svg("line", { x1: 0, x2: width, y1: y, y2: y, class: "axis" }));
+    (table ?? []).filter((value) => Math.abs(value) <= largest * 1.05).forEach((value) =>
+      picture.append(svg("line", { x1: place(value), x2: place(value), y1: y - 6, y2: y + 6, class: "axis" })));
+    numbers.forEach((x, i) => picture.append(svg("line", { x1: place(x), y1: k ? y - 20 : 28, x2: place(values[k][i]), y2: y, class: "grid" })));
+    values[k].forEach((value) => picture.append(mark(k, place(value), y, 4)));
+    picture.append(svg("text", { x: 6, y: y - 10 }, result.recipe.id));
+  });
+  at("line").replaceChildren(picture);
+  at("line-caption").textContent =
+    `Top: the ${numbers.length} numbers, from ${decimal(-largest)} to ${decimal(largest)}. Below: a tick per value that a recipe can give in this block, and a mark where numbers go.`;
+}
+
+/** Return the root mean square of the differences of two lists. */
+const rms = (a, b) => Math.sqrt(a.reduce((sum, x, i) => sum + (x - b[i]) ** 2, 0) / a.length);
+
+/** Return, for each scale code of the first recipe, the scale's size and the smallest error that codes under it give. */
+function errorCurve(asked, first, start) {
+  const { recipe } = first;
+  const numbers = asked.rounded.slice(start, start + recipe.block);
+  const one = FORMATS[recipe.element].indexOf(1);
+  const sizeOf = (code) => engine.valuesUnder(recipe, code)?.[one];
+  const own = tableOf(first, asked, start / recipe.block)?.[one];
+  if (!own) return [];
+  const curve = [];
+  FORMATS[recipe.scale].forEach((value, code) => {
+    if (!(Number(value) > 0) || !Number.isFinite(Number(value))) return;
+    const size = sizeOf(code);
+    if (!(size >= own / 4.01 && size <= own * 4.01)) return;
+    const table = Array.from(engine.valuesUnder(recipe, code)).filter(Number.isFinite);
+    const nearest = numbers.map((x) => table.reduce((best, v) => (Math.abs(v - x) < Math.abs(best - x) ? v : best)));
+    curve.push({ code, size, error: rms(numbers, nearest) });
+  });
+  return curve.sort((a, b) => a.size - b.size);
+}
+
+/** Draw the error of a block against its scale, with the scales of the recipes and the best scale. */
+function drawError(asked, results, start) {
+  const first = results[0];
+  const { recipe } = first;
+  const show = (caption, ...content) => {
+    at("error").replaceChildren(...content);
+    at("error-caption").textContent = caption;
+  };
+  if (recipe.scale === null) return show(`${recipe.id} has no block scales.`);
+  const curve = errorCurve(asked, first, start);
+  if (!curve.length) return show("All numbers of this block are zero, or its scale is.");
+  const marked = [...results];
+  const four = BY_ID.get(FOUR_OVER_SIX);
+  if (recipe.element === "E2M1" && recipe.scale === "E4M3" && four && !results.some((one) => one.recipe === four) && marked.length < 4) {
+    const found = run(asked, four);
+    if (found) marked.push(found);
+  }
+  const one = (result) => FORMATS[result.recipe.element].indexOf(1);
+  const points = marked.map((result) => {
+    const index = Math.floor(start / result.recipe.block);
+    const size = result.recipe.scale === null ? undefined : tableOf(result, asked, index)?.[one(result)];
+    const own = start - (start % result.recipe.block);
+    const error = rms(asked.rounded.slice(own, own + result.recipe.block), result.values.slice(own, own + result.recipe.block));
+    return { size, error };
+  });
+  const best = curve.reduce((a, b) => (b.error < a.error ? b : a));
+  const [width, left, bottom, above] = [pictureWidth(), 76, 44, 46 + 18 * marked.length];
+  const height = 240 + above;
+  const low = Math.log2(curve[0].size);
+  const high = Math.log2(curve[curve.length - 1].size);
+  const top = Math.max(...curve.map((p) => p.error), ...points.map((p) => p.error)) || 1;
+  const across = (size) => left + ((Math.log2(size) - low) / (high - low || 1)) * (width - left - 20);
+  const up = (error) => height - bottom - (error / top) * (height - bottom - above);
+  const picture = svg("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-labelledby": "error-caption" });
+  picture.append(svg("path", { d: `M${left} ${above - 8}V${height - bottom}H${width - 16}`, class: "axis" }));
+  [0, 0.5, 1].forEach((share) => picture.append(svg("text", { x: left - 6, y: up(share * top) + 4, "text-anchor": "end" }, decimal(Number((share * top).toPrecision(3))))));
+  [curve[0], curve[curve.length >> 1], curve[curve.length - 1]].forEach((p) =>
+    picture.append(svg("text", { x: Math.min(across(p.size), width - 40), y: height - bottom + 18, "text-anchor": "middle" }, decimal(Number(p.size.toPrecision(3))))));
+  picture.append(svg("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, width < 500 ? "scale × tensor scale, logarithmic" : "scale of the block × tensor scale, logarithmic"));
+  picture.append(svg("text", { x: 6, y: above - 14 }, "root mean square error"));
+  picture.append(svg("path", { d: `M${curve.map((p) => `${across(p.size)} ${up(p.error)}`).join("L")}`, class: "curve" }));
+  picture.append(svg("path", { d: `M${across(best.size)} ${up(best.error)}V${height - bottom}`, class: "grid", "stroke-dasharray": "4 3" }));
+  picture.append(svg("text", { x: Math.min(across(best.size), width - 46), y: height - bottom - 4, "text-anchor": "middle" }, "searched"));
+  points.forEach((p, k) => {
+    if (p.size >= curve[0].size && p.size <= curve[curve.length - 1].size) picture.append(mark(k, across(p.size), up(p.error), 6));
+    picture.append(mark(k, 14, 16 + 18 * k), svg("text", { x: 26, y: 20 + 18 * k }, marked[k].recipe.id));
+  });
+  const own = points[0].error;
+  const gain = best.error < own ? `A search would choose ${hex(best.code)}, with an error of ${decimal(Number(best.error.toPrecision(4)))} instead of ${decimal(Number(own.toPrecision(4)))}.` : "No other scale gives a smaller error.";
+  show(`Curve: for each ${recipe.scale} scale under the tensor scale of ${recipe.id}, the smallest error that codes can give. Marks: what recipes choose. ${gain}`, picture);
+}
+
+// ---- the page ----
+
+/** Fill the box of blocks for a number of elements and a block length, and return the start of the chosen block. */
+function chosenBlock(length, block) {
+  const box = at("block");
+  const count = length / block;
+  if (box.options.length !== count)
+    box.replaceChildren(...Array.from({ length: count }, (_, i) => new Option(`${i + 1}: elements ${i * block + 1} to ${(i + 1) * block}`, String(i))));
+  return Number(box.value || 0) * block;
+}
+
+/** Compute and show everything anew, or a message if the form cannot be computed. */
+function update() {
+  const problem = at("problem");
+  problem.textContent = "";
+  try {
+    const asked = request();
+    const results = asked.recipes.map((recipe) => [recipe, run(asked, recipe)]);
+    const missing = results.filter(([, result]) => !result).map(([recipe]) => recipe.id);
+    if (missing.length)
+      throw new Error(`A scale of ${missing.join(", ")} is beyond what this page computes; fp4kit.quantize in Python computes it.`);
+    const found = results.map(([, result]) => result);
+    const lines = found.length > 1 ? found.slice(1).map((other) => firstDifference(found[0], other)) : ["Choose a second recipe to compare."];
+    at("verdict").replaceChildren(...lines.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
+    showScales(asked, found);
+    showElements(asked, found);
+    const block = found[0].recipe.scale === null ? asked.bits.length : found[0].recipe.block;
+    const start = chosenBlock(asked.bits.length, block);
+    drawLine(asked, found, start, block);
+    drawError(asked, found, start);
+    history.replaceState(null, "", address());
+  } catch (error) {
+    problem.textContent = error.message;
+  }
+}
+
+/** Put numbers into the form. kind: the example, random numbers, or random numbers of which one is large. */
+function example(kind) {
+  if (kind === "example") return fill(EXAMPLE);
+  const length = Math.max(16, ...[...document.querySelectorAll("#recipes select")].map((one) => BY_ID.get(one.value)?.block ?? 0));
+  const normal = () => Math.sqrt(-2 * Math.log(1 - Math.random())) * Math.cos(2 * Math.PI * Math.random());
+  const numbers = Array.from({ length }, () => Number(normal().toPrecision(5)));
+  if (kind === "outlier") numbers[5] = 24;
+  at("numbers").value = numbers.join(" ");
+  at("amax").value = kind === "outlier" ? "24" : "5"; // 5: usual for a tensor of a million normal numbers
+}
+
+/** Start the page: load the engine, fill the form, and react to it. */
+async function start() {
+  engine = await Engine.load(WASM, RECIPROCALS);
+  makeChoices();
+  readAddress();
+  at("offered").textContent = `${RECIPES.length} recipes are offered. ${LEFT_OUT}`;
+  at("form").addEventListener("input", update);
+  at("form").addEventListener("submit", (event) => event.preventDefault());
+  at("block").addEventListener("input", update);
+  window.addEventListener("resize", update);
+  window.addEventListener("hashchange", () => { readAddress(); update(); });
+  document.querySelectorAll("[data-example]").forEach((button) =>
+    button.addEventListener("click", () => { example(button.dataset.example); update(); }));
+  at("link").addEventListener("click", async () => {
+    try {
+      await navigator.clipboard.writeText(address());
+      at("copied").textContent = "Copied.";
+    } catch {
+      at("copied").textContent = "The address of this page is the link.";
+    }
+  });
+  const field = at("numbers");
+  field.addEventListener("dragover", (event) => { event.preventDefault(); field.classList.add("over"); });
+  field.addEventListener("dragleave", () => field.classList.remove("over"));
+  field.addEventListener("drop", async (event) => {
+    event.preventDefault();
+    field.classList.remove("over");
+    const [file] = event.dataTransfer.files;
+    field.value = file ? await file.text() : event.dataTransfer.getData("text");
+    update();
+  });
+  update();
+}
+
+const ready = start();
