@@ -58,11 +58,12 @@ Progress = Callable[[int], None]  # called with the number of bytes of source te
 class ConversionReport:
     """Report what a conversion did.
 
-    plan: the plan that was executed.
-    destination: the directory or file that was written.
-    done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
-    doubts: warnings about scales of the source that can hardly be right, one per tensor. Empty if ``execute`` found the
-        result of an earlier, completed run.
+    Attributes:
+        plan: the plan that was executed.
+        destination: the directory or file that was written.
+        done: one record per job, in the order of the plan: the action that the job took, and the values it changed.
+        doubts: warnings about scales of the source that can hardly be right, one per tensor. Empty if ``execute`` found
+            the result of an earlier, completed run.
     """
 
     plan: Plan
@@ -210,17 +211,18 @@ def convert(
 class Options:
     """Choose how a plan is executed. The bytes that are written do not depend on these options.
 
-    workers: number of workers. They are threads if GPUs or the compiled engine do the work, otherwise processes. None
-        means fp4kit.num_threads() threads, but at least two; without the compiled engine, it means this process alone.
-        A script that uses processes needs ``if __name__ == "__main__":``.
-    executor: a concurrent.futures executor to use instead of workers that fp4kit starts. Its workers must see the files
-        under the same paths.
-    devices: indices of the CUDA devices among which the jobs are distributed in turn; empty for the CPU.
-    resume: True to continue an interrupted run of the same plan.
-    progress: called with the number of bytes of source tensors processed since its last call. These numbers add up to
-        bytes_to_read(plan).
-    processes: True to use processes instead of threads where processes are faster (many workers, a large model). If
-        ``workers`` is None, at most 8 processes are used.
+    Attributes:
+        workers: number of workers. They are threads if GPUs or the compiled engine do the work, otherwise processes.
+            None means fp4kit.num_threads() threads, but at least two; without the compiled engine, it means this
+            process alone. A script that uses processes needs ``if __name__ == "__main__":``.
+        executor: a concurrent.futures executor to use instead of workers that fp4kit starts. Its workers must see the
+            files under the same paths.
+        devices: indices of the CUDA devices among which the jobs are distributed in turn; empty for the CPU.
+        resume: True to continue an interrupted run of the same plan.
+        progress: called with the number of bytes of source tensors processed since its last call. These numbers add up
+            to bytes_to_read(plan).
+        processes: True to use processes instead of threads where processes are faster (many workers, a large model). If
+            ``workers`` is None, at most 8 processes are used.
 
     Raises CheckpointError if ``workers`` is neither None nor an integer of at least 1.
     """

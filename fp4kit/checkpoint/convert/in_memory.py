@@ -46,12 +46,13 @@ _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 class Rules:
     """Say how convert_tensors converts: by which recipe, into which container, and which tensors.
 
-    recipe: the recipe for newly quantized tensors.
-    config: the content of the model's config.json; its numbers of layers and heads and its model type are used.
-    format: the container's name; None for the container that most engines load.
-    wishes: which layers to quantize.
-    input_scale: a positive float32 activation scale to write for every layer; None for none.
-    activations: measured activations, from which every layer gets its own input scale; None for none.
+    Attributes:
+        recipe: the recipe for newly quantized tensors.
+        config: the content of the model's config.json; its numbers of layers and heads and its model type are used.
+        format: the container's name; None for the container that most engines load.
+        wishes: which layers to quantize.
+        input_scale: a positive float32 activation scale to write for every layer; None for none.
+        activations: measured activations, from which every layer gets its own input scale; None for none.
 
     Raises CheckpointError in these cases:
 
@@ -117,7 +118,8 @@ class Rules:
     def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
         """Return name -> the decision to quantize the tensor or not, which the checkpoint converter would make.
 
-        tensors: (Hugging Face name, safetensors dtype such as "BF16", shape) per tensor.
+        Args:
+            tensors: (Hugging Face name, safetensors dtype such as "BF16", shape) per tensor.
         """
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
@@ -372,7 +374,7 @@ def convert_tensors(
 
     Exact: the bytes are those that convert writes for these tensors.
 
-    Example:
+    Examples:
         >>> import numpy as np
         >>> from fp4kit.checkpoint import Rules, convert_tensors
         >>> w = np.ones((32, 64), np.float32)
