@@ -448,8 +448,9 @@ def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
-    """Return 4-bit codes packed, two per byte. Raise ValueError if a code is above 15. An empty array gives an empty
-    array.
+    """Return 4-bit codes packed, two per byte.
+
+    Raise ValueError if a code is above 15. An empty array gives an empty array.
     """
     if codes.size and codes.max() > 15:
         raise ValueError(f"pack: codes hold {codes.max()}; needs 4-bit codes, 0 to 15")

@@ -73,8 +73,9 @@ _ERROR_CREATE, _STREAM_GET = 0, 4
 
 
 def _api_call(frame: Any, number: int, arguments: Any) -> Any:
-    """Call the function with this number in XLA's table of functions. Return the address of its error, or None if it
-    succeeded.
+    """Call the function with this number in XLA's table of functions.
+
+    Return the address of its error, or None if it succeeded.
 
     frame: the structure that XLA passed to the handler.
     arguments: the argument structure of that function.
@@ -94,8 +95,9 @@ def _buffers(found: Any) -> list[Any]:
 
 
 def host_array(buffer: Any) -> np.ndarray:
-    """Return a NumPy array that shares the memory of an XLA buffer on the host. Raises KeyError for a dtype not in
-    _DTYPES.
+    """Return a NumPy array that shares the memory of an XLA buffer on the host.
+
+    Raises KeyError for a dtype not in _DTYPES.
     """
     shape, dtype = _shape(buffer), np.dtype(_DTYPES[buffer.dtype])
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize

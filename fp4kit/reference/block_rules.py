@@ -229,8 +229,9 @@ def factor_compressed_tensors(
 
 
 def _inverse(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return 2^(127 - code), the default factor of E8M0 rules. It multiplies elements and is 1 / scale; NaN for code
-    255.
+    """Return 2^(127 - code), the default factor of E8M0 rules.
+
+    The factor multiplies elements and is 1 / scale. It is NaN for code 255.
     """
     return inverse_e8m0(codes)
 

@@ -33,8 +33,9 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
 
 
 def reduce_amax(a: np.ndarray, recipe: Recipe, axis: int | tuple[int, ...] | None = -1) -> np.ndarray:
-    """Return the maximum of float32 a >= 0 along axis: float32, without the reduced axes. An axis without elements
-    gives 0.
+    """Return the maximum of float32 a >= 0 along axis: float32, without the reduced axes.
+
+    An axis without elements gives 0.
 
     axis: one axis, a tuple of axes, or None for all axes, which gives ().
 

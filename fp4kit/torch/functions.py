@@ -319,7 +319,6 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
 
     Raises:
         TypeError: q is not a Quantized of tensors, or dtype is none of these dtypes.
-        ValueError: as for fp4kit.dequantize, if the arrays of q do not fit each other.
 
     Exact:
         Equals fp4kit.dequantize bit for bit.

@@ -111,8 +111,9 @@ def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
 def _hook(
     collector: Collector, layers: Sequence[str], module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch. Raises as Collector.collect
-    does.
+    """Collect the inputs of one call of a linear layer, as a forward pre-hook of PyTorch.
+
+    Raises as Collector.collect does.
 
     layers: the names under which the inputs are collected.
     args, kwargs: the arguments of the layer's forward. The inputs are the first argument, or the one called `input`.
@@ -184,11 +185,10 @@ class _Products(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _see(self, x: Any, weight: Any) -> None:
-        """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts. Otherwise do
-        nothing.
+        """Collect the inputs x of a product x @ weight if ``weight`` is a view of a stack of experts.
 
-        A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs of the i-th of them. A
-        view that does not begin where an expert begins is ignored.
+        Otherwise do nothing. A 2-d weight is one expert. A 3-d weight is a batch of experts, and x[i] holds the inputs
+        of the i-th of them. A view that does not begin where an expert begins is ignored.
         """
         if not isinstance(weight, torch.Tensor) or weight.ndim not in (2, 3) or not self._stacks:
             return

@@ -52,10 +52,9 @@ def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_sca
 def _checked(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> LinearSettings:
-    """Check the arguments of linear by shapes, dtypes and devices, and return the settings. Raise an error if one is
-    wrong.
+    """Check the arguments of linear by shapes, dtypes and devices, and return the settings.
 
-    Arguments are those of linear. No values are read.
+    Raise an error if one is wrong. Arguments are those of linear. No values are read.
     """
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)

@@ -136,11 +136,10 @@ def _global_names(
 def unstack(
     named: dict[AmaxName, np.ndarray], stated: Any, requested: Mapping[str, int], op: str
 ) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` with stacked arrays [N, ...] split into N arrays, one per expert. ``named`` itself is not
-    changed.
+    """Return ``named`` with stacked arrays [N, ...] split into N arrays, one per expert.
 
-    An array is split only if the file or the caller states the number of experts of its quantizer. For numbered
-    experts, that number is only checked.
+    ``named`` itself is not changed. An array is split only if the file or the caller states the number of experts of
+    its quantizer. For numbered experts, that number is only checked.
 
     Args:
         named: the amaxes of a file.

@@ -27,11 +27,10 @@ def encode(arrays: Mapping[str, np.ndarray], facts: Mapping[str, Any]) -> bytes:
 
 
 def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Return (amaxes, facts) from the bytes of a safetensors file. Tensors whose names do not end in "amax" are left
-    out.
+    """Return (amaxes, facts) from the bytes of a safetensors file.
 
-    The amaxes are float32 arrays under sorted keys. The facts are those that ``encode`` wrote; {} for a file without
-    them.
+    Tensors whose names do not end in "amax" are left out. The amaxes are float32 arrays under sorted keys. The facts
+    are those that ``encode`` wrote; {} for a file without them.
 
     Raises ValueError, which begins with ``label``, if the data is not a safetensors file, if a key occurs twice, if the
     dtype of an amax is not F32, F16 or BF16, or if the facts are not a JSON object.

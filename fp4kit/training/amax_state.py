@@ -139,8 +139,9 @@ class AmaxState(Mapping[str, Any]):
         )
 
     def __getitem__(self, key: str) -> Any:
-        """Return the amax under a key, given with "." or "_" before the expert number. Raises KeyError if there is
-        none.
+        """Return the amax under a key, given with "." or "_" before the expert number.
+
+        Raises KeyError if there is none.
         """
         name = AmaxName.find(key)
         if name is None or name not in self.named:
@@ -352,8 +353,9 @@ class AmaxState(Mapping[str, Any]):
 
 
 def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
-    """Return the items with AmaxName keys. Raises ValueError if a key names no quantizer, or occurs with both
-    separators.
+    """Return the items with AmaxName keys.
+
+    Raises ValueError if a key names no quantizer, or occurs with both separators.
     """
     named: dict[AmaxName, Any] = {}
     for key, item in items.items():

@@ -362,8 +362,9 @@ _NCCL_WAY_OUT = 'run pip install "fp4kit[nccl12]" or "fp4kit[nccl13]", as your C
 
 
 def _write_new(path: Path, data: bytes) -> None:
-    """Write a new file that other processes see complete or not at all. Raises FileExistsError if ``path`` exists
-    already.
+    """Write a new file that other processes see complete or not at all.
+
+    Raises FileExistsError if ``path`` exists already.
     """
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     with os.fdopen(handle, "wb") as file:

@@ -251,10 +251,9 @@ def _below(limit: int) -> Callable[..., np.ndarray]:
 
 
 def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return float32 amaxes: absolute values of normal numbers, and some that are 0, -0, tiny, huge or infinite. Never
-    NaN.
+    """Return float32 amaxes: absolute values of normal numbers, and some that are 0, -0, tiny, huge or infinite.
 
-    dtype has no effect.
+    Never NaN. dtype has no effect.
     """
     x = np.abs(rng.standard_normal(shape, np.float32)) * np.exp2(rng.integers(-8, 9, shape)).astype(np.float32)
     special = rng.choice(np.array([0, -0.0, 2.0**-149, 2.0**-126, 1e-6, 3e38, np.inf], np.float32), shape)

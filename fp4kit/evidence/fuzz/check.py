@@ -225,10 +225,10 @@ class RunsInStep:
         return self._compared(statement, runs)
 
     def _compared(self, statement: ProgramCall, runs: list[EngineRun]) -> Verdict | None:
-        """Compare what a call returned and wrote on two engines. Return a Verdict "differs" if a value differs,
-        otherwise None.
+        """Compare what a call returned and wrote on two engines.
 
-        Results that `comparable` rejects, such as plans, are not compared.
+        Return a Verdict "differs" if a value differs, otherwise None. Results that `comparable` rejects, such as plans,
+        are not compared.
 
         runs: the runs of the program on the engines, which have executed the call. With only one, nothing is compared.
         """

@@ -154,8 +154,9 @@ def drawn_codes(pattern: str, name: str, rng: Rng, shape: Shape, dtype: np.dtype
 
 
 def drawn_scales(low: int, high: int, rng: Rng, shape: Shape, dtype: np.dtype) -> np.ndarray:
-    """Return block scales: bytes from ``low`` to ``high`` - 1. In a third of the draws, rare scales are zero or any
-    byte.
+    """Return block scales: bytes from ``low`` to ``high`` - 1.
+
+    In a third of the draws, rare scales are zero or any byte.
 
     dtype: uint8.
     """

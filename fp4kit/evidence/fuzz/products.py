@@ -212,8 +212,9 @@ def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
 
 
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
-    """Return the kinds of two operands, each a dtype of an array or a recipe. Most pairs have a unit that multiplies
-    them.
+    """Return the kinds of two operands, each a dtype of an array or a recipe.
+
+    Most pairs have a unit that multiplies them.
     """
     if d.chance(0.3):
         kind = d.pick(tuple(ARRAYS))

@@ -52,8 +52,9 @@ class Variant:
         return replace(base, **dict(self.changes)) if self.changes else base
 
     def simpler(self) -> Iterator[Variant]:
-        """Yield variants with fewer changes: first without any, then without one of them. A variant without changes
-        yields none.
+        """Yield variants with fewer changes: first without any, then without one of them.
+
+        A variant without changes yields none.
         """
         if len(self.changes) > 1:
             yield Variant(self.id)
