@@ -110,9 +110,9 @@ def reciprocal_approx_ftz(x: np.ndarray) -> np.ndarray:
 def narrow_float64(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return float64 x rounded once, to nearest even, to float32, float16 or bfloat16.
 
-    NaN and infinities stay as they are. The function replaces the conversion of ml_dtypes, which rounds to float32 before it
-    rounds to bfloat16. To avoid that double rounding, x is first rounded to odd: the last bit of the float32 is set if
-    anything was cut off. Then only the second rounding counts.
+    NaN and infinities stay as they are. The function replaces the conversion of ml_dtypes, which rounds to float32
+    before it rounds to bfloat16. To avoid that double rounding, x is first rounded to odd: the last bit of the float32
+    is set if anything was cut off. Then only the second rounding counts.
     """
     if dtype != ml_dtypes.bfloat16:
         return x.astype(dtype)

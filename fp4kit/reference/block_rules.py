@@ -68,7 +68,8 @@ def _is_zero(amax: np.ndarray) -> np.ndarray:
 def _product(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the default factor of E4M3 rules, by which elements are divided: scale * tensor.decode.
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN, and a
+    scale of 0 gives 0.
     """
     return decode_scale(codes) * tensor.decode
 
@@ -198,7 +199,8 @@ def factor_torchao(
 ) -> np.ndarray:
     """Return the factor that multiplies the elements of each block, as torchao computes it: tensor.encode / scale.
 
-    scale is the value of the scale code, and tensor.encode is 1 / tensor.decode.
+    scale is the value of the scale code, and tensor.encode is 1 / tensor.decode. A NaN scale gives NaN. The rule's own
+    codes are never 0; a code 0 that a caller passes gives an infinite factor.
     """
     return tensor.encode / decode_scale(codes)
 
@@ -220,7 +222,7 @@ def factor_compressed_tensors(
 ) -> np.ndarray:
     """Return scale / tensor.encode, by which compressed-tensors divides the elements of each block.
 
-    scale is the value of the scale code, and tensor.encode the encode scale of the tensor.
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN.
     """
     return decode_scale(codes) / tensor.encode
 

@@ -40,7 +40,7 @@ def factor_vllm(
     """Return the factor that multiplies the elements of each block in vLLM's emulation: 1 / (scale * tensor.decode).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
-    0, the factor is 1 / 1e8.
+    0, the factor is 1 / 1e8. A NaN scale gives NaN.
     """
     scale = decode_scale(codes) * tensor.decode
     return ONE / np.where(scale == 0, np.float32(1e8), scale)
@@ -57,7 +57,7 @@ def factor_vllm_cuda(
         factor = tensor.encode * rcp(scale), or 0 if scale is 0
 
     scale is the value of the scale code, tensor.encode the encode scale of the tensor, and rcp is PTX
-    rcp.approx.ftz.f32. Source: vLLM _nvfp4_quant_dequant_kernel.
+    rcp.approx.ftz.f32. A NaN scale gives NaN. Source: vLLM _nvfp4_quant_dequant_kernel.
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, tensor.encode * reciprocal_approx_ftz(scale))
@@ -72,7 +72,7 @@ def factor_auto_round(
     """Return the factor that multiplies the elements of each block in auto-round: 1 / (scale * tensor.decode).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale * tensor.decode is
-    0, the factor is 0. Source: auto-round data_type/nvfp.py.
+    0, the factor is 0. A NaN scale gives NaN. Source: auto-round data_type/nvfp.py.
     """
     return reciprocal_or_zero(decode_scale(codes) * tensor.decode)
 
@@ -94,8 +94,8 @@ def factor_quark(
 ) -> np.ndarray:
     """Return scale * tensor.decode, or 2^-23 if that is 0. Quark divides the elements of each block by this factor.
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. Source: Quark
-    real_quantize_fp4_fp6_per_group.
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN.
+    Source: Quark real_quantize_fp4_fp6_per_group.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, QUARK_ZERO, scale)
@@ -163,7 +163,7 @@ def factor_fouroversix(
     """Return the factor that multiplies the elements of each block in fouroversix: 1 / (tensor.decode * scale).
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If scale is 0, the factor is
-    0. An infinite factor becomes NaN, unless recipe.keep_infinity is set.
+    0. A NaN scale gives NaN. An infinite factor becomes NaN, unless recipe.keep_infinity is set.
     """
     scale = decode_scale(codes)
     inverse = ONE / (tensor.decode * scale)

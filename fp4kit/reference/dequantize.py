@@ -32,8 +32,8 @@ ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a nu
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * (e4m3(scales) * tensor.decode), or values * tensor.decode if the recipe has no block scales.
 
-    e4m3() decodes scale codes, and tensor.decode is the stored tensor_scale. This is the decode rule of every recipe
-    that names no other.
+    e4m3() decodes scale codes, of which 0x7F and 0xFF are NaN. tensor.decode is the stored tensor_scale. This is the
+    decode rule of every recipe that names no other.
     """
     if scales is None:
         return values * tensor.decode
@@ -153,7 +153,7 @@ def decode_e8m0_gguf(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
 def decode_e8m0_infinite(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * 2^(scales - 127), where scale code 255 is infinity instead of NaN.
 
-    Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor.
+    Under that scale, zeros become NaN. Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor.
     """
     return values * np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))[..., None]
 
@@ -196,8 +196,9 @@ def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScal
 def decode_e8m0_float16(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return H(values * H(s)), where s = 2^(scales - 127) and H rounds to float16.
 
-    So a scale s of 2^16 or more is infinite, and one below 2^-24 is 0. Scale code 255 is infinite too. Source: MLX
-    mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype.
+    So a scale s of 2^16 or more is infinite, and one below 2^-24 is 0. Scale code 255 is infinite too. Under an
+    infinite scale, zeros become NaN. Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, for every
+    dtype.
     """
     scale = np.where(scales == 255, np.float32(np.inf), decode(scales, E8M0))
     return round_to(values * round_to(scale, HALF)[..., None], HALF)

@@ -154,8 +154,8 @@ def int4_qat(
 def _tensor_blocks(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     """Return x (m, k) as (m, blocks, block), or as (m, 1, k) if the recipe has no blocks.
 
-    The result is a view if x is contiguous. k must be a multiple of the block. If m is 0, or if k is 0 and the recipe has no
-    blocks, NumPy cannot infer the number of blocks and raises ValueError. Callers pass no empty matrices.
+    The result is a view if x is contiguous. k must be a multiple of the block. If m is 0, or if k is 0 and the recipe
+    has no blocks, NumPy cannot infer the number of blocks and raises ValueError. Callers pass no empty matrices.
     """
     return x.reshape(len(x), -1, recipe.block_size if recipe.block else x.shape[1])
 

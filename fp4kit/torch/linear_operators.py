@@ -29,12 +29,12 @@ _EAGER = Operations(fp4kit.quantize, fp4kit.transpose, fp4kit.matmul)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Return x (..., K) as a matrix (M, K)."""
+    """Return x (..., K) as a matrix (M, K), where M is the product of all lengths but the last; 1 if x is 1-d."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])
 
 
 def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
-    """Return (N, K), the shape of a weight."""
+    """Return (N, K), the shape of a weight: that of a float w, or computed from the packed codes `w` of a Quantized."""
     if s.scale_layout is None:
         return w.shape[0], w.shape[1]
     packing = s.recipe_w.element.packing

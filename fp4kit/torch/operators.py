@@ -228,6 +228,7 @@ def clip_backward(ctx: Any, grad: Tensor, clip: Callable[..., Tensor] | None = N
     fake_quantize_backward is linear in its grad. So the gradient is `grad`, the upstream gradient, with 0 where |x| >
     amax.
 
+    ctx: the context that save_clip_inputs filled.
     clip: as in `backward`.
     """
     x, amax = ctx.saved_tensors

@@ -261,9 +261,9 @@ def _amaxes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _weights(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return nonnegative finite weights for a scale search: numbers below 1, zeros and large outliers.
+    """Return nonnegative finite weights for a scale search, among them zeros and outliers that are 2^20 times larger.
 
-    In some draws all weights are so small that their squares underflow.
+    In some draws all weights are multiplied by 1e30, or are so small that their squares underflow.
     """
     x = rng.random(shape) ** 3 * rng.choice([1, 1, 1e-38, 1e30]) * rng.choice([0, 1, 1, 1, 2.0**20], shape)
     return x.astype(dtype)
@@ -350,8 +350,9 @@ def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> A
 
 
 def touched(g: Guarded) -> int:
-    """Return the number of guard bytes that have changed since guarded(): 0 if a call wrote only to the output's
-    elements.
+    """Return the number of guard bytes that have changed since guarded().
+
+    It is 0 if a call wrote only to the elements of the output.
     """
     total = 0
     for whole, shape, step, dtype in g.buffers:
