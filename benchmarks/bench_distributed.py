@@ -67,7 +67,13 @@ def cuts_of(partition: str, sizes: Sequence[int], processes: int) -> np.ndarray:
 
 
 class Rank:
-    """Hold the communicator and the weights of one process. All processes draw the same weights."""
+    """Hold the communicator and the weights of one process. All processes draw equal weights from a fixed seed.
+
+    Args:
+        comm: the communicator of the process
+        shapes: the shapes of the matrices
+        repeat: the number of timed steps
+    """
 
     def __init__(self, comm: Any, shapes: Sequence[tuple[int, int]], repeat: int) -> None:
         import cupy
@@ -228,7 +234,7 @@ def spawn(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(record: dict[str, Any]) -> str:
-    """Return the times of the record as a text table."""
+    """Return the times of the record as a text table, with one row per partition and one column per stage."""
     weights = f"{record['elements'] / 1e6:.0f} M weights, {record['matrices']} matrices"
     head = f"{record['processes']} x {record['device']}: {weights}: equal"
     stages = list(record["partitions"][-1]["us"])

@@ -46,7 +46,13 @@ def operands(kind: str, size: int) -> tuple[Any, Any]:
 
 
 def peer(kind: str, step: DotAdd, a: Any, b: Any) -> Callable[[], Any] | None:
-    """Return mmasim's product of two operands as a function; None if mmasim is not installed."""
+    """Return mmasim's product of two operands as a function without arguments, or None if mmasim is not installed.
+
+    Args:
+        kind: the kind of product: the id of a recipe, or the name of a dtype
+        step: the step of the matrix unit to imitate
+        a, b: the operands, from `operands`
+    """
     try:
         fdpa, torch = importlib.import_module("mmasim.arithmetic.fdpa"), importlib.import_module("torch")
     except ImportError:
@@ -72,7 +78,7 @@ def peer(kind: str, step: DotAdd, a: Any, b: Any) -> Callable[[], Any] | None:
 
 
 def main() -> None:
-    """Time every kind of product and print a table."""
+    """Time every kind of product with fp4kit and, if it is installed, with mmasim, and print a table."""
     parser = argparse.ArgumentParser(description="Time matmul on the CPU.", allow_abbrev=False)
     parser.add_argument("--size", type=int, default=1024, help="rows and columns of fp4kit's matrices")
     parser.add_argument("--peer-size", type=int, default=256, help="rows and columns of mmasim's matrices")

@@ -50,9 +50,12 @@ def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
 
 
 def torch_nibbles(bench: Bench, packed: Any) -> dict[str, Call]:
-    """Return {name: call} of a transpose of the codes in torch, which has no 4-bit type.
+    """Return {name: call} of a transpose of packed codes in torch, which has no 4-bit type.
 
-    The call unpacks to one code per byte, transposes, and packs again.
+    The call unpacks to one code per byte, transposes, and packs again. The dict is empty if torch is not installed or
+    other libraries are not timed.
+
+    packed: the codes, two per byte.
     """
     if not bench.peers or peers.torch() is None:
         return {}

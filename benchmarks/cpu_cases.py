@@ -74,7 +74,10 @@ def check(case: CpuCase) -> None:
 def same(actual: Any, wanted: Any, name: str) -> None:
     """Raise AssertionError unless two results, or two tuples of results, are bit-identical.
 
-    `name` begins the message.
+    Args:
+        actual: the result to check
+        wanted: the result that is right
+        name: the beginning of the message
     """
     if not isinstance(wanted, tuple):
         assert_same_bits(actual, wanted, name)
@@ -109,14 +112,14 @@ def quantize_whole(recipe: str, x: np.ndarray) -> CpuCase:
 
 
 def dequantize(recipe: str, x: np.ndarray, dtype: Any = BF16) -> CpuCase:
-    """Quantize x, then return the case of dequantize of the result to `dtype`."""
+    """Quantize x, then return the case (a call to time) of dequantize of the result to `dtype`."""
     q, target = fp4kit.quantize(x, recipe), np.empty(x.shape, dtype)
     into = lambda: fp4kit.dequantize(q, dtype, out=target)  # noqa: E731
     return CpuCase("dequantize", lambda: fp4kit.dequantize(q, dtype), target.nbytes, target, into)
 
 
 def fake_quantize(recipe: str, x: np.ndarray) -> CpuCase:
-    """Return the case of fake_quantize, which always allocates its result."""
+    """Return the case (a call to time) of fake_quantize of x, which always allocates its result."""
     return CpuCase("fake_quantize", lambda: fp4kit.fake_quantize(x, recipe), x.nbytes)
 
 

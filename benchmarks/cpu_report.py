@@ -157,7 +157,7 @@ def _others(row: CpuRow) -> str:
 
 
 def _cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the cells of a row in a table with COLUMNS."""
+    """Return the cells of a row in the order of COLUMNS: what was called, rates in GB/s, and ratios of times."""
     smallest = row.bytes / row.times["all"].best / 1e3
     rates = (row.rate("all"), smallest, row.rate("one"), row.rate("all into"), row.rate("specification"))
     times = row.ratio("specification", "all")
@@ -174,7 +174,7 @@ def _ggml_cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _small_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the cells of a row in the table of group "small", in microseconds."""
+    """Return the cells of a row in the table of group "small". Times are in microseconds; "" was not measured."""
     names = ("all", "all into", "one", "specification")
     found = (f"{row.times[name].median:.0f}" if name in row.times else "" for name in names)
     return row.operation, row.recipe, *found, f"{row.ratio('specification', 'all') or 0:.1f}"

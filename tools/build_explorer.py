@@ -41,7 +41,10 @@ FLAGS += ["-fvisibility=hidden", "-ffunction-sections", "-target", "wasm32-wasi"
 
 
 def why_not(r: Recipe) -> str | None:
-    """Return the reason why the explorer does not offer a recipe, or None if it does."""
+    """Return the reason why the explorer does not offer a recipe, such as "a search over scales".
+
+    Return None if the explorer offers the recipe.
+    """
     if r.fake_only or r.fake_rule is not None:
         return "a formula of its own for values"
     if r.search:
@@ -52,7 +55,11 @@ def why_not(r: Recipe) -> str | None:
 
 
 def entry(r: Recipe) -> dict[str, Any]:
-    """Return what the page needs to know about a recipe (see Engine.explore in engine.js)."""
+    """Return a dict for JSON with what the page needs to know about a recipe (see Engine.explore in engine.js).
+
+    The recipe must be one that the explorer offers. An infinite bound of the factors becomes None, because JSON has no
+    infinity.
+    """
     producer = r.id.split("-")[1]
     return {
         "id": r.id,
@@ -80,7 +87,7 @@ def offered() -> list[dict[str, Any]]:
 
 
 def left_out() -> str:
-    """Return a sentence that names the recipes that the explorer does not offer, with the reasons."""
+    """Return a sentence for the page that names all recipes that the explorer does not offer, grouped by reason."""
     reasons: dict[str, list[str]] = {}
     for r in RECIPES.values():
         if (why := why_not(r)) is not None:
@@ -89,9 +96,9 @@ def left_out() -> str:
 
 
 def formats() -> dict[str, list[float | str | None]]:
-    """Return the values of every format that an offered recipe uses: name -> value of each code.
+    """Return name -> list of the values of all codes, for every element and scale format that an offered recipe uses.
 
-    NaN is None and infinity a text, because JSON has neither.
+    NaN becomes None, and infinities become "Infinity" and "-Infinity", because JSON has neither.
     """
     found = {f.name: f for r in RECIPES.values() if why_not(r) is None for f in (r.element, r.scale) if f is not None}
 
@@ -104,7 +111,10 @@ def formats() -> dict[str, list[float | str | None]]:
 
 
 def compile_module() -> None:
-    """Compile engine.cpp and the CPU engine to WebAssembly, and store the module and the digest of its sources."""
+    """Compile engine.cpp and the CPU engine to WebAssembly, and store the module and the digest of its sources.
+
+    Needs the package ziglang. Raises CalledProcessError if the compiler fails; the stored files then stay unchanged.
+    """
     with tempfile.TemporaryDirectory() as folder:
         module = Path(folder) / "engine.wasm"
         sources = [FOLDER / "engine.cpp", *(SOURCE / f"{name}.cpp" for name in ("rules", "elements", "decoders"))]
@@ -116,7 +126,10 @@ def compile_module() -> None:
 
 
 def sources_digest() -> str:
-    """Return the digest of the sources of the module: that of the CPU engine and that of engine.cpp."""
+    """Return the digests of the CPU engine's sources and of engine.cpp as one text, separated by a space.
+
+    It differs from the content of tools/explorer/engine.digest if the module must be compiled again.
+    """
     import hashlib
 
     own = hashlib.sha256((FOLDER / "engine.cpp").read_bytes()).hexdigest()[:16]
@@ -124,7 +137,7 @@ def sources_digest() -> str:
 
 
 def page() -> str:
-    """Return the page."""
+    """Return the HTML of the explorer: page.html with style, scripts, recipes, formats and the module filled in."""
     reciprocals = gzip.compress(reciprocal_table().astype(np.int8).tobytes(), 9, mtime=0)
     parts = {
         "STYLE": (FOLDER / "style.css").read_text(),
@@ -144,7 +157,7 @@ def page() -> str:
 
 
 def main() -> None:
-    """Run the command."""
+    """Run the command: compile the module if --compile is given, then write the page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("out", nargs="?", type=Path, default=Path("build/explorer.html"), metavar="OUT")
     parser.add_argument("--compile", action="store_true", help="compile the WebAssembly module first (needs ziglang)")

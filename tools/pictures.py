@@ -79,7 +79,7 @@ def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
 
 
 def two_producers() -> str:
-    """Return the picture of one block of sixteen weights, quantized by two NVFP4 producers."""
+    """Return the SVG picture of one block of sixteen weights, quantized by two NVFP4 producers."""
     x = (np.random.default_rng(0).standard_normal((4096, 16)) * 0.02).astype(ml_dtypes.bfloat16)
     pair = [("Transformer Engine", "nvfp4-te"), ("compressed-tensors", "nvfp4-compressed-tensors")]
     found = [fp4kit.quantize(x, recipe) for _, recipe in pair]
@@ -170,7 +170,7 @@ def speed() -> str:
 
 
 def element() -> str:
-    """Return the number line of E2M1 with the code of each non-negative value."""
+    """Return the SVG picture of E2M1's number line, with the code of each non-negative value."""
     parts = [text(12, 24, "E2M1: eight magnitudes and a sign make sixteen codes of four bits", "title")]
     left, unit, y = 40, 120, 80
     parts.append(line(left, y, left + 6 * unit + 20, y))
@@ -189,7 +189,7 @@ def element() -> str:
 
 
 def block() -> str:
-    """Return the picture of a row that is cut into blocks of sixteen elements with one scale each."""
+    """Return the SVG picture of a row that is cut into blocks of sixteen elements with one scale each."""
     parts = [text(12, 24, "A row of 48 elements in NVFP4: three blocks of 16, one scale byte per block", "title")]
     for b in range(3):
         x = 12 + b * 268
@@ -212,7 +212,7 @@ def block() -> str:
 
 
 def tensor_scale() -> str:
-    """Return the picture of the two levels of scales of NVFP4."""
+    """Return the SVG picture of the two levels of scales of NVFP4: block scales and the tensor scale."""
     steps = (
         ("4-bit value", "6"),
         ("× block scale, E4M3", "448"),
@@ -229,7 +229,7 @@ def tensor_scale() -> str:
 
 
 def recipe() -> str:
-    """Return the picture of the steps of a recipe, with an example of how producers differ at each step."""
+    """Return the SVG picture of the steps of a recipe, with an example of how producers differ at each step."""
     steps = (
         ("amax", "the largest magnitude", "with or without NaN"),
         ("scale", "amax / 6, as a byte", "floor, ceil, nearest"),
@@ -248,7 +248,7 @@ def recipe() -> str:
 
 
 def container() -> str:
-    """Return the picture of the tensor names under which two containers store one layer."""
+    """Return the SVG picture of the tensor names under which two containers store one layer."""
     rows = (
         ("", "Model-Optimizer", "compressed-tensors"),
         ("codes", "weight", "weight_packed"),
@@ -270,7 +270,7 @@ def container() -> str:
 
 
 def packing() -> str:
-    """Return the picture of a byte that holds two codes."""
+    """Return the SVG picture of a byte that holds two codes."""
     parts = [text(12, 24, "Two codes per byte: the even element is in the low nibble", "title")]
     for n, words in enumerate(("high nibble: element 1", "low nibble: element 0")):
         parts += [box(12 + n * 210, 40, 200, 34, "cell"), text(112 + n * 210, 62, words, "middle")]
@@ -298,7 +298,7 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 
 def main() -> None:
-    """Write every picture to docs/images."""
+    """Draw every picture of PICTURES, and write it to docs/images as an SVG file."""
     IMAGES.mkdir(parents=True, exist_ok=True)
     for name, draw in PICTURES.items():
         (IMAGES / f"{name}.svg").write_text(draw())

@@ -63,7 +63,7 @@ def pages() -> dict[str, str]:
 
 
 def overview() -> str:
-    """Return the Markdown page that lists all producers."""
+    """Return the Markdown page that lists all producers, with their numbers of recipes and the versions checked."""
     rows = [(f"[{TITLES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
     text = (
         "This section has one page per producer. It lists the recipes that reproduce the producer, their formulas, and"

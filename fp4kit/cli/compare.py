@@ -45,7 +45,7 @@ def _compare(args: argparse.Namespace, out: Output) -> int:
 
 
 def _body(comparison: CheckpointComparison) -> dict[str, Any]:
-    """Return a comparison as a dict for the command's JSON document."""
+    """Return a comparison as a dict for the command's JSON document, without the paths of the checkpoints."""
     return {"equal": comparison.equal, **asdict(comparison), "refused": [item._asdict() for item in comparison.refused]}
 
 

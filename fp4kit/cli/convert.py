@@ -376,7 +376,7 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    """Return the user's choice of layers."""
+    """Return the user's choice of layers: --preset, --keep-first, --keep-last, --keep and --only."""
     return Wishes(args.preset, args.keep_first, args.keep_last, tuple(args.keep), tuple(args.only))
 
 

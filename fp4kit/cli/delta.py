@@ -58,7 +58,7 @@ def register(subparsers: Any) -> None:
 
 
 def _diff(args: argparse.Namespace, out: Output) -> int:
-    """Run the command diff and return 0."""
+    """Run the command diff: write the patch, and print the changes of each layer. Return 0."""
     total = sum(file.size for file in open_checkpoint(args.b).files)
     with out.progress("comparing", total) as tick:
         report = diff(args.a, args.b, args.output, tick)
@@ -81,7 +81,7 @@ def _verdict(report: PatchReport) -> str:
 
 
 def _apply(args: argparse.Namespace, out: Output) -> int:
-    """Run the command apply and return 0."""
+    """Run the command apply: write the new version from the old version and the patch. Return 0."""
     total = sum(facts.nbytes for facts in open_patch(Path(args.patch)).result.values())
     with out.progress("writing", total) as tick:
         apply(args.a, args.patch, args.destination, args.resume, tick)

@@ -212,7 +212,10 @@ def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
 
 
 def _described(error: Exception) -> str:
-    """Return a sentence about an exception for the last line."""
+    """Return a sentence about an exception for the last line on stderr.
+
+    For an exception that shows a defect of fp4kit, the sentence asks to report it.
+    """
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{os.fsdecode(error.filename)}: {error.strerror}"
     if isinstance(error, MemoryError):

@@ -36,7 +36,7 @@ def register(subparsers: Any) -> None:
 
 
 def _inspect(args: argparse.Namespace, out: Output) -> int:
-    """Run the command inspect and return 0."""
+    """Run the command inspect: print what a checkpoint contains. Return 0."""
     checkpoint = open_checkpoint(args.path)
     out.document("inspect/1", _body(checkpoint))
     if out.text:

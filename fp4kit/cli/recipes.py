@@ -150,7 +150,7 @@ def _differences(result: GoldenResult) -> list[dict[str, Any]]:
 
 
 def _formats(args: argparse.Namespace, out: Output) -> int:
-    """Run the command formats and return 0."""
+    """Run the command formats: print the tables of number formats and block formats. Return 0."""
     formats, blocks = tables.format_rows(), tables.block_rows()
     out.table(tables.FORMAT_COLUMNS, formats)
     out.line()

@@ -534,7 +534,10 @@ def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:
 
 
 def _finite_amax(module: str, matrix: Any) -> np.float32:
-    """Return the amax of a matrix; raise CheckpointError if it is NaN or infinite."""
+    """Return the amax of a matrix as a float32 on the host. Raise CheckpointError if it is NaN or infinite.
+
+    module: the name of the layer, for the message.
+    """
     found = np.float32(float(amax_of(matrix)))
     if not np.isfinite(found):
         raise CheckpointError(

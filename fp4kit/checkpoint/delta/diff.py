@@ -143,7 +143,10 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
 
 
 def _check_kinds(old: Path, new: Path) -> None:
-    """Raise CheckpointError unless both versions are directories, safetensors files or GGUF models."""
+    """Raise CheckpointError unless both versions exist and are of one kind.
+
+    The kinds are directories, safetensors files and GGUF models.
+    """
     for root in (old, new):
         if not root.exists():
             open_checkpoint(root)  # raises, with advice

@@ -100,7 +100,7 @@ def is_four_over_six(evidence: LayerEvidence, plain: Layout) -> bool:
     """Return whether every block scale is that of the block's amax or of 1.5 times the amax (four over six).
 
     Both must occur, and the stored one must have the smaller error in almost all blocks. Codes are not compared. Return
-    False if the layer is not NVFP4 with one tensor scale that follows from a known amax.
+    False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
     plain: the layout in which codes are read as declared and rows are in place.
     """
@@ -129,7 +129,7 @@ def is_weighted_search(evidence: LayerEvidence, plain: Layout) -> bool:
 
     Every block scale must be one that auto-round tries. In a sample, at least a quarter of the block scales must have
     the smallest error without weights, because weights make other scales better in many blocks, but not in all. Return
-    False if the layer is not NVFP4 with one tensor scale that follows from a known amax.
+    False if the layer is not NVFP4 with one tensor scale that follows from a candidate amax.
 
     plain: the layout in which codes are read as declared and rows are in place.
     """
