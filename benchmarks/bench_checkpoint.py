@@ -44,7 +44,8 @@ import fp4kit
 from fp4kit.checkpoint import Rules
 from fp4kit.checkpoint.convert.convert import Options, execute
 from fp4kit.checkpoint.model.model_files import open_source
-from fp4kit.checkpoint.plan.plan import Plan, make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.storage.safetensors_file import TensorReader
 from fp4kit.storage.writer import SafetensorsWriter
 

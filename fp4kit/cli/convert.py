@@ -33,7 +33,8 @@ from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes
 from fp4kit.checkpoint.plan.bit_budget import shown_points
 from fp4kit.checkpoint.plan.job import NONFINITE
-from fp4kit.checkpoint.plan.plan import Plan, make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import cluster

@@ -42,7 +42,7 @@ import fp4kit
 from fp4kit.checkpoint.convert.convert import Options, convert, execute
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences
 from fp4kit.checkpoint.model.model_files import open_source
-from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.errors import CheckpointError

@@ -26,8 +26,9 @@ from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.output_files import OutputFile, check_target, final_path
-from fp4kit.checkpoint.plan.plan import Plan, make_plan
+from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.plan_jobs import jobs_of
 from fp4kit.checkpoint.plan.scale_search import Losses, ScaleSearch
 from fp4kit.checkpoint.run import staging

@@ -33,8 +33,8 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.bit_budget import Option, Point, Unit, curve, solve
 from fp4kit.checkpoint.plan.imatrix import ChannelWeights, Imatrix
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.mixture import Choice
-from fp4kit.checkpoint.plan.plan import make_plan
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, group_name, shared_amax_groups, split_module

@@ -19,7 +19,7 @@ from synthetic import refused
 
 from fp4kit.checkpoint.convert.convert import Options, check, convert, execute
 from fp4kit.checkpoint.model.inspect import open_checkpoint
-from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.storage.errors import CheckpointError

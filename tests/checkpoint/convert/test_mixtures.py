@@ -16,7 +16,7 @@ from synthetic import refused
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.model.inspect import open_checkpoint
-from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.verify import verify
 
 OUT, DOWN, QKV = "*.o_proj", "*.mlp.down_proj", "*.self_attn.[qkv]_proj"

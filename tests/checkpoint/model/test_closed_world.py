@@ -24,7 +24,7 @@ from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import open_checkpoint
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD
 from fp4kit.checkpoint.model.manifest import MANIFEST
-from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.reconcile import reconcile
 from fp4kit.checkpoint.verify.verify import verify

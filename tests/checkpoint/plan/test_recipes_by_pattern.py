@@ -13,7 +13,7 @@ from synthetic import refused
 
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 

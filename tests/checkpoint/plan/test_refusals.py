@@ -18,7 +18,7 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import Options, convert, execute
-from fp4kit.checkpoint.plan.plan import make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.verify import verify
 
 

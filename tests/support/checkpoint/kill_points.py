@@ -22,7 +22,8 @@ from typing import Any
 
 from fp4kit.checkpoint.convert.convert import Options, convert, execute
 from fp4kit.checkpoint.model.manifest import differences, file_digest, names_in
-from fp4kit.checkpoint.plan.plan import Plan, make_plan
+from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 
