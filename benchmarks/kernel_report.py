@@ -110,8 +110,8 @@ def amax_kernel(dtype: np.dtype, hadamard: bool) -> Kernel:
 def kernels() -> Iterator[Kernel]:
     """Yield the kernels of the report.
 
-    Every recipe has its bfloat16 kernel; a few recipes have also those for other dtypes and options, for dequantize,
-    amax, shards and layouts.
+    Every recipe except fake quantizers has its bfloat16 kernel. A few recipes also have kernels for other dtypes and
+    options, for dequantize, amax, shards and layouts.
     """
     for r in RECIPES.values():
         if not r.fake_only:

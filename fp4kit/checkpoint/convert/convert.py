@@ -455,7 +455,9 @@ def memory_per_process(plan: Plan) -> int:
 class _Run:
     """Execute a plan once, in a partial directory.
 
+    plan: the plan to execute.
     folder: the partial directory.
+    options: workers, devices and other choices that do not change the result.
     journal: the record of what is done, from which an interrupted run continues.
     is_file: True to write files of tensors only; False to write configs and a manifest beside the files of tensors.
 

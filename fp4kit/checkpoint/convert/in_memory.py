@@ -320,8 +320,8 @@ _EIGHT_BITS = {
 def _is_same(a: Any, b: Any) -> bool:
     """Return whether two arrays are equal in library, dtype, shape and every byte.
 
-    Bytes are compared, so that a NaN equals a NaN of the same bits, but 0 does not equal -0.
-    Arrays of PyTorch and CuPy on a GPU are compared there. PyTorch tensors on different devices count as different.
+    Bytes are compared, so that a NaN equals a NaN of the same bits, but 0 does not equal -0. Arrays of PyTorch and CuPy
+    on a GPU are compared there. PyTorch tensors on different devices count as different.
     """
     if type(a) is not type(b) or a.dtype != b.dtype or tuple(a.shape) != tuple(b.shape):
         return False

@@ -266,6 +266,8 @@ def cluster(scheduler: str | None = None) -> Iterator[Executor | None]:
 
     scheduler: the address of a dask scheduler, such as tcp://host:8786, for dask's executor. If it is None, the result
         is MPI's executor if this process was started by mpi4py.futures, otherwise None.
+
+    Raises CheckpointError if dask.distributed is not installed, or if the scheduler does not answer or has no workers.
     """
     if scheduler is not None:
         with dask_executor(scheduler) as executor:

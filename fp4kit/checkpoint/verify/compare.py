@@ -183,7 +183,9 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
 class _Counts(NamedTuple):
     """Hold the numbers of values, codes and block scales that differ in some rows of a layer.
 
-    codes, scales: None if the layer is unquantized in one checkpoint.
+    values: the number of decoded values whose float32 bits differ.
+    codes, scales: the numbers of codes and block scales that differ; None if the layer is unquantized in one
+        checkpoint.
     signal: the sum of squares of the values in checkpoint a.
     noise: the sum of squares of the differences between the values in a and in b.
     """
