@@ -340,7 +340,11 @@ class Collector:
         return name, count
 
     def _on(self, key: _Key, like: Any) -> Totals:
-        """Return the totals of a layer on the device of the array ``like``. New totals are those of no inputs."""
+        """Return the totals of a layer on the device of the array ``like``. New totals are those of no inputs.
+
+        key: the layer, as _key returned it.
+        like: a NumPy array, for the totals on the host, or a CuPy array.
+        """
         places, experts = self._totals[key], key[1] or 1
         device = like.device.id if on_device(like) else None
         if device not in places:
@@ -350,9 +354,11 @@ class Collector:
     def _entries(self, op: str) -> dict[str, Entry]:
         """Return {layer: Entry}, sorted by name, of all that was collected. Each expert is an entry of its own.
 
-        op: the name of the calling method, with which error messages begin.
+        A layer that was collected both as one of several experts and by itself is one entry, the sum of both.
 
-        Raises ValueError if an input on a GPU was NaN or infinite.
+        Raises ValueError if an input on a GPU was NaN or infinite, or if such a layer has two numbers of columns.
+
+        op: the name of the calling method, with which error messages begin.
         """
         found: dict[str, Entry] = {}
         for (name, experts), places in self._totals.items():

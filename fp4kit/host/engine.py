@@ -171,6 +171,8 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
 def quantize(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
     """Quantize call.moved. Return call.out with the result, or a new Quantized if call.out is None.
 
+    An empty array gives a Quantized of empty arrays. Its tensor scale, if any, is that of an amax of 0.
+
     functions: the functions of the engine that computes the codes.
     """
     amax, r = _tensor_amax(call, functions), call.recipe
@@ -204,7 +206,9 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunctions()) -> Quantized:  # noqa: B008  (immutable)
     """Encode call.moved with the scales that the caller passed. Return call.out, or a new Quantized if it is None.
 
-    The scales are copied into the result.
+    The scales are copied into the result. A new Quantized has no tensor_amax.
+
+    functions: the functions of the engine that computes the codes.
     """
     out, r = call.out, call.recipe
     use_out = out is not None and out.packed.flags.c_contiguous
@@ -291,7 +295,7 @@ def dequantize(
     out: np.ndarray | None = None,
     functions: MatrixFunctions = MatrixFunctions(),  # noqa: B008  (immutable)
 ) -> np.ndarray:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array.
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array. Both have the shape of q.
 
     functions: the functions of the engine that computes the values.
     """
@@ -307,7 +311,11 @@ def dequantize(
 
 
 def _dequantize_matrices(q: Quantized, moved: np.ndarray, functions: MatrixFunctions) -> None:
-    """Write the values of all matrices of q to `moved`, an array whose last axis is the quantized one."""
+    """Write the values of all matrices of q to `moved`, an array whose last axis is the quantized one.
+
+    moved: a contiguous array, which must not be empty.
+    functions: the functions of the engine that computes the values.
+    """
     M, K = (1, *q.moved_shape)[-2:]
     B = moved.size // (M * K)
     packed, values = q.packed.reshape(B, M, -1), moved.reshape(B, M, K)

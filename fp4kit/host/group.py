@@ -53,7 +53,8 @@ class Group:
     def amax(self) -> list[Any]:
         """Return the tensor amax of each array: the one that the caller passed, or else a view of `vector`.
 
-        In the latter case, compute all amaxes first. The entries are None if the recipe has no tensor scale.
+        In the latter case, compute all amaxes first. The entries are None if the recipe has no tensor scale. Raise
+        ValueError for an amax of the caller that is not valid, such as a negative one.
         """
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)

@@ -142,7 +142,10 @@ class HostStages:
         return replace(q, packed=codes, block_scale=scales, axis=0)
 
     def place(self) -> None:
-        """Copy the codes of the other processes from `gathered` into `quantized`."""
+        """Copy the codes of the other processes from `gathered` into `quantized`.
+
+        Those of this process are there already.
+        """
         offsets = self._partition.offsets(self._unit)
         for rank, (starts, ends) in enumerate(zip(*self._partition, strict=True)):
             if rank == self._rank:

@@ -21,6 +21,9 @@ def search_call(
 ) -> np.ndarray:
     """Return the block amaxes that search_scales finds; for a recipe without block scales, the tensor amaxes.
 
+    Recipes without block scales try a grid of multiples, recipes with E8M0 scales try powers of two, and recipes with
+    E4M3 scales use `search_e4m3`.
+
     Args:
         search: the parsed call of search_scales.
         amax: the tensor amax; None if the recipe has no tensor scale.

@@ -141,7 +141,10 @@ def _encoded(value: Any, arrays: list[Array]) -> Any:
 
 
 def _decoded(value: Any, arrays: list[Array]) -> Any:
-    """Return the argument that _encoded put into a JSON form. Indices are replaced by the entries of `arrays`."""
+    """Return the argument that _encoded put into a JSON form. Indices are replaced by the entries of `arrays`.
+
+    Numbers, strings and None are returned unchanged.
+    """
     if isinstance(value, list):
         return [_decoded(entry, arrays) for entry in value]
     if not isinstance(value, dict):

@@ -169,7 +169,10 @@ def _answer_metadata(frame: Any) -> bool:
 def handler(execute: Callable[[Any, Any], None], run: Callable[..., list[Any]]) -> Any:
     """Return a C function pointer that XLA can call, which runs execute(frame, run). The caller must keep it alive.
 
-    An exception of `run` becomes the error message of the JAX program.
+    Any exception becomes the error message of the JAX program.
+
+    execute: _execute_on_cuda or _execute_on_host.
+    run: the function that makes the call, calls.run.
     """
 
     def handle(address: int) -> int | None:

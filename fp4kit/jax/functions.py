@@ -114,9 +114,11 @@ def fake_quantize(
 
 
 def as_jax(op: str, x: Any, name: str = "x") -> jax.Array:
-    """Return an array of JAX or NumPy as a JAX array.
+    """Return an array of JAX or NumPy as a JAX array. A JAX array, traced or not, is returned unchanged and unchecked.
 
     Raise TypeError for any other object, and for a NumPy array whose dtype is not float32, float16 or bfloat16.
+
+    op, x, name: the public function, the array, and the argument that error messages name.
     """
     if isinstance(x, np.ndarray):
         checks.check_float(op, x, name)
@@ -168,9 +170,10 @@ def seed_of(static: StaticOptions, given: Any) -> Any:
 
 
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
-    """Raise an error, which begins with `op`, if the arguments of a fake quantization are invalid.
+    """Raise the TypeError or ValueError of fp4kit.fake_quantize if the arguments of a fake quantization are invalid.
 
-    Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
+    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced. The clip
+    limit is checked only if static.pass_through is False.
     """
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
     seed = static.seed if seed is None else seed

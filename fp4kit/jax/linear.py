@@ -152,7 +152,10 @@ def _seeds(seed: Any) -> tuple[int | None, Any]:
 
 
 def _matmul(a: Quantized, b: Quantized, *, unit: Unit, out_dtype: Any) -> Any:
-    """Return fp4kit.matmul of two matrices, which may be traced."""
+    """Return fp4kit.matmul of two matrices, (M, N) of out_dtype.
+
+    The matrices may be traced; then the result is traced, too.
+    """
     if not is_traced(a, b):
         return fp4kit.matmul(a, b, unit=unit, out_dtype=out_dtype)
     shape = a.moved_shape[0], b.moved_shape[0]
@@ -161,7 +164,7 @@ def _matmul(a: Quantized, b: Quantized, *, unit: Unit, out_dtype: Any) -> Any:
 
 
 def _transpose(q: Quantized) -> Quantized:
-    """Return fp4kit.transpose of a matrix with blocks along axis 1, which may be traced."""
+    """Return fp4kit.transpose of a matrix with blocks along axis 1, which may be traced. The blocks must be square."""
     if not is_traced(q):
         return fp4kit.transpose(q)
     options = QuantizeOptions(q.scale_layout)
@@ -187,7 +190,10 @@ def _forward(static: StaticLinear, x: Any, w: Any, seed: Any) -> tuple[Any, Any]
 
 
 def _backward(static: StaticLinear, residuals: Any, grad: Any) -> tuple[Any, Any, None]:
-    """Return the gradients of _linear with respect to x, w and seed; None for a Quantized w, and for the seed."""
+    """Return the gradients of _linear with respect to x, w and seed; None for a Quantized w, and for the seed.
+
+    They have the dtypes of x and w. static.settings.backward chooses between the two kinds of gradients of `linear`.
+    """
     (x, w, seed), s = residuals, static.settings
     quantized = isinstance(w, Quantized)
     if s.backward == "quantized":

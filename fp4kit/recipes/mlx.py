@@ -30,7 +30,10 @@ def _cpu(mode: str, version: str) -> str:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield aliases for the MX quantizers of MLX's Metal kernels since 0.32.2, which equal other producers' recipes."""
+    """Yield aliases for the MX quantizers of MLX's Metal kernels since 0.32.2, which equal other producers' recipes.
+
+    The first is mxfp4-mlx-metal, the second mxfp8-mlx-metal.
+    """
     for name, of in (("mxfp4", "mxfp4-torchao-rceil"), ("mxfp8", "mxfp8-te")):
         yield Alias(
             f"{name}-mlx-metal",

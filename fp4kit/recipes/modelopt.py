@@ -82,7 +82,7 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mx() -> Iterator[Recipe]:
-    """Yield the MXFP4 and MXFP8 recipes, each for quantized tensors and for the fake quantizer."""
+    """Yield the MXFP4 and then the MXFP8 recipes, each first for quantized tensors and then for the fake quantizer."""
     yield of_format(
         MXFP4,
         "mxfp4-modelopt",

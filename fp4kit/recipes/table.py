@@ -148,8 +148,8 @@ _ELSEWHERE = {
 def _hint(id: str) -> str:
     """Return the part of an error message that suggests recipes for an unknown id.
 
-    It names the id in its usual spelling, recipes of the format or producer that `id` names, or similar ids. If it
-    finds none of them, it refers to fp4kit.recipes().
+    It names the id in its usual spelling, recipes of the format or producer that `id` names, or similar ids. For NF4,
+    GPTQ and AWQ it says what to do instead. If it finds nothing, it refers to fp4kit.recipes().
     """
     written = id.strip().lower().replace("_", "-")
     if written in RECIPES or written in ALIASES:

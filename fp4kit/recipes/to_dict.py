@@ -66,9 +66,10 @@ def _format(data: Any) -> Any:
 
 
 def _checked(data: Any, kind: type) -> dict[str, Any]:
-    """Return the dict data as keyword arguments of the dataclass `kind`.
+    """Return a copy of the dict data as keyword arguments of the dataclass `kind`.
 
-    Raise TypeError if data is not a dict, and ValueError if a field is unknown or a required one is missing.
+    Raise TypeError if data is not a dict, and ValueError if a field is unknown or a required one is missing. Values are
+    not checked.
     """
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__}: {data!r} is not an object; needs an object of fields")

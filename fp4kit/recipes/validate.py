@@ -63,8 +63,10 @@ def can_be_repacked(r: Any) -> bool:
     """Return whether the other fields of a recipe allow repacked=True.
 
     Repacking recomputes codes as auto-round does when it packs them. It needs float elements and a block rule with
-    apply "multiply", and neither four_over_six nor nan_is_max. With E4M3 scales, sign "negative" is excluded, because
-    repacking would change the code of small negative values from -0 to 0. The fast paths of the engines do not do this.
+    apply "multiply", and neither four_over_six nor nan_is_max.
+
+    With E4M3 scales, sign "negative" is excluded. Repacking would change the code of small negative values from -0 to
+    0, and the fast paths of the engines do not make that change.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
     return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
@@ -108,7 +110,10 @@ def _refuse(r: Any, field: str, needed: str) -> NoReturn:
 
 
 def _check_types(r: Any) -> None:
-    """Raise an error if a field has the wrong type, or if a rule is unknown. Combinations of fields are not checked."""
+    """Raise an error if a field has the wrong type, or if a rule is unknown. Combinations of fields are not checked.
+
+    It is TypeError for id, texts and flags of the wrong type, and ValueError for an empty id and unknown names.
+    """
     if not isinstance(r.id, str):
         raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
     if not r.id:
@@ -126,7 +131,10 @@ def _check_types(r: Any) -> None:
 
 
 def _check_element(r: Any) -> None:
-    """Raise an error unless the formats of elements and scales are supported and nan_code is a code of an element."""
+    """Raise an error unless the formats of elements and scales are supported and nan_code is a code of an element.
+
+    It is TypeError for an object that is no ElementFormat, and otherwise ValueError.
+    """
     if not isinstance(r.element, ElementFormat):
         raise TypeError(f"Recipe {r.id}: element is {r.element!r}; needs an ElementFormat, such as fp4kit.formats.E2M1")
     if r.scale is not None and not isinstance(r.scale, ElementFormat):
@@ -323,8 +331,8 @@ def _check_search(r: Any) -> None:
 def unfit_for_sweep(r: Any) -> str | None:
     """Return the first field because of which r cannot use Model-Optimizer's scale sweep, or None if r can use it.
 
-    The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest, scales of amax
-    / 6, blocks of 16 columns, and one tensor amax.
+    The sweep tries every E4M3 block scale and keeps the best. It needs E2M1 elements rounded to nearest (not "rz" or
+    "rnw"), scales of amax / 6, blocks of 16 columns, and one tensor amax.
     """
     fits = {
         "element": r.element == E2M1,

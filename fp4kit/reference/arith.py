@@ -141,14 +141,15 @@ def moved_by(b: np.ndarray) -> np.ndarray:
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a / b as the PTX instruction div.full.f32 computes it on sm_90, which Triton uses for float32 division.
 
-    It computes a * rcp.approx(b), after scaling both operands by a power of two (moved_by).
+    It computes a * rcp.approx(b), after scaling both operands by a power of two (moved_by). The result is within 2 ulp
+    of a / b, and not always the nearest float.
     """
     moved = moved_by(b)
     return (a * moved) * reciprocal_approx_ftz(b * moved)
 
 
 def fma(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
-    """Return float32 a * b + c, rounded once, as a fused multiply-add does.
+    """Return float32 a * b + c, rounded once to nearest even, as a fused multiply-add does. Overflow gives infinity.
 
     The product is exact in float64. The sum is rounded to odd in float64: its last bit is set if anything was cut off.
     Then only the second rounding, to float32, counts.

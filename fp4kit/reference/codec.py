@@ -29,7 +29,7 @@ SIGNS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 
 
 def decode(codes: np.ndarray, fmt: ElementFormat) -> np.ndarray:
-    """Return the float32 values of codes in a format, in the shape of codes. The result is exact.
+    """Return the float32 values of codes in a format, in the shape of codes. The result is exact. NaN codes give NaN.
 
     codes: unsigned integers. Bits above the width of the format are ignored, so callers need not mask a code that
     shares its byte with another one.

@@ -239,6 +239,9 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
 
     The recipe's decode rule computes them, with one exception: if no amax gives the stored tensor scale, tensor.amax is
     implied_amax.UNKNOWN. Then the rule decode_product is used instead, which does not read the amax.
+
+    scales: None if the recipe has no block scales.
+    tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
     """
     m, k = codes.shape
     values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(

@@ -70,7 +70,7 @@ def nvfp4_modelopt_static(
 
     s is the scale of a block, and amax its calibrated amax. So amax / 6 is rounded as the recipe fp8-modelopt rounds
     with the tensor amax a. If a is at most 2^-24, it is replaced by 1. If s is 0, y is 0. If s is infinite or NaN, it
-    is replaced by 1.
+    is replaced by 1. Zeros are +0. A NaN element gives -6 s.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = block_amax(x, recipe) if amax is None else amax
@@ -91,7 +91,7 @@ def nvfp4_modelopt_cuda(
 
     s is the scale of a block, and amax its largest magnitude. t and s are float64; 1 / s and s are then rounded to
     float32. An infinite or NaN amax counts as FLT_MAX. If amax is 0, or if tensor_amax is 0, infinite or NaN, s is
-    replaced by 1. If s is 0, y is 0.
+    replaced by 1. If s is 0, y is 0. -0 gives +0, and a NaN element gives 6 s.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
@@ -110,8 +110,9 @@ def mx_modelopt(
     """Fake-quantize x as Model-Optimizer's CUDA kernel for MX formats does: y = round(|x| / s) * s with the sign of x.
 
     s, the scale of a block, is amax / M rounded up to a power of two and clamped to [2^-127, 2^127], or 1 if amax is 0.
-    M is the largest element value. The amax leaves out NaN elements, and an infinite amax counts as FLT_MAX. The
-    producer leaves NaN elements undefined; here they give NaN, or the largest value in a format without NaN.
+    M is the largest element value. The amax leaves out NaN elements, and an infinite amax counts as FLT_MAX. -0 gives
+    +0. The producer leaves NaN elements undefined; here they give NaN, or the largest value times s in a format without
+    NaN.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)

@@ -62,8 +62,11 @@ def factor_of(scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.nda
 
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
 
-    scale is the value of a scale code, and tensor.decode the decode scale of the tensor. If recipe.lane_sums is set,
-    the function factor_fouroversix of block_rules_e4m3_serving.py computes the factors instead.
+    scale is the value of a scale code, and tensor.decode the decode scale of the tensor. A scale of 0 gives FLT_MAX,
+    and a NaN scale gives NaN. If recipe.flush is set, subnormals count as zero.
+
+    If recipe.lane_sums is set, the function factor_fouroversix of block_rules_e4m3_serving.py computes the factors
+    instead.
     """
     if recipe.lane_sums:
         return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
@@ -137,8 +140,11 @@ def _error(blocks: np.ndarray, candidate: _Candidate, tensor: TensorScale, recip
         "mae": sum of |d|    "mse": sum of d * d    "max": largest |d|
 
     d is the decoded element minus the element x. If recipe.fast_error is set, d = float16(q * scale) - x *
-    tensor.encode, where q is the E2M1 value and scale the block scale. Errors are added in the order of the elements,
-    or in eight lanes if recipe.lane_sums is set. All arithmetic is float32, without fused multiply-add.
+    tensor.encode, where q is the E2M1 value and scale the block scale.
+
+    The result is float32 (rows of blocks, blocks). Errors are added in the order of the elements, or in eight lanes if
+    recipe.lane_sums is set. All arithmetic is float32, without fused multiply-add. A NaN element makes the error of its
+    block NaN.
     """
     scaled = candidate.values * spread_rows(decode(candidate.scales, E4M3), recipe, len(blocks))[..., None]
     if recipe.fast_error:

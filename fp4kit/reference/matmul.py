@@ -67,9 +67,13 @@ def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
     """Return the terms of a step without C: Terms (M, N, K / group). a and b have the K elements of one step.
 
     A term is a product, times the block scales of its elements. Its significand is the product of the significands,
-    which is not normalized again. With group > 1 a term is instead the exact sum p of `group` products, times the
-    block scales; its significand is p times theirs, and its exponent is the sum of their exponents. A term is zero, and
-    has the exponent zero_exponent, if its products are all zero or a block scale is zero. A sum p that cancels is not.
+    which is not normalized again.
+
+    With group > 1 a term is instead the exact sum p of `group` products, times the block scales; its significand is p
+    times theirs, and its exponent is the sum of their exponents.
+
+    A term is zero, and has the exponent zero_exponent, if its products are all zero or a block scale is zero. If p is
+    zero because products cancel, the term keeps the exponent of its block scales.
     """
     s = a.elements.significand[:, None] * b.elements.significand
     e = a.elements.exponent[:, None] + b.elements.exponent
@@ -130,7 +134,10 @@ def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
 
 
 def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Return D = C + the products of one step: float32 (M, N). a and b have the K elements of the step."""
+    """Return D = C + the products of one step: float32 (M, N). a and b have the K elements of the step.
+
+    C: float32 (M, N). A DotAdd adds as truncated_sum says, and a FloorDotAdd as floored_sum says.
+    """
     t, c_term = terms_of_step(a, b, step), as_terms(c, LEAST_EXPONENT)
     if isinstance(step, FloorDotAdd):
         if a.scales is None and step.sums == 1:  # products of 2^128 and more are infinite
@@ -146,7 +153,10 @@ def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) ->
 
 
 def _cut(f: Factor, start: int, stop: int) -> Factor:
-    """Return the elements start to stop of every row of a Factor, with their block scales."""
+    """Return the elements start to stop of every row of a Factor, with their block scales.
+
+    start must be a multiple of the block.
+    """
     elements = Terms(*(part[:, start:stop] for part in f.elements))
     if f.scales is None:
         return Factor(elements, None, f.block)
@@ -155,14 +165,20 @@ def _cut(f: Factor, start: int, stop: int) -> Factor:
 
 
 def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Return C + A B^T in steps along K, ascending: D of a step is C of the next. K is a multiple of step.k."""
+    """Return C + A B^T in steps along K, ascending: D of a step is C of the next. K is a multiple of step.k.
+
+    If K is 0, c itself is returned.
+    """
     for start in range(0, a.elements.significand.shape[-1], step.k):
         c = add_step(_cut(a, start, start + step.k), _cut(b, start, start + step.k), c, step)
     return c
 
 
 def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd, promote: int) -> np.ndarray:
-    """Return C + the sum of chains over `promote` elements of K, each from zero. The sum is float32, nearest even."""
+    """Return C + the sum of chains over `promote` elements of K, each from zero. The sum is float32, nearest even.
+
+    The last chain may be shorter. If K is 0, c itself is returned.
+    """
     for start in range(0, a.elements.significand.shape[-1], promote):
         stop = start + promote
         c = c + chain(_cut(a, start, stop), _cut(b, start, stop), np.zeros_like(c), step)
@@ -199,7 +215,10 @@ def _sum_once(parts: list[float]) -> np.float32:
 
 
 def sum_float64(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
-    """Return C + A B^T added in float64, k ascending, each addition rounded; the result is rounded to float32."""
+    """Return C + A B^T added in float64, k ascending, each addition rounded; the result is rounded to float32.
+
+    The products are exact. Infinity and NaN follow IEEE arithmetic.
+    """
     x, y, total = a.values(), b.values(), c.astype(np.float64)
     for k in range(x.shape[-1]):
         total = total + x[:, None, k] * y[:, k]
@@ -222,7 +241,10 @@ def sum_float32_blocks(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
 
 
 def sum_float32(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
-    """Return C + A B^T added in float32, k ascending, with each product and each sum rounded to float32."""
+    """Return C + A B^T added in float32, k ascending, with each product and each sum rounded to float32.
+
+    Elements times their block scales are rounded to float32 first. Infinity and NaN follow IEEE arithmetic.
+    """
     x, y = (f.values().astype(np.float32) for f in (a, b))
     for k in range(x.shape[-1]):
         c = c + x[:, None, k] * y[:, k]

@@ -34,7 +34,8 @@ class Segment(NamedTuple):
 def segments(start: int, length: int, K: int) -> Iterator[Segment]:
     """Yield segments that cover elements [start, start + length) of a flattened matrix with K columns.
 
-    The first segment is part of a row, then come whole rows, then part of a row. Each of the three may be missing.
+    The first segment is part of a row, then come whole rows, then part of a row. Each of the three may be missing. Many
+    whole rows are divided into several segments. A length of 0 gives none.
     """
     position = 0
     while position < length:

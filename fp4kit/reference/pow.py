@@ -50,9 +50,10 @@ def _power(d: np.ndarray, n: int, fraction: float) -> np.ndarray:
 
 
 def log2(d: np.ndarray) -> np.ndarray:
-    """Return log2(d) of float64 d >= 0. The result is finite even for d = 0, where `power` multiplies by 0 anyway.
+    """Return log2(d) of float64 d >= 0.
 
-    With d = m * 2^e and m in [sqrt(1/2), sqrt(2)), it is e + 2 / ln 2 * atanh((m - 1) / (m + 1)).
+    With d = m * 2^e and m in [sqrt(1/2), sqrt(2)), it is e + 2 / ln 2 * atanh((m - 1) / (m + 1)). Zero, infinity and
+    NaN give finite numbers without a meaning; `power` multiplies by d afterwards, which decides these cases.
     """
     bits = d.view(np.int64)
     e = (bits - SQRT_HALF) >> 52
@@ -62,7 +63,7 @@ def log2(d: np.ndarray) -> np.ndarray:
 
 
 def exp2(t: np.ndarray) -> np.ndarray:
-    """Return 2^t as 2^k * e^((t - k) ln 2), where k is the integer nearest to t.
+    """Return 2^t of float64 t as 2^k * e^((t - k) ln 2), where k is the integer nearest to t.
 
     k must be from -1023 to 1024. For k = -1023 the factor 2^k is taken as 0, and for k = 1024 as infinity.
     """
@@ -71,7 +72,10 @@ def exp2(t: np.ndarray) -> np.ndarray:
 
 
 def polynomial(coefficients: Sequence[float], x: np.ndarray) -> np.ndarray:
-    """Return c[0] + c[1] x + c[2] x^2 + ..., evaluated from the last coefficient to the first."""
+    """Return c[0] + c[1] x + c[2] x^2 + ..., evaluated from the last coefficient to the first: a new float64 array.
+
+    There must be at least one coefficient.
+    """
     result = np.full_like(x, coefficients[-1])
     for c in reversed(coefficients[:-1]):
         result *= x

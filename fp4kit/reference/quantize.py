@@ -124,9 +124,10 @@ def encode_tile(
 ) -> np.ndarray:
     """Return the codes (m, k) of float32 x (m, k) under block scales that are given instead of computed.
 
-    scales: block scale codes (m, k / block), or None if the recipe has no block scales. The recipe's block rule makes
-    the factors from them. Some rules also read the block amax, which is computed from x. The other arguments are those
-    of quantize_tile.
+    The recipe's block rule makes the factors from the scales. Some rules also read the block amax, which is computed
+    from x. The other arguments are those of quantize_tile.
+
+    scales: block scale codes (m, k / block), or None if the recipe has no block scales.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)

@@ -124,7 +124,10 @@ def _code_of(tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> Callable[[
 
 
 def _search_auto_round(factors: Iterable[float]) -> Callable[..., np.ndarray]:
-    """Return a search function that multiplies a block's amax by each of the factors, as auto-round does."""
+    """Return a search function that multiplies a block's amax by each of the factors, as auto-round does.
+
+    It returns the amaxes with the smallest squared error.
+    """
 
     def search(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
         """Return for each block the multiple of its amax with the smallest squared error.

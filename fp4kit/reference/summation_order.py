@@ -8,10 +8,11 @@ import numpy as np
 def sum_lanes(terms: np.ndarray) -> np.ndarray:
     """Return the sums of float32 terms over the last axis, added in the order that PyTorch uses on a CPU.
 
-    The axis has at most 256 terms, a multiple of eight. PyTorch adds vectors of eight terms into four partial sums.
-    While at least four vectors are left, vector i goes to partial sum i % 4; the remaining vectors go to partial sum 0.
-    Then the four partial sums are added in their order. Last, the eight lanes of the resulting vector are added in
-    their order.
+    The axis has at most 256 terms, a multiple of eight. An empty axis gives 0.
+
+    PyTorch adds vectors of eight terms into four partial sums. While at least four vectors are left, vector i goes to
+    partial sum i % 4; the remaining vectors go to partial sum 0. Then the four partial sums are added in their order.
+    Last, the eight lanes of the resulting vector are added in their order.
     """
     vectors = terms.reshape(*terms.shape[:-1], -1, 8)
     count = vectors.shape[-2]

@@ -97,7 +97,10 @@ fake_quantize_grouped.register_vmap(loop_over(fake_quantize_grouped))
 def fake_quantize_grouped_backward(
     grads: list[Tensor], xs: list[Tensor], recipe: str, axis: int, amax: list[Tensor]
 ) -> list[Tensor]:
-    """Return grads with zeros where |x| exceeds the amax of its tensor: fp4kit.fake_quantize_grouped_backward."""
+    """Return grads with 0 where |x| > the amax of its tensor or either is NaN: fp4kit.fake_quantize_grouped_backward.
+
+    amax: one limit per tensor; an empty list computes the limits from xs.
+    """
     arrays, upstream = [x.detach() for x in xs], [g.detach() for g in grads]
     options: dict[str, Any] = {"axis": axis, "amax": all_detached(amax), "pass_through": False}
     gradients = fp4kit.fake_quantize_grouped_backward(upstream, arrays, from_spec(recipe), **options)

@@ -86,7 +86,7 @@ def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Colle
 
 
 def _check_not_compiled(model: torch.nn.Module) -> None:
-    """Raise ValueError if a part of the model is compiled, because compiled code does not run new hooks."""
+    """Raise ValueError if the model or one of its modules is compiled, because compiled code does not run new hooks."""
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None:
             raise ValueError(

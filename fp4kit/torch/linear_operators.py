@@ -99,7 +99,10 @@ def linear_gradient_of_x(
     settings: str,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the gradient of linear with respect to x in dtype, as ops.linear.gradient_of_x does."""
+    """Return the gradient of linear with respect to x in dtype, as ops.linear.gradient_of_x does.
+
+    It has the shape of x. grad is the gradient with respect to y, (..., N). Called for backward="quantized" only.
+    """
     s = settings_from_text(settings)
     weight = _weight(s, w, block_scale, tensor_scale)
     gradient = gradient_of_x(_EAGER, s, _rows(grad.detach()), weight, seed_of(seed), dtype)
@@ -127,7 +130,10 @@ linear_gradient_of_x.register_vmap(loop_over(linear_gradient_of_x))
 
 @torch.library.custom_op("fp4kit::linear_gradient_of_w", mutates_args=())
 def linear_gradient_of_w(grad: Tensor, x: Tensor, seed: Tensor | None, settings: str, dtype: torch.dtype) -> Tensor:
-    """Return the gradient of linear with respect to w in dtype, as ops.linear.gradient_of_w does."""
+    """Return the gradient of linear with respect to w, (N, K) in dtype, as ops.linear.gradient_of_w does.
+
+    grad is the gradient with respect to y, (..., N), and x is (..., K). Called for backward="quantized" only.
+    """
     s = settings_from_text(settings)
     return copy_if_shared(gradient_of_w(_EAGER, s, _rows(grad.detach()), _rows(x.detach()), seed_of(seed), dtype))
 
@@ -221,7 +227,10 @@ def backward(ctx: Any, grad: Tensor, parts: Parts = Parts()) -> tuple[Any, ...]:
 def _weight_values(
     parts: Parts, s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None
 ) -> Tensor:
-    """Return the values of a quantized weight as float32 (N, K)."""
+    """Return the values of a weight after quantization as float32 (N, K).
+
+    A float w is quantized by parts.values; a Quantized, whose codes are w, is only dequantized.
+    """
     if s.scale_layout is None:
         return parts.values(w, to_spec(s.recipe_w))
     facts = list(_weight_shape(s, w)), 1, to_spec(s.recipe_w), s.scale_layout, torch.float32, torch.float32

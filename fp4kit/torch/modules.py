@@ -163,7 +163,10 @@ def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 @contextmanager
 def _naming_the_way_out(parameter: str) -> Iterator[None]:
-    """Append to every ValueError raised in the with block how to exclude the parameter from the settings."""
+    """Append to every ValueError raised in the with block how to exclude the parameter from the settings.
+
+    Advice to pad the array is removed from the message. Other exceptions pass unchanged.
+    """
     try:
         yield
     except ValueError as error:
@@ -175,7 +178,10 @@ def _naming_the_way_out(parameter: str) -> Iterator[None]:
 def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected: bool) -> None:
     """Raise ValueError if the settings select no parameter; warn about each wildcard that matches none of the names.
 
-    any_selected says whether the settings select any parameter of the model.
+    The two wildcards of EXPERT_WEIGHTS never warn.
+
+    names: the names of all parameters of the model.
+    any_selected: whether the settings select any parameter of the model.
     """
     unused = [p for p in settings.parameters if not any(fnmatchcase(name, p) for name in names)]
     if not any_selected:
@@ -221,7 +227,10 @@ def _similar(names: list[str], patterns: list[str]) -> str:
 
 
 def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
-    """Raise TypeError unless the argument `name` of the function `op` is an instance of kind."""
+    """Raise TypeError unless the argument `name` of the function `op` is an instance of kind.
+
+    For a recipe in place of a FakeQuantSettings, the message says how to make the settings.
+    """
     if isinstance(value, kind):
         return
     text = f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}"

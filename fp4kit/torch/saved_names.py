@@ -16,9 +16,10 @@ Renamed = Callable[[str, torch.Tensor], tuple[str, ...]]
 
 
 def renaming_of(model: torch.nn.Module) -> Renamed:
-    """Return a function from a parameter's name in the model, and the parameter, to its names in the checkpoint.
+    """Return a function (name, parameter) -> names, which gives the names of a model's parameter in the checkpoint.
 
-    A stack of experts may have several names. If the model's library does not rename, the name is returned unchanged.
+    A stack of experts may have several names. If the model's library does not rename, the result is the name in the
+    model alone.
     """
     library = sys.modules.get("transformers.core_model_loading")
     convert = getattr(library, "revert_weight_conversion", None)

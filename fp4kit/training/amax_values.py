@@ -73,7 +73,10 @@ def _where(value: Any) -> str:
 
 
 def on_host(named: Mapping[AmaxName, Any]) -> dict[AmaxName, np.ndarray]:
-    """Return ``named`` with NumPy arrays. All GPU arrays of a device are copied to the host in one copy."""
+    """Return a dict of ``named`` with NumPy arrays. All GPU arrays of a device are copied to the host in one copy.
+
+    NumPy arrays are not copied. GPU arrays come after them, so the order of keys may change.
+    """
     found = {name: value for name, value in named.items() if not imports.on_device(value)}
     devices: dict[int, list[AmaxName]] = defaultdict(list)
     for name in named.keys() - found.keys():

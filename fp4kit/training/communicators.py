@@ -164,7 +164,8 @@ class Mpi:
     def _send(self, message: Callable[[Any, Any], None], array: Any, out: Any) -> Any:
         """Call ``message(array, out)``, which sends with MPI, and return ``out``.
 
-        CuPy arrays that MPI cannot read are replaced by copies on the host.
+        CuPy arrays that MPI cannot read are replaced by copies on the host, which warns once. If MPI is CUDA-aware, the
+        current CUDA stream is waited for first.
         """
         if _is_host(array):
             message(array, out)
@@ -337,7 +338,7 @@ class Nccl:
         return int(imports.cupy().cuda.get_current_stream().ptr)
 
     def _check(self, array: Any) -> None:
-        """Raise ValueError unless the array is contiguous and on this process's device."""
+        """Raise ValueError unless the CuPy array is contiguous and on this process's device."""
         if array.device.id != self.device or not array.flags.c_contiguous:
             strided = "" if array.flags.c_contiguous else ", strided"
             raise ValueError(

@@ -23,7 +23,8 @@ _REFUSED = -1  # sent in place of the number of matrices by a process whose shar
 def refusing(comm: Communicator) -> Iterator[None]:
     """If the body of the ``with`` statement raises an exception, tell the other processes, then raise it again.
 
-    The other processes wait in exchange_cuts, which then raises ValueError in each of them.
+    The other processes wait in exchange_cuts, which then raises ValueError in each of them. With one process, nothing
+    is sent.
     """
     try:
         yield
@@ -93,6 +94,9 @@ def _rows(comm: Communicator, mine: np.ndarray) -> np.ndarray:
 def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
     """Raise ValueError unless every element of every matrix is in exactly one shard.
 
+    The message names the first matrix.
+
+    partition: where the shards begin and end. Empty shards may be anywhere.
     sizes: the number of elements of each matrix.
     """
     empty = partition.starts == partition.ends

@@ -124,7 +124,7 @@ class FakeQuantSettings:
 
     @property
     def resolved(self) -> Recipe | None:
-        """The recipe with ``block_size`` applied, or None if nothing is quantized."""
+        """The Recipe with ``block_size`` applied, or None if nothing is quantized because ``recipe`` is None."""
         if self.recipe is None:
             return None
         found = recipe_of("FakeQuantSettings", self.recipe)
@@ -176,7 +176,10 @@ class FakeQuantSettings:
 
 @contextmanager
 def naming(parameter: str) -> Iterator[None]:
-    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside ``with``."""
+    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside ``with``.
+
+    The type of the exception stays. Other exceptions pass unchanged.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
@@ -192,7 +195,10 @@ def _word(env: Mapping[str, str], name: str) -> str:
 
 
 def _flag(env: Mapping[str, str], name: str) -> bool:
-    """Return whether the environment variable ``name`` is "1". Raises ValueError unless it is 0, 1 or empty."""
+    """Return whether the environment variable ``name`` is "1"; False if it is 0, empty or missing.
+
+    Raises ValueError for any other value, and TypeError if it is not a string.
+    """
     value = _word(env, name)
     if value not in ("", "0", "1"):
         raise ValueError(f"from_environment: {name} is {env[name]!r}; needs 0 or 1")

@@ -18,9 +18,8 @@ from fp4kit.quantized.part_shapes import scale_shape, tensor_amax_shape
 def with_fault(case: DrawnCase) -> DrawnCase:
     """Return the case with its fault applied if the fault is a wrong length, axis or dtype.
 
-    Otherwise return the case unchanged.
-
-    The functions below, which build options, apply all other faults.
+    Otherwise return it unchanged. A wrong length is left out for recipes that allow every length, and a wrong dtype for
+    arrays of uint8. The functions below, which build options, apply all other faults.
     """
     fault, x = case.options.fault, case.x
     if fault == "length" and case.r.length_multiple > 1:
@@ -110,7 +109,7 @@ def rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
 def codes_options(p: Program, case: DrawnCase) -> dict[str, Any]:
     """Return the options that quantize and its variants share: axis, scale_layout, hadamard, rounding and seed.
 
-    Options that have their default are left out.
+    Options that have their default are left out, except axis. The fault "layout" gives an unknown layout.
     """
     o = case.options
     layout = "swizzled" if o.fault == "layout" else o.layout

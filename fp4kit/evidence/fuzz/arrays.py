@@ -110,7 +110,8 @@ def strided(values: np.ndarray, view: View, asarray: Callable[[np.ndarray], Any]
 def memory(values: np.ndarray, view: View) -> tuple[np.ndarray, Callable[[Any], Any]]:
     """Return (flat, cut): a flat array that holds the values between filler, and a function that makes the view.
 
-    ``cut`` takes ``flat`` or a copy of it in another library, and returns the view described by ``view``.
+    ``cut`` takes ``flat`` or a copy of it in another library, and returns the view described by ``view``, which shares
+    memory with that array.
     """
     shape = [values.shape[i] * abs(view.steps[i]) for i in view.order]
     end = view.offset + prod(shape)
@@ -175,10 +176,10 @@ def _finite(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -
 
 
 def _ties(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values midway between the values of two codes, and the floats next to them.
+    """Return values midway between the values of two codes, and the floats next to them. All are finite.
 
     Each run of 8 elements shares a power of two. In most runs the first element is the largest and has one of a few
-    chosen mantissas.
+    chosen mantissas. The codes are those of one random element format.
     """
     element = (E2M1, E2M1, E2M3, E3M2, E4M3, E5M2, INT8)[rng.integers(7)]
     info = ml_dtypes.finfo(dtype)
@@ -215,7 +216,10 @@ def _outlier(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) 
 
 
 def _constant(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Return values of equal magnitude with random signs."""
+    """Return values of equal magnitude with random signs.
+
+    The magnitude is one of a few, such as 6 or the largest float.
+    """
     value = rng.choice(
         [1.0, 6.0, 448.0, 0.1, 2688.0, float(ml_dtypes.finfo(dtype).tiny), float(ml_dtypes.finfo(dtype).max)]
     )
@@ -242,7 +246,10 @@ def _bytes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) ->
 
 
 def _below(limit: int) -> Callable[..., np.ndarray]:
-    """Return a function that draws uniformly distributed codes below ``limit``."""
+    """Return a function that draws uniformly distributed codes below ``limit``, as uint8.
+
+    It ignores its argument dtype.
+    """
 
     def codes(rng: np.random.Generator, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         return rng.integers(0, limit, shape, np.uint8)
@@ -392,13 +399,14 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """Return the packed codes ``before`` in which ranges of elements are replaced by those of ``packed``.
+    """Return the packed codes ``before`` in which ranges of elements are replaced by those of ``packed``, as a new
+    array.
 
     Args:
         before: packed codes.
         packed: packed codes of the same shape.
         pieces: the ranges [start, stop) of elements to replace.
-        per_byte: number of codes per byte.
+        per_byte: number of codes per byte, 1 or 2.
     """
     old, new = (_one_per_byte(array, per_byte) for array in (before, packed))
     for start, stop in pieces:

@@ -129,7 +129,8 @@ class Draw(Picks):
     def case(self) -> DrawnCase:
         """Return a random case whose options fit its operation and recipe.
 
-        A few cases have a fault, so that their call must be rejected.
+        A few cases have a fault, so that their call must be rejected, unless the pool excludes faults. Matrix products
+        and plans get none.
         """
         operation = self.pick(tuple(_supported(self.pool)))
         recipe = self.variant(operation)
@@ -169,7 +170,10 @@ class Draw(Picks):
         return self.pick(variants)
 
     def target(self, r: Recipe) -> Variant:
-        """Return a recipe to requantize to. For MXFP4, half of the recipes are NVFP4, because then codes may stay."""
+        """Return a recipe to requantize to, for the source recipe ``r``.
+
+        For MXFP4, half of the draws choose among NVFP4 recipes, because then codes may stay.
+        """
         nvfp4 = [one for one in _supported(self.pool)["requantize"] if one.recipe.scale == E4M3]
         if nvfp4 and r.element == E2M1 and r.scale == E8M0 and self.chance(0.5):
             return self.pick(nvfp4)
@@ -213,7 +217,7 @@ class Draw(Picks):
         return self.search(found, r) if operation == "search_scales" else found
 
     def search(self, options: DrawnOptions, r: Recipe) -> DrawnOptions:
-        """Return the options with random options of search_scales added."""
+        """Return the options with random options of search_scales added. A Hessian is drawn only for E4M3 scales."""
         by_hessian = r.scale == E4M3 and self.chance(0.3)
         objective = "mse" if by_hessian else self.pick(("mse", "mse", "mae", "max", "p2.4", "p3"))
         columns = "hessian" if by_hessian else self.pick(("", "weights"))
@@ -240,7 +244,10 @@ class Draw(Picks):
         """Return ``ndim`` random axis lengths near multiples of the tile sizes of kernels.
 
         The length of the quantized axis is a multiple of the block size. If the operation quantizes along both axes,
-        both lengths are. A few shapes have an axis of length 0. The options decide about further multiples.
+        both lengths are. A few shapes have an axis of length 0. Options such as hadamard and target require further
+        multiples.
+
+        axis: the quantized axis, from 0 to ndim - 1.
         """
         shape = [int(self.pick(LENGTHS)) for _ in range(ndim)]
         multiple = lcm(r.length_multiple, 16 if options.hadamard else 1, 2 if operation == "pack" else 1)

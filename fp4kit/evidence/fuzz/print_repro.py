@@ -114,7 +114,10 @@ def _names(statement: Any) -> set[str]:
 
 
 def _lines(statement: Statement, writable: set[str]) -> Iterator[str]:
-    """Yield the Python lines of a statement. ``writable`` are the names of arrays that calls may write to."""
+    """Yield the Python lines of a statement: the statement itself and, for a result to compare, a line that yields it.
+
+    writable: the names of arrays that calls may write to.
+    """
     if isinstance(statement, Make):
         yield f"{statement.target} = {_made(statement, writable)}"
         return
@@ -143,7 +146,9 @@ def _made(statement: Make, writable: set[str]) -> str:
 
 
 def _values(a: DrawnArray) -> str:
-    """Return the Python call that makes the elements of an array."""
+    """Return the Python call that makes the elements of an array: drawn(...), or given(...) for an array with given
+    bits.
+    """
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"
     bits = np.frombuffer(a.bits, unsigned(a.values().dtype))

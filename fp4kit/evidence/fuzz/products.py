@@ -153,7 +153,7 @@ def _empty(kind: _Kind) -> Operand | None:
 
 
 def _accepts(a: Operand, b: Operand, id: str) -> bool:
-    """Return True if the unit with this id multiplies the operands."""
+    """Return True if the unit with this id multiplies the operands, and False if step_of raises ValueError for them."""
     try:
         step_of("matmul", UNITS[id], a, b)
     except ValueError:
@@ -162,7 +162,10 @@ def _accepts(a: Operand, b: Operand, id: str) -> bool:
 
 
 def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
-    """Return one of the units ``ids``. A third of the matrix units are variants: other steps, and promotion."""
+    """Return one of the units ``ids``. A third of the matrix units are variants: other steps, and promotion.
+
+    Units with an order of addition have no variants. Nor does any unit if the pool allows no changes.
+    """
     u = UNITS[d.pick(ids)]
     if u.order is not None or not d.pool.changes or not d.chance(0.35):
         return u
@@ -242,7 +245,11 @@ def _patterns(d: Picks) -> tuple[str, str]:
 def _shapes(
     d: Picks, kinds: tuple[Variant | str, Variant | str], u: Unit
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the shapes (..., rows, K) of two operands, and the axes that their product has before the last two."""
+    """Return the shapes (..., rows, K) of two operands, and the axes that their product has before the last two.
+
+    K is a multiple of both block sizes. In some draws one or both operands are stacks, and in a few draws a length is
+    0.
+    """
     multiple = lcm(*(1 if isinstance(kind, str) else kind.recipe.length_multiple for kind in kinds))
     step = d.pick([step.k for step in u.steps().values()] or [32])
     limit = min(d.pool.largest, LONGEST)
@@ -260,9 +267,10 @@ def _shapes(
 
 
 def _length(d: Picks, step: int, limit: int) -> int:
-    """Return a random K: one step or a few, an odd number, or, rarely, the largest length.
+    """Return a random K: one step or a few, any number below 700, or, rarely, the largest length.
 
-    limit: the largest length.
+    step: the K of one step of the unit.
+    limit: the largest length. No result is larger.
     """
     kind = d.rng.random()
     if kind < 0.03:

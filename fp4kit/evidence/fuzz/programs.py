@@ -51,8 +51,8 @@ def program(case: DrawnCase) -> list[Statement]:
 def _quantize(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize and decode x.
 
-    Further calls quantize a contiguous copy of x, quantize into preallocated outputs, and quantize single experts.
-    Their results must be equal.
+    Further calls quantize a contiguous copy of a strided x, quantize into preallocated outputs, and quantize single
+    experts. Their results must be equal.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case) | {"tensor_amax": tensor_amax(p, case), "block_amax": block_amax(p, case)}
@@ -89,7 +89,7 @@ def _experts(p: Program, case: DrawnCase, q: Ref, x: Ref, options: dict[str, Any
 def _quantize_both(p: Program, case: DrawnCase) -> None:
     """Append calls that quantize along both axes: one call of quantize_both and two calls of quantize.
 
-    The results must be equal.
+    The results must be equal. The call along columns uses the next seed, as quantize_both does.
     """
     x = p.make("x", case.x)
     options = codes_options(p, case)
@@ -127,7 +127,7 @@ def _decode(p: Program, case: DrawnCase) -> None:
 def _fake_quantize(p: Program, case: DrawnCase) -> None:
     """Append calls that fake-quantize x.
 
-    If the recipe has no fake rule, the result must equal dequantize(quantize(x)).
+    If the recipe has no fake rule, and decodes alike in fake_quantize, the result must equal dequantize(quantize(x)).
     """
     x, r = p.make("x", case.x), case.r
     options = {
@@ -263,9 +263,10 @@ def _requantize(p: Program, case: DrawnCase) -> None:
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
-    """Append a call that computes the gradient of fake_quantize.
+    """Append a call that computes the gradient of fake_quantize from a random incoming gradient, NaN and infinities
+    included.
 
-    With pass_through, it must equal the incoming gradient.
+    With pass_through, the result must equal the incoming gradient.
     """
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))
@@ -343,7 +344,10 @@ def _pack(p: Program, case: DrawnCase) -> None:
 
 
 def _amax_program(p: Program, case: DrawnCase) -> None:
-    """Append calls that compute the amax of x and of a contiguous copy of x. The results must be equal."""
+    """Append calls that compute the amax of x and, if x is strided, of a contiguous copy of x.
+
+    The results must be equal.
+    """
     x = p.make("x", case.x)
     recipe, axis = _reduced(case)
     a = p.call("a", "fp4kit.amax", x, *recipe, axis=axis)

@@ -37,7 +37,10 @@ def search_scales(p: Program, case: DrawnCase) -> None:
 
 
 def _candidates(case: DrawnCase) -> Any:
-    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's candidates."""
+    """Return the argument ``candidates`` of search_scales: None, "near", or limits that fit the recipe's candidates.
+
+    It is never "near" for recipes whose search tries a grid of multiples, which do not accept it.
+    """
     o, r = case.options, case.r
     if o.candidates == "near" and has_grid(r):
         return None

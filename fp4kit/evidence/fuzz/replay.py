@@ -35,9 +35,10 @@ class Place:
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return the values as a strided view in the engine's library.
+        """Return the values as a view in the engine's library, with the memory layout ``view``; None gives a contiguous
+        array.
 
-        Calls must not write to it, which written() checks.
+        Calls must not write to it, which written() checks. ``name`` is the name that written() returns.
         """
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         moved = self.engine.module.asarray(flat)
@@ -45,12 +46,18 @@ class Place:
         return cut(moved)
 
     def writable(self, values: np.ndarray, view: View | None = None) -> Any:
-        """Return the values as a strided view in the engine's library, to which calls may write."""
+        """Return the values as a view in the engine's library, to which calls may write.
+
+        view: the memory layout; None gives a contiguous array.
+        """
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         return cut(self.engine.module.asarray(flat))
 
     def written(self) -> str:
-        """Return the name of an array from array() that a call has changed, or "" if no array has changed."""
+        """Return the name of the first array from array() that a call has changed, or "" if no array has changed.
+
+        Memory between and around the elements counts, too.
+        """
         for name, moved, before in self._fixed:
             now = np.ascontiguousarray(self.engine.get(moved))
             if (now.view(np.uint8) != before.view(np.uint8)).any():

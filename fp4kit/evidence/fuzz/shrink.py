@@ -98,7 +98,10 @@ def _fewer_arrays(case: DrawnCase) -> Iterator[DrawnCase]:
 
 
 def _simpler_options(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases with one option at its default, a simpler recipe to requantize to, or one cut less."""
+    """Yield cases with one option at its default, a simpler recipe to requantize to, or one cut less.
+
+    A case whose options all have their defaults yields none.
+    """
     defaults: dict[str, Any] = {f.name: f.default for f in fields(DrawnOptions)}
     for name in case.changed_options():
         yield replace(case, options=replace(case.options, **{name: defaults[name]}))
@@ -148,7 +151,7 @@ def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
 
 
 def _fewer_axes(case: DrawnCase) -> Iterator[DrawnCase]:
-    """Yield cases without one of the axes of length 1. The quantized axis is kept."""
+    """Yield cases without one of the axes of length 1. The quantized axis is kept. The case has a single array."""
     a, along = case.x, case.axis % case.x.ndim
     for axis in range(a.ndim):
         if a.shape[axis] == 1 and axis != along and a.ndim > 1:

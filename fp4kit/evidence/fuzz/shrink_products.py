@@ -30,7 +30,7 @@ def simpler_products(product: DrawnProduct) -> Iterator[DrawnProduct]:
 
 
 def _simpler_calls(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield products with one argument at its default, or with fewer changes of the unit."""
+    """Yield products with one field of a unit's variant, or one argument, at its default."""
     changes = changes_of(product.unit)
     yield from (
         replace(product, unit=replace(product.unit, **{name: getattr(UNITS[product.unit.id], name)}))

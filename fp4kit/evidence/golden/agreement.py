@@ -61,7 +61,7 @@ def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
 
 
 def _parts(group: list[Recipe], x: np.ndarray) -> list[list[Recipe]]:
-    """Split a group of recipes into groups that give the same codes and block scales for ``x``."""
+    """Split a group of recipes into groups that give the same codes and block scales for ``x``, in their order."""
     found: dict[bytes, list[Recipe]] = {}
     for r in group:
         q = quantize(x, r)

@@ -99,7 +99,8 @@ def _skip_overflowing_block(case: RecordedCase) -> Mask:
 def _skip_uncertain(case: RecordedCase) -> Mask:
     """Return a mask that excuses codes that depend on how the GPU instruction rcp.approx rounds.
 
-    The recorded array "codes_certain" marks the blocks whose codes do not depend on it.
+    The recorded array "codes_certain" marks the blocks whose codes do not depend on it. Without that array, nothing is
+    excused.
     """
     certain = case.part("codes_certain")
     if certain is None:
@@ -150,7 +151,8 @@ def _skip_nan_element(case: RecordedCase) -> Mask:
 def _skip_infinite_quotient(case: RecordedCase) -> Mask:
     """Return a mask that excuses elements that Quark turns into infinities, which it packs as the value 4.
 
-    This happens in tensors with inf or NaN, and where an element divided by the scale 2^-23 overflows.
+    This happens in tensors with inf or NaN, all of whose elements are excused, and where an element divided by the
+    scale 2^-23 overflows.
     """
     scale = case.part("global_scale")
     if scale is None or not np.isfinite(scale).all():
@@ -206,6 +208,8 @@ class RecordedCase:
         """Return the recorded array of a part, or None if it was not recorded. uint16 arrays are returned as bfloat16.
 
         If the array was recorded both on a CPU and on a GPU, return the one recorded on the GPU.
+
+        part: the name of the part, such as "codes", "scales" or "global_amax".
         """
         places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
         if self.row.on_gpu:
@@ -300,9 +304,9 @@ def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> Go
 
 
 def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
-    """Compare every recorded array of a GoldenRow with the results of ``ops``.
+    """Compare every recorded array of a GoldenRow with the results of ``ops``, and return the counts and differences.
 
-    Return the counts and differences.
+    If the golden set lacks the file or variant of the row, nothing is compared, and the count is 0.
 
     golden: the recorded arrays.
     """
@@ -313,7 +317,10 @@ def check_row(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) ->
 
 
 def _arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Quantize a case, and yield a Compared tuple for each recorded array: codes, scales, amaxes and stored bytes."""
+    """Quantize a case, and yield a Compared tuple for each recorded array: codes, scales, amaxes and stored bytes.
+
+    Arrays that were not recorded are left out. The result of quantize is kept in case.q.
+    """
     case.q = case.ops.quantize(case.x, case.recipe, **case.arguments())
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.q.moved_shape, bool)
     codes, scales = case.part("codes"), case.part("scales")
@@ -345,7 +352,8 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
     """Yield a Compared tuple for the recorded tensor amax, tensor scale and block amaxes of a case.
 
-    A producer stores its tensor scale or the reciprocal. fp4kit's scale is compared in that form.
+    A producer stores its tensor scale or the reciprocal. fp4kit's scale is compared in that form. Arrays that were not
+    recorded, and amaxes that the row takes from the file, are left out.
     """
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     nothing = np.False_
@@ -368,7 +376,10 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _fake_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield a Compared tuple for each recorded result of fake_quantize, and for the recorded gradient."""
+    """Yield a Compared tuple for each recorded result of fake_quantize, and for the recorded gradient.
+
+    Arrays that were not recorded are left out.
+    """
     arguments = case.arguments()
     skip = SKIPS[case.row.skip](case) if case.row.skip else np.zeros(case.x.shape, bool)
     for name in case.row.values:
@@ -396,5 +407,8 @@ def _crop(recorded: np.ndarray, ours: np.ndarray) -> np.ndarray:
 
 
 def _unsign_nan(codes: np.ndarray, fmt: Any) -> np.ndarray:
-    """Return codes of the format ``fmt`` with every NaN replaced by the NaN without a sign."""
+    """Return codes of the format ``fmt`` with every NaN replaced by the NaN without a sign.
+
+    Codes of a format without NaN are unchanged.
+    """
     return np.where(np.isnan(decode(codes, fmt)), np.uint8(fmt.nan_code), codes)

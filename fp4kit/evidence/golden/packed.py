@@ -51,9 +51,10 @@ def references(path: Path) -> dict[str, tuple[str, ...]]:
 
 
 def read_packed(path: Path, base: Callable[[str], Mapping[str, Array]]) -> dict[str, Array]:
-    """Return {key: read-only array} of one packed file.
+    """Return {key: read-only array} of one packed file. Keys with equal arrays share one array.
 
-    ``base(file)`` returns {key: array} of another file of the directory. It is called for arrays stored as differences.
+    base: base(file) returns {key: array} of another file of the directory. It is called for arrays stored as
+    differences.
     """
     with np.load(path, allow_pickle=False) as npz:
         index = json.loads(npz[INDEX])

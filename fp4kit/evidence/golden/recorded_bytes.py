@@ -96,9 +96,11 @@ def _blocks(each: Bytes, golden: GoldenSet) -> Iterator[tuple[str, Any, Any]]:
 def all_bytes(r: Recipe, dtype: np.dtype) -> Quantized:
     """Return a Quantized to decode all codes under all scales.
 
-    Each row has all element codes, and row i has scale code i.
+    Each row has all element codes, repeated to fill a block, and row i has scale code i. If the recipe has a tensor
+    scale, it is 1.
 
-    If the recipe has a tensor scale, it is 1. ``dtype`` is the dtype of the Quantized.
+    r: a recipe with block scales.
+    dtype: the dtype of the Quantized.
     """
     count = 2**r.element.bits
     length = max(count, r.block_size)

@@ -41,7 +41,9 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield Compared tuples for the tensor amax of a RecordedCase and the block amaxes that search_scales chooses."""
+    """Yield Compared tuples for a RecordedCase: the block amaxes that search_scales chooses and, if recorded, the
+    tensor amax.
+    """
     amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
     if amax is not None:
@@ -55,9 +57,9 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield Compared tuples for arrays that the producer computed but did not store.
+    """Yield Compared tuples for arrays that the producer computed but did not store, as far as they were recorded.
 
-    They are scales that it applied, and element values that were recorded instead of codes.
+    They are scales that the producer applied, and element values that were recorded instead of codes.
     """
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
