@@ -55,10 +55,11 @@ CANDIDATES = ("nvfp4-te", "fp8-modelopt-channel", KEEP)
 class Assignment:
     """Record which recipe each layer gets within a budget of bits per weight.
 
-    budget: the budget, in bits per weight.
-    units: the layers that need one choice, with the measured errors of their options.
-    chosen: the optimal assignment.
-    curve: optimal assignments of other sizes, from the smallest one on.
+    Attributes:
+        budget: the budget, in bits per weight.
+        units: the layers that need one choice, with the measured errors of their options.
+        chosen: the optimal assignment.
+        curve: optimal assignments of other sizes, from the smallest one on.
     """
 
     budget: float

@@ -213,7 +213,8 @@ class ScaleSearch:
     def check_recipe(recipe: Recipe) -> None:
         """Raise CheckpointError if the recipe does not accept searched scales, or already searches its scales itself.
 
-        recipe: the recipe for newly quantized tensors.
+        Args:
+            recipe: the recipe for newly quantized tensors.
         """
         if recipe.id in BLOCK_RECIPES:
             return
@@ -238,8 +239,9 @@ class ScaleSearch:
     def columns_of(self, layer: Layer, expert: int = 0) -> Located | ChannelWeights | None:
         """Return the place of a layer's column weights, or None if there are none, so that all columns weigh equally.
 
-        layer: (module to write, weight that it is made from).
-        expert: the index of the matrix in the weight; 0 for a single matrix.
+        Args:
+            layer: (module to write, weight that it is made from).
+            expert: the index of the matrix in the weight; 0 for a single matrix.
         """
         if isinstance(self.columns, Imatrix):
             return self.columns.of(*layer, expert)
@@ -250,7 +252,8 @@ class ScaleSearch:
 
         Always False for an imatrix: layers that it does not name are searched with equal weights.
 
-        layer: (module to write, weight that it is made from).
+        Args:
+            layer: (module to write, weight that it is made from).
         """
         return not isinstance(self.columns, Imatrix) and self.columns_of(layer) is None
 
