@@ -111,7 +111,7 @@ def run(code: str, runtime: str) -> subprocess.CompletedProcess[str]:
 def test_drawn_calls_and_all_operations(kind, tmp_path):
     library, runtime = sanitized(tmp_path, kind)
     found = run(
-        WORK.format(tests=SUPPORT, folder=str(tmp_path), cases=60 if kind == "address" else 30),
+        WORK.format(tests=SUPPORT, folder=str(tmp_path), cases=30 if kind == "address" else 20),
         runtime,
     )
     assert found.stdout.endswith("done\n"), found.stderr[-6000:]

@@ -382,7 +382,7 @@ def test_large_arrays_and_many_callbacks():
         assert found.shape == x.shape and bool(jnp.isfinite(found).all())
 
 
-@pytest.mark.parametrize("rounds", [5, *exhaustive([400])])
+@pytest.mark.parametrize("rounds", [5, *exhaustive([150])])
 def test_calls_leave_nothing_behind(rounds):
     """Memory must not grow over many calls. An exhaustive run makes 1,600 calls, four per round."""
     step = jax.jit(jax.grad(lambda x: jnp.sum(fj.fake_quantize(x, "nvfp4-te", pass_through=False) ** 2)))

@@ -28,7 +28,7 @@ def loop(operation: Any, drawn: Drawn) -> list[Any]:
     return [operation(x, drawn.recipe, tensor_amax=a) for x, a in zip(drawn.xs, amaxes, strict=True)]
 
 
-@sampled(100, 600, drawn=groups())
+@sampled(50, 300, drawn=groups())
 def test_any_group_equals_the_loop(drawn: Drawn) -> None:
     plan = fp4kit.GroupedPlan(drawn.xs, drawn.recipe, **drawn.options)
     codes, values = loop(fp4kit.quantize, drawn), loop(fp4kit.fake_quantize, drawn)
@@ -46,7 +46,7 @@ def test_any_group_equals_the_loop(drawn: Drawn) -> None:
             assert_same_bits(a, q.tensor_amax)
 
 
-@sampled(100, 600, drawn=groups(), pass_through=st.booleans())
+@sampled(50, 300, drawn=groups(), pass_through=st.booleans())
 def test_gradients_equal_the_loop(drawn: Drawn, pass_through: bool) -> None:
     amaxes = drawn.options.get("tensor_amax")
     grads = [np.resize(np.arange(1, 98, dtype=np.float32), x.shape).astype(x.dtype) for x in drawn.xs]

@@ -39,7 +39,7 @@ def _cast(x: np.ndarray, name: str, cuts: list[int]) -> tuple[np.ndarray, np.nda
 
 
 @sampled(
-    400,
+    100,
     600,
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from(DTYPES),

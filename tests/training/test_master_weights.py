@@ -25,7 +25,7 @@ NAMES = ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt"
 
 @sampled(
     50,
-    600,
+    300,
     name=st.sampled_from(NAMES),
     dtype=st.sampled_from([np.float32, ml_dtypes.bfloat16, np.float16]),
     size=st.integers(1, 4),

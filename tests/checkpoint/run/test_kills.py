@@ -20,7 +20,7 @@ from kill_points import files_of
 from runs import HERE, Model, environment, larger, running, until
 
 
-@pytest.mark.parametrize("points", [20, *exhaustive([150])])
+@pytest.mark.parametrize("points", [20, *exhaustive([80])])
 def test_kills(tmp_path: Path, points: int) -> None:
     """A conversion that is killed at any point can be resumed. The script kill_points.py makes the checks."""
     synthetic.dense(tmp_path / "source")
@@ -31,7 +31,7 @@ def test_kills(tmp_path: Path, points: int) -> None:
     assert "partial" in result.stdout and int(result.stdout.split()[0]) >= points
 
 
-@pytest.mark.parametrize("points", exhaustive([12]))
+@pytest.mark.parametrize("points", exhaustive([6]))
 def test_kills_with_workers(tmp_path: Path, points: int) -> None:
     """A conversion with two workers that is killed at a random time leaves a complete result, or can be resumed."""
     model = Model(tmp_path, larger)

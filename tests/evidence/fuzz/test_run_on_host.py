@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from unittest.mock import patch
 
 import pytest
-from exhaustive import by_default, exhaustive
+from exhaustive import exhaustive
 from host import cupy_on_host
 
 from fp4kit.evidence.engines import ComparedEngine, Outcome
@@ -109,16 +109,18 @@ def all_is_equal() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("cases", [FEW, *exhaustive([MANY])])
-@pytest.mark.parametrize("name", by_default(("te", "shapes", "products"), POOLS))
-def test_drawn_calls(name, cases):
+CASES = [(name, FEW) for name in ("te", "shapes", "products")] + exhaustive((name, MANY) for name in POOLS)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_drawn_calls(case):
     """Random calls of the kernels on the CPU give the specification's results.
 
     No call is rejected on one side only, no input is changed, and no warning is given.
 
-    name: a key of POOLS.
-    cases: the number of calls.
+    case: a key of POOLS, and the number of calls.
     """
+    name, cases = case
     with all_is_equal() if cupy_on_host.rehearsing else nullcontext():
         found = fuzz.run(ComparedEngine(cupy_on_host), 3600, cases, cases=cases, pool=POOLS[name])
     assert not found.failures, "\n\n".join(
