@@ -78,7 +78,10 @@ def peer(kind: str, step: DotAdd, a: Any, b: Any) -> Callable[[], Any] | None:
 
 
 def main() -> None:
-    """Time every kind of product with fp4kit and, if it is installed, with mmasim, and print a table."""
+    """Time every kind of product with fp4kit and, if it is installed, with mmasim, and print a table.
+
+    Raises AssertionError if a product differs from mmasim's.
+    """
     parser = argparse.ArgumentParser(description="Time matmul on the CPU.", allow_abbrev=False)
     parser.add_argument("--size", type=int, default=1024, help="rows and columns of fp4kit's matrices")
     parser.add_argument("--peer-size", type=int, default=256, help="rows and columns of mmasim's matrices")

@@ -627,7 +627,10 @@ def _print_outcome(out: Output, plan: Plan, destination: Path, verb: str, action
 
 
 def _lines_on_files(plan: Plan, destination: Path) -> list[str]:
-    """Return what to print about a result of several files, or of one file if the source has several."""
+    """Return the lines to print about a result of several files, or of one file if the source has several.
+
+    Return [] for all other results.
+    """
     if plan.is_split:
         sizes = (sum(output.nbytes for output in file.outputs) for file in plan.files)
         paths = paths_to_write(plan, destination).values()
