@@ -298,7 +298,12 @@ def _plot_rates(axes: Any, rows: list[CpuRow], names: list[str], threads: int) -
 
 
 def _plot_others(axes: Any, rows: list[CpuRow]) -> None:
-    """Plot the times of other libraries divided by those of fp4kit, one line of the plot per row."""
+    """Plot the times of other libraries divided by those of fp4kit, one line of the plot per row.
+
+    Args:
+        axes: the matplotlib axes to plot on
+        rows: the rows to plot, from top to bottom
+    """
     lines = [f"{row.operation}   {row.recipe}" for row in rows]
     names = list(dict.fromkeys(name for row in rows for name in row.peers))
     colours = {name: PEER_COLOURS[i % len(PEER_COLOURS)] for i, name in enumerate(names)}

@@ -40,7 +40,8 @@ class Meter:
     def text(self, now: float) -> str:
         """Return a line such as ``converting 37%  3.7 GB of 10.0 GB  1.2 GB/s  5 s left``.
 
-        Speed and time left are left out while no bytes are done. The speed is an average over the last 10 seconds.
+        The speed is an average over the last 10 seconds. If no bytes were done in these seconds, speed and time left
+        are left out.
 
         now: the time in seconds, of the clock that gave the start time.
         """

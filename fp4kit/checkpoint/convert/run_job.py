@@ -154,7 +154,8 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     """Convert the weight of a job, put the bytes into ``output``, and return what was done.
 
     If the planned action keeps the codes but the new format cannot hold the scales, the weight is requantized instead.
-    A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks out of range get new codes.
+    A cast to NVFP4 is an exception: if its tensor scale is usable, only blocks out of range get new codes. Raise
+    CheckpointError if a new scale is one that no loader can use.
 
     shared: the combined measurements of the layers that share its tensor scale; None for a job that needs no
         measurements.

@@ -108,7 +108,8 @@ class CheckpointVerdict:
     def is_clean(self) -> bool:
         """True if every layer has a counterpart in the source, and is explained without a mishap.
 
-        A mishap is a fault that happened to a layer's bytes after the recipe had made them.
+        A mishap is a fault that happened to a layer's bytes after the recipe had made them. False if there are no
+        quantized layers.
         """
         parts = (self, *self.others)
         return not self.unpaired and not self.exceptions and all(p._names and p.mishap is None for p in parts)

@@ -249,7 +249,8 @@ def _compare(
 def exact_hypotheses(evidence: LayerEvidence, hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], MatchCount]:
     """Return the hypotheses that give every byte of the whole layer, and the count of its bytes.
 
-    Only hypotheses with the fewest mishaps are returned. Return ([], MatchCount()) if none gives every byte.
+    Only hypotheses with the fewest mishaps are returned. If tensor scales of some rows contradict a hypothesis, it gets
+    the mishap of a wrong tensor scale. Return ([], MatchCount()) if none gives every byte.
 
     hypotheses: those that give every byte of a sample.
     """

@@ -327,6 +327,8 @@ def _settings(
 def _recorded_patterns(model: Checkpoint, own: Any) -> list[list[str]]:
     """Return the recorded [pattern, recipe id] pairs of a checkpoint: in fp4kit's record, or in a single file's header.
 
+    Return [] if no patterns are recorded.
+
     own: the entry ``fp4kit`` of quantization_config; None if there is none.
     """
     if isinstance(own, Mapping):
