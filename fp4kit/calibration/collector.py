@@ -77,7 +77,8 @@ class Collector:
     def collect(self, layer: str, x: Any, *, expert: Any = None, experts: int | None = None) -> None:
         """Include the inputs of one call of a layer.
 
-        On a GPU this launches a few kernels and does not wait, unless ``expert`` is an array.
+        On a GPU this launches a few kernels and does not wait, unless ``expert`` is an array. If an error is raised,
+        nothing of the call is collected.
 
         Args:
             layer: the name of the layer; with ``expert``, the name of the layer of all experts without a number, such
@@ -89,13 +90,12 @@ class Collector:
             experts: the number of experts. Needed if ``expert`` is an array.
 
         Raises:
-            TypeError: if x has another dtype, ``expert`` is not an integer or an integer array, or layer or experts has
-                the wrong type.
-            ValueError: if x holds NaN or infinity, is 0-d, or has another number of columns than before or none; if an
-                expert number is out of range or ``expert`` does not have the shape of the tokens; if ``expert`` is an
-                array without ``experts``; if ``layer`` is empty or, with experts, is not directly in a module called
-                ``experts``. Nothing is collected then. NaN and infinity on a GPU are found later, when results are
-                read.
+            TypeError: if x has another dtype, or another argument the wrong type.
+            ValueError: if x holds NaN or infinity. On a GPU they are found later, when results are read.
+            ValueError: if x is 0-d, has no columns, or has another number of columns than before.
+            ValueError: if an expert number is out of range, if ``expert`` does not have the shape of the tokens, or if
+                ``expert`` is an array without ``experts``.
+            ValueError: if ``layer`` is empty or, with experts, is not directly in a module called ``experts``.
 
         Numerics:
             Exact: amaxes, counts and bins have no rounding. -0 counts as 0. Subnormals are kept.

@@ -90,8 +90,10 @@ def encode(entries: Mapping[str, Entry], histogram: bool) -> bytes:
 def decode(data: bytes, label: str) -> tuple[dict[str, Entry], bool]:
     """Return ({layer: Entry}, whether there are histograms) from the bytes of a file.
 
-    Without histograms, those of the entries are None. Raises ValueError, which begins with ``label``, for bytes that
-    ``encode`` does not write: those of another kind of file, a damaged file, or a file of another version.
+    Without histograms, those of the entries are None.
+
+    Raises ValueError, which begins with ``label``, for bytes that ``encode`` does not write. These are another kind of
+    file, a damaged file, or a file of another version.
     """
     try:
         arrays = load(data)

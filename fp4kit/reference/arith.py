@@ -141,8 +141,8 @@ def moved_by(b: np.ndarray) -> np.ndarray:
 def divide_full(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return a / b as the PTX instruction div.full.f32 computes it on sm_90, which Triton uses for float32 division.
 
-    It computes a * rcp.approx(b), after scaling both operands by a power of two (moved_by). The result is within 2 ulp
-    of a / b, and not always the nearest float.
+    It computes a * rcp.approx(b), after scaling both operands by a power of two (moved_by). The result need not be the
+    float nearest to a / b.
     """
     moved = moved_by(b)
     return (a * moved) * reciprocal_approx_ftz(b * moved)

@@ -1,11 +1,15 @@
 """Define the E4M3 block rules of vLLM, auto-round, AMD Quark, fouroversix and qwix.
 
-A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
 
-Arguments and notation are those of block_rules.py. amax is the largest magnitude of each block. tensor.encode
-multiplies elements before encoding, and tensor.decode multiplies values after decoding. scale is the value of a scale
-code, E4M3(t) is the code of t, and fp32(t) is t rounded to float32.
+Arguments and notation are those of block_rules.py:
+
+- amax: the largest magnitude of each block
+- tensor.encode multiplies elements before encoding, and tensor.decode multiplies values after decoding
+- scale: the value of a scale code
+- E4M3(t): the code of t, rounded to nearest even and saturated at 448
+- fp32(t): t rounded to float32
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Define E8M0 block rules of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
 
-A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
 
-Arguments are those of block_rules.py. Notation: a code c stands for the scale 2^(c - 127); M and emax are the largest
-element value and its exponent; T(t) is t rounded to dtype, the dtype of the elements, in which several of these
-producers compute.
+Arguments are those of block_rules.py. Notation:
+
+- a code c stands for the scale 2^(c - 127)
+- M and emax: the largest element value and its exponent
+- T(t): t rounded to dtype, the dtype of the elements, in which several of these producers compute
 """
 
 from __future__ import annotations

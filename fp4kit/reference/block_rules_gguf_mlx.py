@@ -1,11 +1,15 @@
 """Define the block rules of llama.cpp and MLX, including their flaws.
 
-A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which the elements are multiplied or divided, or with which they are compared.
 
-Arguments are those of block_rules.py; tensor.encode multiplies elements before encoding. Notation: scale is the value
-of a scale code; M and emax are the largest element value and its exponent; E4M3(t) is the code of t; T(t) is t rounded
-to dtype, the dtype of the elements. The low byte of an integer is its value modulo 256.
+Arguments are those of block_rules.py; tensor.encode multiplies elements before encoding. Notation:
+
+- scale: the value of a scale code
+- M and emax: the largest element value and its exponent
+- E4M3(t): the code of t, rounded to nearest even and saturated at 448
+- T(t): t rounded to dtype, the dtype of the elements
+- the low byte of an integer: its value modulo 256
 """
 
 from __future__ import annotations

@@ -1,11 +1,13 @@
 """Define the E8M0 block rules of torchao 0.18: to_mx in mx_formats/mx_tensor.py.
 
-A rule is a pair of functions (see block_rules.py): code_<rule> makes the scale codes of blocks from their amaxes, and
+A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which elements are multiplied.
 
-These rules differ from those of torchao's development version, such as e8m0_floor, in three cases: if the scale code is
-0; if an amax is infinite or rounds to infinity; and, for mode RCEIL, if an amax is a few ulp above M * 2^k, where M is
-the largest element value.
+These rules differ from those of torchao's development version, such as e8m0_floor, in three cases:
+
+- the scale code is 0
+- an amax is infinite or rounds to infinity
+- for mode RCEIL, an amax is a few ulp above M * 2^k, where M is the largest element value
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
 """Define fake quantizers that differ from dequantize(quantize(x)), and straight-through gradients.
 
 A fake quantizer returns x with the error of quantization. The functions here reproduce producers' kernels that compute
-only values, no codes. They are the fake rules of recipes/rules.py and share their arguments: x is float32 (m, k),
-tensor_amax the tensor amaxes, amax the block amaxes or None to compute them from x, and dtype the dtype of x before it
-was converted to float32.
+only values, no codes. They are the fake rules of recipes/rules.py and share their arguments:
+
+- x: float32 (m, k)
+- recipe: the recipe
+- tensor_amax: the tensor amaxes
+- amax: the block amaxes, or None to compute them from x
+- dtype: the dtype of x before it was converted to float32
 
 In the docstrings y is the result, s the scale of a block, and M the largest element value. round() rounds to the
 nearest value of the element format, ties to even, and E4M3() rounds to the nearest E4M3 value.

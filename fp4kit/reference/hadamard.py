@@ -20,9 +20,9 @@ def hadamard_blocks(x: np.ndarray, sign_mask: int = TE_SIGN_MASK) -> np.ndarray:
         sign_mask: 16 bits; 0 for no sign changes. The default is that of Transformer Engine.
 
     Numerics:
-        Computed in float64 by butterflies over distances 1, 2, 4 and 8, in this order, and then rounded once to the
-        dtype of x, so that every device gives the same bits. Elements that are not finite follow IEEE arithmetic (inf -
-        inf is NaN).
+        Computed in float64 by butterflies over distances 1, 2, 4 and 8, in this order. The result is rounded once to
+        the dtype of x, so that every device gives the same bits. Elements that are not finite follow IEEE arithmetic
+        (inf - inf is NaN).
 
     Exact:
         Equals TE's bfloat16 transform.

@@ -194,7 +194,8 @@ def sum_exact(a: Factor, b: Factor, c: np.ndarray) -> np.ndarray:
     If a product or the element of C is infinite or NaN, the sum follows IEEE arithmetic instead.
 
     math.fsum gives the exact sum rounded to float64. To round only once, that float64 is made odd unless it is exact:
-    its last bit is set to 1 on the side of the exact sum, so that the second rounding sees which side of a tie it is.
+    its last bit is set to 1 on the side of the exact sum. So the second rounding sees on which side of a tie the sum
+    lies.
     """
     x, y, out = a.values(), b.values(), np.empty(c.shape, np.float32)
     for m in range(len(x)):

@@ -14,8 +14,11 @@ def stack(a: np.ndarray, recipe: Recipe, per_matrix: bool = False) -> Any:
     """Return a view of an array (..., M, K) as a sequence of matrices, for functions that handle one matrix at a time.
 
     An array of one dimension counts as a single row. All rows are joined into a single matrix if possible, which saves
-    calls. There is one matrix per leading index instead if blocks span several rows, if joining would need a copy
-    because `a` is not contiguous, or if per_matrix is True.
+    calls. There is one matrix per leading index instead in three cases:
+
+    - blocks span several rows
+    - joining would need a copy, because `a` is not contiguous
+    - per_matrix is True
 
     The result has a length, a shape (B, M, K) and indices, and can be iterated. It is an array, or a _StackView for an
     array of more than three dimensions that is not joined.

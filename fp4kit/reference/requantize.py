@@ -24,10 +24,13 @@ LOWEST = int(np.log2(E4M3.min_subnormal))
 
 
 def may_keep_codes(q: Quantized, target: Recipe) -> bool:
-    """Return whether the formats and blocks of q and target allow a cast from MXFP4 to NVFP4.
+    """Return whether the formats and blocks of q and target allow a cast from MXFP4 to NVFP4. Otherwise False:
 
-    q must be MXFP4 and not empty, target must be NVFP4 with one scale per tensor, and each block of q must consist of
-    whole blocks of target. keep_codes also checks the values of the scales.
+    - q is not MXFP4, or is empty
+    - target is not NVFP4 with one scale per tensor
+    - a block of q does not consist of whole blocks of target
+
+    keep_codes also checks the values of the scales.
     """
     source = q.recipe
     if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
@@ -54,8 +57,11 @@ def keep_codes(q: Quantized, target: Recipe) -> KeptCodes | None:
     The tensor scale is 2^m, where m is the largest exponent of a block with a nonzero code, minus 8; m is 0 if all
     codes are zero. The result has the shape, dtype and scale layout of q.
 
-    Return None if the recipes do not allow the cast (see may_keep_codes), if a scale is NaN, or if the tensor rule of
-    target cannot give 2^m.
+    Return None in three cases:
+
+    - the recipes do not allow the cast (see may_keep_codes)
+    - a scale is NaN
+    - the tensor rule of target cannot give 2^m
     """
     if not may_keep_codes(q, target):
         return None

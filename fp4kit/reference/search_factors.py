@@ -5,8 +5,10 @@ search is a function in this file:
 
     search_<name>(x, amax, tensor, recipe, dtype)   returns the chosen amaxes (rows, blocks), float32
 
-x are float32 elements (rows, columns), amax the largest magnitudes of their blocks (rows, blocks), tensor the tensor
-scale, and dtype the dtype of the elements before they were converted to float32.
+- x: float32 elements (rows, columns)
+- amax: the largest magnitudes of the blocks (rows, blocks)
+- tensor: the tensor scale
+- dtype: the dtype of the elements before they were converted to float32
 """
 
 from __future__ import annotations

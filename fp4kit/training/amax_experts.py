@@ -88,8 +88,9 @@ def join(
         rank: the number of this rank, for error messages.
 
     Raises:
-        ValueError: naming the key, if two experts have one global number, if a local expert is missing or has no global
-            number, or if the shapes of a quantizer on several ranks differ.
+        ValueError: naming the key, if two experts have one global number.
+        ValueError: if a local expert is missing or has no global number.
+        ValueError: if the shapes of a quantizer on several ranks differ.
     """
     own = {name: value for name, value in values.items() if name.index is not None and name.matches(experts)}
     for name in values.keys() - own.keys():
@@ -148,9 +149,9 @@ def unstack(
         op: the beginning of error messages.
 
     Raises:
-        ValueError: if experts are missing or surplus, if a stack does not have the length N, or if a quantizer has both
-            a stack and numbered experts; also as _wanted does.
-        TypeError: if ``requested`` is not a mapping of strings to ints.
+        ValueError: if experts are missing or surplus, or if a stack does not have the length N.
+        ValueError: if a quantizer has both a stack and numbered experts.
+        ValueError, TypeError: as for _wanted, which combines ``stated`` and ``requested``.
     """
     named = dict(named)
     for base, n in _wanted(named, stated, requested, op).items():
@@ -178,8 +179,8 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
     ``stated`` has keys of quantizers, and ``requested`` has wildcards, which match names in ``named`` or in ``stated``.
 
     Raises:
-        ValueError: if file and caller give different numbers, if a wildcard matches nothing, or if ``stated`` is not a
-            dict from keys of quantizers to positive ints.
+        ValueError: if file and caller give different numbers, or if a wildcard matches nothing.
+        ValueError: if ``stated`` is not a dict from keys of quantizers to positive ints.
         TypeError: if ``requested`` is not a mapping of strings to ints.
     """
     if not isinstance(stated, dict) or not all(

@@ -32,8 +32,9 @@ def decode(data: bytes, label: str) -> tuple[dict[str, np.ndarray], dict[str, An
     Tensors whose names do not end in "amax" are left out. The amaxes are float32 arrays under sorted keys. The facts
     are those that ``encode`` wrote; {} for a file without them.
 
-    Raises ValueError, which begins with ``label``, if the data is not a safetensors file, if a key occurs twice, if the
-    dtype of an amax is not F32, F16 or BF16, or if the facts are not a JSON object.
+    Raises:
+        ValueError: if the data is not a safetensors file, or if a key occurs twice. Messages begin with ``label``.
+        ValueError: if the dtype of an amax is not F32, F16 or BF16, or if the facts are not a JSON object.
     """
     try:
         tensors = sorted((item for item in deserialize(data) if item[0].endswith("amax")), key=lambda item: item[0])

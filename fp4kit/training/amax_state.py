@@ -85,8 +85,8 @@ class AmaxCollector:
             amaxes: [N, ...], with a dtype that collect accepts. N must be equal in every call.
 
         Raises:
-            ValueError: if the name has an expert number or is not that of a quantizer, if the array is 0-d, if single
-                experts of the quantizer were collected with collect, or if shape or device change.
+            ValueError: if the name has an expert number or is not that of a quantizer, or if the array is 0-d.
+            ValueError: if single experts of the quantizer were collected with collect, or if shape or device change.
             TypeError: for another dtype.
         """
         key = AmaxName.parse(name)
@@ -110,10 +110,10 @@ class AmaxCollector:
                 lists the modules that loaders fuse.
 
         Raises:
-            ValueError: naming the key, for NaN and negative values on the host, and for amaxes to share that are on
-                different devices; for a name that occurs twice in ``share``.
-            TypeError: if ``share`` is not iterable, for a group that is a single name, or that contains something other
-                than names.
+            ValueError: naming the key, for NaN and negative values on the host.
+            ValueError: if amaxes to share are on different devices, or if a name occurs twice in ``share``.
+            TypeError: if ``share`` is not iterable, or if a group is a single name or contains something other than
+                names.
         """
         experts = {key.at(i): stack[i, ...] for key, stack in self._grouped.items() for i in range(len(stack))}
         state = AmaxState(_share({**self._single, **experts}, _groups(share)))
@@ -182,8 +182,8 @@ class AmaxState(Mapping[str, Any]):
             shapes: {key: shape} of the buffers. A key may have either separator, and the result has the same spelling.
 
         Raises:
-            ValueError: naming the key, if a value is missing, is left over or has another shape, if a key names no
-                quantizer, or if ``shapes`` has a key in both spellings.
+            ValueError: naming the key, if a value is missing, is left over or has another shape.
+            ValueError: if a key names no quantizer, or if ``shapes`` has a key in both spellings.
             TypeError: if ``shapes`` is not a mapping to shapes.
         """
         shapes = {key: as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
@@ -208,8 +208,9 @@ class AmaxState(Mapping[str, Any]):
         All arrays are on the host.
 
         Raises:
-            ValueError: naming the key, for NaN and negative values, for missing experts, for experts of different
-                shapes, and for a quantizer that has both numbered experts and an amax without a number.
+            ValueError: naming the key, for NaN and negative values.
+            ValueError: naming the key, for missing experts and for experts of different shapes.
+            ValueError: naming the key, for a quantizer that has both numbered experts and an amax without a number.
         """
         named = check("stacked", on_host(self.named))
         numbers = counts(named, "stacked", same_shape=True)
@@ -237,9 +238,10 @@ class AmaxState(Mapping[str, Any]):
             count: the number of experts that must be present. None: as many as the largest number implies.
 
         Raises:
-            ValueError: on every rank alike, naming the key, for a missing, surplus or duplicate expert, for a local
-                expert without a global number, for different shapes, for NaN and for negative values; also if ``count``
-                is given and no expert matches ``experts``.
+            ValueError: on every rank alike, naming the key, for a missing, surplus or duplicate expert.
+            ValueError: likewise for a local expert without a global number, for different shapes, for NaN and for
+                negative values.
+            ValueError: if ``count`` is given and no expert matches ``experts``.
             TypeError: if an argument has the wrong type.
         """
         as_word("gather", "experts", experts)
@@ -337,9 +339,10 @@ class AmaxState(Mapping[str, Any]):
             The AmaxState, with NumPy arrays.
 
         Raises:
-            ValueError: naming file and key, for a wrong size, missing or surplus experts, two spellings of one key, a
-                dtype other than F32, F16 and BF16, NaN and negative values; also for a wildcard that matches nothing, a
-                file without an amax, and a file that is not a safetensors file.
+            ValueError: naming file and key, for a wrong size, missing or surplus experts, and two spellings of one key.
+            ValueError: likewise for a dtype other than F32, F16 and BF16, for NaN and for negative values.
+            ValueError: for a wildcard that matches nothing, for a file without an amax, and for a file that is not a
+                safetensors file.
             TypeError: if path is not a path, or ``experts`` is not a mapping of strings to ints.
             OSError: if the file cannot be read.
         """

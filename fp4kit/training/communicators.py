@@ -102,8 +102,10 @@ def _is_host(array: Any) -> bool:
 def _check_gather(array: Any, counts: Sequence[int] | None, comm: Communicator) -> list[int]:
     """Return the length of each process's array for all_gather: ``counts``, or equal lengths if it is None.
 
-    Raises ValueError if this process's array is not 1-d or does not have the length that ``counts`` gives it, or if
-    ``counts`` does not have one entry per process. Raises TypeError if ``counts`` holds anything but ints.
+    Raises:
+        ValueError: if this process's array is not 1-d or does not have the length that ``counts`` gives it.
+        ValueError: if ``counts`` does not have one entry per process.
+        TypeError: if ``counts`` holds anything but ints.
     """
     found = [array.size] * comm.size if counts is None else as_indices("all_gather", "counts", counts)
     if array.ndim != 1 or len(found) != comm.size or found[comm.rank] != array.size:
@@ -302,8 +304,9 @@ class Nccl:
 
         For equal counts this is one collective call, otherwise one send and one receive per pair of ranks.
 
-        Raises ValueError if ``array`` is not 1-d or does not fit ``counts``, or if a CuPy array is strided or not on
-        the device of this process.
+        Raises:
+            ValueError: if ``array`` is not 1-d or does not fit ``counts``.
+            ValueError: if a CuPy array is strided or not on the device of this process.
         """
         counts = _check_gather(array, counts, self)
         if _is_host(array):

@@ -46,7 +46,8 @@ def exchange_cuts(
 ) -> Partition:
     """Return the Partition: where the shards of every process begin and end in each matrix.
 
-    Called by every process once per plan; it waits for the others.
+    Called by every process once per plan; it waits for the others. If it raises an error, every process raises the
+    same.
 
     Args:
         shapes: (rows, columns) of each matrix.
@@ -58,8 +59,9 @@ def exchange_cuts(
         on_host: whether the shards are in host memory.
 
     Raises:
-        ValueError: on every process alike, if another process refused its shards (see ``refusing``), if recipe, shapes,
-            dtypes or ``on_host`` differ among processes, or if the shards do not cover every element exactly once.
+        ValueError: if a process refused its shards (see ``refusing``).
+        ValueError: if recipe, shapes, dtypes or ``on_host`` differ among processes.
+        ValueError: if the shards do not cover every element exactly once.
     """
     facts = repr((asdict(r), [tuple(s) for s in shapes], [str(d) for d in dtypes], on_host))
     digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")

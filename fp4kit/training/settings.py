@@ -31,8 +31,8 @@ class FakeQuantSettings:
         pass_through: True if the straight-through gradient passes everywhere. False: only where |w| <= amax.
 
     Raises:
-        ValueError: for an unknown recipe, for wildcards that are one string or contain something other than strings,
-            and for a block size that does not fit the recipe.
+        ValueError: for an unknown recipe, and for a block size that does not fit the recipe.
+        ValueError: for wildcards that are one string, or that contain something other than strings.
         TypeError: if pass_through is not a bool.
     """
 

@@ -303,8 +303,10 @@ def _transpose(p: Program, case: DrawnCase) -> None:
 
     Transposing again must give the Quantized back. Quantizing x along the other axis must give the transpose.
 
-    The second comparison is left out for recipes whose codes depend on the direction: those that treat even and odd
-    lanes separately for NaN, and those with 4over6, whose errors are summed in an order that depends on the direction.
+    The second comparison is left out for recipes whose codes depend on the direction:
+
+    - recipes that treat even and odd lanes separately for NaN
+    - recipes with 4over6, because the order in which they sum errors depends on the direction
     """
     x, o = p.make("x", case.x), case.options
     options = {"scale_layout": o.layout if o.layout != "linear" else None, "tensor_amax": tensor_amax(p, case)}
