@@ -516,7 +516,7 @@ class _Run:
         found: the measurements of the job's weight.
         """
         run_job.check_finite(job, found)
-        doubt = doubt_about(found.reach, found.lost)
+        doubt = "; ".join(filter(None, (doubt_about(found.reach, found.lost), found.doubt)))
         if doubt:
             self.doubts.setdefault(job.name, f"{shown(job.name)}: {doubt}")
         if job.action == CARRY and not found.exact and not self.plan.request.requantize:

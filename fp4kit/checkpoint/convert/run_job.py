@@ -18,6 +18,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.container import TAG, VALUES
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, mxfp4_to_nvfp4, quantize_rows, rename
+from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.slabs import (
     Readers,
     Slab,
@@ -65,7 +66,11 @@ def measure(job: Job, tick: Tick | None = None) -> Measured:
         found = Measured(job.key)
         for slab in slabs(readers, job.weight, job.expert, job.span, max_bytes=job.slab_bytes):
             found = _joined(found, _with_doubts(job, slab, _measured(job, slab)))
-    return found
+    is_first = job.span is None or job.span[0] == 0
+    if job.weight.container is None or not is_first:
+        return found
+    with Readers() as readers:  # without tick, because these rows were read and counted before
+        return found._replace(doubt=doubt_of(readers, job.weight, job.expert))
 
 
 def _with_doubts(job: Job, slab: Slab, found: Measured) -> Measured:
@@ -85,7 +90,7 @@ def _joined(a: Measured, b: Measured) -> Measured:
     low, high = min(a.low, b.low), max(a.high, b.high)
     nonfinite, lost = a.nonfinite + b.nonfinite, a.lost + b.lost
     exact, reach = a.exact and b.exact, max(a.reach, b.reach)
-    return Measured(a.key, max(a.amax, b.amax), nonfinite, low, high, exact, reach, lost)
+    return Measured(a.key, max(a.amax, b.amax), nonfinite, low, high, exact, reach, lost, a.doubt or b.doubt)
 
 
 def _measured(job: Job, slab: Slab) -> Measured:

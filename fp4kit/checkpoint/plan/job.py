@@ -210,6 +210,7 @@ class Measured(NamedTuple):
     exact: for the action "carry", whether all scales are powers of two; True for all other actions.
     reach: the largest magnitude that the scales of a quantized weight allow; 0 for an unquantized one.
     lost: the number of blocks of a quantized weight whose scales are 0 although their codes are not.
+    doubt: a warning that codes and scales of a quantized weight hardly belong together; "" if nothing is odd.
     """
 
     key: str
@@ -220,6 +221,7 @@ class Measured(NamedTuple):
     exact: bool = True
     reach: float = 0.0
     lost: int = 0
+    doubt: str = ""
 
 
 class Changes(NamedTuple):

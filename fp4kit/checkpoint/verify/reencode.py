@@ -19,6 +19,7 @@ import numpy.typing as npt
 from fp4kit.checkpoint.containers.container import INPUT_SCALE, VALUES, Container
 from fp4kit.checkpoint.convert import run_job
 from fp4kit.checkpoint.identify.match_layers import Counterparts, Origin, TurnedOrigin, origins
+from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
@@ -172,6 +173,7 @@ class ReencodedLayer:
     error: the error message if re-encoding failed; otherwise "".
     usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the matrix
         was re-encoded or has no source rows.
+    doubt: a warning that codes and scales hardly belong together; "" if nothing is odd.
     """
 
     check: Check
@@ -181,6 +183,7 @@ class ReencodedLayer:
     differing: Mapping[str, int] = field(default_factory=dict)
     error: str = ""
     usual_db: float | None = None
+    doubt: str = ""
 
 
 def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
@@ -374,6 +377,15 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
 
     shared: the combined measurements of the layers that share its tensor scale; None if none are needed.
     """
+    doubt = ""
+    if check.stored.container is not None:
+        with Readers() as readers:
+            doubt = doubt_of(readers, check.stored, check.expert)
+    return replace(_looked(check, shared), doubt=doubt)
+
+
+def _looked(check: Check, shared: Measured | None) -> ReencodedLayer:
+    """Run one check as ``look`` does, but do not ask whether codes and scales belong together."""
     with Readers() as readers:
         found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:

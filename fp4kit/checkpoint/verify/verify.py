@@ -508,6 +508,7 @@ def _report(
     issues += [Issue("error", path.name, _LEFTOVER_TEXT) for root in roots for path in leftovers_of(root)]
     issues += prepared.issues
     issues += [issue for layer in layers for issue in stored_issues(layer.name, layer.tally)]
+    issues += [Issue("warning", one.check.stored.name, one.doubt) for one in found if one.doubt]
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]

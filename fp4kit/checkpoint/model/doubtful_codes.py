@@ -1,0 +1,258 @@
+"""Recognise layers whose codes and block scales hardly belong together. No source is needed.
+
+A few rows of a layer are read, and the statistics below are computed for them. Let e be the root mean square of the
+codes of a block, and s the block's scale. A recipe computes s from the largest element of the block. If this element is
+unusually large for the block, s is large and the other codes are small. Therefore log s and log e have a negative
+correlation: -0.45 to -0.95 in layers that tools wrote. The correlation is near 0 if scales are not those of their
+blocks.
+
+The checks only ever cause warnings, because unusual weights can also look unusual here. They are silent for weights
+whose blocks look alike, such as uniformly distributed ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.model.decode import codes_of, scales_of
+from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.formats import ElementFormat
+from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, swizzle_scales, unswizzle_scales
+
+_Floats = npt.NDArray[np.float64]
+
+_ROWS = 128  # a sample has this many rows, which is the height of a tile of swizzled scales, or a multiple
+_ELEMENTS = 1 << 19  # a sample has as many such groups of rows as fit into this many elements, but at least one
+FEWEST_BLOCKS = 64  # no statistic of fewer blocks is used
+_FITS, _GAIN = -0.4, 0.3  # another order is reported if its correlation is below _FITS, and lower by _GAIN
+# Bits of a code -> a share of the largest magnitude that codes of every layer reach. Recipes that round scales up give
+# uniform weights no larger code than 3 of 6, and ternary weights none above 160 of 448.
+_LEAST_SHARE = {4: 0.5, 8: 0.25}
+_FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitudes, such as ternary ones
+
+
+class _Sample(NamedTuple):
+    """Hold the leading rows of a layer.
+
+    form: the layer's container.
+    codes: one code per byte, (rows, K). scales: block scales as stored, in linear order.
+    square: True if the layer has as many rows as columns.
+    """
+
+    form: Container
+    codes: npt.NDArray[np.uint8]
+    scales: np.ndarray
+    square: bool
+
+
+def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
+    """Return a warning if the codes and scales of a quantized matrix hardly belong together; "" if nothing is odd.
+
+    The text has no numbers of the layer, so that reports can join layers with equal texts.
+
+    weight, expert: the weight, and the number of the matrix in a stack of experts.
+    """
+    form = weight.container
+    assert form is not None
+    rows, columns = weight.shape[-2:]
+    count = min(rows, max(_ELEMENTS // (columns * _ROWS), 1) * _ROWS)
+    height = form.block[0]
+    slab = next(slabs(readers, weight, expert, (0, min(rows, -(-count // height) * height)), max_bytes=1 << 40))
+    return doubt_about_rows(form, slab, rows == columns)
+
+
+def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
+    """Return what ``doubt_of`` returns, for leading rows that are already read.
+
+    square: True if the layer has as many rows as columns.
+    """
+    assert slab.codes is not None and slab.scales is not None
+    sample = _Sample(form, codes_of(form, slab.codes), slab.scales, square)
+    with np.errstate(all="ignore"):
+        found = (_whole_numbers(sample), _unreached(sample), _equal_scales(sample), _other_order(sample))
+        return next(filter(None, (*found, _reciprocal_columns(sample, slab))), "")
+
+
+@cache
+def _magnitudes(element: ElementFormat) -> _Floats:
+    """Return the magnitude of every code of an element format as float64, with 0 for codes that are not finite."""
+    values = np.abs(element.values.astype(np.float64))
+    return np.where(np.isfinite(values), values, 0.0)
+
+
+def _in_blocks(sample: _Sample) -> _Floats:
+    """Return the magnitudes of a sample's codes by block, (rows of blocks, blocks per row, elements of a block).
+
+    Partial blocks at the ends of rows and columns are left out.
+    """
+    height, width = sample.form.block
+    rows, columns = (size // step * step for size, step in zip(sample.codes.shape, (height, width), strict=True))
+    values = _magnitudes(sample.form.element)[sample.codes[:rows, :columns]]
+    split = values.reshape(rows // height, height, columns // width, width)
+    return split.swapaxes(1, 2).reshape(*split.shape[::2], height * width)
+
+
+def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Floats:
+    """Return the values of block scales as float64, cut to the given (rows of blocks, blocks per row)."""
+    return scales_of(sample.form, stored)[: shape[0], : shape[1]].astype(np.float64)
+
+
+def _is_scaled_by_block(form: Container) -> bool:
+    """Return whether a container has a scale for every block or row, computed from its largest element."""
+    return form.kind != "fp8 tensor"
+
+
+# Each check returns a warning, or "" ---------------------------------------------------------------------------------
+
+
+def _whole_numbers(sample: _Sample) -> str:
+    """Check float scales: E8M0 bytes that were converted to floats are whole numbers near 127."""
+    if sample.form.scale is not None or not _is_scaled_by_block(sample.form):
+        return ""
+    scales = sample.scales.astype(np.float64)
+    if ((scales == np.rint(scales)) & (scales >= 16) & (scales <= 254)).all():
+        return (
+            "block scales are whole numbers from 16 to 254, as E8M0 bytes are if they are converted to floats, although"
+            " scales of trained weights are far below 1; store the powers of two 2^(byte - 127), or the bytes as"
+            " F8_E8M0"
+        )
+    return ""
+
+
+def _unreached(sample: _Sample) -> str:
+    """Check codes: a scale that follows from the largest element of its block gives this element a large code."""
+    form = sample.form
+    if not _is_scaled_by_block(form):
+        return ""
+    blocks = _in_blocks(sample)
+    scales, largest = _scales(sample, sample.scales, blocks.shape), blocks.max(-1)
+    # Blocks under the smallest scale may have small codes, because their elements are even smaller.
+    smallest = 0.0 if form.scale is None else float(form.scale.min_normal)
+    used = (largest > 0) & np.isfinite(scales) & (np.abs(scales) > smallest)
+    least = _LEAST_SHARE[form.element.bits] * float(form.element.max)
+    if np.count_nonzero(used) < FEWEST_BLOCKS or largest[used].max() >= least:
+        return ""
+    return (
+        f"no block reaches a code of magnitude {least:g}, though scales follow from the largest element of their block;"
+        " codes were cut, or scales replaced by larger ones; run fp4kit identify with the unquantized source"
+    )
+
+
+def _equal_scales(sample: _Sample) -> str:
+    """Check equal scales: under scales that are truly equal, the elements of blocks are drawn alike.
+
+    F is the variance between blocks of e^2, relative to what the variance within blocks gives. It is near 1 under
+    scales that are truly equal. It is far above 1 if scales that were different powers of two were replaced. Scales
+    with a mantissa instead give every block an element of the largest code, more often than independent elements do.
+    """
+    form, blocks = sample.form, _in_blocks(sample)
+    scales = _scales(sample, sample.scales, blocks.shape)
+    used = (blocks.max(-1) > 0) & np.isfinite(scales) & (scales != 0)
+    found = blocks[used]
+    if len(found) < FEWEST_BLOCKS or not _is_scaled_by_block(form) or len(np.unique(scales[used])) > 1:
+        return ""
+    if len(np.unique(found)) <= _FEWEST_MAGNITUDES:
+        return ""
+    squares = np.square(found)
+    f = squares.shape[1] * squares.mean(1).var() / squares.var(axis=1).mean()
+    top = found >= 0.9 * float(form.element.max)
+    expected, without = len(found) * (1 - top.mean()) ** top.shape[1], np.count_nonzero(~top.any(1))
+    if f > max(1.5, 1 + 8 * np.sqrt(2 / len(found))) or (expected >= 20 and 4 * without < expected):
+        return (
+            "all block scales are equal, although the codes are those of blocks with different scales; the scales were"
+            " overwritten or lost; take the layer from another copy, or quantize it again"
+        )
+    return ""
+
+
+def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
+    """Return the correlation of log s and log e over blocks, without the means of rows and columns of blocks.
+
+    Return 0 if there are few blocks, or if s or e does not vary.
+
+    scales: block scales as stored. blocks: magnitudes by block, as _in_blocks returns them.
+    """
+    s, e = _scales(sample, scales, blocks.shape), np.square(blocks).mean(-1)
+    used = np.isfinite(s) & (s > 0) & (e > 0)
+    if np.count_nonzero(used) < FEWEST_BLOCKS:
+        return 0.0
+    a, b = (_without_means(np.log(np.where(used, x, 1)), used) for x in (s, e))
+    spread = a.std() * b.std()
+    return float((a * b).mean() / spread) if spread > 1e-9 else 0.0
+
+
+def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
+    """Subtract the means of columns, and of rows if they have at least 4 entries. Return the used entries, flat."""
+    for axis in (0, 1) if x.shape[1] >= 4 else (0,):
+        count = np.maximum(used.sum(axis=axis, keepdims=True), 1)
+        x = x - np.where(used, x, 0).sum(axis=axis, keepdims=True) / count
+    found: _Floats = x[used]
+    return found
+
+
+def _other_order(sample: _Sample) -> str:
+    """Check orders: block scales fit the codes only in another layout, or only if the codes are transposed."""
+    form, blocks = sample.form, _in_blocks(sample)
+    if form.block[0] > 1 or form.scale is None or form.in_blocks:
+        return ""
+    stored = _correlation(sample, sample.scales, blocks)
+    limit = min(_FITS, stored - _GAIN)
+    declared = "swizzled_128x4" if form.swizzled else "linear"
+    for layout, scales in _relaid(sample, declared):
+        if _correlation(sample, scales, blocks) <= limit:
+            return (
+                f"block scales fit the codes only if they are {layout}, but {declared} ones are declared; rearrange"
+                " them with fp4kit.swizzle or fp4kit.unswizzle, or declare their layout"
+            )
+    if sample.square:
+        size = min(sample.codes.shape) // form.block[1] * form.block[1]
+        turned = sample._replace(codes=np.ascontiguousarray(sample.codes[:size, :size].T))
+        blocks = _in_blocks(turned)
+        if blocks.size and _correlation(turned, sample.scales, blocks) <= limit:
+            return "block scales fit the codes only if the codes are transposed; transpose the codes, not their bytes"
+    return ""
+
+
+def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (layout, scales in linear order) for each layout that the stored bytes may have, except the declared one.
+
+    Only layouts that need no padding are tried, because others have another number of bytes.
+    """
+    linear = np.ascontiguousarray(sample.scales)
+    shape = linear.shape
+    raw = swizzle_scales(linear, declared) if padded_shape(shape, declared) == shape else None
+    for layout in SCALE_LAYOUTS:
+        if raw is not None and layout != declared and padded_shape(shape, layout) == shape:
+            yield layout, unswizzle_scales(raw, layout, shape)
+
+
+def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
+    """Check factors per column (AWQ): they undo a scaling of the columns, so that they make columns more alike.
+
+    The slope of the logarithm of the columns' size, before the factors are applied, over the logarithm of the factors
+    is near -1. It is near 1 if the factors are stored as their reciprocals.
+    """
+    factors, height = slab.column_scale, sample.form.block[0]
+    if factors is None or slab.low_rank is not None or height > 1 or len(sample.codes) < FEWEST_BLOCKS:
+        return ""  # in SVDQuant, the columns of the whole matrix are scaled, and the codes store only a part of it
+    blocks = _in_blocks(sample)
+    values = blocks * _scales(sample, sample.scales, blocks.shape)[..., None]
+    sizes = np.sqrt(np.square(values).mean(0)).reshape(-1)
+    factors = np.abs(factors[: sizes.size].astype(np.float64))
+    used = np.isfinite(factors) & (factors > 0) & np.isfinite(sizes) & (sizes > 0)
+    if np.count_nonzero(used) < FEWEST_BLOCKS:
+        return ""
+    a, b = (np.log(x[used]) - np.log(x[used]).mean() for x in (factors, sizes))
+    if a.std() < 0.05 or (a * b).mean() < 0.5 * a.var() or (a * b).mean() < 0.5 * a.std() * b.std():
+        return ""
+    return (
+        "pre_quant_scale makes the columns less alike, as its reciprocal does; multiplication by it must undo the"
+        " scaling of the columns; store the reciprocals, or run fp4kit identify with the unquantized source"
+    )

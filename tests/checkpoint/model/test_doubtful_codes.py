@@ -1,0 +1,216 @@
+"""Test the statistics that recognise layers whose codes and block scales do not belong together.
+
+Sound layers of every recipe and of many distributions of weights must cause no warning. Damaged layers must cause the
+warning that names their damage.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+import pytest
+import synthetic
+
+import fp4kit
+from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.containers.container import CONTAINERS, MODELOPT_AWQ, Container
+from fp4kit.checkpoint.model.doubtful_codes import doubt_about_rows
+from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.slabs import Slab
+from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.layouts import swizzle_scales
+from fp4kit.recipes import RECIPES, Recipe
+
+Bytes = npt.NDArray[np.uint8]
+Floats = npt.NDArray[np.float64]
+SIZE = 128
+FOREIGN = Path(__file__).parents[2] / "data" / "foreign"
+
+
+def form_of(recipe: Recipe) -> Container | None:
+    """Return a container with linear block scales of one row that stores a recipe; None if there is none."""
+    found = (form for form in CONTAINERS if form.stores(recipe) and form.scale is not None and form.block[0] == 1)
+    return next((form for form in found if not (form.in_blocks or form.swizzled or form.stack)), None)
+
+
+STORED = tuple(name for name, recipe in RECIPES.items() if form_of(recipe) is not None and not recipe.fake_only)
+COMMON = ("nvfp4-te", "nvfp4-modelopt", "nvfp4-te-4over6-mse-256", "mxfp4-ocp", "mxfp4-quark-ceil", "mxfp8-te")
+recipes = pytest.mark.parametrize(
+    "name", [name if name in COMMON else pytest.param(name, marks=pytest.mark.exhaustive) for name in STORED]
+)
+
+
+# Recipes with square blocks have too few different scales in a layer of this size.
+by_rows = pytest.mark.parametrize(
+    "name",
+    [
+        name if name in COMMON else pytest.param(name, marks=pytest.mark.exhaustive)
+        for name in STORED
+        if RECIPES[name].block[0] == 1
+    ],
+)
+
+
+def weights(kind: str, rows: int = SIZE, columns: int = SIZE) -> Floats:
+    """Return weights of one distribution. They depend only on the arguments."""
+    random = np.random.default_rng(3)
+    normal = random.standard_normal((rows, columns))
+    spread = np.exp(random.standard_normal((1, columns)))
+    made: dict[str, Callable[[], Floats]] = {
+        "normal": lambda: normal,
+        "heavy tails": lambda: random.standard_t(2, (rows, columns)),
+        "uniform": lambda: random.uniform(-1, 1, (rows, columns)),
+        "columns": lambda: normal * spread,
+        "rows and columns": lambda: normal * spread * np.exp(random.standard_normal((rows, 1))),
+        "sparse": lambda: normal * (random.random((rows, columns)) < 0.1),
+        "ternary": lambda: np.sign(normal) * (np.abs(normal) > 0.7),
+        "ternary, mostly zero": lambda: np.sign(normal) * (np.abs(normal) > 1.6),
+        "integers": lambda: np.round(3 * normal),
+        "low rank": lambda: random.standard_normal((rows, 4)) @ random.standard_normal((4, columns)) + 0.1 * normal,
+        "zeros": lambda: np.zeros((rows, columns)),
+    }
+    return made[kind]() * 0.02
+
+
+KINDS = (
+    *("normal", "heavy tails", "uniform", "columns", "rows and columns", "sparse"),
+    *("ternary", "ternary, mostly zero", "integers", "low rank", "zeros"),
+)
+
+
+def encoded(name: str, x: Floats) -> tuple[Container, Bytes, Bytes]:
+    """Return the container that stores a recipe, and the codes and block scales of weights as it stores them."""
+    form = form_of(RECIPES[name])
+    assert form is not None
+    q = fp4kit.quantize(x.astype(ml_dtypes.bfloat16), name)
+    return form, np.asarray(q.packed).reshape(len(x), -1), np.asarray(q.block_scale).reshape(len(x), -1)
+
+
+def doubt(form: Container, codes: Bytes, scales: np.ndarray) -> str:
+    """Return the warning about a square layer."""
+    return doubt_about_rows(form, Slab(0, None, codes, scales), square=True)
+
+
+@recipes
+@pytest.mark.parametrize("kind", KINDS)
+def test_sound_layers_cause_no_warning(name: str, kind: str) -> None:
+    assert doubt(*encoded(name, weights(kind))) == ""
+
+
+def in_nibbles(codes: Bytes) -> Bytes:
+    """Return packed 4-bit codes, one per byte."""
+    return np.stack([codes & 15, codes >> 4], -1).reshape(len(codes), -1)
+
+
+@by_rows
+@pytest.mark.parametrize("kind", ["normal", "heavy tails", "rows and columns"])
+def test_scales_in_another_order(name: str, kind: str) -> None:
+    """Swizzled scales that are declared linear are named."""
+    form, codes, scales = encoded(name, weights(kind))
+    swizzled = swizzle_scales(scales, "swizzled_128x4").reshape(scales.shape)
+    assert "fit the codes only if they are swizzled_128x4, but linear ones" in doubt(form, codes, swizzled)
+
+
+def test_linear_scales_that_are_declared_swizzled() -> None:
+    """Linear scales are named if the container declares swizzled ones; slabs hold what unswizzling makes of them."""
+    form = next(form for form in CONTAINERS if form.name == "torchao NVFP4")
+    _, codes, scales = encoded("nvfp4-te", weights("normal"))
+    assert doubt(form, codes, scales) == ""
+    read = fp4kit.unswizzle(scales, "swizzled_128x4", shape=scales.shape)
+    assert "fit the codes only if they are linear, but swizzled_128x4 ones" in doubt(form, codes, read)
+
+
+@by_rows
+def test_transposed_codes(name: str) -> None:
+    """Codes of a square layer that were transposed without their scales are named."""
+    form, codes, scales = encoded(name, weights("normal"))
+    if form.element.bits == 8:
+        turned = np.ascontiguousarray(codes.T)
+    else:
+        nibbles = np.ascontiguousarray(in_nibbles(codes).T)
+        turned = nibbles[:, ::2] | nibbles[:, 1::2] << 4
+    assert "only if the codes are transposed" in doubt(form, turned, scales)
+    assert doubt_about_rows(form, Slab(0, None, turned, scales)) == ""  # the layer is not square
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-quark-ceil", "mxfp8-te"])
+@pytest.mark.parametrize("kind", ["normal", "heavy tails"])
+def test_equal_scales(name: str, kind: str) -> None:
+    form, codes, scales = encoded(name, weights(kind))
+    assert "all block scales are equal, although" in doubt(form, codes, np.full_like(scales, scales[0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("name", "mask", "least"), [("nvfp4-te", 0xBB, "3"), ("mxfp4-ocp", 0xBB, "3"), ("mxfp8-te", 0x9F, "112")]
+)
+def test_codes_that_are_cut(name: str, mask: int, least: str) -> None:
+    """Codes that lack a bit of the largest magnitudes never reach them."""
+    form, codes, scales = encoded(name, weights("normal"))
+    assert doubt(form, codes & np.uint8(mask), scales).startswith(f"no block reaches a code of magnitude {least},")
+
+
+def test_exponent_bytes_that_became_floats() -> None:
+    """The E8M0 bytes of a DeepSeek layer, converted to floats, are whole numbers near 127."""
+    form = next(form for form in CONTAINERS if form.name == "fp8 128x128")
+    codes = (weights("normal", 256, 256) * 2**12).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    sound = np.array([[0.002, 0.003], [0.0025, 0.001]], np.float32)
+    assert doubt(form, codes, sound) == ""
+    assert "whole numbers from 16 to 254" in doubt(form, codes, np.array([[118, 119], [118, 120]], np.float32))
+
+
+def test_reciprocal_factors_per_column() -> None:
+    """Factors per column make the columns alike; their reciprocals make them less alike."""
+    x, random = weights("normal"), np.random.default_rng(5)
+    scaling = np.exp(0.5 * random.standard_normal(SIZE)).astype(np.float32)
+    _, codes, scales = encoded("nvfp4-modelopt", x * scaling)
+
+    def found(factors: npt.NDArray[np.float32]) -> str:
+        return doubt_about_rows(MODELOPT_AWQ, Slab(0, None, codes, scales, np.float32(1), factors))
+
+    assert found(1 / scaling) == found(np.ones(SIZE, np.float32)) == ""
+    assert found(random.permutation(1 / scaling)) == ""  # the factors of a layer whose columns differ anyway
+    assert "pre_quant_scale makes the columns less alike" in found(scaling)
+
+
+@pytest.mark.parametrize("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
+def test_files_of_other_tools_cause_no_warning(folder: str, tmp_path: Path) -> None:
+    if open_checkpoint(FOREIGN / folder).unrecognised:
+        assert folder == "modelopt--gpt_oss-MXFP4_MLP_WEIGHT_ONLY_CFG"
+        return
+    texts = [issue.text for issue in verify(FOREIGN / folder).issues]
+    assert not any("block scales" in text or "no block reaches" in text or "pre_quant" in text for text in texts)
+    assert not convert(FOREIGN / folder, tmp_path / "out", format="bf16").doubts
+
+
+LAYER = "model.layers.0.self_attn.o_proj"
+
+
+@pytest.mark.parametrize(("recipe", "form"), [("nvfp4-modelopt", "modelopt"), ("mxfp4-mlx-cpu", "mlx")])
+def test_convert_and_verify_warn(recipe: str, form: str, tmp_path: Path) -> None:
+    """A layer with overwritten scales is named by verify and by convert; the sound checkpoint causes no warning."""
+    synthetic.dense(tmp_path / "source")
+    convert(tmp_path / "source", tmp_path / "m", recipe, format=form)
+    sound = convert(tmp_path / "m", tmp_path / "sound", format="bf16")
+    assert not sound.doubts and not any("equal" in issue.text for issue in verify(tmp_path / "m").issues)
+    overwrite(tmp_path / "m", f"{LAYER}.{'weight_scale' if form == 'modelopt' else 'scales'}")
+    (doubtful,) = convert(tmp_path / "m", tmp_path / "out", format="bf16").doubts
+    assert doubtful.startswith(f"{LAYER}.weight: all block scales are equal")
+    (issue,) = (issue for issue in verify(tmp_path / "m").issues if "are equal" in issue.text)
+    assert (issue.severity, issue.subject) == ("warning", LAYER)
+
+
+def overwrite(root: Path, name: str) -> None:
+    """Set all bytes of a tensor to its first byte."""
+    for path in root.glob("*.safetensors"):
+        data = bytearray(path.read_bytes())
+        length = int.from_bytes(data[:8], "little")
+        entry = json.loads(data[8 : 8 + length]).get(name)
+        if entry is not None:
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            data[begin:end] = data[begin : begin + 1] * (end - begin)
+            path.write_bytes(data)
