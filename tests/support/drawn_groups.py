@@ -33,8 +33,9 @@ POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.d
 class Drawn(NamedTuple):
     """Describe one call of a grouped operation.
 
-    xs: a list of tensors, or one stacked array.
-    options: the other arguments: empty, or ``tensor_amax`` with one amax per tensor.
+    Attributes:
+        xs: a list of tensors, or one stacked array.
+        options: the other arguments: empty, or ``tensor_amax`` with one amax per tensor.
     """
 
     xs: Any
@@ -48,8 +49,9 @@ def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dt
 
     Tensors have one to three dimensions. Some have no rows, and some are not contiguous.
 
-    names: the recipes to draw from.
-    dtypes: the dtypes of tensors to draw from.
+    Args:
+        names: the recipes to draw from.
+        dtypes: the dtypes of tensors to draw from.
     """
     name = draw(st.sampled_from(names))
     r, n = RECIPES[name], draw(st.integers(1, 5))

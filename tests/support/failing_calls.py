@@ -56,7 +56,8 @@ def dequantize(q=None, **options):
 def out(recipe="nvfp4-te", x=X, **changes):
     """Return a function that makes a Quantized for the argument `out` of quantize(x, recipe).
 
-    changes: {field: value} to replace, which makes the Quantized invalid.
+    Args:
+        changes: {field: value} to replace, which makes the Quantized invalid.
     """
     return lambda: replace(fp4kit.quantize(x, recipe), **changes)
 
@@ -64,7 +65,8 @@ def out(recipe="nvfp4-te", x=X, **changes):
 def quantized(recipe="mxfp4-ocp", **changes):
     """Return a function that makes a Quantized of (4, 64) zeros.
 
-    changes: {field: value} to replace, which makes the Quantized invalid.
+    Args:
+        changes: {field: value} to replace, which makes the Quantized invalid.
     """
     fields = {
         "packed": np.zeros((4, 32), np.uint8),

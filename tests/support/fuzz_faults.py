@@ -40,7 +40,8 @@ def is_away(value):
 def plant(monkeypatch, name, fault):
     """Replace fp4kit.name by a faulty function in calls of the engine "away". Return a function that removes the fault.
 
-    fault: called as fault(right, *arguments, **options), where `right` is the correct function.
+    Args:
+        fault: called as fault(right, *arguments, **options), where `right` is the correct function.
     """
     right = getattr(fp4kit, name)
 

@@ -25,8 +25,9 @@ MOST_EXPONENT = {F16: 15, BF16: 127, F32: 127}
 class Runs(NamedTuple):
     """Make runs of 16 elements for tests of a Hadamard transform.
 
-    dtype: the dtype of the elements.
-    mask: the sign mask of the transform; bit i is 1 if element i is negated.
+    Attributes:
+        dtype: the dtype of the elements.
+        mask: the sign mask of the transform; bit i is 1 if element i is negated.
     """
 
     dtype: np.dtype

@@ -28,11 +28,12 @@ SHAPE = (64, 256)
 class KernelCall(NamedTuple):
     """Describe a call of a public function, which can be made on any device.
 
-    make: called as make(place, call). It calls the function and returns its results as a list of arrays. Its argument
-        `place` is a function that moves a NumPy array to the device.
-    recipe, options: the arguments of the function; options are (name, value) pairs.
-    dtype, shape: the dtype and shape of the input.
-    misaligned: True if x begins one element after a multiple of 16 bytes.
+    Attributes:
+        make: called as make(place, call). It calls the function and returns its results as a list of arrays. Its
+            argument `place` is a function that moves a NumPy array to the device.
+        recipe, options: the arguments of the function; options are (name, value) pairs.
+        dtype, shape: the dtype and shape of the input.
+        misaligned: True if x begins one element after a multiple of 16 bytes.
     """
 
     make: Callable[[Place, KernelCall], list[Any]]

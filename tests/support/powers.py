@@ -37,7 +37,8 @@ def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
     and fixes one candidate for the scale. The other two have weights: one has the larger error under this candidate,
     the other under the next.
 
-    p: the exponent of the errors.
+    Args:
+        p: the exponent of the errors.
     """
     rng, r, amax = np.random.default_rng(0), RECIPES[STATIC], np.float32(4)
     candidates, codes = candidate_amaxes(amax, r), rng.integers(40, 110, 4 * blocks)

@@ -77,7 +77,8 @@ def _kinds(case: str) -> tuple[list[str], Unit]:
 def _operand(kind: str, codes: np.ndarray, scales: np.ndarray | None) -> Any:
     """Return an operand of matmul from recorded codes, one per byte, and block scales.
 
-    kind: the name of a dtype, for an array without scales, or of a block format, for a Quantized.
+    Args:
+        kind: the name of a dtype, for an array without scales, or of a block format, for a Quantized.
     """
     if kind in _DTYPES:
         return np.ascontiguousarray(codes).view(_DTYPES[kind])
@@ -98,7 +99,8 @@ def recipe_of(kind: str) -> Recipe:
 def quantized(r: Recipe, codes: np.ndarray, scales: np.ndarray | None, tensor_scale: Any = None) -> Quantized:
     """Return a Quantized of given codes, one per byte, and block scales. Its axis is the last one.
 
-    tensor_scale: a number; None takes 1 if the recipe has a tensor scale.
+    Args:
+        tensor_scale: a number; None takes 1 if the recipe has a tensor scale.
     """
     packed = fp4kit.pack(codes) if r.element.bits == 4 else codes
     if r.tensor_scaling != "none" and tensor_scale is None:

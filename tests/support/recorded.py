@@ -4,7 +4,8 @@
 def groups(golden, file, suffix):
     """Return the prefixes of all keys in a recorded file that end in `suffix`. Each prefix belongs to one case.
 
-    golden: a GoldenSet.
-    file: the name of the file in it.
+    Args:
+        golden: a GoldenSet.
+        file: the name of the file in it.
     """
     return [key.removesuffix(suffix) for key in golden.keys(file) if key.endswith(suffix)]

@@ -37,7 +37,8 @@ def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
     The 12 kinds of blocks have random values, multiples of a scale (E2M1 values, ties, and neighbors of either),
     values at the ends of table rows, equal elements, and one element far larger than the others.
 
-    amax: the tensor amax, which no element exceeds.
+    Args:
+        amax: the tensor amax, which no element exceeds.
     """
     rng = np.random.default_rng(seed)
     values = decode(np.arange(8, dtype=np.uint8), E2M1).astype(np.float64)

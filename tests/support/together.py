@@ -27,8 +27,9 @@ def together(
 
     All cases get the same fixtures. A case may not skip.
 
-    name: the argument that takes the case.
-    ids: the function that names a case.
+    Args:
+        name: the argument that takes the case.
+        ids: the function that names a case.
     """
     cases = list(cases)
     assert cases, "no cases"

@@ -25,7 +25,8 @@ _ROWS = {"nvfp4": 16, "mxfp8": 32}  # kind -> ComfyUI pads the number of rows of
 def form_for(recipe: Recipe) -> Container:
     """Return the container in which ComfyUI stores a recipe's codes and scales.
 
-    Raises CheckpointError if ComfyUI has no such container.
+    Raises:
+        CheckpointError: if ComfyUI has no such container.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -37,8 +38,9 @@ def form_for(recipe: Recipe) -> Container:
 def check(form: Container | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise CheckpointError for the first layer that ComfyUI could not load once it is quantized.
 
-    form: the container to write. Nothing is checked if it is None or not one of ComfyUI's.
-    shapes: layer name -> shape, for the layers to quantize.
+    Args:
+        form: the container to write. Nothing is checked if it is None or not one of ComfyUI's.
+        shapes: layer name -> shape, for the layers to quantize.
     """
     if form is not None and form.format == FORMAT:
         for name, text in troubles({name: (form, shape) for name, shape in shapes.items()}):
@@ -48,7 +50,8 @@ def check(form: Container | None, shapes: Mapping[str, tuple[int, ...]]) -> None
 def troubles(layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:
     """Yield (layer name, fault as text) for each layer that ComfyUI's loader would pad or reject.
 
-    layers: layer name -> (one of ComfyUI's containers, shape), for the quantized layers.
+    Args:
+        layers: layer name -> (one of ComfyUI's containers, shape), for the quantized layers.
     """
     for name, (form, shape) in layers.items():
         multiple = _ROWS[form.kind]

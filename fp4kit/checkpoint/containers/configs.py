@@ -79,8 +79,9 @@ def container_id(form: Container, has_input_scale: bool) -> str:
 def compressed_format(name: str) -> str:
     """Return the ``format`` that compressed-tensors declares for the layers of one of its containers.
 
-    name: the name of the container, such as "compressed-tensors nvfp4-pack-quantized". All FP8 containers have the
-        format "float-quantized".
+    Args:
+        name: the name of the container, such as "compressed-tensors nvfp4-pack-quantized". All FP8 containers have the
+            format "float-quantized".
     """
     return "float-quantized" if name in (CT_FP8.name, CT_FP8_ROWS.name) else name.removeprefix("compressed-tensors ")
 
@@ -101,11 +102,12 @@ def declarations(
     The second is None for formats that have no hf_quant_config.json. The KV cache is declared unquantized; if the
     checkpoint has scales for it, the caller changes the declaration.
 
-    form: the container of the quantized layers.
-    ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
-    has_input_scale: True if the quantized layers have input scales.
-    own: fp4kit's record of the conversion (version, recipe), stored under the key ``fp4kit``.
-    layers: names of the quantized layers; used only for DeepSeek-V4 with NVFP4 experts.
+    Args:
+        form: the container of the quantized layers.
+        ignore: the exclusion list, which names the layers that loaders must treat as unquantized.
+        has_input_scale: True if the quantized layers have input scales.
+        own: fp4kit's record of the conversion (version, recipe), stored under the key ``fp4kit``.
+        layers: names of the quantized layers; used only for DeepSeek-V4 with NVFP4 experts.
     """
     declared = {**_MAKERS[form.format](form, list(ignore), has_input_scale), "fp4kit": dict(own)}
     if form is DEEPSEEK_V4_NVFP4:
@@ -126,10 +128,11 @@ def mixed_declarations(
     compressed-tensors has a config group per container, whose targets are its layers. Model-Optimizer's
     MIXED_PRECISION names the algorithm of every layer, and no unquantized layers.
 
-    layers: container -> names of its layers.
-    ignore: the exclusion list of compressed-tensors.
-    scaled: the names of the containers whose layers have input scales.
-    own: fp4kit's record of the conversion.
+    Args:
+        layers: container -> names of its layers.
+        ignore: the exclusion list of compressed-tensors.
+        scaled: the names of the containers whose layers have input scales.
+        own: fp4kit's record of the conversion.
     """
     if next(iter(layers)).format == "compressed-tensors":
         compressed = {
@@ -184,7 +187,8 @@ def awq_declarations(
 
     Return (``quantization_config`` of config.json, hf_quant_config.json). The second is None if ``beside`` is None.
 
-    declared, beside: the two configs for NVFP4, as ``declarations`` returns them.
+    Args:
+        declared, beside: the two configs for NVFP4, as ``declarations`` returns them.
     """
     config = {key: value for key, value in declared.items() if key != "config_groups"} | {"quant_algo": "NVFP4_AWQ"}
     if beside is None:
@@ -249,7 +253,8 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
 def _group_of(form: Container, weights: Mapping[str, Any], inputs: Mapping[str, Any] | None) -> dict[str, Any]:
     """Return a config group of compressed-tensors for all Linear layers.
 
-    weights, inputs: the schemes of weights and inputs; None leaves inputs unquantized.
+    Args:
+        weights, inputs: the schemes of weights and inputs; None leaves inputs unquantized.
     """
     return {
         "targets": ["Linear"],
@@ -291,8 +296,10 @@ def _deepseek_v4_nvfp4(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts, as ``declarations`` does.
 
-    declared: the ``quantization_config`` of the FP8 layers, to which the NVFP4 entries are added.
-    layers: names of the NVFP4 experts, from which the containers of experts are declared.
+    Args:
+        declared: the ``quantization_config`` of the FP8 layers, to which the NVFP4 entries are added.
+        layers: names of the NVFP4 experts, from which the containers of experts are declared.
+
     Source: Model-Optimizer examples/deepseek/deepseek_v4/quantize_to_nvfp4.py.
     """
     one = {"quant_algo": "NVFP4", "group_size": form.group_size}

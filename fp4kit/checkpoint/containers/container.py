@@ -85,8 +85,9 @@ _Pair = tuple[str, str]
 class OutputTensor:
     """Describe one tensor to be written.
 
-    dtype: its safetensors dtype.
-    part: what it holds of its layer, such as CODES or SCALES; VALUES for an unquantized tensor.
+    Attributes:
+        dtype: its safetensors dtype.
+        part: what it holds of its layer, such as CODES or SCALES; VALUES for an unquantized tensor.
     """
 
     name: str
@@ -104,29 +105,32 @@ class OutputTensor:
 class Container:
     """Describe one container: how a quantized layer is stored as tensors.
 
-    name: the container's unique name, as in the table at the head of this file.
-    format: the value of ``--format`` that writes it; "" for containers that are only read.
-    kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (128x128 blocks), "fp8 rows" or "fp8 tensor".
-    element: the element format of the codes.
-    scale: the element format of the block scales; None for float32 scales.
-    block: (rows, columns) that share one block scale.
-    suffixes: part (CODES, SCALES, ...) -> suffix. The name of the part's tensor is the module's name and this suffix.
-    codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
-    tensor_scale_shape: the shape of the tensor scale and input scale of a single layer.
-    divides: True if decoding divides by the stored tensor scale; False if it multiplies.
-    stack: how experts are stored. "": as separate layers. "rows": [E, N, K], as in MLX and GGUF. "blocks":
-        [E, N, K/32, 16]. "columns": [E, K/2, N].
-    tensor_scale_unit: the stored value is the tensor scale times this factor.
-    is_exact: True if some other container differs from this container only in the shape of the scales or in the tensor
-        scale. Then a damaged layer (with scales of the wrong shape, or without its tensor scale) is never read as this
-        container, even where damaged layers are accepted to report them.
-    in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. This tensor has the layer's shape.
-    high_first: True if a byte of 4-bit codes has the even element in the high nibble.
-    swizzled: True if the block scales are stored in the order of cuBLAS, in tiles of 128 rows and 4 columns.
-    rounds: True if decoded values are rounded to the dtype in which the scales are stored.
-    flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
-    method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
-    algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none must.
+    Attributes:
+        name: the container's unique name, as in the table at the head of this file.
+        format: the value of ``--format`` that writes it; "" for containers that are only read.
+        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (128x128 blocks), "fp8 rows" or "fp8 tensor".
+        element: the element format of the codes.
+        scale: the element format of the block scales; None for float32 scales.
+        block: (rows, columns) that share one block scale.
+        suffixes: part (CODES, SCALES, ...) -> suffix. The name of the part's tensor is the module's name and this
+            suffix.
+        codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
+        tensor_scale_shape: the shape of the tensor scale and input scale of a single layer.
+        divides: True if decoding divides by the stored tensor scale; False if it multiplies.
+        stack: how experts are stored. "": as separate layers. "rows": [E, N, K], as in MLX and GGUF. "blocks": [E, N,
+            K/32, 16]. "columns": [E, K/2, N].
+        tensor_scale_unit: the stored value is the tensor scale times this factor.
+        is_exact: True if some other container differs from this container only in the shape of the scales or in the
+            tensor scale. Then a damaged layer (with scales of the wrong shape, or without its tensor scale) is never
+            read as this container, even where damaged layers are accepted to report them.
+        in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. This tensor has the layer's
+            shape.
+        high_first: True if a byte of 4-bit codes has the even element in the high nibble.
+        swizzled: True if the block scales are stored in the order of cuBLAS, in tiles of 128 rows and 4 columns.
+        rounds: True if decoded values are rounded to the dtype in which the scales are stored.
+        flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
+        method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
+        algorithm: the ``quant_algo`` that must be declared for a layer to be read as this container; "" if none must.
     """
 
     name: str
@@ -226,8 +230,9 @@ class Container:
     def specs(self, shape: tuple[int, ...], has_input_scale: bool = False) -> dict[str, Spec]:
         """Return part -> (safetensors dtype, shape) for the tensors that store a layer.
 
-        shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
-        has_input_scale: True to include the input scale.
+        Args:
+            shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
+            has_input_scale: True to include the input scale.
         """
         *lead, rows, columns = shape
         height, width = self.for_columns(columns).block
@@ -267,9 +272,10 @@ class Container:
     def outputs(self, module: str, shape: tuple[int, ...], has_input_scale: bool = False) -> tuple[OutputTensor, ...]:
         """Return the tensors to write for a layer.
 
-        module: the layer's name.
-        shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
-        has_input_scale: True to include the input scale.
+        Args:
+            module: the layer's name.
+            shape: the shape of the layer, [N, K], or [E, N, K] for a stack of experts.
+            has_input_scale: True to include the input scale.
         """
         specs = self.specs(shape, has_input_scale).items()
         return tuple(OutputTensor(module + self.suffixes[part], *spec, part) for part, spec in specs)
@@ -369,10 +375,11 @@ def _modelopt(
 ) -> Container:
     """Return one of Model-Optimizer's containers.
 
-    name: the container's name without "modelopt".
-    element, scale: the element formats of codes and block scales.
-    size: the number of elements per block.
-    dtypes: the safetensors dtypes of codes and block scales.
+    Args:
+        name: the container's name without "modelopt".
+        element, scale: the element formats of codes and block scales.
+        size: the number of elements per block.
+        dtypes: the safetensors dtypes of codes and block scales.
     """
     suffixes = {CODES: ".weight", SCALES: ".weight_scale"}
     if kind == "nvfp4":
@@ -385,10 +392,11 @@ def _compressed(
 ) -> Container:
     """Return one of the containers of compressed-tensors.
 
-    name: the container's name without "compressed-tensors".
-    element, scale: the element formats of codes and block scales.
-    size: the number of elements per block.
-    dtypes: the safetensors dtypes of codes and block scales.
+    Args:
+        name: the container's name without "compressed-tensors".
+        element, scale: the element formats of codes and block scales.
+        size: the number of elements per block.
+        dtypes: the safetensors dtypes of codes and block scales.
     """
     suffixes = {CODES: ".weight" if kind == "mxfp8" else ".weight_packed", SCALES: ".weight_scale"}
     if kind == "nvfp4":
@@ -455,9 +463,10 @@ _FP8_DTYPES = ("F8_E4M3", "F32")
 def _fp8(name: str, block: tuple[int, int], method: str) -> Container:
     """Return a container of FP8 codes with float32 scales.
 
-    name: the container's name without the method.
-    block: (rows, columns) per scale; (1, 0) for one scale per row; (0, 0) for one scale per layer.
-    method: the ``quant_method`` of config.json that declares the container.
+    Args:
+        name: the container's name without the method.
+        block: (rows, columns) per scale; (1, 0) for one scale per row; (0, 0) for one scale per layer.
+        method: the ``quant_method`` of config.json that declares the container.
     """
     part = SCALES if block[0] else TENSOR_SCALE
     suffixes = {CODES: ".weight", part: ".weight_scale", INPUT_SCALE: ".input_scale"}
@@ -503,8 +512,9 @@ MODELOPT_AWQ = replace(
 def _svdquant(name: str, prefix: str) -> Container:
     """Return a container of Model-Optimizer's SVDQuant: NVFP4_AWQ with a low-rank matrix that is added on decode.
 
-    name: the container's name without "modelopt".
-    prefix: the beginning of the names of the low-rank parts, after the layer's name.
+    Args:
+        name: the container's name without "modelopt".
+        prefix: the beginning of the names of the low-rank parts, after the layer's name.
     """
     low_rank = {LOW_RANK_A: f"{prefix}svdquant_lora_a", LOW_RANK_B: f"{prefix}svdquant_lora_b"}
     return replace(MODELOPT_AWQ, name=f"modelopt {name}", suffixes={**MODELOPT_AWQ.suffixes, **low_rank})
@@ -525,10 +535,11 @@ AUTO_ROUND = tuple(
 def _comfy(like: Container, name: str, format: str = "comfy", **more: Any) -> Container:
     """Return a variant of a container as ComfyUI stores it: with swizzled block scales and a tag beside the codes.
 
-    like: the container whose names, formats and dtypes are used.
-    name: the new container's name without "comfy".
-    format: the value of ``--format`` that writes it; "" if it is only read.
-    more: further fields of Container to change.
+    Args:
+        like: the container whose names, formats and dtypes are used.
+        name: the new container's name without "comfy".
+        format: the value of ``--format`` that writes it; "" if it is only read.
+        more: further fields of Container to change.
     """
     suffixes = {**like.suffixes, INPUT_SCALE: ".input_scale", TAG: ".comfy_quant"}
     return replace(
@@ -545,9 +556,10 @@ COMFY_FP8 = _comfy(MODELOPT_FP8, "float8_e4m3fn", "")
 def _torchao(name: str, like: Container, tensor_scale: bool = False) -> Container:
     """Return a variant of a container as torchao's safetensors files store it, with swizzled scales; it is only read.
 
-    name: the new container's name without "torchao".
-    like: the container whose formats and dtypes are used.
-    tensor_scale: True if a tensor scale is stored.
+    Args:
+        name: the new container's name without "torchao".
+        like: the container whose formats and dtypes are used.
+        tensor_scale: True if a tensor scale is stored.
     """
     suffixes = {CODES: "._weight_qdata", SCALES: "._weight_scale"}
     if tensor_scale:
@@ -567,9 +579,10 @@ TORCHAO = (
 def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> Container:
     """Return one of MLX's containers.
 
-    name: the container's kind, and its name without "mlx".
-    element, scale: the element formats of codes and block scales.
-    size: the number of elements per block.
+    Args:
+        name: the container's kind, and its name without "mlx".
+        element, scale: the element formats of codes and block scales.
+        size: the number of elements per block.
     """
     suffixes = {CODES: ".weight", SCALES: ".scales"}
     return Container(
@@ -580,8 +593,9 @@ def _mlx(name: str, element: ElementFormat, scale: ElementFormat, size: int) -> 
 def _gguf(kind: str, scale: ElementFormat) -> Container:
     """Return the GGUF container of a kind, without a tensor scale.
 
-    kind: "mxfp4" or "nvfp4".
-    scale: the element format of the block scales.
+    Args:
+        kind: "mxfp4" or "nvfp4".
+        scale: the element format of the block scales.
     """
     block, dtype = GGUF_BLOCKS[kind], kind.upper()
     suffixes = {CODES: ".weight", INPUT_SCALE: ".input_scale"}

@@ -63,7 +63,8 @@ def config_of(metadata: Mapping[str, str]) -> dict[str, Any]:
     It holds the architecture. If the header has them, it also holds the numbers of layers and heads, and fp4kit's
     record of the conversion.
 
-    metadata: key -> value as text, from the header.
+    Args:
+        metadata: key -> value as text, from the header.
     """
     architecture = metadata.get(ARCHITECTURE, "")
     config: dict[str, Any] = {ARCHITECTURE: architecture}
@@ -113,9 +114,10 @@ _BEFORE_BIAS = re.compile(
 def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection[str]) -> Iterator[tuple[str, str]]:
     """Yield (module, fault as text) for each module whose tensor scale (``.scale``) llama.cpp cannot use.
 
-    architecture: the value of ``general.architecture`` in the file's header.
-    scaled: the names of the modules that have a tensor scale.
-    tensors: the names of all tensors in the file.
+    Args:
+        architecture: the value of ``general.architecture`` in the file's header.
+        scaled: the names of the modules that have a tensor scale.
+        tensors: the names of all tensors in the file.
     """
     for module in scaled:
         if not _SCALED.fullmatch(module):

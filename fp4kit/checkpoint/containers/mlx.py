@@ -62,7 +62,8 @@ _LOSING = {"ernie4_5_moe", "mellum", "qwen3_moe"}  # sanitize stacks the weights
 def form_for(recipe: Recipe) -> Container:
     """Return the MLX container that stores a recipe's codes and scales.
 
-    Raises CheckpointError if there is none, or if the recipe has a tensor scale, which linear layers of mlx-lm ignore.
+    Raises:
+        CheckpointError: if there is none, or if the recipe has a tensor scale, which linear layers of mlx-lm ignore.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -84,9 +85,10 @@ def declaration(form: Container) -> dict[str, Any]:
 def check(form: Container | None, config: Mapping[str, Any], modules: Collection[str]) -> None:
     """Raise CheckpointError if mlx-lm could not load a model once ``modules`` are quantized.
 
-    form: the container to write. Nothing is checked if it is None or not one of MLX's.
-    config: the content of config.json, whose ``model_type`` decides.
-    modules: the names of the layers to quantize.
+    Args:
+        form: the container to write. Nothing is checked if it is None or not one of MLX's.
+        config: the content of config.json, whose ``model_type`` decides.
+        modules: the names of the layers to quantize.
     """
     if form is None or form.format != FORMAT:
         return
@@ -107,8 +109,9 @@ def check(form: Container | None, config: Mapping[str, Any], modules: Collection
 def troubles(config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
     """Yield (module or file, fault as text) for each reason why mlx-lm would reject a directory or load it wrongly.
 
-    config: the content of config.json.
-    layers: module name -> container, for the quantized layers.
+    Args:
+        config: the content of config.json.
+        layers: module name -> container, for the quantized layers.
     """
     declared = config.get("quantization")
     if not isinstance(declared, Mapping):

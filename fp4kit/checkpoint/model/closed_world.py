@@ -61,8 +61,9 @@ class Model(Protocol):
 def items_of(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
     """Return every item of an opened model, refused ones included (see ``account``).
 
-    weights: the weights that ``weights_of`` finds in the model.
-    ignore: globs of item names, as given with ``--ignore``.
+    Args:
+        weights: the weights that ``weights_of`` finds in the model.
+        ignore: globs of item names, as given with ``--ignore``.
     """
     return account(model.tensors, weights, model.config, model.hf_quant_config, ignore)
 
@@ -70,8 +71,9 @@ def items_of(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] 
 def check_model(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
     """Return every item of an opened model. Raise CheckpointError if one is refused (see ``check``).
 
-    weights: the weights that ``weights_of`` finds in the model.
-    ignore: globs of item names, as given with ``--ignore``.
+    Args:
+        weights: the weights that ``weights_of`` finds in the model.
+        ignore: globs of item names, as given with ``--ignore``.
     """
     patterns = tuple(ignore)
     items = items_of(model, weights, patterns)
@@ -88,9 +90,11 @@ def account(
 ) -> tuple[Item, ...]:
     """Return every item of a checkpoint: first its tensors, then its configs, then its metadata.
 
-    tensors, weights: all tensors of the checkpoint, and the weights that ``weights_of`` finds in them.
-    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if a file is missing.
-    ignore: globs of item names, as given with ``--ignore``. The group of a refused item that matches one is IGNORED.
+    Args:
+        tensors, weights: all tensors of the checkpoint, and the weights that ``weights_of`` finds in them.
+        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if a file is missing.
+        ignore: globs of item names, as given with ``--ignore``. The group of a refused item that matches one is
+            IGNORED.
     """
     patterns = tuple(ignore)
     found = [
@@ -110,7 +114,8 @@ def account(
 def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
     """Raise CheckpointError if an item is refused, or if a glob in ``ignore`` matches no item that would be refused.
 
-    items: the items, as ``account`` returns them for the same ``ignore``.
+    Args:
+        items: the items, as ``account`` returns them for the same ``ignore``.
     """
     found = tuple(items)
     for pattern in ignore:
@@ -233,7 +238,8 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
     It concerns GGUF and torchao, whose NVFP4 layers are read without a tensor scale too. mlx-lm stores tensor scales
     only for experts.
 
-    weights: the quantized layers of a checkpoint.
+    Args:
+        weights: the quantized layers of a checkpoint.
     """
     found = [w for w in weights if w.container is not None and w.container.kind == "nvfp4" and _may_lack_scale(w)]
     without = [weight.name for weight in found if TENSOR_SCALE not in weight.parts]
@@ -277,7 +283,8 @@ def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str
     rest follows a dot. It may follow an underscore for a stack of experts, and if it is in _REFUSED_TENSORS.
     Return None if there is no such layer.
 
-    quantized: module name -> quantized weight.
+    Args:
+        quantized: module name -> quantized weight.
     """
     at = name.rfind(".")
     while at > 0:
@@ -307,7 +314,9 @@ _SCALES_OF_LAYERS = ("input_scale", "input_global_scale", "output_scale")
 def is_known_beside(rest: str, entry: TensorEntry) -> bool:
     """Return whether a tensor that is named after a quantized layer is known not to change the decoded weight.
 
-    rest: the end of its name, after the layer's name (see layer_above). entry: its dtype and shape.
+    Args:
+        rest: the end of its name, after the layer's name (see layer_above).
+        entry: its dtype and shape.
     """
     return rest in _CARRIED_TENSORS and not (rest == "input_scale" and len(entry.shape) > 1)
 
@@ -315,9 +324,11 @@ def is_known_beside(rest: str, entry: TensorEntry) -> bool:
 def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
     """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales.
 
-    name: the name of the tensor. rest: the end of this name, after the layer's name (see layer_above).
-
     The item is CARRIED if the tensor is known not to change the weights, otherwise REFUSED with the reason.
+
+    Args:
+        name: the name of the tensor.
+        rest: the end of this name, after the layer's name (see layer_above).
     """
     if is_known_beside(rest, entry):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
@@ -379,10 +390,12 @@ def _is_mxfp6(codes: TensorEntry, scales: TensorEntry) -> bool:
 def _blocks_along_outputs(stack: str, tensors: Tensors) -> bool:
     """Return whether a stack of packed 4-bit codes [E, K, N/2] has one scale byte per 32 elements along N.
 
-    N is the output axis. Containers that fp4kit reads have blocks along the input axis K.
+    N is the output axis. Containers that fp4kit reads have blocks along the input axis K. Return False if there is no
+    tensor ``stack``.
 
-    stack: the tensor name of the codes; the scales are in ``{stack}_weight_scale``. Return False if there is no tensor
-        ``stack``.
+    Args:
+        stack: the tensor name of the codes. The scales must be in ``{stack}_weight_scale``.
+        tensors: all tensors of the checkpoint.
     """
     if stack not in tensors:
         return False
@@ -397,7 +410,8 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
     This is a missing tensor or a wrong shape of the scales: "modelopt NVFP4, but P.weight_scale_2 is missing". Return
     "" if no container is near.
 
-    module: the name of the layer.
+    Args:
+        module: the name of the layer.
     """
     best = ""
     for container in CONTAINERS:
@@ -424,7 +438,9 @@ def _unfitting_part(container: Container, names: Mapping[str, str], shape: tuple
 
     A layer is near if its scales have the usual shape or the usual dtype.
 
-    names: part -> tensor name. shape: the shape of the layer.
+    Args:
+        names: part -> tensor name.
+        shape: the shape of the layer.
     """
     specs = container.specs(shape, INPUT_SCALE in names and names[INPUT_SCALE] in tensors)
     found = {part: tensors[names[part]][1] for part in specs if names[part] in tensors}
@@ -489,8 +505,9 @@ _NIBBLES = (
 def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) -> Item:
     """Compare the content of a layer's tensor ``.comfy_quant`` with the layer's tensors, and return the item for it.
 
-    tagged: layer -> its entry in ComfyUI's metadata, which replaces the tensor's content; None if it has no entry (see
-        ``comfy_layers``).
+    Args:
+        tagged: layer -> its entry in ComfyUI's metadata, which replaces the tensor's content; None if it has no entry
+            (see ``comfy_layers``).
     """
     place = weight.parts[TAG]
     with Readers() as readers:
@@ -502,7 +519,8 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
     """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the tensors.
 
-    entry: the parsed content of the tag, or the layer's entry in the metadata.
+    Args:
+        entry: the parsed content of the tag, or the layer's entry in the metadata.
     """
     assert weight.container is not None
     if not isinstance(entry, Mapping):
@@ -559,7 +577,10 @@ def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[st
 
     A conversion does not copy such entries, because its result stores the layers otherwise.
 
-    key: the key of the entry. tensors: the tensors of the model. quantized: the module names of its quantized layers.
+    Args:
+        key: the key of the entry.
+        tensors: the tensors of the model.
+        quantized: the module names of its quantized layers.
     """
     return key == COMFY_METADATA or key in tensors or key.removesuffix(".weight") in quantized
 
@@ -570,7 +591,9 @@ def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item
     The metadata as a whole is one item. An unknown key or version is another item, and so is each described layer that
     is missing, is unquantized or has no tensor ``.comfy_quant`` of its own.
 
-    text: the metadata, as JSON. quantized: module name -> quantized weight.
+    Args:
+        text: the metadata, as JSON.
+        quantized: module name -> quantized weight.
     """
     content = parse_object(text.encode(), f"metadata {COMFY_METADATA}")
     unknown = [key for key in content if key not in ("format_version", "layers")]
@@ -603,9 +626,10 @@ _TORCHAO_DTYPES = {"float4_e2m1fn_x2": "mxfp4", "float8_e4m3fn": "mxfp8"}
 def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
     """Return the item for a metadata entry that torchao writes per tensor: the tensor's class and fields, as JSON.
 
-    key: the name of the tensor.
-    text: the entry.
-    weight: the quantized layer that the entry describes; None if the tensor is not one.
+    Args:
+        key: the name of the tensor.
+        text: the entry.
+        weight: the quantized layer that the entry describes; None if the tensor is not one.
     """
     try:
         content = json.loads(text)
@@ -627,9 +651,10 @@ def _torchao_item(key: str, text: str, weight: Weight | None) -> Item:
 def _torchao_trouble(kind: str, data: Mapping[str, Any], form: Container) -> str:
     """Return the reason to refuse a metadata entry of torchao that contradicts the layer's tensors; "" if it agrees.
 
-    kind: the class that the entry names, such as "NVFP4Tensor".
-    data: the fields of the entry, such as block_size.
-    form: the container of the layer.
+    Args:
+        kind: the class that the entry names, such as "NVFP4Tensor".
+        data: the fields of the entry, such as block_size.
+        form: the container of the layer.
     """
     size = data.get("block_size", form.group_size)
     dtype = data.get("elem_dtype")
@@ -646,7 +671,9 @@ def _without_class(files: Iterable[SafetensorsFile], quantized: Mapping[str, Wei
 
     Without the entry, it is unknown whether the block scales are swizzled.
 
-    files: the files of the checkpoint. quantized: module name -> quantized weight.
+    Args:
+        files: the files of the checkpoint.
+        quantized: module name -> quantized weight.
     """
     keys = {key for file in files if not is_gguf(file.path) for key in file.metadata}
     for name, weight in quantized.items():

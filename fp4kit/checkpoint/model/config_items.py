@@ -28,7 +28,8 @@ Check = Callable[[Any, "_Layers"], str]
 class _Layers(NamedTuple):
     """Hold the quantized layers of a checkpoint, with which the checks compare config entries.
 
-    forms: module name -> container.
+    Attributes:
+        forms: module name -> container.
     """
 
     forms: Mapping[str, Container]
@@ -276,7 +277,8 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
     Every quantized layer must be a target of a group whose format and scheme fit it. If no group has targets, nothing
     is compared.
 
-    groups: the config groups, known and well-formed.
+    Args:
+        groups: the config groups, known and well-formed.
     """
     if not any("targets" in group for group in groups):
         return ""
@@ -317,7 +319,9 @@ def _matches(group: Mapping[str, Any], name: str) -> bool:
     - the name of a class, such as Linear or FusedMoE, which matches every layer;
     - the name of the layer, which may lack its first components, or the name of a module that contains the layer.
 
-    group: an entry of ``config_groups``. name: the name of the layer.
+    Args:
+        group: an entry of ``config_groups``.
+        name: the name of the layer.
     """
     for target in group.get("targets") or ():
         if target.startswith("re:"):
@@ -384,8 +388,9 @@ def _listed(value: Any, layers: _Layers) -> str:
 def _excludes(pattern: str, name: str) -> bool:
     """Return whether an entry of a list of unquantized layers names a layer.
 
-    pattern: a regular expression ("re:..."), a glob with "*", or a whole name.
-    name: the name of the layer.
+    Args:
+        pattern: a regular expression ("re:..."), a glob with "*", or a whole name.
+        name: the name of the layer.
     """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
@@ -404,8 +409,9 @@ _QUARK_DTYPES = {
 def _quark_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse quark's config because it contradicts the tensors of a layer, or "" (see Check).
 
-    value: the whole config. An entry of layer_quant_config, by name or glob, decides for its layers. For all other
-        layers, one entry of layer_type_quant_config or global_quant_config must fit.
+    Args:
+        value: the whole config. An entry of layer_quant_config, by name or glob, decides for its layers. For all other
+            layers, one entry of layer_type_quant_config or global_quant_config must fit.
     """
     of_names, of_types = (value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config"))
     for name, form in layers.forms.items():
@@ -449,8 +455,9 @@ _AUTO_ROUND_KINDS = {
 def _auto_round_layers(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse auto-round's config because it contradicts the tensors of a layer, or "" (see Check).
 
-    value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. A layer
-        that only a regular expression matches may also fit the entries for all layers.
+    Args:
+        value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. A
+            layer that only a regular expression matches may also fit the entries for all layers.
     """
     extra = value.get("extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -467,7 +474,9 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
 def _names_layer(key: str, name: str) -> bool:
     """Return whether a key of auto-round's ``extra_config`` matches a layer.
 
-    key: the name of the layer, or a regular expression that is found in it. name: the name of the layer.
+    Args:
+        key: the name of the layer, or a regular expression that is found in it.
+        name: the name of the layer.
     """
     pattern = _compiled(key)
     return key == name or (pattern is not None and pattern.search(name) is not None)
@@ -476,7 +485,8 @@ def _names_layer(key: str, name: str) -> bool:
 def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
     """Return whether bits, data_type and group_size of auto-round fit layers of a container. A missing key fits.
 
-    entry: the config, or the entry of a layer merged into it.
+    Args:
+        entry: the config, or the entry of a layer merged into it.
     """
     bits, data_type = entry.get("bits"), str(entry.get("data_type", ""))
     known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
@@ -646,7 +656,9 @@ def _layers(weights: Mapping[str, Weight]) -> _Layers:
 def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     """Yield an item for each key of a ``quantization_config``. Its ``quant_method`` decides which keys are known.
 
-    value: the content of ``quantization_config``. path: its path in config.json, with which the items' names begin.
+    Args:
+        value: the content of ``quantization_config``.
+        path: its path in config.json, with which the items' names begin.
     """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
@@ -670,10 +682,11 @@ def _entries(
 ) -> Iterator[Item]:
     """Yield an item for each key of a JSON object in a config file.
 
-    value: the object.
-    path: the path of the object, with which the names of the items begin.
-    place: the name of the config file.
-    known: key -> (group, reason, check). An unknown key is refused, and so is a value that the check refuses.
+    Args:
+        value: the object.
+        path: the path of the object, with which the names of the items begin.
+        place: the name of the config file.
+        known: key -> (group, reason, check). An unknown key is refused, and so is a value that the check refuses.
     """
     for key, one in value.items():
         name = f"{path}.{key}"
@@ -690,7 +703,9 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 
     If the scheme of a layer contradicts its tensors, the only item is a refused one.
 
-    value: the content of ``quantization``. path: its path in config.json.
+    Args:
+        value: the content of ``quantization``.
+        path: its path in config.json.
     """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
@@ -721,8 +736,9 @@ def lost_column_scales(
     Model-Optimizer multiplies most factors into preceding layers and does not store them. A checkpoint that has lost
     its factors therefore looks like a checkpoint without stored factors.
 
-    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
-    weights: the weights that ``weights_of`` finds.
+    Args:
+        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
+        weights: the weights that ``weights_of`` finds.
     """
     entry = declared(with_declaration(config, hf_quant_config))
     groups = entry.get("config_groups")
@@ -742,8 +758,9 @@ def hf_quant_items(
 ) -> Iterator[Item]:
     """Yield an item for each entry of hf_quant_config.json; none if no layer is quantized.
 
-    content: the content of the file. config: the content of config.json, whose ``quant_method`` decides which entries
-        are compared with the tensors.
+    Args:
+        content: the content of the file.
+        config: the content of config.json, whose ``quant_method`` decides which entries are compared with the tensors.
     """
     known = {**_COMMON, **(METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT)}
     layers = _layers(weights)

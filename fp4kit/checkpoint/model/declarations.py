@@ -36,7 +36,8 @@ def with_declaration(config: Mapping[str, Any], hf_quant_config: Mapping[str, An
     A declaration in hf_quant_config.json is used only if config.json has none. It gets the keys of config.json, and so
     does a declaration of this form inside config.json. If there is no declaration at all, return ``config`` unchanged.
 
-    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
+    Args:
+        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
     """
     found = declared(config)
     other = (found or hf_quant_config or {}).get("quantization")

@@ -15,7 +15,8 @@ from fp4kit.storage.errors import CheckpointError, shown
 def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     """Raise CheckpointError if a config file declares quantization although no tensor is quantized.
 
-    weights: the weights that ``weights_of`` finds in the source.
+    Args:
+        weights: the weights that ``weights_of`` finds in the source.
     """
     stored = [weight for weight in weights.values() if weight.container is not None]
     why = "" if stored else unfulfilled(source.config, source.hf_quant_config)
@@ -28,7 +29,8 @@ def unfulfilled(config: Mapping[str, Any], hf_quant_config: Mapping[str, Any] | 
 
     Return "" if they do not.
 
-    config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
+    Args:
+        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if that file is missing.
     """
     return next(_declarations(config, hf_quant_config), "")
 

@@ -24,7 +24,8 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
     A slice has as many rows as fit into CHUNK_ELEMENTS elements, rounded down to a multiple of ``multiple``, but at
     least ``multiple`` rows. The last slice may be shorter. A matrix without rows gives no slice.
 
-    rows, columns: the shape of the matrix.
+    Args:
+        rows, columns: the shape of the matrix.
     """
     step = max(1, CHUNK_ELEMENTS // max(columns, 1) // multiple) * multiple
     for start in range(0, rows, step):
@@ -34,7 +35,9 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 def codes_of(form: Container, stored: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
     """Return the codes of stored rows, [N, K], one code per byte.
 
-    form: the container, which determines the packing. stored: the packed bytes of the rows.
+    Args:
+        form: the container, which determines the packing.
+        stored: the packed bytes of the rows.
     """
     codes: npt.NDArray[np.uint8] = unpacked(stored, form.element.packing)
     return codes
@@ -65,7 +68,8 @@ def _factors(form: Container) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.f
 def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
     """Return the float32 values of block scales, in the shape of ``scales``.
 
-    scales: the block scales as stored: bytes (E4M3 or E8M0), or float32, which is returned unchanged.
+    Args:
+        scales: the block scales as stored: bytes (E4M3 or E8M0), or float32, which is returned unchanged.
     """
     if form.scale is None:
         return scales
@@ -80,9 +84,10 @@ def decode(
 ) -> npt.NDArray[np.float32]:
     """Return value(code) * (block_scale * tensor_scale), [N, K] float32.
 
-    codes: [N, K], one code per byte, as ``codes_of`` returns them.
-    block_scale: the block scales as stored, bytes or float32. A block has form.block (rows, columns) elements.
-    tensor_scale: the factor to multiply by; None stands for 1.
+    Args:
+        codes: [N, K], one code per byte, as ``codes_of`` returns them.
+        block_scale: the block scales as stored, bytes or float32. A block has form.block (rows, columns) elements.
+        tensor_scale: the factor to multiply by; None stands for 1.
 
     Numerics: the product of the scales is computed first. Both products are rounded to nearest even in float32.
     Subnormals are kept. A NaN scale gives NaN. GGUF containers decode as llama.cpp does (see _factors). Recipes that
@@ -111,7 +116,8 @@ def decode_rows(
 
     Rows are decoded in chunks, so that little memory is needed beside the result.
 
-    stored: the packed codes of the rows, as bytes.
+    Args:
+        stored: the packed codes of the rows, as bytes.
     """
     rows, columns = len(stored), stored.shape[1] * 8 // form.element.bits
     result = np.empty((rows, columns), np.float32)

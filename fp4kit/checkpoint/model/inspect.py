@@ -36,10 +36,11 @@ from fp4kit.storage.split_gguf import first_parts_of, read_gguf_model
 class Checkpoint:
     """Describe a checkpoint by its files and configs.
 
-    path: the model directory or file.
-    files: the headers of the files that hold the model's tensors.
-    config: the content of config.json; None if there is no such file.
-    hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
+    Attributes:
+        path: the model directory or file.
+        files: the headers of the files that hold the model's tensors.
+        config: the content of config.json; None if there is no such file.
+        hf_quant_config: the content of hf_quant_config.json; None if there is no such file.
     """
 
     path: Path
@@ -92,8 +93,9 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file.
 
-    Raises CheckpointError if there is no checkpoint at this path, if it is malformed, or if a file is a link that leads
-    out of the directory.
+    Raises:
+        CheckpointError: if there is no checkpoint at this path, if it is malformed, or if a file is a link that leads
+            out of the directory.
     """
     place = Path(path)
     if resolved(place).is_dir():

@@ -25,17 +25,18 @@ _HALVES = {"gate_up_proj": ("gate_proj", "up_proj"), "w13": ("w1", "w3")}
 class Piece:
     """Describe a unit of work of a conversion: rows of a weight, and their place in the output tensors of a layer.
 
-    weight: the weight to read.
-    expert: the index of the matrix in the weight; 0 for a single layer.
-    span: the rows [span[0], span[1]) of that matrix.
-    module: the name of the output layer.
-    form: the container of the outputs; None if they are unquantized.
-    outputs: the tensors of the output layer.
-    total_rows: the number of rows of the output layer, counted over all matrices of a stack.
-    first_row: the index of this piece's first row among these total_rows.
-    transposed: True if unquantized outputs are written transposed, as [K, N].
-    height: the number of rows of the output layer that the piece becomes, for pieces of different heights and for
-        transposed parts of a matrix; 0 for the rows of the span.
+    Attributes:
+        weight: the weight to read.
+        expert: the index of the matrix in the weight; 0 for a single layer.
+        span: the rows [span[0], span[1]) of that matrix.
+        module: the name of the output layer.
+        form: the container of the outputs; None if they are unquantized.
+        outputs: the tensors of the output layer.
+        total_rows: the number of rows of the output layer, counted over all matrices of a stack.
+        first_row: the index of this piece's first row among these total_rows.
+        transposed: True if unquantized outputs are written transposed, as [K, N].
+        height: the number of rows of the output layer that the piece becomes, for pieces of different heights and for
+            transposed parts of a matrix; 0 for the rows of the span.
     """
 
     weight: Weight
@@ -63,7 +64,8 @@ class Piece:
     def share(self, nbytes: int) -> tuple[int, int]:
         """Return (offset, count) of the bytes that this piece writes to an output tensor.
 
-        nbytes: the size of the whole output tensor in bytes. Every row takes an equal share.
+        Args:
+            nbytes: the size of the whole output tensor in bytes. Every row takes an equal share.
         """
         rows = self.height or self.span[1] - self.span[0]
         return nbytes * self.first_row // self.total_rows, nbytes * rows // self.total_rows
@@ -75,8 +77,9 @@ def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any
     A single matrix stays one layer. A stack stays one layer if the container stores stacks, or if the output is
     unquantized. Otherwise it becomes one layer per expert, or two if it holds gate and up.
 
-    form: the container to write; None for unquantized output.
-    config: the content of the model's config.json.
+    Args:
+        form: the container to write; None for unquantized output.
+        config: the content of the model's config.json.
     """
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
@@ -111,10 +114,12 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 
     A gate_up stack gives two layers, gate and up. All other stacks give one.
 
-    expert: the index of the expert in the stack.
-    config: the content of the model's config.json.
+    Args:
+        expert: the index of the expert in the stack.
+        config: the content of the model's config.json.
 
-    Raises CheckpointError if the rows of gate and up alternate, because a range of rows cannot describe that.
+    Raises:
+        CheckpointError: if the rows of gate and up alternate, because a range of rows cannot describe that.
     """
     parent, _, leaf = weight.name.rpartition(".")
     rows = weight.shape[-2]
@@ -132,8 +137,9 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
 def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input_scale: bool) -> Iterator[Piece]:
     """Yield the pieces (units of work) that together write a weight in the container ``form``.
 
-    config: the content of the model's config.json.
-    has_input_scale: True if the outputs include an input scale per layer.
+    Args:
+        config: the content of the model's config.json.
+        has_input_scale: True if the outputs include an input scale per layer.
     """
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:
@@ -167,8 +173,9 @@ def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator
     A stack stays one tensor. A stack of mlx-lm is an exception: it becomes one tensor per expert, as in Hugging Face
     models.
 
-    dtype: the safetensors dtype of the output.
-    transposed: True to write a stack as [E, K, N].
+    Args:
+        dtype: the safetensors dtype of the output.
+        transposed: True to write a stack as [E, K, N].
     """
     rows, columns = weight.shape[-2:]
     stack = len(weight.shape) == 3

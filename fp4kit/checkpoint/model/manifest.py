@@ -61,7 +61,8 @@ def names_in(folder: Path) -> list[str]:
 def is_hidden(name: PurePath) -> bool:
     """Return whether a file or one of the directories in its path begins with a dot. A conversion writes no such file.
 
-    name: the path relative to the model directory.
+    Args:
+        name: the path relative to the model directory.
     """
     return any(part.startswith(".") for part in name.parts)
 
@@ -78,8 +79,9 @@ def _is_inside(path: Path, folder: Path) -> bool:
 def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the content of a manifest, as an object for JSON.
 
-    digests: name -> Digest of every written file.
-    facts: further top-level entries, such as recipe and source.
+    Args:
+        digests: name -> Digest of every written file.
+        facts: further top-level entries, such as recipe and source.
     """
     files = {name: {"sha256": one.sha256, "bytes": one.nbytes} for name, one in sorted(digests.items())}
     return {"fp4kit_manifest": VERSION, **facts, "files": files}
@@ -90,7 +92,8 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
 
     A manifest that is a link out of the directory counts as none.
 
-    Raises CheckpointError if the manifest is malformed or of a version other than VERSION.
+    Raises:
+        CheckpointError: if the manifest is malformed or of a version other than VERSION.
     """
     path = folder / MANIFEST
     if not path.is_file() or not _is_inside(path, folder):
@@ -113,7 +116,8 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
     If the size of a file differs from the manifest, the file is reported without being hashed. A damaged file may be
     sparse and appear to hold terabytes.
 
-    executor: where to hash the files, one call per file; None hashes them in this process.
+    Args:
+        executor: where to hash the files, one call per file; None hashes them in this process.
     """
     found = load_manifest(folder)
     if found is None:
@@ -138,7 +142,8 @@ def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
 
     Return None if the sizes agree, or if the entry has no size.
 
-    facts: the manifest's entry for the file.
+    Args:
+        facts: the manifest's entry for the file.
     """
     size, written = path.stat().st_size, facts.get("bytes")
     if written is None:

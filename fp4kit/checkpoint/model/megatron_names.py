@@ -117,10 +117,11 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
 def _prefix(list_name: str, number: int, root: str, layers: int | None) -> str:
     """Return the Hugging Face prefix of a Megatron layer, such as "model.layers.3".
 
-    list_name: Megatron's list that holds the layer: "decoder", or "mtp" for multi-token prediction.
-    number: the number of the layer in that list.
-    root: the Hugging Face prefix of the model, such as "model".
-    layers: as for hugging_face_names.
+    Args:
+        list_name: Megatron's list that holds the layer: "decoder", or "mtp" for multi-token prediction.
+        number: the number of the layer in that list.
+        root: the Hugging Face prefix of the model, such as "model".
+        layers: as for hugging_face_names.
     """
     if list_name == "decoder":
         return f"{root}.layers.{number}"
@@ -132,8 +133,9 @@ def _outside(plain: str, root: str) -> tuple[str, ...] | None:
 
     Return () for ``_extra_state``, which is not a tensor. Return None if the name is not one of Megatron's.
 
-    plain: the Megatron-Core name without wrappers.
-    root: the Hugging Face prefix of the model, such as "model".
+    Args:
+        plain: the Megatron-Core name without wrappers.
+        root: the Hugging Face prefix of the model, such as "model".
     """
     module, _, kind = plain.rpartition(".")
     if module != "output_layer" and module not in _OUTSIDE:
@@ -149,9 +151,10 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 
     Return () for ``_extra_state``, which is not a tensor. Return None if the parameter is unknown.
 
-    parameter: the Megatron-Core name relative to the layer.
-    is_mtp: True for a multi-token prediction layer.
-    gated: True if the MLPs have gates.
+    Args:
+        parameter: the Megatron-Core name relative to the layer.
+        is_mtp: True for a multi-token prediction layer.
+        gated: True if the MLPs have gates.
     """
     inner = next((inner for inner in _INNER if parameter.startswith(inner)), "") if is_mtp else ""
     parameter = parameter.removeprefix(inner)
@@ -192,7 +195,8 @@ def _expert(parameter: str) -> tuple[str, tuple[str, ...], str] | None:
 def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
     """Raise CheckpointError if an unknown name within a layer contains words that only Megatron uses.
 
-    layer: the match of ``name`` with _LAYER; None, which always passes, if the name is outside the layers.
+    Args:
+        layer: the match of ``name`` with _LAYER; None, which always passes, if the name is outside the layers.
     """
     if layer is not None and _MEGATRON_WORDS.search(layer[3]):
         raise CheckpointError(

@@ -42,12 +42,13 @@ _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)\.safetensors")
 class Source:
     """Describe a model that has passed all checks: a directory whose files agree with its index, or a single file.
 
-    root: the directory, or the GGUF or safetensors file.
-    config: the content of config.json. For a GGUF file, facts from its header (see ggml_names.config_of); for a
-        safetensors file, {}.
-    files: the headers of the model's files, sorted by name.
-    ignored: the names of safetensors files in the directory that are not part of the model.
-    has_index: True if the directory has an index file, of transformers or of Diffusers.
+    Attributes:
+        root: the directory, or the GGUF or safetensors file.
+        config: the content of config.json. For a GGUF file, facts from its header (see ggml_names.config_of); for a
+            safetensors file, {}.
+        files: the headers of the model's files, sorted by name.
+        ignored: the names of safetensors files in the directory that are not part of the model.
+        has_index: True if the directory has an index file, of transformers or of Diffusers.
     """
 
     root: Path
@@ -72,7 +73,8 @@ class Source:
 def resolved(path: Path) -> Path:
     """Return ``path`` as an absolute path with symbolic links resolved. The path need not exist.
 
-    Raises CheckpointError if the symbolic links form a cycle.
+    Raises:
+        CheckpointError: if the symbolic links form a cycle.
     """
     try:
         path.stat()
@@ -89,7 +91,8 @@ def contained(path: Path, root: Path) -> Path:
 
     In a Hugging Face cache, links from ``snapshots/<revision>`` to ``blobs`` are allowed too. The path need not exist.
 
-    Raises CheckpointError if a link leads out of the directory.
+    Raises:
+        CheckpointError: if a link leads out of the directory.
     """
     real_root = resolved(root)
     roots = [real_root]
@@ -104,7 +107,8 @@ def contained(path: Path, root: Path) -> Path:
 def existing_file(root: Path, name: str) -> Path:
     """Return the path of the file ``name`` in the directory ``root``, with symbolic links resolved.
 
-    Raises CheckpointError if the file is missing, is not a regular file, or is a link to a file outside ``root``.
+    Raises:
+        CheckpointError: if the file is missing, is not a regular file, or is a link to a file outside ``root``.
     """
     path = root / name
     real = contained(path, root)
@@ -115,10 +119,12 @@ def existing_file(root: Path, name: str) -> Path:
 
 
 def check_shard_name(name: object) -> str:
-    """Return ``name``, the name of a shard in an index, if it is a plain file name that ends in .safetensors.
+    """Return ``name``, a shard's name from an index, after checking that it is a plain file name.
 
-    Raises CheckpointError for anything else, such as a path, because an index must not name files outside its
-    directory.
+    It must end in .safetensors, must not begin with a dot or a dash, and may have up to 255 bytes.
+
+    Raises:
+        CheckpointError: for anything else, such as a path, because an index must not name files outside its directory.
     """
     plain = (
         isinstance(name, str)
@@ -144,7 +150,8 @@ def index_name(root: Path) -> str | None:
 def load_weight_map(root: Path) -> dict[str, str]:
     """Return the map from tensor name to shard name in the index of the directory ``root``.
 
-    Raises CheckpointError if there is no index, if it has no weight_map, or if a shard name is not a plain file name.
+    Raises:
+        CheckpointError: if there is no index, if it has no weight_map, or if a shard name is not a plain file name.
     """
     name = index_name(root) or INDEX
     index = load_object(existing_file(root, name), name)
@@ -170,7 +177,8 @@ def _check_numbering(names: Iterable[str]) -> None:
 def _safetensors_in(root: Path) -> list[str]:
     """Return the sorted names of the safetensors files in a directory, without subdirectories.
 
-    Raises PermissionError if the directory may not be listed. Path.glob would silently find nothing.
+    Raises:
+        PermissionError: if the directory may not be listed. Path.glob would silently find nothing.
     """
     return sorted(name for name in os.listdir(root) if name.endswith(".safetensors"))
 
@@ -181,10 +189,12 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
     These are the files that the index names. Without an index, they are model.safetensors (or Diffusers' name of it) if
     it exists, otherwise all safetensors files in the directory.
 
-    weight_map: tensor name -> shard name from the index, or None if there is no index.
+    Args:
+        weight_map: tensor name -> shard name from the index, or None if there is no index.
 
-    Raises CheckpointError if there is no file, if a numbered shard is missing, or if there is a model.safetensors that
-    the index does not name.
+    Raises:
+        CheckpointError: if there is no file, if a numbered shard is missing, or if there is a model.safetensors that
+            the index does not name.
     """
     present = _safetensors_in(root)
     if weight_map is not None:
@@ -229,8 +239,9 @@ def _check_no_duplicates(files: Iterable[SafetensorsFile]) -> None:
 def _check_index(weight_map: Mapping[str, str], files: Iterable[SafetensorsFile]) -> None:
     """Raise CheckpointError if the index and the shards disagree about which tensor is in which shard.
 
-    weight_map: tensor name -> shard name, from the index.
-    files: the headers of the shards.
+    Args:
+        weight_map: tensor name -> shard name, from the index.
+        files: the headers of the shards.
     """
     shard_of = {entry.name: file.name for file in files for entry in file.entries}
     absent = [f"{name} in {shard}" for name, shard in weight_map.items() if shard_of.get(name) != shard]
@@ -342,10 +353,12 @@ def hint_on_path(path: Path) -> str:
 def open_source(root: Path) -> Source:
     """Open and check a model without reading tensor data, and return it as a Source.
 
-    root: a model directory, a GGUF file or a safetensors file. A safetensors file that is part of a model directory is
-        rejected, because the directory's config belongs to the model.
+    Args:
+        root: a model directory, a GGUF file or a safetensors file. A safetensors file that is part of a model directory
+            is rejected, because the directory's config belongs to the model.
 
-    Raises CheckpointError if a file is missing or damaged, or if files contradict each other.
+    Raises:
+        CheckpointError: if a file is missing or damaged, or if files contradict each other.
     """
     if is_gguf(root):
         parts = read_gguf_model(root)
@@ -385,8 +398,9 @@ def open_model_files(root: Path) -> tuple[tuple[SafetensorsFile, ...], tuple[str
     Return three values: the headers of the model's files, the names of safetensors files that are not part of the
     model, and whether there is an index.
 
-    Raises CheckpointError if a file is missing, if the files disagree with the index, or if two tensors have the same
-    name.
+    Raises:
+        CheckpointError: if a file is missing, if the files disagree with the index, or if two tensors have the same
+            name.
     """
     if (root / MODEL_INDEX).is_file() and not os.path.lexists(root / CONFIG):
         raise CheckpointError(f"{root}: has no {CONFIG}{_hint_on_directory(root)}")

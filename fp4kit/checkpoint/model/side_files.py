@@ -42,9 +42,10 @@ _DECLARATIONS = ("quantization_config.json", "quantize_config.json", "quant_conf
 class AuxiliaryFile:
     """Describe a file that a conversion copies.
 
-    name: its path, relative both to the source directory and to the output directory.
-    path: the real file, with links resolved.
-    nbytes: its size in bytes.
+    Attributes:
+        name: its path, relative both to the source directory and to the output directory.
+        path: the real file, with links resolved.
+        nbytes: its size in bytes.
     """
 
     name: str
@@ -56,8 +57,9 @@ class AuxiliaryFile:
 class AuxiliaryFiles:
     """List the files of a model directory, other than the model's tensors, that a conversion copies or skips.
 
-    copied: the files to copy.
-    skipped: (name, reason) per file that is not copied.
+    Attributes:
+        copied: the files to copy.
+        skipped: (name, reason) per file that is not copied.
     """
 
     copied: tuple[AuxiliaryFile, ...]
@@ -69,7 +71,8 @@ def _walk(root: Path) -> Iterator[tuple[str, Path]]:
 
     Links to directories, and hidden directories, are yielded like files and are not entered.
 
-    Raises CheckpointError if a directory cannot be read.
+    Raises:
+        CheckpointError: if a directory cannot be read.
     """
     for folder, directories, names in os.walk(root, onerror=_unreadable):
         links = [name for name in directories if (Path(folder) / name).is_symlink()]
@@ -85,7 +88,8 @@ def _unreadable(error: OSError) -> NoReturn:
 
     It is the ``onerror`` of os.walk, which would otherwise skip an unreadable directory silently.
 
-    error: the error, with the name of the file or directory.
+    Args:
+        error: the error, with the name of the file or directory.
     """
     raise CheckpointError(
         f"{shown(str(error.filename))}: cannot be read ({error.strerror}); grant read permission, or remove it"
@@ -95,7 +99,9 @@ def _unreadable(error: OSError) -> NoReturn:
 def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     """Return the reason not to copy a file, for the report, or None if it is to be copied.
 
-    path: the file or directory, as _walk yields it. root: the model directory.
+    Args:
+        path: the file or directory, as _walk yields it.
+        root: the model directory.
     """
     base = path.name
     if path.is_dir():
@@ -124,11 +130,13 @@ def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> Auxili
 
     Return the files to copy and the skipped files. Both are empty if ``root`` is a file.
 
-    model_files: the names of the files that the conversion handles itself: tensors and their index.
-    keeps_layers: True if the result stores its layers as the source does. Otherwise files that declare how the source
-        is quantized are skipped.
+    Args:
+        model_files: the names of the files that the conversion handles itself: tensors and their index.
+        keeps_layers: True if the result stores its layers as the source does. Otherwise files that declare how the
+            source is quantized are skipped.
 
-    Raises CheckpointError if a directory or a file to copy cannot be read.
+    Raises:
+        CheckpointError: if a directory or a file to copy cannot be read.
     """
     copied: list[AuxiliaryFile] = []
     skipped: list[tuple[str, str]] = []

@@ -37,8 +37,9 @@ WHOLE_EXPERT = 64 << 20  # largest transposed matrix, in bytes, that is read int
 class Readers:
     """Read tensors from files that stay open between reads. Call ``close`` at the end, or use a with statement.
 
-    tick: a function to report progress, or None. The method ``bytes`` calls it after each read with the number of bytes
-        read.
+    Args:
+        tick: a function to report progress, or None. The method ``bytes`` calls it after each read with the number of
+            bytes read.
     """
 
     def __init__(self, tick: Callable[[int], None] | None = None) -> None:
@@ -85,17 +86,18 @@ class Readers:
 class Slab(NamedTuple):
     """Hold consecutive rows of one matrix, either unquantized (values) or quantized (codes and scales).
 
-    start: the index of the slab's first row in the matrix.
-    values: unquantized values, (n, K) for n rows; None for a quantized matrix.
-    codes: packed codes, bytes (n, K * bits / 8); None for an unquantized matrix.
-    scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
-    tensor_scale: the factor to multiply by on decode; None if there is none.
-    column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
-    low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded values
-        before the columns are multiplied.
-
     Codes and scales do not depend on how the file stores them: the even element of a byte is in the low nibble, and
     scales are in linear order.
+
+    Attributes:
+        start: the index of the slab's first row in the matrix.
+        values: unquantized values, (n, K) for n rows; None for a quantized matrix.
+        codes: packed codes, bytes (n, K * bits / 8); None for an unquantized matrix.
+        scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
+        tensor_scale: the factor to multiply by on decode; None if there is none.
+        column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
+        low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded
+            values before the columns are multiplied.
     """
 
     start: int
@@ -112,8 +114,9 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
 
     If a stack stores one scalar, all its experts share it.
 
-    part: which scalar, TENSOR_SCALE or INPUT_SCALE. The weight must have it.
-    expert: the index of the matrix; 0 for a single layer.
+    Args:
+        part: which scalar, TENSOR_SCALE or INPUT_SCALE. The weight must have it.
+        expert: the index of the matrix; 0 for a single layer.
     """
     stored = readers.array(weight.parts[part]).reshape(-1)
     return np.float32(stored[expert if stored.size > 1 else 0])
@@ -125,7 +128,8 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
     It is converted if the container stores a divisor or uses a unit (see Container.multiplier). Return None if the
     weight is unquantized or its container has no tensor scale.
 
-    expert: the index of the matrix; 0 for a single layer.
+    Args:
+        expert: the index of the matrix; 0 for a single layer.
     """
     form = weight.container
     if form is None or not form.has_tensor_scale:
@@ -160,12 +164,14 @@ def slabs(
 ) -> Iterator[Slab]:
     """Yield the rows of one matrix of a weight as consecutive slabs.
 
-    expert: the index of the matrix; 0 for a single layer.
-    span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block height.
-    height: the number of rows of every slab, except the last, is a multiple of this.
-    max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. A slab has at least
-        ``height`` rows, even if these have more bytes. A transposed matrix above WHOLE_EXPERT bytes is read in larger
-        slabs of WHOLE_EXPERT / 4 bytes, because each slab reads a short range of every stored column.
+    Args:
+        expert: the index of the matrix; 0 for a single layer.
+        span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block
+            height.
+        height: the number of rows of every slab, except the last, is a multiple of this.
+        max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. A slab has at least
+            ``height`` rows, even if these have more bytes. A transposed matrix above WHOLE_EXPERT bytes is read in
+            larger slabs of WHOLE_EXPERT / 4 bytes, because each slab reads a short range of every stored column.
     """
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
@@ -267,7 +273,9 @@ _ROWS = {VALUES, CODES, SCALES}  # tensors of a layer with one row per matrix ro
 def _values(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> np.ndarray:
     """Read and return rows of an unquantized matrix in their stored dtype. Rows in Q8_0 are decoded to float32.
 
-    start: the index of the first row. count: the number of rows.
+    Args:
+        start: the index of the first row.
+        count: the number of rows.
     """
     rows, columns = weight.shape[-2:]
     if weight.dtype == Q8_0:
@@ -282,7 +290,8 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
 def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt.NDArray[np.uint8]:
     """Read and return the bytes of ``count`` rows of a tensor, (count, bytes per row).
 
-    start: the index of the first row, counted over all matrices of a stack.
+    Args:
+        start: the index of the first row, counted over all matrices of a stack.
     """
     width = nbytes_of(place.entry.dtype, place.entry.shape[-1:])
     return readers.bytes(place, start * width, count * width).reshape(count, width)
@@ -293,7 +302,8 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
 
     A block of 34 bytes holds a float16 scale and 32 signed bytes. A value is a byte times the scale, exact in float32.
 
-    raw: the bytes of the rows, (rows, bytes per row).
+    Args:
+        raw: the bytes of the rows, (rows, bytes per row).
     """
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
@@ -306,7 +316,9 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
 
     A container without block scales gives scales of 1.
 
-    start: the index of the first row. count: the number of rows.
+    Args:
+        start: the index of the first row.
+        count: the number of rows.
     """
     container = weight.container
     assert container is not None
@@ -336,8 +348,9 @@ def _swizzled(readers: Readers, place: Located, line: int, start: int, count: in
 
     Whole tiles of 128 rows are read, and then cut to the requested rows.
 
-    line: the number of scales per row.
-    start: the index of the first row.
+    Args:
+        line: the number of scales per row.
+        start: the index of the first row.
     """
     first, end = start // 128 * 128, -(-(start + count) // 128) * 128
     width = -(-line // 4) * 4
@@ -352,9 +365,10 @@ class _TransposedReader:
     A matrix of at most WHOLE_EXPERT bytes is read at once and stays in memory. Rows of a larger matrix are read column
     by column.
 
-    place: the tensor of the stack.
-    rows: the number of rows of the matrix, N.
-    expert: the index of the matrix in the stack.
+    Args:
+        place: the tensor of the stack.
+        rows: the number of rows of the matrix, N.
+        expert: the index of the matrix in the stack.
     """
 
     def __init__(self, readers: Readers, place: Located, rows: int, expert: int) -> None:
@@ -392,7 +406,8 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
     are products of 16-bit floats, so the float64 sum is exact except for extreme ranges.
 
-    weight: the weight that the slab was read from.
+    Args:
+        weight: the weight that the slab was read from.
     """
     if slab.values is not None:
         return slab.values
@@ -424,7 +439,8 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
 
     If the slab is quantized, ``first`` and ``end`` must be block boundaries, or ``end`` the number of columns.
 
-    weight: the weight that the slab was read from.
+    Args:
+        weight: the weight that the slab was read from.
     """
     if slab.values is not None:
         return slab._replace(values=slab.values[:, first:end])

@@ -29,7 +29,9 @@ def sqnr_db(signal: float, noise: float) -> float:
     Return inf if the noise is 0, even if the signal is 0 too. Return -inf if the noise is not finite, or if only the
     signal is 0.
 
-    signal: a sum of squared values. noise: the sum of squared errors of these values.
+    Args:
+        signal: a sum of squared values.
+        noise: the sum of squared errors of these values.
     """
     if noise == 0:
         return math.inf
@@ -60,8 +62,9 @@ class StoredCounts:
         signal: the sum of x^2 over finite x, in float64.
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
 
-    reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
-        zero. It is not a count: with ``+``, the larger one remains.
+    Attributes:
+        reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
+            zero. It is not a count: with ``+``, the larger one remains.
     """
 
     elements: int = 0
@@ -107,12 +110,13 @@ def tally(
 ) -> StoredCounts:
     """Return counts about the codes and scales of stored rows and, if ``x`` is given, about their error.
 
-    form: the container that stores the layer.
-    codes: packed codes as stored, [N, K * bits / 8].
-    scales: block scales as stored, one per block, as bytes or float32.
-    tensor_scale: the factor to multiply by on decode; None stands for 1.
-    x: the source values of these rows, float [N, K]; None to count only what is stored.
-    column_scale: float32 [K], the factors that decoded columns are multiplied by; None stands for 1.
+    Args:
+        form: the container that stores the layer.
+        codes: packed codes as stored, [N, K * bits / 8].
+        scales: block scales as stored, one per block, as bytes or float32.
+        tensor_scale: the factor to multiply by on decode; None stands for 1.
+        x: the source values of these rows, float [N, K]; None to count only what is stored.
+        column_scale: float32 [K], the factors that decoded columns are multiplied by; None stands for 1.
 
     Numerics: values are decoded by ``decode``. The difference from x, and the limit above which a value is saturated,
     are exact in float64.
@@ -166,8 +170,10 @@ def _reach_of(
 ) -> float:
     """Return the largest finite magnitude that an element can have under the given scales.
 
-    scales: as stored, one scale per block. tensor_scale: the factor to multiply by on decode; None stands for 1.
-    counted: a mask of the blocks that count; None for all.
+    Args:
+        scales: as stored, one scale per block.
+        tensor_scale: the factor to multiply by on decode; None stands for 1.
+        counted: a mask of the blocks that count; None for all.
     """
     values = np.abs(scales_of(form, scales).astype(np.float64))
     finite = np.isfinite(values)
@@ -200,7 +206,9 @@ def reach_and_lost_blocks(
 def doubt_about(reach: float, lost: int) -> str:
     """Return a warning about scales that can hardly be right; "" if nothing is odd about them.
 
-    reach: the largest magnitude that the scales allow. lost: the number of blocks that are 0 only by their scales.
+    Args:
+        reach: the largest magnitude that the scales allow.
+        lost: the number of blocks that are 0 only by their scales.
     """
     if reach > LARGEST_REACH:
         return (
@@ -220,7 +228,9 @@ def doubt_about(reach: float, lost: int) -> str:
 def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: Iterable[int]) -> int:
     """Return the number of codes that equal one of ``wanted`` if the sign bit is ignored.
 
-    codes: packed codes, one or two per byte. wanted: codes without sign bit.
+    Args:
+        codes: packed codes, one or two per byte.
+        wanted: codes without sign bit.
     """
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
     pairs = [(magnitude << shift, code << shift) for shift in range(0, 8, element.bits) for code in wanted]
@@ -235,7 +245,8 @@ def _nan_codes(element: ElementFormat) -> list[int]:
 def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.bool_]:
     """Return a mask of the blocks whose codes are all +0 or -0, (rows of blocks, blocks per row).
 
-    codes: packed codes, [N, K * bits / 8].
+    Args:
+        codes: packed codes, [N, K * bits / 8].
     """
     element = form.element
     magnitude = ((1 << element.bits) - 1) ^ element.sign_bit
@@ -255,7 +266,8 @@ def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray
 
     The last block of a row or column may be partial.
 
-    flags: one flag per element of a matrix.
+    Args:
+        flags: one flag per element of a matrix.
     """
     for axis, size in enumerate(form.block):
         flags = np.logical_or.reduceat(flags, np.arange(0, flags.shape[axis], size), axis=axis)
@@ -265,7 +277,8 @@ def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray
 def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     """Return a matrix of ``shape`` in which every element has the value of its block.
 
-    of_blocks: one value per block, (rows of blocks, blocks per row).
+    Args:
+        of_blocks: one value per block, (rows of blocks, blocks per row).
     """
     height, width = form.block
     rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]
@@ -283,11 +296,12 @@ def _compare_with_source(
 ) -> StoredCounts:
     """Return StoredCounts with the numbers that compare stored rows with their source. All others are 0.
 
-    stored: the packed codes.
-    source: the source values, x of ``tally``.
-    zero: a mask of the blocks that decode to zeros.
+    Arguments that are not listed are those of ``tally``.
 
-    The other arguments are those of ``tally``.
+    Args:
+        stored: the packed codes.
+        source: the source values, x of ``tally``.
+        zero: a mask of the blocks that decode to zeros.
     """
     x = source.astype(np.float32, copy=False)
     codes = codes_of(form, stored)
@@ -374,8 +388,9 @@ def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:
 
     If a value is NaN or infinite, the result is computed on the CPU instead.
 
-    device: the number of the CUDA device.
-    x: a 2-D float array in host memory.
+    Args:
+        device: the number of the CUDA device.
+        x: a 2-D float array in host memory.
     """
     with making_current(device):
         found: Any = amax(to_device(x))

@@ -83,8 +83,9 @@ _TRANSPOSED_STACKS = ("gpt_oss", "llama4", "llama4_text", "aria", "aria_text", "
 class Located(NamedTuple):
     """Locate a tensor in a file.
 
-    file: the file, without the entries of its header, so that little data is sent to worker processes.
-    entry: the tensor's own entry in the header.
+    Attributes:
+        file: the file, without the entries of its header, so that little data is sent to worker processes.
+        entry: the tensor's own entry in the header.
     """
 
     file: SafetensorsFile
@@ -94,7 +95,8 @@ class Located(NamedTuple):
 class Rows(NamedTuple):
     """Select the rows [span[0], span[1]) of one matrix of a weight.
 
-    expert: the index of the matrix; 0 for a single layer.
+    Attributes:
+        expert: the index of the matrix; 0 for a single layer.
     """
 
     weight: Weight
@@ -105,9 +107,10 @@ class Rows(NamedTuple):
 class HeadOrder(NamedTuple):
     """Describe a reordering of the rows within each attention head.
 
-    head: the number of rows per head, h.
-    weaves: True to interleave the two halves of a head, so that the result has the rows 0, h/2, 1, h/2 + 1, ... of the
-        file. False to undo that, for a file in which the halves are interleaved.
+    Attributes:
+        head: the number of rows per head, h.
+        weaves: True to interleave the two halves of a head, so that the result has the rows 0, h/2, 1, h/2 + 1, ... of
+            the file. False to undo that, for a file in which the halves are interleaved.
     """
 
     head: int
@@ -116,7 +119,8 @@ class HeadOrder(NamedTuple):
     def sources(self, rows: int) -> npt.NDArray[np.intp]:
         """Return, for each row of the reordered matrix, the index of the row in the file.
 
-        rows: the number of rows of the matrix, a multiple of ``head``.
+        Args:
+            rows: the number of rows of the matrix, a multiple of ``head``.
         """
         pairs = (2, self.head // 2) if self.weaves else (self.head // 2, 2)
         return np.arange(rows).reshape(-1, *pairs).swapaxes(1, 2).reshape(-1)
@@ -126,15 +130,16 @@ class HeadOrder(NamedTuple):
 class Weight:
     """Describe a weight of a checkpoint: a linear layer or a stack of experts.
 
-    name: the name of its module.
-    tensor: the name of the tensor with its values or codes.
-    shape: (N, K), or (E, N, K) for a stack.
-    container: how it is quantized; None if it is unquantized.
-    parts: the tensors that store it, by kind: VALUES if it is unquantized, otherwise CODES, SCALES and so on.
-    transposed: True if it is stored as (E, K, N).
-    members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then
-        those of the first member. Usually ().
-    order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
+    Attributes:
+        name: the name of its module.
+        tensor: the name of the tensor with its values or codes.
+        shape: (N, K), or (E, N, K) for a stack.
+        container: how it is quantized; None if it is unquantized.
+        parts: the tensors that store it, by kind: VALUES if it is unquantized, otherwise CODES, SCALES and so on.
+        transposed: True if it is stored as (E, K, N).
+        members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then
+            those of the first member. Usually ().
+        order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
     """
 
     name: str
@@ -197,10 +202,11 @@ def weights_of(
     Return tensor name -> weight, in the order of ``tensors``; {} if there are none. The name is that of the tensor with
     the weight's values or codes.
 
-    tensors: tensor name -> (its file, its header entry).
-    config: the content of config.json.
-    damaged: True to accept also quantized layers whose block scales have the wrong shape or whose tensor scale is
-        missing. False treats their tensors like those of an unknown format.
+    Args:
+        tensors: tensor name -> (its file, its header entry).
+        config: the content of config.json.
+        damaged: True to accept also quantized layers whose block scales have the wrong shape or whose tensor scale is
+            missing. False treats their tensors like those of an unknown format.
     """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
@@ -231,7 +237,8 @@ def comfy_layers(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> 
 
     The entry is None for a layer that is marked only by a tensor ``.comfy_quant``.
 
-    tensors: tensor name -> (its file, its header entry).
+    Args:
+        tensors: tensor name -> (its file, its header entry).
     """
     found: dict[str, Any] = {name.removesuffix(COMFY_TAG): None for name in tensors if name.endswith(COMFY_TAG)}
     for text in {file.metadata.get(COMFY_METADATA, "") for file, _ in tensors.values()} - {""}:
@@ -255,10 +262,11 @@ def _by_config(config: Mapping[str, Any]) -> Iterable[Container]:
 def _stored(module: str, container: Container, places: Mapping[str, Located], damaged: bool) -> Weight | None:
     """Return the quantized weight of a module if its tensors fit a container, or None if they do not.
 
-    module: the name of the module.
-    container: the container to try.
-    places: tensor name -> place, for all tensors of the checkpoint.
-    damaged: True to accept block scales of the wrong shape and a missing tensor scale.
+    Args:
+        module: the name of the module.
+        container: the container to try.
+        places: tensor name -> place, for all tensors of the checkpoint.
+        damaged: True to accept block scales of the wrong shape and a missing tensor scale.
     """
     parts = {part: places[module + suffix] for part, suffix in container.suffixes.items() if module + suffix in places}
     damaged = damaged and not container.is_exact
@@ -303,7 +311,8 @@ def _holds(dtype: str, wanted: str, part: str) -> bool:
     Codes and block scales may have any dtype with the same bytes, such as U8 for F8_E4M3. Scales in F32 may also be
     stored with 16 bits.
 
-    part: the kind of part, such as CODES or SCALES.
+    Args:
+        part: the kind of part, such as CODES or SCALES.
     """
     if part == CODES and wanted not in ("U8", "I8", "F8_E4M3"):
         return dtype == wanted
@@ -315,7 +324,8 @@ def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
 
     The shape of a tensor of dtype F4 counts elements. With all other dtypes, it counts bytes or words of packed codes.
 
-    codes: the tensor's header entry.
+    Args:
+        codes: the tensor's header entry.
     """
     if codes.dtype != "F4":
         return container.shape_of(codes.shape)
@@ -328,8 +338,10 @@ def _plain(name: str, place: Located, places: Mapping[str, Located], config: Map
 
     Return None for any other tensor, such as a vector, an empty tensor or integers.
 
-    name, place: the tensor. places: tensor name -> place, for all tensors of the checkpoint.
-    config: the content of config.json.
+    Args:
+        name, place: the tensor.
+        places: tensor name -> place, for all tensors of the checkpoint.
+        config: the content of config.json.
     """
     entry, module = place.entry, name.removesuffix(".weight")
     if entry.dtype not in (*FLOAT_DTYPES, Q8_0) or 0 in entry.shape:
@@ -352,9 +364,10 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
     The orientation in which the shapes of gate_up_proj and down_proj fit together decides. If both or neither fit, or
     if one of these stacks is missing, the model type decides.
 
-    parent: the name of the module that holds the stacks.
-    places: tensor name -> place, for all tensors of the checkpoint.
-    config: the content of config.json.
+    Args:
+        parent: the name of the module that holds the stacks.
+        places: tensor name -> place, for all tensors of the checkpoint.
+        config: the content of config.json.
     """
     by_type = has_transposed_stacks(config)
     names = (f"{parent}.gate_up_proj", f"{parent}.down_proj")
@@ -369,8 +382,9 @@ def _is_transposed(parent: str, places: Mapping[str, Located], config: Mapping[s
 def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int, ...]:
     """Return the shape (E, N, K) of a stack of experts that is stored as (E, N, K) or (E, K, N).
 
-    shape: the stored shape.
-    config: the content of config.json, whose ``model_type`` decides which of the two it is.
+    Args:
+        shape: the stored shape.
+        config: the content of config.json, whose ``model_type`` decides which of the two it is.
     """
     experts, a, b = shape
     return (experts, b, a) if has_transposed_stacks(config) else (experts, a, b)
@@ -379,7 +393,8 @@ def stack_shape(shape: tuple[int, ...], config: Mapping[str, Any]) -> tuple[int,
 def has_transposed_stacks(config: Mapping[str, Any]) -> bool:
     """Return whether models of this ``model_type`` store stacks of experts as [E, K, N].
 
-    config: the content of config.json.
+    Args:
+        config: the content of config.json.
     """
     return str(config.get("model_type", "")) in _TRANSPOSED_STACKS
 
@@ -389,6 +404,7 @@ def is_interleaved(config: Mapping[str, Any]) -> bool:
 
     In all other models, all rows of the gate come first.
 
-    config: the content of config.json.
+    Args:
+        config: the content of config.json.
     """
     return str(config.get("model_type", "")) == "gpt_oss"

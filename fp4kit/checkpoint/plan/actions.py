@@ -22,13 +22,15 @@ def actions_of(
 
     If weights that share a tensor scale would get different actions, those that are already quantized are requantized.
 
-    selected: the weights to convert, by the name of the tensor with their values or codes.
-    groups: group name -> the tensor names of the weights that share a tensor scale.
-    choices: the recipe and the container of each weight to convert, by the same names.
-    requantize: True to allow requantizing.
+    Args:
+        selected: the weights to convert, by the name of the tensor with their values or codes.
+        groups: group name -> the tensor names of the weights that share a tensor scale.
+        choices: the recipe and the container of each weight to convert, by the same names.
+        requantize: True to allow requantizing.
 
-    Raises CheckpointError if a weight would be requantized but ``requantize`` is False, or if the recipe rounds
-    tensor scales to the weight's dtype and weights that share one have different dtypes.
+    Raises:
+        CheckpointError: if a weight would be requantized but ``requantize`` is False, or if the recipe rounds tensor
+            scales to the weight's dtype and weights that share one have different dtypes.
     """
     forms = {name: _written(choices[name]) for name in selected}
     found = {name: action_of(weight, target_of(weight.container, forms[name])) for name, weight in selected.items()}
@@ -54,8 +56,9 @@ def _written(choice: Choice) -> Container:
 def _loss(weight: Weight, form: Container, group: str | None) -> str:
     """Return the error message for a weight that would have to be requantized although that is not allowed.
 
-    form: the container to write.
-    group: the name of the group of weights that share a tensor scale, if the group is the reason; otherwise None.
+    Args:
+        form: the container to write.
+        group: the name of the group of weights that share a tensor scale, if the group is the reason; otherwise None.
     """
     why = f"quantizing it as {form} would change its values"
     if group is not None:
@@ -70,8 +73,9 @@ def _check_dtypes(group: str, weights: Collection[Weight], recipe: Recipe) -> No
     Only recipes of compressed-tensors can fail, because they round the tensor scale to the dtype of the weight. A
     quantized weight counts as float32.
 
-    group: the name of the group of weights that share the tensor scale, for the error message.
-    recipe: the recipe of the weights.
+    Args:
+        group: the name of the group of weights that share the tensor scale, for the error message.
+        recipe: the recipe of the weights.
     """
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})
     if len(dtypes) > 1 and recipe.tensor_rule == "compressed_tensors":

@@ -141,7 +141,8 @@ class Activations:
 
         Experts measured under the name of a layer that is fused with it are included, and named after ``stack``.
 
-        stack: the name of the layer without the number of the expert, such as "mlp.experts.up_proj".
+        Args:
+            stack: the name of the layer without the number of the expert, such as "mlp.experts.up_proj".
         """
         measured = {name for same in fused_layers.same_input_names(stack) for name in self._numbered.get(same, ())}
         names = {expert_name("activations", stack, number) for number in measured}
@@ -160,7 +161,8 @@ class Activations:
     def _check_columns(self, layers: Mapping[str, int]) -> None:
         """Raise CheckpointError if a layer was measured with a number of columns other than its own.
 
-        layers: layer -> its number of columns. A layer that was not measured passes.
+        Args:
+            layers: layer -> its number of columns. A layer that was not measured passes.
         """
         for layer, columns in layers.items():
             for name in fused_layers.same_input_names(layer):
@@ -184,7 +186,8 @@ def _check_files(paths: Iterable[Path]) -> None:
 def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bool:
     """Return whether a layer belongs to an expert, and at least one expert of the same layer was measured.
 
-    experts: name of a layer without the number of the expert -> its measured experts (see Activations._experts_of).
+    Args:
+        experts: name of a layer without the number of the expert -> its measured experts (see Activations._experts_of).
     """
     expert = expert_of(layer)
     return expert is not None and bool(experts[expert.stack])

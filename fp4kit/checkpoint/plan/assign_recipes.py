@@ -162,7 +162,8 @@ class _Candidates:
     weights: tensor name -> weight, for all layers that at least one candidate can quantize.
     fits: recipe id -> the tensor names of the layers that the candidate can quantize.
 
-    Raises CheckpointError if the layers are quantized, or if a candidate fits no layer.
+    Raises:
+        CheckpointError: if the layers are quantized, or if a candidate fits no layer.
     """
 
     def __init__(self, source: Path, named: Mapping[str, Recipe], format: str | None, wishes: Wishes) -> None:
@@ -206,9 +207,10 @@ def _measured(
 ) -> tuple[Unit, ...]:
     """Return the units of a model with the errors of their options.
 
-    keeps: True to add the option of leaving a unit unquantized.
-    columns: column weights of the error, or None.
-    tick: called with the number of bytes after each read, or None.
+    Args:
+        keeps: True to add the option of leaving a unit unquantized.
+        columns: column weights of the error, or None.
+        tick: called with the number of bytes after each read, or None.
     """
     work = [(tensor, piece) for tensor, weight in found.weights.items() for piece in found.parts(weight)]
     _check_columns(columns, [piece for _, piece in work])
@@ -283,8 +285,9 @@ def _sums(
 ) -> _Sums:
     """Return the sums of one piece.
 
-    amax: the largest amax of the layers that share its tensor scale.
-    weights: column weights (K,); None for ones.
+    Args:
+        amax: the largest amax of the layers that share its tensor scale.
+        weights: column weights (K,); None for ones.
     """
     signal, errors = 0.0, dict.fromkeys((one.id for one in recipes), 0.0)
     by_column = np.ones(piece.weight.shape[-1]) if weights is None else weights
@@ -309,9 +312,11 @@ def _unit(
 ) -> Unit:
     """Return one unit with its options: the candidates that can quantize all of its layers, then "keep".
 
-    operators: the (tensor name, piece) pairs of each linear operator of the unit.
+    Args:
+        operators: the (tensor name, piece) pairs of each linear operator of the unit.
 
-    Raises CheckpointError if there is no option.
+    Raises:
+        CheckpointError: if there is no option.
     """
     whole = [pair for operator in operators for pair in operator]
     tensors = dict.fromkeys(tensor for tensor, _ in whole)

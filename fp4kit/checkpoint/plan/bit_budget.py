@@ -23,9 +23,10 @@ _GRAIN = 2.0**-50
 class Option(NamedTuple):
     """Describe one choice for a unit.
 
-    name: the id of a recipe, or another name of the choice.
-    bits: the number of bits that the unit's layers then take.
-    error: the error that the choice causes, at least 0.
+    Attributes:
+        name: the id of a recipe, or another name of the choice.
+        bits: the number of bits that the unit's layers then take.
+        error: the error that the choice causes, at least 0.
     """
 
     name: str
@@ -37,10 +38,11 @@ class Option(NamedTuple):
 class Unit:
     """Describe layers that need one choice.
 
-    name: a readable name.
-    layers: the names of the layers in the source.
-    weights: the number of weights in these layers.
-    options: the possible choices, at least one.
+    Attributes:
+        name: a readable name.
+        layers: the names of the layers in the source.
+        weights: the number of weights in these layers.
+        options: the possible choices, at least one.
     """
 
     name: str
@@ -64,7 +66,9 @@ _State = tuple[int, int, int, Any]
 class _Step(NamedTuple):
     """Describe the exchange of one option of a unit for the next one on its lower convex hull.
 
-    gain: by how much the error falls, in grains. cost: by how many bits the size grows.
+    Attributes:
+        gain: by how much the error falls, in grains.
+        cost: by how many bits the size grows.
     """
 
     unit: int
@@ -146,7 +150,8 @@ def solve(units: Sequence[Unit], budget: int) -> Point:
     exhausted, for which the bound is tightest. Errors are compared as whole multiples of 2^-50, and the slope is a
     ratio of integers, so that no comparison is rounded.
 
-    Raises CheckpointError if even the smallest options take more than ``budget`` bits.
+    Raises:
+        CheckpointError: if even the smallest options take more than ``budget`` bits.
     """
     hulls = [_hull(unit.options) for unit in units]
     choices = [hull[0] for hull in hulls]
@@ -178,7 +183,9 @@ def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> in
 def _branch(units: Sequence[Unit], budget: int, slope: _Step, known: Sequence[int]) -> list[int]:
     """Return the option per unit of an optimal assignment. See ``solve`` for the method and its proof.
 
-    slope: the step whose gain / cost is the slope. known: an assignment that fits.
+    Args:
+        slope: the step whose gain / cost is the slope.
+        known: an assignment that fits.
     """
     p, q = slope.gain, slope.cost
     errors = [[_grains(option.error) for option in unit.options] for unit in units]

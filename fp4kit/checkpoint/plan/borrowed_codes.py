@@ -46,11 +46,13 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
     Codes are MXFP4 or NVFP4. Weights without such a counterpart in ``donor`` stay unchanged. A stack of experts takes
     codes only if all of its layers have a counterpart.
 
-    weights: tensor name -> weight of ``model``, the source of the conversion.
-    donor: a quantized version of the model.
+    Args:
+        weights: tensor name -> weight of ``model``, the source of the conversion.
+        donor: a quantized version of the model.
 
-    Raises CheckpointError if not exactly one of the two is a GGUF file, if the gguf package is missing or does not know
-    the architecture, or if no layer corresponds.
+    Raises:
+        CheckpointError: if not exactly one of the two is a GGUF file, if the gguf package is missing or does not know
+            the architecture, or if no layer corresponds.
     """
     if _is_file(model) == _is_file(donor):
         raise CheckpointError(
@@ -118,7 +120,8 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
 
     The result is also () if there are no origins, or if their containers or shapes differ.
 
-    origins: the quantized counterparts of the layers of ``weight`` that were found, in the order of its rows.
+    Args:
+        origins: the quantized counterparts of the layers of ``weight`` that were found, in the order of its rows.
     """
     wanted = weight.experts * weight.shape[-2], weight.shape[-1]
     if len({(one.shape, one.weight.container) for one in origins}) != 1:
@@ -136,9 +139,10 @@ def _in_order(
 ) -> tuple[Rows, ...]:
     """Return the quantized counterpart of a weight, reordered to the row order of the weight.
 
-    weight: a weight of ``model``, the source.
-    rows: its quantized counterpart in the other model, one item per layer.
-    order: for q and k, the reordering to try (see row_orders.py); None for all other layers.
+    Args:
+        weight: a weight of ``model``, the source.
+        rows: its quantized counterpart in the other model, one item per layer.
+        order: for q and k, the reordering to try (see row_orders.py); None for all other layers.
     """
     if has_alternating_rows(weight, model.config):
         return tuple(alternate_rows(rows))
@@ -148,9 +152,11 @@ def _in_order(
 class _Names:
     """Translate layer names of a model directory to those of a GGUF file, with the gguf package's name map.
 
-    file: the GGUF file of the two models; its architecture selects the name map.
+    Args:
+        file: the GGUF file of the two models; its architecture selects the name map.
 
-    Raises CheckpointError if the gguf package is missing or does not know the architecture.
+    Raises:
+        CheckpointError: if the gguf package is missing or does not know the architecture.
     """
 
     def __init__(self, file: Source) -> None:
@@ -190,7 +196,8 @@ class _Names:
 
         Return None for all other layers, and if the number of heads is unknown.
 
-        source: the model that ``weight`` is from.
+        Args:
+            source: the model that ``weight`` is from.
         """
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None
         leaf = layer[0].rpartition(".")[2] if layer is not None else ""
@@ -240,9 +247,10 @@ def check_values_agree(
 
     A few rows are compared; their signal-to-noise ratio must be at least 6 dB.
 
-    converted: the tensor names of the weights to check.
-    unquantized: tensor name -> weight of the source, with its own values.
-    taken: tensor name -> the weight with borrowed codes, as ``borrow_codes`` returns it.
+    Args:
+        converted: the tensor names of the weights to check.
+        unquantized: tensor name -> weight of the source, with its own values.
+        taken: tensor name -> the weight with borrowed codes, as ``borrow_codes`` returns it.
     """
     with Readers() as readers:
         for name in converted:

@@ -31,8 +31,9 @@ Matrices = dict[tuple[str, int], Rows]  # (last part of the name, number of the 
 class ExpertStack:
     """Describe a stack of experts that is put together from separate matrices.
 
-    name: the name of the stack.
-    experts: the matrices of each expert, whose rows follow each other in the stack.
+    Attributes:
+        name: the name of the stack.
+        experts: the matrices of each expert, whose rows follow each other in the stack.
     """
 
     name: str
@@ -85,8 +86,9 @@ def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> d
     The name is that of the first tensor with values or codes of the stack. Experts that are incomplete, or that are not
     all quantized alike, are left out. Return {} for all other models.
 
-    weights: the weights of the model, as weights_of returns them.
-    config: the content of config.json.
+    Args:
+        weights: the weights of the model, as weights_of returns them.
+        config: the content of config.json.
     """
     if family_of(config) not in (STACKED_MOE, LLAMA4):
         return {}

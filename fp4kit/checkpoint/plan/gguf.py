@@ -30,7 +30,8 @@ def stores(recipe: Recipe) -> bool:
 def form_for(recipe: Recipe) -> Container:
     """Return the first GGUF container in FORMS that can store a recipe's codes and scales.
 
-    Raises CheckpointError if none can.
+    Raises:
+        CheckpointError: if none can.
     """
     form = next((candidate for candidate in FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -47,8 +48,9 @@ def check(source: Source, form: Container | None, modules: Collection[str]) -> N
     A GGUF file fails if it is an image or audio projector, or if ``form`` stores tensor scales and llama.cpp cannot use
     a tensor scale for one of the modules.
 
-    form: the container to write, or None to write unquantized tensors.
-    modules: the names of the modules to quantize.
+    Args:
+        form: the container to write, or None to write unquantized tensors.
+        modules: the names of the modules to quantize.
     """
     if not is_gguf_config(source.config):
         return
@@ -64,8 +66,9 @@ def check(source: Source, form: Container | None, modules: Collection[str]) -> N
 def _check_scales(source: Source, modules: Collection[str]) -> None:
     """Raise CheckpointError if llama.cpp would ignore or reject the tensor scale of a module to quantize.
 
-    source: a GGUF file.
-    modules: the names of the modules to quantize.
+    Args:
+        source: a GGUF file.
+        modules: the names of the modules to quantize.
     """
     found = list(ggml_names.scale_troubles(source.config[ggml_names.ARCHITECTURE], modules, source.tensors))
     if found:

@@ -39,10 +39,11 @@ _PARTS = {"w1": ("w1", "gate_proj"), "w2": ("w2", "down_proj"), "w3": ("w3", "up
 class ChannelWeights(NamedTuple):
     """Locate the column weights of one matrix in an imatrix file, so that a job can read them later.
 
-    path: the imatrix file.
-    position: the offset in bytes of the matrix's first value in the file.
-    columns: K, the number of its float32 values, one per column.
-    divisor: the number to divide the values by; 0 if the expert was never called, so that every weight is 1.
+    Attributes:
+        path: the imatrix file.
+        position: the offset in bytes of the matrix's first value in the file.
+        columns: K, the number of its float32 values, one per column.
+        divisor: the number to divide the values by; 0 if the expert was never called, so that every weight is 1.
     """
 
     path: Path
@@ -61,9 +62,10 @@ class ChannelWeights(NamedTuple):
 class Entry(NamedTuple):
     """Locate the values of one weight (a matrix or a stack of experts) in an imatrix file.
 
-    position: the offset in bytes of its first float32 value in the file.
-    nvalues: the number of values: K for a matrix, K per expert for a stack.
-    divisors: the numbers to divide the values by, one per expert. A legacy file has one for all experts.
+    Attributes:
+        position: the offset in bytes of its first float32 value in the file.
+        nvalues: the number of values: K for a matrix, K per expert for a stack.
+        divisors: the numbers to divide the values by, one per expert. A legacy file has one for all experts.
     """
 
     position: int
@@ -75,9 +77,10 @@ class Entry(NamedTuple):
 class Imatrix:
     """Describe an imatrix file: where it stores the column weights of every layer. The values stay in the file.
 
-    path: the file.
-    sha256: the SHA-256 of the file, in hexadecimal.
-    entries: weight -> its Entry. The key is the name of the weight in a GGUF file, without ".weight".
+    Attributes:
+        path: the file.
+        sha256: the SHA-256 of the file, in hexadecimal.
+        entries: weight -> its Entry. The key is the name of the weight in a GGUF file, without ".weight".
     """
 
     path: Path
@@ -94,11 +97,13 @@ class Imatrix:
 
         Names are tried as they are, and as the gguf package's name map translates them.
 
-        module: the name of the layer to write; the name of ``weight`` is tried after it.
-        weight: the source weight that the layer is made from.
-        expert: the index of the matrix in ``weight``; 0 for a single matrix.
+        Args:
+            module: the name of the layer to write; the name of ``weight`` is tried after it.
+            weight: the source weight that the layer is made from.
+            expert: the index of the matrix in ``weight``; 0 for a single matrix.
 
-        Raises CheckpointError if the file has the weight, but with a size that does not fit.
+        Raises:
+            CheckpointError: if the file has the weight, but with a size that does not fit.
         """
         for name in (module, weight.name):
             if name in self.entries:
@@ -128,10 +133,12 @@ class Imatrix:
     def _matrix(self, entry: Entry, weight: Weight, expert: int, experts: int) -> ChannelWeights:
         """Return the place of the column weights of one matrix of an entry.
 
-        expert: the index of the matrix in the entry.
-        experts: the number of matrices that the entry must have values for.
+        Args:
+            expert: the index of the matrix in the entry.
+            experts: the number of matrices that the entry must have values for.
 
-        Raises CheckpointError if the numbers of values or divisors do not fit ``weight`` and ``experts``.
+        Raises:
+            CheckpointError: if the numbers of values or divisors do not fit ``weight`` and ``experts``.
         """
         columns = weight.shape[-1]
         counts = len(entry.divisors)
@@ -179,7 +186,8 @@ class Imatrix:
     def _checked(self, module: str, place: ChannelWeights) -> np.ndarray:
         """Read and return the column weights at ``place``. Raise CheckpointError if one is negative, NaN or infinite.
 
-        module: the name of the layer, for the error message.
+        Args:
+            module: the name of the layer, for the error message.
         """
         values = place.read()
         bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
@@ -193,7 +201,9 @@ class Imatrix:
     def _warnings(self, missing: list[str], never: list[str]) -> Iterator[str]:
         """Yield a warning about layers without column weights, and one about experts that were never called.
 
-        missing: the names of these layers. never: the names of these experts. An empty list gives no warning.
+        Args:
+            missing: the names of these layers.
+            never: the names of these experts. An empty list gives no warning.
         """
         name = shown(self.path.name)
         if missing:
@@ -209,7 +219,8 @@ def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
     This is so if the divisor is 0, or if all of several weights are 1, because a legacy file stores that for an expert
     that saw no token.
 
-    values: the column weights, read from ``place``.
+    Args:
+        values: the column weights, read from ``place``.
     """
     return place.divisor == 0 or bool(values.size > 1 and (values == 1).all())
 
@@ -220,7 +231,8 @@ def _name_map() -> dict[str, tuple[str, ...]]:
 
     Both contain "{bid}" in place of the layer's number.
 
-    Raises CheckpointError if the gguf package is missing.
+    Raises:
+        CheckpointError: if the gguf package is missing.
     """
     try:
         import gguf
@@ -271,7 +283,8 @@ def read_imatrix(path: str | Path) -> Imatrix:
 def _gguf_entries(path: Path) -> dict[str, Entry]:
     """Return weight name -> Entry of an imatrix file in GGUF form; {} if it has no entries.
 
-    Raises CheckpointError if the GGUF file is not an imatrix, or if sums or counts of a weight are missing or invalid.
+    Raises:
+        CheckpointError: if the GGUF file is not an imatrix, or if sums or counts of a weight are missing or invalid.
     """
     file = read_gguf(path)
     name = shown(path.name)
@@ -295,7 +308,8 @@ def _gguf_entries(path: Path) -> dict[str, Entry]:
 def _legacy_entries(path: Path) -> dict[str, Entry]:
     """Return weight name -> Entry of a legacy imatrix file.
 
-    Raises CheckpointError if the file is not one, ends early, or names a weight twice.
+    Raises:
+        CheckpointError: if the file is not one, ends early, or names a weight twice.
     """
     size, found = path.stat().st_size, {}
     with path.open("rb") as stream:
@@ -324,9 +338,11 @@ def _legacy_entries(path: Path) -> dict[str, Entry]:
 def _number(stream: BinaryIO, path: Path, what: str) -> int:
     """Read a little-endian int32 from a legacy imatrix file and return it.
 
-    what: what the number means, for the error message.
+    Args:
+        what: what the number means, for the error message.
 
-    Raises CheckpointError if the file ends first.
+    Raises:
+        CheckpointError: if the file ends first.
     """
     data = stream.read(4)
     if len(data) < 4:
@@ -337,6 +353,7 @@ def _number(stream: BinaryIO, path: Path, what: str) -> int:
 def _damaged(path: Path, why: str) -> CheckpointError:
     """Return the error for a file that is not a usable legacy imatrix file.
 
-    why: the fault that was found.
+    Args:
+        why: the fault that was found.
     """
     return CheckpointError(f"imatrix {shown(path.name)}: is no usable imatrix file: {why}; make it with llama-imatrix")

@@ -57,8 +57,9 @@ def target_of(have: Container | None, form: Container) -> Container:
     An AWQ layer of Model-Optimizer stays in its AWQ container if ``form`` is Model-Optimizer's NVFP4, so that it keeps
     its factor per column.
 
-    have: the container of the weight; None if it is unquantized.
-    form: the container of the output.
+    Args:
+        have: the container of the weight; None if it is unquantized.
+        form: the container of the output.
     """
     return MODELOPT_AWQ if have is MODELOPT_AWQ and form is MODELOPT_NVFP4 else form
 
@@ -66,7 +67,8 @@ def target_of(have: Container | None, form: Container) -> Container:
 def action_of(weight: Weight, form: Container | None) -> str:
     """Return the action, as listed at the head of this file, that brings a weight into the container to write.
 
-    form: the container to write; None to write unquantized values.
+    Args:
+        form: the container to write; None to write unquantized values.
     """
     have = weight.container
     if have is None:
@@ -91,9 +93,10 @@ def is_rounded(weight: Weight) -> bool:
 class Target(NamedTuple):
     """Locate the bytes [position, position + nbytes) of an output file to which a job writes one part of its output.
 
-    part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE or VALUES.
-    path: the output file.
-    dtype: the safetensors dtype of the output tensor that these bytes belong to.
+    Attributes:
+        part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE or VALUES.
+        path: the output file.
+        dtype: the safetensors dtype of the output tensor that these bytes belong to.
     """
 
     part: str
@@ -107,24 +110,25 @@ class Target(NamedTuple):
 class Job:
     """Describe the conversion of one tensor, or of some rows of one matrix of a weight.
 
-    key: identifies the job within a run and in the journal, which records finished jobs.
-    action: one of the actions at the head of this file.
-    source: the weight to read; for "copy", the tensor to read.
-    targets: where to write each part of the output (codes, scales, ...).
-    expert: the index of the matrix to read; 0 for a single layer.
-    span: the rows (first, end) to read; None for all.
-    group: the name of a group. All jobs with this name share a tensor scale.
-    recipe: how new codes are computed; None for "copy".
-    form: the container to write; None to write unquantized values.
-    input_scale: the activation scale to write, as the user gave it; None if the user gave none. A layer that keeps its
-        codes also keeps its own input scale, if it has one.
-    nonfinite: what to do with NaN and infinity, one of NONFINITE.
-    transposed: True to write unquantized values as [K, N].
-    device: the number of the CUDA device that computes; None for the CPU.
-    search: the error that a search of block scales minimizes, such as "mse"; "" for no search.
-    columns: where the column weights of that error are; None weights all columns equally.
-    input_amax: the amax of the layer's inputs, from which its input scale is computed; None if it was not measured. A
-        layer that keeps its codes also keeps its own input scale, if it has one.
+    Attributes:
+        key: identifies the job within a run and in the journal, which records finished jobs.
+        action: one of the actions at the head of this file.
+        source: the weight to read; for "copy", the tensor to read.
+        targets: where to write each part of the output (codes, scales, ...).
+        expert: the index of the matrix to read; 0 for a single layer.
+        span: the rows (first, end) to read; None for all.
+        group: the name of a group. All jobs with this name share a tensor scale.
+        recipe: how new codes are computed; None for "copy".
+        form: the container to write; None to write unquantized values.
+        input_scale: the activation scale to write, as the user gave it; None if the user gave none. A layer that keeps
+            its codes also keeps its own input scale, if it has one.
+        nonfinite: what to do with NaN and infinity, one of NONFINITE.
+        transposed: True to write unquantized values as [K, N].
+        device: the number of the CUDA device that computes; None for the CPU.
+        search: the error that a search of block scales minimizes, such as "mse"; "" for no search.
+        columns: where the column weights of that error are; None weights all columns equally.
+        input_amax: the amax of the layer's inputs, from which its input scale is computed; None if it was not measured.
+            A layer that keeps its codes also keeps its own input scale, if it has one.
     """
 
     key: str
@@ -202,15 +206,16 @@ class Job:
 class Measured(NamedTuple):
     """Hold the result of a job's first pass over its source.
 
-    key: the key of the job.
-    amax: the largest magnitude of the finite values; 0 if none is finite, or if the action is "rename".
-    nonfinite: the number of NaN and infinite values.
-    low, high: for the action "cast", the smallest and the largest scale exponent of the nonzero blocks. The defaults,
-        with low > high, mean that there are none.
-    exact: for the action "carry", whether all scales are powers of two; True for all other actions.
-    reach: the largest magnitude that the scales of a quantized weight allow; 0 for an unquantized one.
-    lost: the number of blocks of a quantized weight whose scales are 0 although their codes are not.
-    doubt: a warning that codes and scales of a quantized weight hardly belong together; "" if nothing is odd.
+    Attributes:
+        key: the key of the job.
+        amax: the largest magnitude of the finite values; 0 if none is finite, or if the action is "rename".
+        nonfinite: the number of NaN and infinite values.
+        low, high: for the action "cast", the smallest and the largest scale exponent of the nonzero blocks. The
+            defaults, with low > high, mean that there are none.
+        exact: for the action "carry", whether all scales are powers of two; True for all other actions.
+        reach: the largest magnitude that the scales of a quantized weight allow; 0 for an unquantized one.
+        lost: the number of blocks of a quantized weight whose scales are 0 although their codes are not.
+        doubt: a warning that codes and scales of a quantized weight hardly belong together; "" if nothing is odd.
     """
 
     key: str
@@ -227,9 +232,10 @@ class Measured(NamedTuple):
 class Changes(NamedTuple):
     """Count the blocks and values that a cast from MXFP4 to NVFP4 changed.
 
-    blocks: the number of MXFP4 blocks (32 values each) that got new codes, because NVFP4 cannot hold their scales.
-    values: the number of values that changed in these blocks.
-    largest_error: the largest |new - old| of these values; 0 if none changed.
+    Attributes:
+        blocks: the number of MXFP4 blocks (32 values each) that got new codes, because NVFP4 cannot hold their scales.
+        values: the number of values that changed in these blocks.
+        largest_error: the largest |new - old| of these values; 0 if none changed.
     """
 
     blocks: int = 0
@@ -248,12 +254,13 @@ class Changes(NamedTuple):
 class Done(NamedTuple):
     """Record that a job has written its output.
 
-    key: the key of the job.
-    crc32: the CRC-32 of the bytes written to each target, in the order of ``Job.targets``.
-    action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
-    replaced: the number of NaN and infinite values that were replaced.
-    losses: the fields of scale_search.Losses; zeros if the job searched no block scales.
-    changes: the fields of Changes; zeros if the action was not "cast".
+    Attributes:
+        key: the key of the job.
+        crc32: the CRC-32 of the bytes written to each target, in the order of ``Job.targets``.
+        action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
+        replaced: the number of NaN and infinite values that were replaced.
+        losses: the fields of scale_search.Losses; zeros if the job searched no block scales.
+        changes: the fields of Changes; zeros if the action was not "cast".
     """
 
     key: str

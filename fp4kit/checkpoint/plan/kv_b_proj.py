@@ -30,9 +30,10 @@ Tensors = Mapping[str, tuple[SafetensorsFile, TensorEntry]]
 class SplitLayer:
     """Describe a kv_b_proj layer that is stored as two stacks.
 
-    name: the name of kv_b_proj.
-    keys: embed_q, [H, K, nope].
-    values: unembed_out, [H, v, K].
+    Attributes:
+        name: the name of kv_b_proj.
+        keys: embed_q, [H, K, nope].
+        values: unembed_out, [H, v, K].
     """
 
     name: str
@@ -84,10 +85,12 @@ def split_layers(tensors: Tensors, weights: Mapping[str, Weight]) -> dict[str, S
 
     The name is that of the tensor with the values or codes of embed_q.
 
-    tensors: tensor name -> (its file, its header entry), for all tensors of the model.
-    weights: the weights of the model, as weights_of returns them.
+    Args:
+        tensors: tensor name -> (its file, its header entry), for all tensors of the model.
+        weights: the weights of the model, as weights_of returns them.
 
-    Raises CheckpointError if one of the two stacks is missing, or if their shapes do not fit together.
+    Raises:
+        CheckpointError: if one of the two stacks is missing, or if their shapes do not fit together.
     """
     stacks = {weight.name: weight for weight in weights.values() if _leaf(weight.name) in _PARTNER}
     for name, (file, entry) in tensors.items():

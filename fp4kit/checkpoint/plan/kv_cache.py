@@ -33,10 +33,11 @@ _FP8_COMPRESSED = {**_FP8, "strategy": "tensor", "symmetric": True}
 class KvCache(NamedTuple):
     """Describe the quantized KV cache of a source, as its config files declare it and its tensors store it.
 
-    scheme: ``kv_cache_scheme`` in ``quantization_config`` of config.json; None if there is none.
-    algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json; None if there is none.
-    format: the format of the source, "modelopt" or "compressed-tensors"; "" for any other format.
-    tensors: the names of the tensors that hold its scales; () if there are none.
+    Attributes:
+        scheme: ``kv_cache_scheme`` in ``quantization_config`` of config.json; None if there is none.
+        algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json; None if there is none.
+        format: the format of the source, "modelopt" or "compressed-tensors"; "" for any other format.
+        tensors: the names of the tensors that hold its scales; () if there are none.
     """
 
     scheme: Mapping[str, Any] | None
@@ -60,7 +61,8 @@ class KvCache(NamedTuple):
 
         Both are None if the KV cache is not carried into the output (see ``is_carried``).
 
-        format: the output format, such as "modelopt".
+        Args:
+            format: the output format, such as "modelopt".
         """
         if not self.is_carried(format):
             return None, None
@@ -79,7 +81,9 @@ class KvCache(NamedTuple):
     def name(self, tensor: str, format: str) -> str:
         """Return the name that a scale of the KV cache gets in the output format.
 
-        tensor: the name of the scale in the source. A name that does not end in k_scale or v_scale is returned as is.
+        Args:
+            tensor: the name of the scale in the source. A name that does not end in k_scale or v_scale is returned as
+                is.
         """
         attention, _, leaf = tensor.rpartition(".")
         projection = _LEAVES.get(leaf)
@@ -107,7 +111,9 @@ def kv_cache_of(source: Source) -> KvCache:
 def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
     """Yield a warning if the source has a quantized KV cache that is not carried into the output.
 
-    format: the output format. format_name: the name of the output format for the message.
+    Args:
+        format: the output format.
+        format_name: the name of the output format for the message.
     """
     if cache.is_declared and not cache.is_carried(format):
         scales = f" and its {len(cache.tensors)} scales are" if cache.tensors else " is"
@@ -120,7 +126,8 @@ def troubles(tensors: Mapping[str, tuple[SafetensorsFile, TensorEntry]]) -> Iter
     A scale that is zero, negative, NaN or infinite is an "error". A scale of the keys without one of the values, or the
     reverse, is a "warning", because models with latent attention (MLA) may need only one. The scales are read.
 
-    tensors: tensor name -> (its file, its header entry), for a whole model.
+    Args:
+        tensors: tensor name -> (its file, its header entry), for a whole model.
     """
     scales = {name: place for name, place in tensors.items() if name.rpartition(".")[2] in _LEAVES}
     layers: dict[str, set[str]] = defaultdict(set)

@@ -22,8 +22,9 @@ _PAIRS = {"gate_up_proj": "down_proj", "w13": "w2"}
 def check(selected: Mapping[str, Weight], others: Mapping[str, TensorEntry]) -> None:
     """Raise CheckpointError if an unquantized layer is rejected (see the head of this file).
 
-    selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.
-    others: the tensors of the model that store no weight, by name.
+    Args:
+        selected: tensor name -> weight, for the layers to convert. Quantized ones are not checked.
+        others: the tensors of the model that store no weight, by name.
     """
     plain = {weight.name: weight for weight in selected.values() if weight.container is None}
     _check_stacks(plain)
@@ -41,7 +42,8 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 
     The orientation of a stack follows from these shapes, so it is unknown if they do not fit.
 
-    plain: module name -> unquantized weight.
+    Args:
+        plain: module name -> unquantized weight.
     """
     shapes = {name: weight.shape for name, weight in plain.items()}
     for name in plain:
@@ -53,7 +55,9 @@ def _check_stacks(plain: Mapping[str, Weight]) -> None:
 def stacks_trouble(name: str, shapes: Mapping[str, tuple[int, ...]]) -> str:
     """Return an error message if a stack of experts does not fit the one beside it; "" if it does or there is none.
 
-    name: the module of one stack. shapes: module name -> shape [E, N, K], for all layers and stacks that are known.
+    Args:
+        name: the module of one stack.
+        shapes: module name -> shape [E, N, K], for all layers and stacks that are known.
     """
     parent, _, leaf = name.rpartition(".")
     pair = next(((a, b) for a, b in _PAIRS.items() if leaf in (a, b)), None)
@@ -76,7 +80,8 @@ _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.")
 def missing_experts(names: Iterable[str]) -> Iterator[str]:
     """Yield a warning per module whose experts are numbered with gaps.
 
-    names: the names of the weights of a model.
+    Args:
+        names: the names of the weights of a model.
     """
     found: dict[str, set[int]] = defaultdict(set)
     for match in filter(None, map(_EXPERT.match, names)):
@@ -93,7 +98,8 @@ def missing_experts(names: Iterable[str]) -> Iterator[str]:
 def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
     """Yield a warning about matrices in float64, which are not quantized, if there are any.
 
-    others: the tensors of the model that store no weight, by name.
+    Args:
+        others: the tensors of the model that store no weight, by name.
     """
     names = [name for name, one in others.items() if one.dtype == "F64" and name.endswith(".weight") and one.shape[1:]]
     if names:
@@ -110,7 +116,9 @@ def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> I
     Only the axis of the hidden state is checked. It is the last axis of a layer that reads the hidden state, and the
     first axis of a layer that writes it. A layer seems transposed if only its other axis has the length of the state.
 
-    weights: the weights of a model. config: the content of its config.json.
+    Args:
+        weights: the weights of a model.
+        config: the content of its config.json.
     """
     text = config.get("text_config")
     size = (text if isinstance(text, Mapping) else config).get("hidden_size")

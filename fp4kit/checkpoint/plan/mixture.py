@@ -22,7 +22,8 @@ from fp4kit.storage.errors import CheckpointError, listed, shown
 def first_match(patterns: Iterable[str], module: str) -> int | None:
     """Return the index of the first pattern that matches a module name, or None if no pattern does.
 
-    patterns: globs that must match the whole name, with its case.
+    Args:
+        patterns: globs that must match the whole name, with its case.
     """
     return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
 
@@ -37,8 +38,9 @@ class Choice(NamedTuple):
 class Mixture:
     """Map the layers of a model to their recipes and containers.
 
-    default: the choice for layers that no pattern matches.
-    choices: (pattern, choice) pairs; the first pattern that matches a layer decides.
+    Args:
+        default: the choice for layers that no pattern matches.
+        choices: (pattern, choice) pairs; the first pattern that matches a layer decides.
     """
 
     def __init__(self, default: Choice, choices: Sequence[tuple[str, Choice]]) -> None:
@@ -49,7 +51,8 @@ class Mixture:
     def of(self, module: str) -> Choice:
         """Return the choice for a layer.
 
-        module: the layer's name in the source. A stack of experts is one layer.
+        Args:
+            module: the layer's name in the source. A stack of experts is one layer.
         """
         if not self._patterns:
             return self.default
@@ -62,8 +65,9 @@ class Mixture:
     def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
         """Raise CheckpointError for the first pattern that decides about no quantized layer.
 
-        modules: the names of the layers to quantize.
-        copied: name -> reason, for all other weights.
+        Args:
+            modules: the names of the layers to quantize.
+            copied: name -> reason, for all other weights.
         """
         used = {first_match(self._patterns, module) for module in modules} if self._patterns else set()
         for i, pattern in enumerate(self._patterns):
@@ -93,7 +97,8 @@ class Mixture:
         Parts of a fused layer, such as q_proj and k_proj, need one recipe. All experts of a decoder layer need one
         container, because engines compute them with one kernel.
 
-        layers: output layer -> name of the source's layer that it is made from.
+        Args:
+            layers: output layer -> name of the source's layer that it is made from.
         """
         if not self._patterns:
             return
@@ -111,7 +116,9 @@ class Mixture:
     def _check_equal(group: str, found: Mapping[str, str], what: str) -> None:
         """Raise CheckpointError if the members of a fused layer do not all have the same recipe or container.
 
-        found: member -> id of its recipe, or name of its container. what: "recipe" or "container".
+        Args:
+            found: member -> id of its recipe, or name of its container.
+            what: "recipe" or "container".
         """
         if len(set(found.values())) > 1:
             first = next(iter(found))

@@ -20,11 +20,12 @@ from fp4kit.storage.writer import file_order, header_bytes
 class OutputFile:
     """Describe one output file.
 
-    name: its name in the partial directory, to which a run writes (see run/staging.py).
-    outputs: the tensors in it.
-    metadata: key -> text to write into its header: the metadata of a safetensors file, or keys of a GGUF file.
-    numbers: the keys that describe a file of a split GGUF model (see keys_of_part); {} for all other files.
-    is_first: False for the second and later files of a split GGUF model, whose headers get no keys of the source.
+    Attributes:
+        name: its name in the partial directory, to which a run writes (see run/staging.py).
+        outputs: the tensors in it.
+        metadata: key -> text to write into its header: the metadata of a safetensors file, or keys of a GGUF file.
+        numbers: the keys that describe a file of a split GGUF model (see keys_of_part); {} for all other files.
+        is_first: False for the second and later files of a split GGUF model, whose headers get no keys of the source.
     """
 
     name: str
@@ -36,7 +37,8 @@ class OutputFile:
     def header(self, source: Source) -> tuple[bytes, dict[str, int], int]:
         """Return the bytes of the header, tensor name -> offset of its data in the file, and the file's size in bytes.
 
-        source: the source of the conversion. A GGUF file takes keys of the source into its header.
+        Args:
+            source: the source of the conversion. A GGUF file takes keys of the source into its header.
         """
         file = source.files[0]
         if isinstance(file, GgufFile):
@@ -55,11 +57,13 @@ def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], lim
 
     The name of a file in the partial directory is the end of its final name (see final_path).
 
-    outputs: all tensors of the model.
-    metadata: key -> text to write into the header of the first file.
-    limit: the largest number of bytes of tensors per file.
+    Args:
+        outputs: all tensors of the model.
+        metadata: key -> text to write into the header of the first file.
+        limit: the largest number of bytes of tensors per file.
 
-    Raises CheckpointError if a tensor is larger than the limit, or if there would be more than 65535 files.
+    Raises:
+        CheckpointError: if a tensor is larger than the limit, or if there would be more than 65535 files.
     """
     slices = divide([output.nbytes for output in outputs], limit)
     return tuple(
@@ -77,8 +81,9 @@ def parts_of(outputs: tuple[OutputTensor, ...], metadata: Mapping[str, str], lim
 def final_path(target: Path, name: str) -> Path:
     """Return the final path of a file of a split GGUF model, such as DST-00001-of-00003.gguf.
 
-    target: the destination that the user named, DST.gguf.
-    name: the name of the file in the partial directory, "00001-of-00003.gguf".
+    Args:
+        target: the destination that the user named, DST.gguf.
+        name: the name of the file in the partial directory, "00001-of-00003.gguf".
     """
     return target.with_name(f"{target.stem}-{name}")
 
@@ -86,7 +91,8 @@ def final_path(target: Path, name: str) -> Path:
 def check_target(target: Path) -> None:
     """Raise CheckpointError if the destination of a split GGUF model is named like one of its files.
 
-    target: the destination that the user named. It must be DST.gguf, not DST-00001-of-00003.gguf.
+    Args:
+        target: the destination that the user named. It must be DST.gguf, not DST-00001-of-00003.gguf.
     """
     whole = whole_path(target)
     if whole != target:

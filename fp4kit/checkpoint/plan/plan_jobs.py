@@ -16,9 +16,10 @@ def jobs_of(
 ) -> Iterator[Job]:
     """Yield the jobs of a plan, in the order of its tensors: one per tensor to copy, and one per piece to convert.
 
-    positions: name of an output tensor -> (output file, offset of the tensor's first byte).
-    device: the numbers of the CUDA devices to use, with None for the CPU. Jobs that convert get them in turn; jobs that
-        copy need none.
+    Args:
+        positions: name of an output tensor -> (output file, offset of the tensor's first byte).
+        device: the numbers of the CUDA devices to use, with None for the CPU. Jobs that convert get them in turn; jobs
+            that copy need none.
     """
     number = 0
     for tensor in plan.tensors:
@@ -39,8 +40,9 @@ def _job(
 ) -> Job:
     """Return the job that converts one piece (some rows of a weight) of a tensor's plan.
 
-    positions: name of an output tensor -> (output file, offset of the tensor's first byte).
-    device: the number of the CUDA device that computes; None for the CPU.
+    Args:
+        positions: name of an output tensor -> (output file, offset of the tensor's first byte).
+        device: the number of the CUDA device that computes; None for the CPU.
     """
     targets = []
     for output in piece.outputs:

@@ -31,21 +31,26 @@ UNQUANTIZED = "bf16"
 class Request:
     """Hold the options that the user gives for a conversion.
 
-    recipe: how new codes are computed.
-    format: the output format; None for the format that most engines can load.
-    wishes: which layers to quantize.
-    input_scale: an activation scale to write for every layer, or None.
-    requantize: True to allow changing the values of layers that are already quantized.
-    nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
-    codes: the identity (see convert/journal.py) of the model from which codes are copied (--codes); "" for no model.
-    made_by: the id of the recipe that made the copied codes; "" if the model that they come from does not record it.
-    activations: measured activations, from which every layer gets its own input scale; None if there are none.
-    search: how to search block scales; None to compute them from each block's amax.
-    ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see model/closed_world.py).
-    split_max_size: the largest number of bytes of tensors per file of a split GGUF model; None to write one file.
-    recipes: (pattern, recipe) pairs; the first pattern that matches a layer decides in place of ``recipe``.
+    Attributes:
+        recipe: how new codes are computed.
+        format: the output format; None for the format that most engines can load.
+        wishes: which layers to quantize.
+        input_scale: an activation scale to write for every layer, or None.
+        requantize: True to allow changing the values of layers that are already quantized.
+        nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
+        codes: the identity (see convert/journal.py) of the model from which codes are copied (--codes); "" for no
+            model.
+        made_by: the id of the recipe that made the copied codes; "" if the model that they come from does not record
+            it.
+        activations: measured activations, from which every layer gets its own input scale; None if there are none.
+        search: how to search block scales; None to compute them from each block's amax.
+        ignore: globs of tensors, config keys and metadata that are unknown and to be left out (see
+            model/closed_world.py).
+        split_max_size: the largest number of bytes of tensors per file of a split GGUF model; None to write one file.
+        recipes: (pattern, recipe) pairs; the first pattern that matches a layer decides in place of ``recipe``.
 
-    Raises CheckpointError if an option is unknown or out of range, or if two options exclude each other.
+    Raises:
+        CheckpointError: if an option is unknown or out of range, or if two options exclude each other.
     """
 
     recipe: Recipe
@@ -107,10 +112,12 @@ class Request:
     def form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors.
 
-        config: the content of the model's config.json.
+        Args:
+            config: the content of the model's config.json.
 
-        Raises CheckpointError if no loader can read this recipe and format for this model, or if the container does not
-        support a requested scale search or input scale.
+        Raises:
+            CheckpointError: if no loader can read this recipe and format for this model, or if the container does not
+                support a requested scale search or input scale.
         """
         form = self._form_for(config)
         if self.search is not None:
@@ -120,10 +127,12 @@ class Request:
     def mixture_for(self, config: Mapping[str, Any]) -> Mixture:
         """Return the recipe and the container of every layer of a model.
 
-        config: the content of the model's config.json.
+        Args:
+            config: the content of the model's config.json.
 
-        Raises CheckpointError as ``form_for`` does, for every recipe; or if the format cannot store layers in all of
-        their containers.
+        Raises:
+            CheckpointError: as ``form_for`` does, for every recipe; if the format cannot store layers in all of their
+                containers; or if there are recipes with patterns and the model is a GGUF file.
         """
         if not self.recipes:
             return Mixture(Choice(self.recipe, self.form_for(config)), ())
@@ -156,7 +165,8 @@ class Request:
         Only recipes with a tensor scale can have input scales. Return {} for them, and if no recipe of the request can,
         so that input scales are then refused.
 
-        some: True if a recipe of the request can have input scales.
+        Args:
+            some: True if a recipe of the request can have input scales.
         """
         return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
 
@@ -167,7 +177,8 @@ class Request:
         format of the default recipe is preferred. If no format stores all recipes, the best one is returned all the
         same, and building the containers raises the error.
 
-        config: the content of the model's config.json.
+        Args:
+            config: the content of the model's config.json.
         """
         if self.format is not None:
             return self.format
@@ -218,7 +229,9 @@ class Request:
     def _refuse_input_scales(self, why: str, more: str = "") -> None:
         """Raise CheckpointError if the user gives an input scale or activations; otherwise do nothing.
 
-        why: the reason, for the message. more: a way out other than to leave the option out, added to the message.
+        Args:
+            why: the reason, for the message.
+            more: a way out other than to leave the option out, added to the message.
         """
         if self.activations is not None:
             raise CheckpointError(f"activations: {why}; leave them out{more}")
@@ -228,7 +241,8 @@ class Request:
     def _mlx_form(self) -> Container:
         """Return the MLX container for the recipe.
 
-        Raises CheckpointError if no MLX container can store the recipe, or if the user gives input scales.
+        Raises:
+            CheckpointError: if no MLX container can store the recipe, or if the user gives input scales.
         """
         self._refuse_input_scales("mlx-lm reads no input scales")
         return mlx.form_for(self.recipe)
@@ -236,8 +250,9 @@ class Request:
     def _gguf_form(self) -> Container | None:
         """Return the GGUF container for the recipe, or None to write unquantized tensors (format "bf16").
 
-        Raises CheckpointError if another format is requested, if the user gives input scales, or if no GGUF container
-        can store the recipe.
+        Raises:
+            CheckpointError: if another format is requested, if the user gives input scales, or if no GGUF container can
+                store the recipe.
         """
         if self.format not in (None, UNQUANTIZED):
             raise CheckpointError(
@@ -266,8 +281,9 @@ def kind_of(recipe: Recipe) -> str:
 def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
     """Raise CheckpointError if loaders of the container require input scales and none will be written.
 
-    form: the container to write; None, which always passes, for unquantized output.
-    has_input_scale: True if input scales will be written.
+    Args:
+        form: the container to write; None, which always passes, for unquantized output.
+        has_input_scale: True if input scales will be written.
     """
     if form is DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(

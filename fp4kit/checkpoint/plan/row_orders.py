@@ -33,7 +33,8 @@ def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
 
     This is the case for gate_up_proj of gpt-oss.
 
-    config: the content of the model's config.json.
+    Args:
+        config: the content of the model's config.json.
     """
     return len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
 
@@ -43,7 +44,8 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
 
     If gate and up rows of ``weight`` alternate, the result reorders them on reading. Otherwise it is ``weight`` itself.
 
-    config: the content of the model's config.json.
+    Args:
+        config: the content of the model's config.json.
     """
     return replace(weight, order=HeadOrder(weight.shape[-2], False)) if has_alternating_rows(weight, config) else weight
 
@@ -51,9 +53,11 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
 def alternate_rows(rows: Sequence[Rows]) -> Iterator[Rows]:
     """Yield one matrix per expert, in which the rows of its gate and up layers alternate.
 
-    rows: the rows of all layers: gate and up of the first expert, then gate and up of the second, and so on.
+    Args:
+        rows: the rows of all layers: gate and up of the first expert, then gate and up of the second, and so on.
 
-    Raises CheckpointError if the layers have tensor scales, because one matrix can have only one.
+    Raises:
+        CheckpointError: if the layers have tensor scales, because one matrix can have only one.
     """
     for gate, up in zip(rows[::2], rows[1::2], strict=True):
         one, (begin, end) = gate.weight, gate.span
@@ -75,10 +79,11 @@ def order_of_heads(leaf: str, rows: int, config: Mapping[str, Any], weaves: bool
     Return None for all other layers, and if the number of heads is unknown or does not divide the rows into heads of an
     even size above 2.
 
-    leaf: the last component of the layer's name in a GGUF file, such as "attn_q".
-    rows: the number of rows of the layer.
-    config: the facts from the GGUF header, with the numbers of heads.
-    weaves: True to interleave the two halves of each head, False to undo that (see HeadOrder).
+    Args:
+        leaf: the last component of the layer's name in a GGUF file, such as "attn_q".
+        rows: the number of rows of the layer.
+        config: the facts from the GGUF header, with the numbers of heads.
+        weaves: True to interleave the two halves of each head, False to undo that (see HeadOrder).
     """
     count = config.get(HEADS.get(leaf, ""), 0)
     head = rows // count if count else 0
@@ -91,8 +96,9 @@ def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers:
     A few rows are compared first. All rows are compared only if these give a tie. If all rows tie, the result is
     ``rows`` unchanged.
 
-    unquantized: the weight with its own values.
-    rows: the quantized rows of this weight.
+    Args:
+        unquantized: the weight with its own values.
+        rows: the quantized rows of this weight.
     """
     reordered = rows._replace(weight=replace(rows.weight, order=order))
     for max_rows in (_SAMPLE_ROWS, unquantized.shape[-2]):
@@ -107,8 +113,9 @@ def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, 
 
     Only the first and the last ``max_rows`` of ``rows`` are compared.
 
-    at: the row of ``unquantized`` that corresponds to the first of ``rows``, counted over all matrices of a stack.
-    rows: the quantized rows.
+    Args:
+        at: the row of ``unquantized`` that corresponds to the first of ``rows``, counted over all matrices of a stack.
+        rows: the quantized rows.
     """
     expert, first = divmod(at, unquantized.shape[-2])
     height = rows.span[1] - rows.span[0]

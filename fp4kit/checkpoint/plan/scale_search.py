@@ -42,8 +42,9 @@ class ColumnWeights:
     A scale search multiplies the error in each of the K columns by the column's weight. A vector is named after the
     layer's weight or its module. The experts of a stack may share one vector, named after the stack.
 
-    file: the header of the file.
-    sha256: the SHA-256 of the file, in hexadecimal.
+    Attributes:
+        file: the header of the file.
+        sha256: the SHA-256 of the file, in hexadecimal.
     """
 
     file: SafetensorsFile = field(repr=False)
@@ -66,8 +67,9 @@ class ColumnWeights:
     def of(self, layer: Layer) -> Located | None:
         """Return the place of a layer's column weights, or None if the file has none for it.
 
-        layer: (module to write, weight that it is made from). The vector may have the name of either; the module's own
-            vector comes first.
+        Args:
+            layer: (module to write, weight that it is made from). The vector may have the name of either; the module's
+                own vector comes first.
         """
         module, weight = layer
         names = (f"{module}.weight", module, weight.tensor, weight.name)
@@ -76,9 +78,12 @@ class ColumnWeights:
     def check(self, layers: Iterable[Layer]) -> None:
         """Check the column weights of all layers that a scale search will use.
 
-        layers: (module to write, weight that it is made from) per layer. A module that occurs twice is checked once.
+        Args:
+            layers: (module to write, weight that it is made from) per layer. A module that occurs twice is checked
+                once.
 
-        Raises CheckpointError if a layer has no vector, or if a vector is not float32 (K,) with finite weights >= 0.
+        Raises:
+            CheckpointError: if a layer has no vector, or if a vector is not float32 (K,) with finite weights >= 0.
         """
         layers = list(dict(layers).items())
         missing = [layer[0] for layer in layers if self.of(layer) is None]
@@ -97,7 +102,8 @@ class ColumnWeights:
 def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> None:
     """Raise CheckpointError unless the tensor at ``place`` is a float32 vector of ``columns`` finite weights >= 0.
 
-    name: the file and the tensor, for error messages.
+    Args:
+        name: the file and the tensor, for error messages.
     """
     entry = place.entry
     if (entry.dtype, entry.shape) != ("F32", (columns,)):
@@ -269,9 +275,10 @@ def recorded_search(
     2. True if the search used column weights and the user gave no search, so that the column weights are missing.
     3. Warnings: column weights other than the recorded ones, or an unknown recorded search.
 
-    request: the request recorded in the checkpoint's manifest; {} if there is none.
-    config: fp4kit's entry in the checkpoint's config, used if the manifest records no search.
-    requested: the user's search, which takes precedence over both; None if the user gave none.
+    Args:
+        request: the request recorded in the checkpoint's manifest; {} if there is none.
+        config: fp4kit's entry in the checkpoint's config, used if the manifest records no search.
+        requested: the user's search, which takes precedence over both; None if the user gave none.
     """
     facts = request.get("scale_search")
     if not isinstance(facts, Mapping):
@@ -298,11 +305,13 @@ def recorded_search(
 def check_layers(search: ScaleSearch | None, tensors: Iterable[Any]) -> tuple[str, ...]:
     """Check that a scale search fits the layers of a plan, and return warnings; () if there are none.
 
-    search: the user's scale search; with None, nothing is checked.
-    tensors: the plans of all tensors (plan.TensorPlan).
+    Args:
+        search: the user's scale search; with None, nothing is checked.
+        tensors: the plans of all tensors (plan.TensorPlan).
 
-    Raises CheckpointError if no layer gets new codes, or if column weights are missing or invalid. An imatrix may lack
-    layers; a warning names them.
+    Raises:
+        CheckpointError: if no layer gets new codes, or if column weights are missing or invalid. An imatrix may lack
+            layers; a warning names them.
     """
     if search is None:
         return ()
@@ -322,7 +331,8 @@ def words_of(search: ScaleSearch | None, action: str, recipe: Recipe) -> str:
 
     Return "" if ``search`` is None, the action computes no new codes, or the recipe's scales cannot be searched.
 
-    action: what happens to the layer, one of the actions in job.py.
+    Args:
+        action: what happens to the layer, one of the actions in job.py.
     """
     searched = search is not None and action in SEARCHED and search.supports(recipe)
     return f", scales {search.words}" if search is not None and searched else ""
@@ -333,9 +343,10 @@ class Losses(NamedTuple):
 
     If there are column weights, every term of the three sums is multiplied by its column's weight.
 
-    signal: the sum of x^2 over the unquantized values x.
-    before: the sum of squared errors with scales computed from the block amax.
-    after: the sum of squared errors with the searched scales.
+    Attributes:
+        signal: the sum of x^2 over the unquantized values x.
+        before: the sum of squared errors with scales computed from the block amax.
+        after: the sum of squared errors with the searched scales.
     """
 
     signal: float = 0.0

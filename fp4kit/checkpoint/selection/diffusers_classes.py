@@ -45,7 +45,8 @@ _MODULATION = ("img_mod", "txt_mod")  # components that are modulation, as are t
 def class_of(config: Mapping[str, Any]) -> str:
     """Return the name of a model's Diffusers class, such as "FluxTransformer2DModel"; "" if it is not of Diffusers.
 
-    config: the content of the model's config.json.
+    Args:
+        config: the content of the model's config.json.
     """
     return str(config.get(CLASS, ""))
 
@@ -55,8 +56,9 @@ def unquantized_reason(name: str, parts: tuple[str, ...]) -> str | None:
 
     Return None if it may be quantized, or if it is not a layer of a diffusion model.
 
-    name: the Diffusers class of the model; "" for all other models, such as a single file of the original release.
-    parts: the components of the module's dotted name.
+    Args:
+        name: the Diffusers class of the model; "" for all other models, such as a single file of the original release.
+        parts: the components of the module's dotted name.
     """
     if name not in BLOCKS:
         part = next((part for part in parts if part in _ORIGINAL), None)
@@ -72,8 +74,9 @@ def check(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
 
     No engine is known to load the result, so the user must ask for it. All other models pass.
 
-    config: the content of the model's config.json.
-    only: the patterns of --only.
+    Args:
+        config: the content of the model's config.json.
+        only: the patterns of --only.
     """
     name = class_of(config)
     if not name or only:
@@ -94,7 +97,8 @@ def check(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
 def warning(config: Mapping[str, Any]) -> str | None:
     """Return a warning that no engine is known to load quantized weights of a Diffusers model; None for other models.
 
-    config: the content of the model's config.json.
+    Args:
+        config: the content of the model's config.json.
     """
     name = class_of(config)
     if not name:

@@ -23,8 +23,9 @@ from fp4kit.storage.errors import shown
 class Fusion:
     """Name the layers that loaders fuse because they read the same input.
 
-    members: the leaf names of these layers, such as ("gate_proj", "up_proj").
-    alias: the leaf name of the fused layer, such as "gate_up_proj"; None if it has no name of its own.
+    Attributes:
+        members: the leaf names of these layers, such as ("gate_proj", "up_proj").
+        alias: the leaf name of the fused layer, such as "gate_up_proj"; None if it has no name of its own.
     """
 
     members: tuple[str, ...]
@@ -81,7 +82,8 @@ def fused_groups(modules: Iterable[str]) -> dict[tuple[str, Fusion], list[str]]:
 def group_name(parent: str, fusion: Fusion) -> str:
     """Return a readable name for fused layers, such as "model.layers.0.mlp.(gate_proj|up_proj)".
 
-    parent: the parent module of the layers.
+    Args:
+        parent: the parent module of the layers.
     """
     return join_module(parent, f"({'|'.join(fusion.members)})")
 
@@ -131,8 +133,9 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
     because Qwen names the halves w1 and w2. An up_proj or w3 without a gate is reported only if the corresponding MLP
     of another layer or expert has a gate. MLPs without gates also have an up_proj.
 
-    converted: the names of the modules that are quantized.
-    present: the names of further modules of the source, among which the counterparts may be.
+    Args:
+        converted: the names of the modules that are quantized.
+        present: the names of further modules of the source, among which the counterparts may be.
     """
     converted = list(converted)
     all_modules = {*converted, *present}
@@ -157,9 +160,10 @@ def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
 
     The gate of an attention layer has no counterpart. The counterpart of a w1 beside c_proj is w2 (Qwen's names).
 
-    parent: the gate's parent module.
-    gate: its leaf name.
-    all_modules: the names of all modules of the model.
+    Args:
+        parent: the gate's parent module.
+        gate: its leaf name.
+        all_modules: the names of all modules of the model.
     """
     attends = "attn" in parent or "attention" in parent.lower()
     return not attends and not (gate == "w1" and join_module(parent, "c_proj") in all_modules)
@@ -173,7 +177,8 @@ def _without_numbers(module: str) -> str:
 def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
     """Return the names of the up projections that belong to the gates of a model, with ``#`` in place of numbers.
 
-    all_modules: the names of all modules of the model.
+    Args:
+        all_modules: the names of all modules of the model.
     """
     gates = (split_module(module) for module in all_modules if module.endswith(tuple(_PAIRS)))
     return {_without_numbers(join_module(parent, _PAIRS[leaf])) for parent, leaf in gates if leaf in _PAIRS}
@@ -182,8 +187,9 @@ def _up_names_with_gate(all_modules: Collection[str]) -> set[str]:
 def partly_converted(copied: Iterable[str], converted: Collection[str]) -> Iterator[str]:
     """Yield one warning per group of fused layers in which some layers are quantized and some are not.
 
-    copied: the names of the modules that stay unquantized.
-    converted: the names of the modules that are quantized.
+    Args:
+        copied: the names of the modules that stay unquantized.
+        converted: the names of the modules that are quantized.
     """
     for key, members in fused_groups([*copied, *converted]).items():
         kept = [split_module(member)[1] for member in members if member not in converted]

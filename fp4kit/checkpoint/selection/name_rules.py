@@ -109,11 +109,13 @@ def _role(part: str) -> Role | None:
 class Model:
     """Hold the facts from config.json that the selection rules use.
 
-    layers: the number of decoder layers; None if the config does not state it.
-    model_type: the ``model_type`` of the config; "" if it has none.
-    has_encoder: True if the model has an encoder besides the decoder, so that encoder.layers.N is not a decoder layer.
-    is_gguf: True if the model is a GGUF file, whose tensors have llama.cpp's names.
-    diffusers: the name of the Diffusers class; "" if the model is not of Diffusers.
+    Attributes:
+        layers: the number of decoder layers; None if the config does not state it.
+        model_type: the ``model_type`` of the config; "" if it has none.
+        has_encoder: True if the model has an encoder besides the decoder, so that encoder.layers.N is not a decoder
+            layer.
+        is_gguf: True if the model is a GGUF file, whose tensors have llama.cpp's names.
+        diffusers: the name of the Diffusers class; "" if the model is not of Diffusers.
     """
 
     layers: int | None
@@ -127,13 +129,14 @@ class Model:
 class Candidate:
     """Describe one tensor to the selection rules, which decide whether it must stay unquantized.
 
-    name: the tensor's name.
-    module: the name of the tensor's module: ``name`` without ``.weight`` or the suffix of its codes. It equals ``name``
-        if there is no such suffix, as for most stacks and for biases.
-    dtype: the safetensors dtype of the values, or the name of the container that holds them.
-    shape: (N, K), or (E, N, K) for a stack of experts. The layer contracts K, whatever the stored axis order is. For
-        all other tensors, the stored shape.
-    model: the facts about the tensor's model.
+    Attributes:
+        name: the tensor's name.
+        module: the name of the tensor's module: ``name`` without ``.weight`` or the suffix of its codes. It equals
+            ``name`` if there is no such suffix, as for most stacks and for biases.
+        dtype: the safetensors dtype of the values, or the name of the container that holds them.
+        shape: (N, K), or (E, N, K) for a stack of experts. The layer contracts K, whatever the stored axis order is.
+            For all other tensors, the stored shape.
+        model: the facts about the tensor's model.
     """
 
     name: str
@@ -228,9 +231,10 @@ class Candidate:
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Candidate:
     """Return the Candidate for an unquantized tensor.
 
-    name, dtype: the tensor's name and its safetensors dtype.
-    shape: (N, K), or (E, N, K) for a stack of experts.
-    model: the facts about the tensor's model, from ``model_facts``.
+    Args:
+        name, dtype: the tensor's name and its safetensors dtype.
+        shape: (N, K), or (E, N, K) for a stack of experts.
+        model: the facts about the tensor's model, from ``model_facts``.
     """
     return Candidate(name, name.removesuffix(".weight"), dtype, shape, model)
 
@@ -240,7 +244,8 @@ def _layer_count(section: Mapping[str, Any]) -> int | None:
 
     If the section states only the encoder's number, return that. Return None if it states neither.
 
-    Raises CheckpointError if a number is not a whole number from 1 to _MAX_LAYERS.
+    Raises:
+        CheckpointError: if a number is not a whole number from 1 to _MAX_LAYERS.
     """
     counts = {key: section[key] for key in (*_LAYER_COUNTS, "encoder_layers") if section.get(key) is not None}
     for key, value in counts.items():
@@ -434,12 +439,13 @@ def _empty(tensor: Candidate) -> str | None:
 class Rule:
     """Pair a rule with its consequences for the tensors that it leaves unquantized.
 
-    reason: the rule, a function that returns the reason why a tensor must stay unquantized, or None if the rule does
-        not apply.
-    listed: True if these tensors must be in the config's exclusion list, because loaders would otherwise expect them to
-        be quantized.
-    prefix: for a rule about whole modules, a function that returns the name of the module that the tensor is in. The
-        rule does not apply to a module that an --only pattern names. None for a rule about single tensors.
+    Attributes:
+        reason: the rule, a function that returns the reason why a tensor must stay unquantized, or None if the rule
+            does not apply.
+        listed: True if these tensors must be in the config's exclusion list, because loaders would otherwise expect
+            them to be quantized.
+        prefix: for a rule about whole modules, a function that returns the name of the module that the tensor is in.
+            The rule does not apply to a module that an --only pattern names. None for a rule about single tensors.
     """
 
     reason: Callable[[Candidate], str | None]

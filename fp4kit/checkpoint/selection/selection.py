@@ -76,11 +76,12 @@ class Wishes:
 class Decision:
     """Record whether one tensor is quantized, and why.
 
-    converted: True if the tensor is to be quantized; False if it stays unquantized.
-    reason: the deciding rule, in words for the user.
-    listed: True if the exclusion list must name the tensor, so that loaders know that it is unquantized.
-    subtree: the name of a module that contains the tensor and stays unquantized as a whole, such as "model.visual";
-        None if the decision is about this tensor alone.
+    Attributes:
+        converted: True if the tensor is to be quantized; False if it stays unquantized.
+        reason: the deciding rule, in words for the user.
+        listed: True if the exclusion list must name the tensor, so that loaders know that it is unquantized.
+        subtree: the name of a module that contains the tensor and stays unquantized as a whole, such as "model.visual";
+            None if the decision is about this tensor alone.
     """
 
     converted: bool
@@ -120,8 +121,9 @@ class Selector:
 
     Decisions are cached. All experts of a layer share a cache entry, because no rule depends on the expert's number.
 
-    wishes: the user's choice of layers.
-    block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
+    Args:
+        wishes: the user's choice of layers.
+        block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
     """
 
     def __init__(self, wishes: Wishes, block: int) -> None:
@@ -140,8 +142,9 @@ class Selector:
         2. the --keep and --only patterns;
         3. the preset.
 
-        Raises CheckpointError if --keep-first or --keep-last asks for more layers than the model has, or if the number
-        of layers is unknown.
+        Raises:
+            CheckpointError: if --keep-first or --keep-last asks for more layers than the model has, or if the number of
+                layers is unknown.
         """
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
@@ -221,11 +224,13 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
 
     A decision depends on its own tensor alone, so the tensors of a model may be split over several calls.
 
-    wishes: the user's choice of layers.
-    block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
+    Args:
+        wishes: the user's choice of layers.
+        block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
 
-    Raises CheckpointError if --keep-first or --keep-last asks for more layers than the model has, or if it is used
-    and config.json states no number of layers.
+    Raises:
+        CheckpointError: if --keep-first or --keep-last asks for more layers than the model has, or if it is used and
+            config.json states no number of layers.
     """
     selector = Selector(wishes, block)
     return {tensor.name: selector.decide(tensor) for tensor in candidates}
@@ -237,9 +242,10 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
     These are errors: a pattern that matches no module, an --only pattern whose modules all stay unquantized, a layer of
     --keep-first or --keep-last without tensors, and a choice that leaves nothing to quantize.
 
-    candidates: the candidates of the whole model.
-    wishes: the user's choice of layers.
-    decisions: the result of ``decide`` for the candidates.
+    Args:
+        candidates: the candidates of the whole model.
+        wishes: the user's choice of layers.
+        decisions: the result of ``decide`` for the candidates.
     """
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
@@ -256,11 +262,13 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
 def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple[Candidate, Iterator[Candidate]]:
     """Return the first weight that a pattern matches, and an iterator over all later matches.
 
-    option: "--keep" or "--only", for the error message.
-    pattern: a shell-style pattern that must match a whole module name, with its case and without ".weight".
-    weights: the weights of the whole model.
+    Args:
+        option: "--keep" or "--only", for the error message.
+        pattern: a shell-style pattern that must match a whole module name, with its case and without ".weight".
+        weights: the weights of the whole model.
 
-    Raises CheckpointError if no weight matches.
+    Raises:
+        CheckpointError: if no weight matches.
     """
     match = re.compile(translate(pattern)).match
     hits = (tensor for tensor in weights if match(tensor.module))
@@ -277,8 +285,9 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
 def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> str:
     """Return the error message for an --only pattern whose modules all stay unquantized.
 
-    first: one of these modules, which the message names.
-    decision: the decision on this module, with the reason.
+    Args:
+        first: one of these modules, which the message names.
+        decision: the decision on this module, with the reason.
     """
     text = (
         f"--only {pattern!r}: every module that it matches stays unquantized: {shown(first.module)} ({decision.reason})"
@@ -291,7 +300,8 @@ def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> st
 def _check_count(wishes: Wishes, count: int | None) -> None:
     """Raise CheckpointError if --keep-first or --keep-last asks for more layers than the model has.
 
-    count: the model's number of decoder layers; None if it is unknown, so that neither option may be used.
+    Args:
+        count: the model's number of decoder layers; None if it is unknown, so that neither option may be used.
     """
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
         if wanted and count is None:
@@ -307,7 +317,8 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
 
     The number of layers in config.json is then wrong.
 
-    weights: the weights of the whole model.
+    Args:
+        weights: the weights of the whole model.
     """
     one_expert = {
         _without_expert_number(tensor.module): tensor for tensor in weights

@@ -108,10 +108,11 @@ def _mask(
 
     The mask is all False if the two arrays are equal or differ in shape.
 
-    part: the name of the part, a key of PARTS.
-    x, q: the input and fp4kit's result, from which exceptions compute what they excuse.
-    theirs, ours: the part from the producer and from fp4kit.
-    excused: gets 1 added for each exception that excuses a difference.
+    Args:
+        part: the name of the part, a key of PARTS.
+        x, q: the input and fp4kit's result, from which exceptions compute what they excuse.
+        theirs, ours: the part from the producer and from fp4kit.
+        excused: gets 1 added for each exception that excuses a difference.
     """
     shape = np.shape(theirs)
     masked = np.zeros(shape, bool)
@@ -135,8 +136,9 @@ def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> 
     A block scale is masked if any element of the block is, a tensor scale if all elements are. Return None if the part
     holds scales and ``scales`` is False.
 
-    where: the mask over elements.
-    scales: whether the exception applies to scales, too.
+    Args:
+        where: the mask over elements.
+        scales: whether the exception applies to scales, too.
     """
     if part in ("block_scale", "tensor_scale") and not scales:
         return None
@@ -169,8 +171,9 @@ def difference_of(
 ) -> PartDifference | None:
     """Return how the producer's and fp4kit's array of a part differ, or None if they are equal.
 
-    theirs, ours: the arrays of the producer and of fp4kit. Other shapes or dtypes are a difference of all elements.
-    masked: True for elements that are not compared.
+    Args:
+        theirs, ours: the arrays of the producer and of fp4kit. Other shapes or dtypes are a difference of all elements.
+        masked: True for elements that are not compared.
     """
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:

@@ -86,9 +86,10 @@ def _smaller(q: fp4kit.Quantized, call: ProducerCall) -> Iterator[fp4kit.Quantiz
 def script(id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDifference, versions: str) -> str:
     """Return a Python program that raises AssertionError as long as the producer decodes q differently.
 
-    id: the recipe of q.
-    difference: the difference in the values, which the program describes.
-    versions: the name and version of the producer, for a comment.
+    Args:
+        id: the recipe of q.
+        difference: the difference in the values, which the program describes.
+        versions: the name and version of the producer, for a comment.
     """
     assert call.decode is not None
     parts = ["packed", "block_scale"] + ["tensor_scale"] * (q.tensor_scale is not None)

@@ -255,7 +255,8 @@ def _amax_range(
     The range covers 20 powers of two below the highest amax. For scales other than E4M3 it begins at 0 in half of the
     cases.
 
-    tensor: the tensor amax, which is the highest; None takes the highest of the dtype or of the scale format.
+    Args:
+        tensor: the tensor amax, which is the highest; None takes the highest of the dtype or of the scale format.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant
     largest = ml_dtypes.finfo(dtype).max if tensor is None else tensor

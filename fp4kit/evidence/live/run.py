@@ -162,7 +162,8 @@ def run(
 def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], reason: str) -> ProducerResult:
     """Store the reason why the producer did not run in ``result``, and return ``result``.
 
-    ids: the requested recipes. Those that the adapter has calls for are stored as left out.
+    Args:
+        ids: the requested recipes. Those that the adapter has calls for are stored as left out.
     """
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
@@ -317,9 +318,10 @@ class LiveCase:
 def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerResult) -> tuple[str, str]:
     """Shrink the value of a case that differs. Return (the difference as text, a Python program that shows it).
 
-    compared: the comparison in which the case differed.
-    failure: the producer's error, or "" if it raised none.
-    result: has the producer's versions and the time spent on shrinking so far, which limits the time for this case.
+    Args:
+        compared: the comparison in which the case differed.
+        failure: the producer's error, or "" if it raised none.
+        result: has the producer's versions and the time spent on shrinking so far, which limits the time for this case.
     """
     parts = differing_parts(compared.differences)
 
@@ -368,8 +370,9 @@ def adapters() -> tuple[Adapter, ...]:
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
     """Return the results as JSON data, for `fp4kit recipes --live --json`.
 
-    ids: the requested recipes.
-    seconds: the running time.
+    Args:
+        ids: the requested recipes.
+        seconds: the running time.
     """
     return {
         "fp4kit": fp4kit.__version__,

@@ -30,7 +30,8 @@ class Anything(ModuleType):
     def __getattr__(self, name: str) -> Any:
         """Create, store and return another stand-in as the attribute.
 
-        Raises AttributeError for a name with two leading underscores.
+        Raises:
+            AttributeError: for a name with two leading underscores.
         """
         if name.startswith("__"):
             raise AttributeError(name)
@@ -71,7 +72,8 @@ def _standing_in(modules: Mapping[str, ModuleType]) -> Iterator[None]:
 def directory(package: str) -> Path:
     """Return the directory of an installed package without importing the package.
 
-    Raises ImportError if the package is not installed.
+    Raises:
+        ImportError: if the package is not installed.
     """
     spec = importlib.util.find_spec(package)
     if spec is None or not spec.submodule_search_locations:

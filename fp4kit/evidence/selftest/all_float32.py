@@ -93,8 +93,9 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
     Return an empty dict if the recipe has no tensor scale, because then the sweep's anchor sets the block scale.
 
-    module: the library of the arrays, numpy or cupy.
-    rows: the number of blocks, one per row.
+    Args:
+        module: the library of the arrays, numpy or cupy.
+        rows: the number of blocks, one per row.
     """
     r = sweep.target
     if r.tensor_scaling == "none":
@@ -213,7 +214,8 @@ def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]
     First come ranges of every STEP-th pattern below ``limit``, each with up to ``chunk`` patterns. Then comes one range
     for each of ``starts``, with the NEAR patterns on each side of it.
 
-    starts: the first bit pattern of each run, at which the code changes.
+    Args:
+        starts: the first bit pattern of each run, at which the code changes.
     """
     yield from _pieces(limit, chunk, STEP)
     yield from (range(max(start - NEAR, 0), min(start + NEAR, limit)) for start in map(int, starts))

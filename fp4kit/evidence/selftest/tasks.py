@@ -173,8 +173,9 @@ def fuzzed(engine: ComparedEngine, ids: tuple[str, ...], seed: int, count: int, 
 def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
     """Compare matmul with the specification on ``count`` random products of all kinds of operands.
 
-    id: the id of the unit. A third of the products use variants of a matrix unit.
-    seed: seed of the random products.
+    Args:
+        id: the id of the unit. A third of the products use variants of a matrix unit.
+        seed: seed of the random products.
     """
     return fuzz.outcome(engine, Pool(operations=("matmul",), units=(id,), faults=False), seed, count)
 

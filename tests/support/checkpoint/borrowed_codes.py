@@ -28,8 +28,9 @@ def directory(
     Layers get the names of Hugging Face, and each expert is a layer of its own. The unquantized checkpoint stays beside
     ``root`` in the folder "plain".
 
-    tensors: the tensors of gguf_files.model.
-    options: further arguments of convert.
+    Args:
+        tensors: the tensors of gguf_files.model.
+        options: further arguments of convert.
     """
     found: dict[str, np.ndarray] = {}
     for name, x in tensors.items():

@@ -44,8 +44,9 @@ def plain(x: np.ndarray) -> Info:
 def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | None = None, alignment: int = 32) -> None:
     """Write a GGUF file of version 3.
 
-    keys: header keys, in addition to an architecture and a layer count.
-    alignment: the multiple of bytes at which tensors begin.
+    Args:
+        keys: header keys, in addition to an architecture and a layer count.
+        alignment: the multiple of bytes at which tensors begin.
     """
     keys = {"general.architecture": "llama", "llama.block_count": LAYERS, **(keys or {})}
     head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), len(keys)) + b"".join(key(*pair) for pair in keys.items())
@@ -107,7 +108,8 @@ def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
 
     The steps are those of dequantize_row_* in ggml-quants.c.
 
-    kind: "mxfp4" or "nvfp4".
+    Args:
+        kind: "mxfp4" or "nvfp4".
     """
     size, scales, group = (17, 1, 32) if kind == "mxfp4" else (36, 4, 16)
     doubled = [int(2 * value) for value in E2M1.values]  # integers have no -0

@@ -40,8 +40,9 @@ def files_of(folder: Path) -> dict[str, str]:
 def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> int:
     """Return the number of C functions that `call` calls.
 
-    wanted: kill this process at the call with this number; None to kill nothing.
-    of_system: True to count calls of the operating system only.
+    Args:
+        wanted: kill this process at the call with this number; None to kill nothing.
+        of_system: True to count calls of the operating system only.
     """
     count = 0
 
@@ -64,7 +65,8 @@ def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> 
 def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
     """Execute a plan, which writes `out`, in a child process that kills itself at C function call number `wanted`.
 
-    of_system: as for counted.
+    Args:
+        of_system: as for counted.
     """
     child = os.fork()
     if child == 0:
@@ -79,8 +81,9 @@ def state_after(out: Path, whole: dict[str, str]) -> str:
     "whole" is a finished directory, from which leftovers are removed. "partial" is an unfinished directory, which is
     resumed. After "nothing", the conversion is started again.
 
-    out: the directory that the conversion writes. Its source is "m" beside it.
-    whole: {file name: SHA-256} of a finished directory, with which the result is compared.
+    Args:
+        out: the directory that the conversion writes. Its source is "m" beside it.
+        whole: {file name: SHA-256} of a finished directory, with which the result is compared.
     """
     partial = staging.partial_of(out)
     if out.exists():

@@ -15,8 +15,9 @@ from fp4kit.checkpoint import make_plan
 def measured(amaxes: Mapping[str, float], columns: int = 64) -> Collector:
     """Return a Collector of layers that each saw one token, all of whose inputs have the layer's amax.
 
-    amaxes: {layer: amax}; 0 stands for no token.
-    columns: the number of inputs per token.
+    Args:
+        amaxes: {layer: amax}; 0 stands for no token.
+        columns: the number of inputs per token.
     """
     collector = Collector()
     for layer, amax in amaxes.items():

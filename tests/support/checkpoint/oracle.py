@@ -51,7 +51,8 @@ _FUSED = (
 class Parts(NamedTuple):
     """Hold the codes (..., N, bytes) and scales of a quantized layer.
 
-    divisor: the number that compressed-tensors stores in place of the tensor scale; None if it is 1 / tensor_scale.
+    Attributes:
+        divisor: the number that compressed-tensors stores in place of the tensor scale; None if it is 1 / tensor_scale.
     """
 
     codes: np.ndarray
@@ -63,10 +64,12 @@ class Parts(NamedTuple):
 class Layer(NamedTuple):
     """Describe one layer of the source.
 
-    x: its values, unquantized or decoded to float32.
-    kind: its quantization, such as "nvfp4"; "" if it is unquantized.
-
-    The other fields are the stored parts of a quantized layer.
+    Attributes:
+        x: the layer's values, unquantized or decoded to float32.
+        kind: the layer's quantization, such as "nvfp4"; "" if it is unquantized.
+        codes, scales: the packed codes and the block scales as stored; None for an unquantized layer.
+        tensor_scale: the factor by which decoding multiplies; None if there is no tensor scale.
+        divisor: the number that compressed-tensors stores in place of a tensor scale; None in other containers.
     """
 
     x: np.ndarray
@@ -95,9 +98,10 @@ def arrays(loaded: Loaded) -> Tensors:
 def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.float32 | None = None) -> np.ndarray:
     """Return value(code) * (block_scale * tensor_scale) in float32.
 
-    kind: the quantization, such as "nvfp4".
-    codes: packed codes, uint8 (..., N, bytes).
-    scales: float32 numbers, or uint8 codes of scales.
+    Args:
+        kind: the quantization, such as "nvfp4".
+        codes: packed codes, uint8 (..., N, bytes).
+        scales: float32 numbers, or uint8 codes of scales.
     """
     if kind in ("nvfp4", "mxfp4"):
         elements = formats.E2M1.values[np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)]
@@ -144,8 +148,9 @@ def _stored(tensors: Tensors) -> dict[str, tuple[str, Layer]]:
 def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> dict[str, dict[str, Layer]]:
     """Return {name of a source tensor: {module name: Layer}} of a checkpoint, with one Layer per expert of a stack.
 
-    columns: True if unquantized stacks are stored as [E, K, N].
-    whole: True to return a stack as one layer.
+    Args:
+        columns: True if unquantized stacks are stored as [E, K, N].
+        whole: True to return a stack as one layer.
     """
     found = {name: {module: layer} for name, (module, layer) in _stored(tensors).items()}
     for name, x in tensors.items():
@@ -189,8 +194,9 @@ def amax(xs: Iterable[np.ndarray]) -> np.float32:
 def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
     """Return a layer quantized by fp4kit.quantize.
 
-    shared: the amax of all layers that share the tensor scale. If it is zero, codes and scales are 0 and the tensor
-        scale is 1.
+    Args:
+        shared: the amax of all layers that share the tensor scale. If it is zero, codes and scales are 0 and the tensor
+            scale is 1.
     """
     has_tensor = fp4kit.recipe(recipe).tensor_scaling == "tensor"
     q = fp4kit.quantize(x, recipe, tensor_amax=shared if has_tensor else None)
@@ -234,8 +240,9 @@ def carried(layer: Layer) -> Parts:
 def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
     """Return the tensors that store the layer `name` in a checkpoint format, as `load` would return them.
 
-    kind: the quantization, such as "nvfp4".
-    parts: the codes and scales of the layer.
+    Args:
+        kind: the quantization, such as "nvfp4".
+        parts: the codes and scales of the layer.
     """
     codes, scales, tensor_scale, divisor = parts
     *lead, rows, width = codes.shape
@@ -264,7 +271,8 @@ def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | No
     It is rnd(rnd(1 / amax) * 2688), where rnd rounds to the dtype of the values. It is 1 if that overflows, as in
     float16 for an amax of 0.04 or less.
 
-    shared: the amax of all layers that share the scale.
+    Args:
+        shared: the amax of all layers that share the scale.
     """
     if recipe != "nvfp4-compressed-tensors" or shared == 0:
         return None
@@ -286,7 +294,8 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
     A layer that already has the target's quantization keeps its parts. FP8 and MXFP4 are converted without rounding
     where that is possible. Any other layer is quantized from its values.
 
-    group: the layers that share the tensor scale of `layer`, which is one of them.
+    Args:
+        group: the layers that share the tensor scale of `layer`, which is one of them.
     """
     kind = recipe.partition("-")[0]
     if layer.kind == kind:
@@ -304,8 +313,9 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
 def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
     """Return the tensor of a layer that the conversion decodes to bfloat16, as `load` would return it.
 
-    layers_of: {module: layer} with one layer.
-    columns: True to store a stack as [E, K, N].
+    Args:
+        layers_of: {module: layer} with one layer.
+        columns: True to store a stack as [E, K, N].
     """
     ((module, layer),) = layers_of.items()
     stack = layer.x.ndim == 3
@@ -326,10 +336,11 @@ def expected(
 ) -> Loaded:
     """Return all tensors that a conversion must write, as `load` would return them.
 
-    converted, decoded: the source tensors (of quantized layers, the codes) to quantize or to decode. Other tensors are
-        copied.
-    columns: True if stacks are stored as [E, K, N].
-    input_scale: the input scale to write for every converted layer, or None.
+    Args:
+        converted, decoded: the source tensors (of quantized layers, the codes) to quantize or to decode. Other tensors
+            are copied.
+        columns: True if stacks are stored as [E, K, N].
+        input_scale: the input scale to write for every converted layer, or None.
     """
     all_layers = layers(tensors, columns=columns, whole=format == "gpt-oss")
     chosen = {name: layer for tensor in converted for name, layer in all_layers[tensor].items()}

@@ -96,10 +96,11 @@ def signalled(
 ) -> Run:
     """Run fp4kit and send it the signal `number` at its event number ``last``; -1 for no signal.
 
-    folder: where to write the hook that counts events.
-    arguments: the command line.
-    after: the event, and a part of its first argument, that counts as event 1.
-    log: the path of a file to which all events are written, if given.
+    Args:
+        folder: where to write the hook that counts events.
+        arguments: the command line.
+        after: the event, and a part of its first argument, that counts as event 1.
+        log: the path of a file to which all events are written, if given.
     """
     (folder / "hook").mkdir(exist_ok=True)
     (folder / "hook" / "sitecustomize.py").write_text(HOOK)
@@ -147,7 +148,8 @@ def with_terminal(columns: int, *arguments: object) -> tuple[subprocess.Popen[by
 def read_to_the_end(other_end: int) -> bytes:
     """Return everything that was written to a pseudo-terminal until its last process ended.
 
-    other_end: the file descriptor that with_terminal returned.
+    Args:
+        other_end: the file descriptor that with_terminal returned.
     """
     written = b""
     while True:

@@ -16,10 +16,11 @@ Spec = tuple[str, tuple[int, ...]]  # name (without .weight) and shape of a BF16
 def _candidates(config: dict[str, object], specs: Iterator[Spec], stored: str | None = None) -> list[Candidate]:
     """Return the tensors of a model as Candidates.
 
-    config: the content of config.json.
-    specs: the names and shapes of the tensors.
-    stored: the container in which its linear layers (for gpt-oss, its stacks) are quantized; None if they are
-        unquantized.
+    Args:
+        config: the content of config.json.
+        specs: the names and shapes of the tensors.
+        stored: the container in which its linear layers (for gpt-oss, its stacks) are quantized; None if they are
+            unquantized.
     """
     model = model_facts(config)
     held = ("proj", "w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "kv_a_proj_with_mqa")
@@ -45,7 +46,8 @@ def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | No
 def attention(prefix: str) -> Iterator[Spec]:
     """Yield (name, shape) of the tensors of an attention module: q, k, v and o projections and a norm of q.
 
-    prefix: the name of the module.
+    Args:
+        prefix: the name of the module.
     """
     for leaf, shape in (("q_proj", (64, H)), ("k_proj", (32, H)), ("v_proj", (32, H)), ("o_proj", (H, 64))):
         yield f"{prefix}.{leaf}", shape
@@ -60,8 +62,9 @@ def mla(prefix: str, leaves: tuple[str, ...]) -> Iterator[Spec]:
 def mlp(prefix: str, width: int = M, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")) -> Iterator[Spec]:
     """Yield (name, shape) of the projections of the gated MLP `prefix`.
 
-    width: the number of its inner features.
-    leaves: the last parts of the names, in the order gate, up, down.
+    Args:
+        width: the number of its inner features.
+        leaves: the last parts of the names, in the order gate, up, down.
     """
     yield from zip((f"{prefix}.{leaf}" for leaf in leaves), ((width, H), (width, H), (H, width)), strict=True)
 
@@ -75,7 +78,8 @@ def experts(prefix: str, leaves: tuple[str, ...] = ("gate_proj", "up_proj", "dow
 def base(prefix: str = "model", head: bool = True) -> Iterator[Spec]:
     """Yield (name, shape) of the embeddings, the final norm and, if `head` is true, the output head.
 
-    prefix: the module that holds the embeddings and the norm.
+    Args:
+        prefix: the module that holds the embeddings and the norm.
     """
     yield from ((f"{prefix}.embed_tokens", (V, H)), (f"{prefix}.norm", (H,)))
     if head:
@@ -112,9 +116,10 @@ def qwen3_moe() -> list[Candidate]:
 def stacked(model_type: str, router: str, biases: bool = False, stored: str | None = None) -> list[Candidate]:
     """Return a model with stacks of experts, whose tensor names do not end in ".weight".
 
-    router: the name of the router's tensor.
-    biases: True to add biases of the stacks.
-    stored: as for _candidates.
+    Args:
+        router: the name of the router's tensor.
+        biases: True to add biases of the stacks.
+        stored: as for _candidates.
     """
 
     def specs() -> Iterator[Spec]:

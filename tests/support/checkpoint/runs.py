@@ -31,7 +31,8 @@ def environment() -> dict[str, str]:
 class Model:
     """Hold a source model in `folder`, the destination of a conversion, and `whole`, the files that it must write.
 
-    make: writes the source model to a directory.
+    Args:
+        make: writes the source model to a directory.
     """
 
     def __init__(self, folder: Path, make: Callable[[Path], object] = synthetic.dense) -> None:

@@ -69,8 +69,10 @@ def write_model(
 ) -> Tensors:
     """Write a model directory and return its tensors.
 
-    shard: a function that gives the number of the file for each tensor name; None to write one file, model.safetensors.
-    index: True to write the index of the shards.
+    Args:
+        shard: a function that gives the number of the file for each tensor name; None to write one file,
+            model.safetensors.
+        index: True to write the index of the shards.
     """
     root.mkdir(parents=True)
     (root / "config.json").write_text(json.dumps(config, indent=2))
@@ -332,8 +334,9 @@ def _fp8(
 ) -> None:
     """Add a layer quantized to FP8: E4M3 codes without NaN, and one scale per block of 128x128.
 
-    powers: True for scales that are powers of two.
-    suffix: the end of the scales' name; ".scale" stores the scales as E8M0, others as float32.
+    Args:
+        powers: True for scales that are powers of two.
+        suffix: the end of the scales' name; ".scale" stores the scales as E8M0, others as float32.
     """
     blocks = (-(-shape[0] // 128), -(-shape[1] // 128))
     tensors[f"{module}.weight"] = (any_bytes(module, shape, 0, 0x7F) | (any_bytes(module, shape) & 0x80)).view(E4M3)
@@ -353,7 +356,8 @@ def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
 
     Some sizes are not multiples of 128.
 
-    powers: True for scales that are powers of two.
+    Args:
+        powers: True for scales that are powers of two.
     """
     tensors = deepseek(root / "numbers")
     for name in [name for name in tensors if re.search(r"_proj(_with_mqa)?\.weight$", name) and "eh_proj" not in name]:

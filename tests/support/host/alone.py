@@ -33,7 +33,8 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
     - the transforms by the code for columns, which handles two runs at a time;
     - per run, 1 if the float32 sums were certain, else 0.
 
-    mask: the sign mask of the transform.
+    Args:
+        mask: the sign mask of the transform.
     """
     y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
     text = f'#include "hadamard.cuh"\nusing Input = {TYPES[x.dtype]};\nconstexpr u32 kSignMask = {mask}u;\n'
@@ -47,8 +48,9 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
 def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
     """Write the lower bounds of losses that search_loss_bounds.cuh computes for each block of x to `out`.
 
-    first: per block, the E4M3 code of the smallest candidate scale.
-    reciprocals: per block, 1 / that scale.
+    Args:
+        first: per block, the E4M3 code of the smallest candidate scale.
+        reciprocals: per block, 1 / that scale.
     """
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
     text += (HERE / "bounds.cu").read_text()

@@ -49,7 +49,13 @@ class Compiler(NamedTuple):
     def build(self, text: str, program: Path, *include: Path) -> None:
         """Compile the text of a translation unit to `program`, or copy the result of an earlier identical compilation.
 
-        include: the folders of headers. Raises AssertionError with the compiler's output.
+        Args:
+            text: the C++ source code.
+            program: the path of the file to write.
+            include: further folders with headers.
+
+        Raises:
+            AssertionError: if the compiler fails. The message is the compiler's output.
         """
         folders = (*include, HERE)
         key = key_of([*identity(self.command[0]), *self.command, text, *closure(text, folders)])

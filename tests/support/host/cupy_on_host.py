@@ -184,7 +184,8 @@ for _name in (
 def _bare(a: Any) -> Any:
     """Return an argument with its device arrays, nested ones included, replaced by NumPy views of their memory.
 
-    Raises TypeError for a NumPy array, as CuPy does.
+    Raises:
+        TypeError: for a NumPy array, as CuPy does.
     """
     if isinstance(a, ndarray):
         return a._host

@@ -35,7 +35,8 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh?)"', re.MULTILINE)
 def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
     """Return `names` and the names of all files that they include, directly or indirectly.
 
-    tree: {file name: text}.
+    Args:
+        tree: {file name: text}.
     """
     found, pending = dict[str, None](), [*names]
     while pending:
@@ -83,7 +84,8 @@ def program_text(instantiations: Iterable[Instantiation], sources: Path) -> str:
 def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy: Any) -> Iterator[None]:
     """Make launchers of fp4kit.cuda take kernels from `function` and use `cupy` as CuPy while the context lasts.
 
-    function: called as function(source, kernel, device).
+    Args:
+        function: called as function(source, kernel, device).
     """
     modules = pkgutil.walk_packages(fp4kit.cuda.__path__, "fp4kit.cuda.")
     launchers = [importlib.import_module(module.name) for module in modules]

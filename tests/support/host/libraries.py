@@ -39,7 +39,8 @@ BATCH = 32
 def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
     """Return the kernel instantiations that the calls would launch, without launching them.
 
-    calls: functions of no arguments that call fp4kit on arrays of `cupy_on_host`.
+    Args:
+        calls: functions of no arguments that call fp4kit on arrays of `cupy_on_host`.
     """
     wanted: dict[Instantiation, None] = {}
 
@@ -77,7 +78,8 @@ class Library:
     def launch(self, kernel: int, arguments: bytes, grid: int, threads: int, descending: bool = False) -> None:
         """Launch a kernel. Raises AssertionError with the reason if the kernel is stopped.
 
-        descending: True to run the last thread first.
+        Args:
+            descending: True to run the last thread first.
         """
         stopped = self._launch(kernel, arguments, len(arguments), grid, threads, descending, Memory.margin)
         assert stopped is None, f"a kernel was stopped: {stopped.decode()}"
@@ -140,8 +142,9 @@ class Libraries:
 
         Its first launch with a grid is repeated with other grids, because results must not depend on it.
 
-        arguments: the bytes of the kernel's arguments.
-        grid: the number of blocks.
+        Args:
+            arguments: the bytes of the kernel's arguments.
+            grid: the number of blocks.
         """
         if instantiation not in self._found:
             self._submit([instantiation])
