@@ -91,8 +91,9 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def amax(self) -> None:
-        """Write the block amaxes of this process's shards into `bits`, and the tensor amaxes if the recipe has a tensor
-        scale.
+        """Write the amaxes of this process's shards into `bits`.
+
+        These are the block amaxes and, if the recipe has a tensor scale, the tensor amaxes.
         """
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = partial.partial_amax(values, shape, start, self._recipe)

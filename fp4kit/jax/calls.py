@@ -49,8 +49,7 @@ def outline(a: Any) -> Any:
 
 
 def like(a: Any) -> jax.ShapeDtypeStruct:
-    """Return a jax.ShapeDtypeStruct with the shape and dtype of an array, to declare a result of `traced` that has them
-    too.
+    """Return a jax.ShapeDtypeStruct with the shape and dtype of an array, to declare a result of `traced`.
 
     The array is one of JAX, traced or not, or of NumPy.
     """

@@ -100,6 +100,8 @@ def linear(
 
     Raises:
         TypeError: x or w is no array of JAX or NumPy, or a dtype is none of these dtypes.
+        TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
+        ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
         ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for two of the recipes.
             For "quantized", M and N are lengths of quantized axes too, and a Quantized w needs square blocks.
         NotImplementedError: the engine of the device cannot multiply the operands; or the gradients of "quantized" are

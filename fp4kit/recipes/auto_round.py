@@ -25,9 +25,7 @@ PACKED8 = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield auto-round's recipes for NVFP4, MXFP4 and MXFP8, in the order in which fp4kit.recipes() lists them per
-    format.
-    """
+    """Yield auto-round's recipes for NVFP4, then MXFP4, then MXFP8, in the order of fp4kit.recipes()."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-auto-round",

@@ -13,9 +13,7 @@ VERSIONS = Versions("fb28d72", "fb28d72")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield FlashInfer's recipes for NVFP4, MXFP4 and MXFP8, in the order in which fp4kit.recipes() lists them per
-    format.
-    """
+    """Yield FlashInfer's recipes for NVFP4, then MXFP4, then MXFP8, in the order of fp4kit.recipes()."""
     fast = of_format(
         NVFP4,
         "nvfp4-flashinfer",

@@ -20,7 +20,7 @@ _BEYOND = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield fouroversix's recipes for NVFP4 and MXFP4, in the order in which fp4kit.recipes() lists them per format."""
+    """Yield fouroversix's recipes for NVFP4, then MXFP4, in the order of fp4kit.recipes()."""
     mse = of_format(
         NVFP4,
         "nvfp4-fouroversix",

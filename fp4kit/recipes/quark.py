@@ -18,9 +18,7 @@ _TORCH = "Needs torch 2.13 or later, because earlier versions turn scales that o
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield Quark's recipes for NVFP4, MXFP4, MXFP6 and MXFP8, in the order in which fp4kit.recipes() lists them per
-    format.
-    """
+    """Yield Quark's recipes for NVFP4, then MXFP4, MXFP6 and MXFP8, in the order of fp4kit.recipes()."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-quark",

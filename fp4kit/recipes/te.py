@@ -14,7 +14,7 @@ VERSIONS = Versions("d0067d0", "d0067d0")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield TE's recipes for NVFP4, MXFP4 and MXFP8, in the order in which fp4kit.recipes() lists them per format."""
+    """Yield TE's recipes for NVFP4, then MXFP4, then MXFP8, in the order of fp4kit.recipes()."""
     yield from _nvfp4()
     yield _mxfp4()
     yield from _mxfp8()

@@ -17,9 +17,7 @@ VERSIONS = Versions("0.19 dev", "0.19 dev")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield torchao's recipes for NVFP4, MXFP4, MXFP6 and MXFP8, in the order in which fp4kit.recipes() lists them per
-    format.
-    """
+    """Yield torchao's recipes for NVFP4, then MXFP4, MXFP6 and MXFP8, in the order of fp4kit.recipes()."""
     for family in (_nvfp4(), _mxfp4(), _mxfp6(), _mxfp8()):
         yield from family
 
@@ -48,10 +46,9 @@ def _nvfp4() -> Iterator[Recipe]:
 
 
 def _mxfp4() -> Iterator[Recipe]:
-    """Yield the MXFP4 recipes: those of 0.19 dev for modes RCEIL, CEIL and EVEN, then those of 0.18.0 for all four
-    modes.
+    """Yield the MXFP4 recipes: those of 0.19 dev, then those of 0.18.0.
 
-    Mode FLOOR of 0.19 dev is the recipe mxfp4-ocp.
+    0.18.0 has all four modes. 0.19 dev has RCEIL, CEIL and EVEN here, because its mode FLOOR is the recipe mxfp4-ocp.
     """
     for mode in ("rceil", "ceil", "even"):
         yield _to_mx(MXFP4, mode, f"mxfp4-torchao-{mode}")

@@ -32,8 +32,8 @@ def search_matrix(x: np.ndarray, out: np.ndarray, amax: np.ndarray, search: Sear
     The candidates are the 126 amaxes that give a positive E4M3 scale. Among equal losses, the smallest amax is taken.
     If blocks span several rows, the amax is written into each of their rows.
 
-    amax: the tensor amax.
-    search: the range of candidates and the loss.
+    amax: the tensor amax, one number.
+    search: the parsed call, with the recipe, the range of candidates and the loss.
     """
     r = search.call.recipe
     rows = max(CHUNK // x.shape[1] // r.block_rows, 1) * r.block_rows
@@ -151,11 +151,10 @@ def residual(a: np.ndarray, scale: np.float32) -> np.ndarray:
 
 
 def squared(d: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the sum of weight * d^2 over the last axis, or of d^2 if weights is None, in the order that GPU threads
-    add.
+    """Return the sum of weight * d^2 over the last axis, in the order that GPU threads add.
 
-    Groups of four neighbors are summed by fma, starting with the second neighbor. The sums of the groups are then added
-    by `tree_sum`. The length of the axis must be a multiple of four.
+    If weights is None, each weight is 1. Groups of four neighbors are summed by fma, starting with the second neighbor.
+    The sums of the groups are then added by `tree_sum`. The length of the axis must be a multiple of four.
     """
     weighted = d if weights is None else weights * d
     d, weighted = (part.reshape(*part.shape[:-1], -1, 4) for part in (d, weighted))

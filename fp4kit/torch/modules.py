@@ -46,8 +46,9 @@ class FakeQuantized(torch.nn.Module):
         self._spec = to_spec(recipe) if recipe is not None and settings.is_quantized(name) else None
 
     def extra_repr(self) -> str:
-        """Return the text that print(model) shows: the name, the recipe (None if the parameter is unchanged) and
-        pass_through.
+        """Return the text that print(model) shows: the name, the recipe and pass_through.
+
+        The recipe is None if the parameter is read unchanged.
         """
         return f"{self.name!r}, {self._spec}, pass_through={self.settings.pass_through}"
 

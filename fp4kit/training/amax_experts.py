@@ -173,10 +173,11 @@ def unstack(
 
 
 def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, int], op: str) -> dict[AmaxName, int]:
-    """Return {base: N}: the number of experts per quantizer, which the file (``stated``) or the caller (``requested``)
-    gives.
+    """Return {base: N}: the number of experts per quantizer, which the file or the caller gives.
 
-    ``stated`` has keys of quantizers, and ``requested`` has wildcards, which match names in ``named`` or in ``stated``.
+    named: the amaxes of the file.
+    stated: {base key: N}, as the file states.
+    requested: {wildcard: N}, as the caller states. Wildcards match names in ``named`` or in ``stated``.
 
     Raises:
         ValueError: if file and caller give different numbers, or if a wildcard matches nothing.

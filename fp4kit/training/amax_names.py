@@ -74,5 +74,8 @@ class AmaxName:
         return self.base, self.buffer, -1 if self.index is None else self.index
 
     def _quantizer(self, separator: str) -> str:
-        """Return the name without the buffer: the base and, after the separator, the expert number."""
+        """Return the name without the buffer: the base and, after the separator, the expert number.
+
+        A name without an expert number gives the base alone.
+        """
         return self.base if self.index is None else f"{self.base}{separator}{self.index}"

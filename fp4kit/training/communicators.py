@@ -195,8 +195,9 @@ def _empty(like: Any, shape: Any) -> Any:
 
 
 def _import_mpi() -> Any:
-    """Return the module mpi4py.MPI. Raises RuntimeError that says what to install if mpi4py or an MPI library is
-    missing.
+    """Return the module mpi4py.MPI.
+
+    Raises RuntimeError, which says what to install, if mpi4py or an MPI library is missing.
     """
     try:
         from mpi4py import MPI
@@ -351,7 +352,10 @@ class Nccl:
 
 
 def _import_nccl() -> Any:
-    """Return the module cupy.cuda.nccl. Raises RuntimeError that says what to install if CuPy or NCCL is missing."""
+    """Return the module cupy.cuda.nccl.
+
+    Raises RuntimeError, which says what to install, if CuPy or NCCL is missing.
+    """
     imports.cupy()
     try:
         from cupy.cuda import nccl

@@ -399,8 +399,7 @@ def largest(arrays: list[Any]) -> Any:
 
 
 def with_codes(before: Any, packed: Any, pieces: list[tuple[int, int]], per_byte: int) -> Any:
-    """Return the packed codes ``before`` in which ranges of elements are replaced by those of ``packed``, as a new
-    array.
+    """Return a copy of the packed codes ``before`` in which ranges of elements are those of ``packed``.
 
     Args:
         before: packed codes.

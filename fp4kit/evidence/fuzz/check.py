@@ -81,10 +81,9 @@ class Verdict(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """The text without recipe ids and numbers, at most 150 characters, so that failures for one reason are counted
-        together.
+        """The text without recipe ids and numbers, so that failures for one reason are counted together.
 
-        Only the part of the text before the first semicolon is used.
+        It is the part of the text before the first semicolon, cut to 150 characters.
         """
         text = re.sub(r"\b(nv|mx)?(fp|int)\d-[\w-]+", "RECIPE", self.text.partition(";")[0])
         text = re.sub(r"(?<![\w.])-?\d+(\.\d+)?(e[+-]?\d+)?", "N", text)
@@ -102,8 +101,7 @@ class EngineRun:
         self.names: dict[str, Any] = {}
 
     def make(self, statement: Make, writable: bool) -> None:
-        """Execute a Make statement: make its array on the engine, or its recipe, and store it under the statement's
-        name.
+        """Execute a Make statement: make its array on the engine, or its recipe, and store it under its name.
 
         If ``writable`` is False, later writes to the array are detected.
         """
@@ -142,10 +140,9 @@ class EngineRun:
         return getattr(self.names[owner], attribute) if owner else FUNCTIONS[name]
 
     def value(self, argument: Any) -> Any:
-        """Return an argument with every Ref in it replaced by the result that it refers to, and every Dtype by a NumPy
-        dtype.
+        """Return an argument with every Ref in it replaced by the result that it refers to.
 
-        Lists are converted entry by entry. Anything else is returned unchanged.
+        A Dtype is replaced by the NumPy dtype. Lists are converted entry by entry. Anything else is returned unchanged.
         """
         if isinstance(argument, Ref):
             result = self.names[argument.name]

@@ -146,8 +146,9 @@ def _made(statement: Make, writable: set[str]) -> str:
 
 
 def _values(a: DrawnArray) -> str:
-    """Return the Python call that makes the elements of an array: drawn(...), or given(...) for an array with given
-    bits.
+    """Return the Python call that makes the elements of an array.
+
+    It is drawn(...), or given(...) for an array with given bits.
     """
     if a.kind != "given":
         return f"drawn({a.kind!r}, {a.dtype!r}, {a.shape}, {a.seed})"

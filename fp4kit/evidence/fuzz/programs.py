@@ -263,10 +263,9 @@ def _requantize(p: Program, case: DrawnCase) -> None:
 
 
 def _backward(p: Program, case: DrawnCase) -> None:
-    """Append a call that computes the gradient of fake_quantize from a random incoming gradient, NaN and infinities
-    included.
+    """Append a call that computes the gradient of fake_quantize.
 
-    With pass_through, the result must equal the incoming gradient.
+    The incoming gradient is random, NaN and infinities included. With pass_through, the result must equal it.
     """
     x, o = p.make("x", case.x), case.options
     grad = p.make("grad", replace(case.x, kind="bits", seed=o.seed + 1, dtype=o.decoded or case.x.dtype, bits=b""))

@@ -35,10 +35,12 @@ class Place:
         self._fixed: list[tuple[str, Any, np.ndarray]] = []
 
     def array(self, values: np.ndarray, view: View | None = None, name: str = "input") -> Any:
-        """Return the values as a view in the engine's library, with the memory layout ``view``; None gives a contiguous
-        array.
+        """Return the values as a view in the engine's library, to which calls must not write.
 
-        Calls must not write to it, which written() checks. ``name`` is the name that written() returns.
+        written() checks that they do not.
+
+        view: the layout in memory; None gives a contiguous array.
+        name: the name that written() returns for this array.
         """
         flat, cut = memory(values, View.plain(values.ndim) if view is None else view)
         moved = self.engine.module.asarray(flat)

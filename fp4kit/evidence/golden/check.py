@@ -268,8 +268,9 @@ SKIPPED_SCALES = (
 
 
 def cases(row: GoldenRow, golden: GoldenSet, ops: Operations = SPECIFIED) -> Iterator[RecordedCase]:
-    """Yield a RecordedCase for each input of a row that the golden set has; none if the set lacks the row's file or
-    variant.
+    """Yield a RecordedCase for each input of a row that the golden set has.
+
+    If the set lacks the row's file or variant, yield none.
 
     ops: the functions to compare.
     """

@@ -41,8 +41,9 @@ def stored_arrays(case: Any, skip: np.ndarray) -> Iterator[tuple[str, Any, Any, 
 
 
 def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield Compared tuples for a RecordedCase: the block amaxes that search_scales chooses and, if recorded, the
-    tensor amax.
+    """Yield Compared tuples for a RecordedCase: the block amaxes that search_scales chooses, and the tensor amax.
+
+    The tensor amax comes first. It is left out if it was not recorded.
     """
     amax, key = case.part("global_amax"), f"hessian_{case.x.shape[-1]}"
     terms = {"hessian": case.golden.get(case.row.file, key)} if case.row.searched == "by hessian" else {}
