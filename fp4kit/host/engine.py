@@ -151,7 +151,10 @@ class MatrixFunctions(NamedTuple):
 
 
 def _tensor_amax(call: Call, functions: MatrixFunctions) -> np.ndarray | None:
-    """Return the tensor amax that the caller passed, or else a computed one; None if there is no tensor scale."""
+    """Return the tensor amax that the caller passed, or else a computed one; None if there is no tensor scale.
+
+    functions: the functions of the engine that computes it.
+    """
     if call.tensor_amax is not None or call.recipe.tensor_scaling == "none":
         return call.tensor_amax
     return functions.tensor_amax(call.moved, call.recipe, call.mask)
@@ -161,6 +164,9 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
     """Return the block amaxes with the smallest loss, float32 (..., M, K / block).
 
     For a recipe without block scales, return the tensor amaxes with the smallest loss, in their canonical shape.
+
+    search: the parsed call of search_scales.
+    functions: the functions of the engine that searches.
     """
     return search_call(search, _tensor_amax(search.call, functions), functions.search, fake_quantize)
 
@@ -226,7 +232,10 @@ def quantize_with_scales(call: Call, functions: MatrixFunctions = MatrixFunction
 
 
 def _encode_matrices(call: Call, packed: np.ndarray, functions: MatrixFunctions) -> None:
-    """Encode all matrices of a call with the scales that the caller passed, and write the codes into packed."""
+    """Encode all matrices of a call with the scales that the caller passed, and write the codes into packed.
+
+    functions: the functions of the engine that computes the codes.
+    """
     r, shape = call.recipe, scale_shape(call.moved.shape, call.recipe)
     x = stack(call.moved, r, is_per_expert(call.tensor_scale, r) or isinstance(call.random, np.ndarray))
     B, M, K = x.shape
@@ -257,8 +266,12 @@ def _quantize_matrices(
 ) -> None:
     """Write the codes and linear block scales of all matrices of a call to packed and scales.
 
-    amax: the tensor amax; None if the recipe has no tensor scale.
-    scales: None if the recipe has no block scales.
+    Args:
+        call: the call, whose array is not empty.
+        amax: the tensor amax; None if the recipe has no tensor scale.
+        packed: the array for the codes.
+        scales: the array for the block scales; None if the recipe has none.
+        functions: the functions of the engine that computes them.
     """
     r = call.recipe
     x = stack(call.moved, r, is_per_expert(amax, r) or isinstance(call.random, np.ndarray))

@@ -172,8 +172,11 @@ def seed_of(static: StaticOptions, given: Any) -> Any:
 def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> None:
     """Raise the TypeError or ValueError of fp4kit.fake_quantize if the arguments of a fake quantization are invalid.
 
-    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced. The clip
-    limit is checked only if static.pass_through is False.
+    Messages begin with `op`. Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
+
+    static: the static arguments. Only if its pass_through is False, the clip limit is checked.
+    x: the array to fake-quantize.
+    given: the other optional arguments.
     """
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
     seed = static.seed if seed is None else seed
@@ -189,7 +192,11 @@ def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize(static: StaticOptions, x: Any, given: TracedOptions) -> Any:
-    """Return x fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient."""
+    """Return x fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient.
+
+    static: the arguments that JAX treats as static.
+    given: the other optional arguments. If its seed is None, static.seed is used.
+    """
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(x, given):
@@ -209,6 +216,8 @@ def _backward(static: StaticOptions, residuals: Any, grad: Any) -> tuple[Any, No
     """Return the gradients of _fake_quantize with respect to x and `given`.
 
     For x it is grad, set to 0 where |x| > amax unless static.pass_through is set; for `given` it is None.
+
+    residuals: what _forward returned: x and amax, or None under pass_through.
     """
     return grad if static.pass_through else _clip(static, grad, *residuals), None
 

@@ -84,7 +84,11 @@ def _rows(xs: list[Any], given: TracedOptions) -> list[TracedOptions]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _fake_quantize_grouped(static: StaticOptions, xs: Any, given: TracedOptions) -> Any:
-    """Return xs fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient."""
+    """Return xs fake-quantized, on arrays with values or traced ones. _forward and _backward define its gradient.
+
+    static: the arguments that JAX treats as static.
+    given: the other optional arguments, with one list per argument. If its seed is None, static.seed is used.
+    """
     amaxes = {"tensor_amax": given.tensor_amax, "block_amax": given.block_amax}
     options = {"recipe": static.recipe, "axis": static.axis, "rounding": static.rounding, **amaxes}
     if is_traced(xs, given):
@@ -106,6 +110,8 @@ def _backward(static: StaticOptions, residuals: Any, grads: Any) -> tuple[Any, N
     """Return the gradients of _fake_quantize_grouped with respect to xs and `given`.
 
     For xs they are grads, set to 0 where |x| > amax unless static.pass_through is set; for `given` it is None.
+
+    residuals: what _forward returned: xs and the limits, or None under pass_through.
     """
     return grads if static.pass_through else _clip(static, grads, *residuals), None
 

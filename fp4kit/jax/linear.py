@@ -182,12 +182,17 @@ _OPERATIONS = Operations(quantize, _transpose, _matmul)
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _linear(static: StaticLinear, x: Any, w: Any, seed: Any) -> Any:
-    """Return y (M, N) of x (M, K) and w. _forward and _backward define its gradient, which needs the seed."""
+    """Return y (M, N) of x (M, K) and w. _forward and _backward define its gradient, which needs the seed.
+
+    static: the settings, and the seed if it is an int.
+    w: an array (N, K), or a Quantized of one.
+    seed: the seed if it is an array, otherwise None. It does not change y.
+    """
     return product(_OPERATIONS, static.settings, x, w)
 
 
 def _forward(static: StaticLinear, x: Any, w: Any, seed: Any) -> tuple[Any, Any]:
-    """Return _linear of the arguments, and the residuals for _backward."""
+    """Return _linear of the arguments, and the residuals for _backward: x, w and seed."""
     return _linear(static, x, w, seed), (x, w, seed)
 
 
@@ -233,13 +238,21 @@ def _seed_of(static: StaticLinear, given: Any) -> Any:
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_x(static: StaticLinear, dtype: Any, grad: Any, w: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to x, from quantized operands. Its own gradient is an error."""
+    """Return the gradient of _linear with respect to x, from quantized operands. Its own gradient is an error.
+
+    dtype: the dtype of x, and of the result.
+    seed: the seed if it is an array; None to use static.seed.
+    """
     return gradient_of_x(_OPERATIONS, static.settings, grad, w, _seed_of(static, seed), dtype)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gradient_of_w(static: StaticLinear, dtype: Any, grad: Any, x: Any, seed: Any) -> Any:
-    """Return the gradient of _linear with respect to w, from quantized operands. Its own gradient is an error."""
+    """Return the gradient of _linear with respect to w, from quantized operands. Its own gradient is an error.
+
+    dtype: the dtype of w, and of the result.
+    seed: the seed if it is an array; None to use static.seed.
+    """
     return gradient_of_w(_OPERATIONS, static.settings, grad, x, _seed_of(static, seed), dtype)
 
 

@@ -20,6 +20,7 @@ def tiles(shape: tuple[int, int], block: tuple[int, int] | None) -> Iterator[tup
     Tiles begin at multiples of the block, and end at multiples of the block or at the edge of the matrix. They come row
     by row, from left to right. An empty matrix gives none.
 
+    shape: the shape of the matrix.
     block: (rows, columns) of a block, or None if there are no blocks.
     """
     M, K = shape

@@ -230,6 +230,9 @@ def _read_as(element: ElementFormat, decode_rule: str) -> ElementFormat:
     """Return the format by which a decode rule reads element codes: the element format of the recipe, in general.
 
     If the rule reads NaN codes as ordinary numbers, return that format without NaN.
+
+    element: the element format of the recipe.
+    decode_rule: the name of the rule, a key of rules.DECODE_RULES.
     """
     return replace(element, specials="none") if rules.DECODE_RULES[decode_rule].numbers else element
 

@@ -46,7 +46,9 @@ class _Candidate(NamedTuple):
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
     """Quantize blocks with the block scales E4M3(min(base, 448)), and return the result as a _Candidate.
 
-    base: the block scales before they are encoded.
+    base: the block scales before they are encoded, (rows of blocks, blocks).
+    blocks: the elements, float32 (m, blocks, 16).
+    tensor: the tensor scale.
     """
     scales = encode(zero_of_zeros(base, tensor) if recipe.lane_sums else base, E4M3)
     scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
@@ -90,8 +92,14 @@ def encode_under(
 ) -> np.ndarray:
     """Return the element codes of blocks with given scale codes, such as those of an earlier call.
 
-    scales and amax have shape (m, blocks). The scale code alone determines the element codes: it does not matter which
-    of the two candidates it came from.
+    The scale code alone determines the element codes: it does not matter which of the two candidates it came from.
+
+    Args:
+        scales: the scale codes (m, blocks).
+        blocks: the elements, float32 (m, blocks, 16).
+        amax: the block amaxes (m, blocks).
+        tensor: the tensor scale.
+        recipe: a 4over6 recipe.
     """
     return _without_zero_blocks(
         _codes_of(_scaled(factor_of(scales, tensor, recipe), blocks, recipe), recipe), amax, recipe

@@ -59,7 +59,8 @@ def _first_bits(
 ) -> np.ndarray:
     """Return the bits of the smallest amax in [low, high] whose _order is at least minimum_order, by binary search.
 
-    Return high + 1 if no amax in [low, high] has such an order. low and high are the bits of amaxes as integers.
+    Return high + 1 if no amax in [low, high] has such an order. low and high are the bits of amaxes as integers. The
+    order compares with `scale`.
     """
     high = high + 1
     while (low < high).any():

@@ -103,9 +103,11 @@ def shifted_sum(t: Terms, largest: np.ndarray, fraction_bits: int) -> np.ndarray
 def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
     """Return the sum of Terms over the last axis as an NVIDIA unit adds them: float32.
 
-    The terms are truncated as DotAdd says; their sum is exact, and it is truncated toward zero to output_bits bits
-    behind the point. The least exponent of the result is -126. A sum of zero is +0, and NaN is 0x7FFFFFFF. A result of
-    2^128 or more is infinite.
+    The terms are truncated as DotAdd, the class of `step`, says. Their sum is exact, and it is truncated toward zero to
+    step.output_bits bits behind the point.
+
+    The least exponent of the result is -126. A sum of zero is +0, and NaN is 0x7FFFFFFF. A result of 2^128 or more is
+    infinite.
     """
     largest = t.exponent.max(axis=-1)
     total = np.ldexp(shifted_sum(t, largest, step.fraction_bits), largest - step.fraction_bits)
@@ -115,7 +117,10 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
 
 
 def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
-    """Return the sum of the products t and of c as CDNA3 adds them: float32, see FloorDotAdd. Zero keeps its sign."""
+    """Return the sum of the products t and of c as CDNA3 adds them: float32. `step` holds its bits (see FloorDotAdd).
+
+    Zero keeps its sign, and NaN is 0x7FFFFFFF.
+    """
     sums = [Terms(t.significand[..., i :: step.sums], t.exponent[..., i :: step.sums]) for i in range(step.sums)]
     F, largest = step.fraction_bits, [part.exponent.max(axis=-1) for part in sums]
     totals = [shifted_sum(part, top, F) for part, top in zip(sums, largest, strict=True)]
@@ -165,9 +170,9 @@ def _cut(f: Factor, start: int, stop: int) -> Factor:
 
 
 def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Return C + A B^T in steps along K, ascending: D of a step is C of the next. K is a multiple of step.k.
+    """Return C + A B^T in steps along K, ascending: D of a step is C of the next. The result is float32 (M, N).
 
-    If K is 0, c itself is returned.
+    K is a multiple of step.k. If K is 0, c itself is returned.
     """
     for start in range(0, a.elements.significand.shape[-1], step.k):
         c = add_step(_cut(a, start, start + step.k), _cut(b, start, start + step.k), c, step)
@@ -178,6 +183,8 @@ def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotA
     """Return C + the sum of chains over `promote` elements of K, each from zero. The sum is float32, nearest even.
 
     The last chain may be shorter. If K is 0, c itself is returned.
+
+    step: the step of the chains, whose k divides promote and K.
     """
     for start in range(0, a.elements.significand.shape[-1], promote):
         stop = start + promote
@@ -261,7 +268,7 @@ _ORDERS = {
 
 
 def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDotAdd | None) -> np.ndarray:
-    """Return C + A B^T as a unit adds it: float32 (M, N).
+    """Return C + A B^T as a unit adds it: float32 (M, N), where A are the rows of `a` and B those of `b`.
 
     c: float32 (M, N).
     step: the step of the unit for these operands, whose K is a multiple of step.k; None if the unit has an order.
@@ -273,9 +280,11 @@ def sums(a: Factor, b: Factor, c: np.ndarray, unit: Unit, step: DotAdd | FloorDo
 
 
 def scaled(total: np.ndarray, factor_a: np.ndarray | None, factor_b: np.ndarray | None) -> np.ndarray:
-    """Return sums (M, N) times the product of the tensor scales of a (M,) and b (N,), in float32.
+    """Return sums (M, N) times the product of the tensor scales of a and b, in float32.
 
-    None stands for a tensor scale of 1. If both are None, `total` itself is returned.
+    total: the sums.
+    factor_a, factor_b: the tensor scales (M,) and (N,). None stands for 1. If both are None, `total` itself is
+    returned.
     """
     if factor_a is not None and factor_b is not None:
         total = total * (factor_a[:, None] * factor_b)

@@ -125,9 +125,15 @@ def encode_tile(
     """Return the codes (m, k) of float32 x (m, k) under block scales that are given instead of computed.
 
     The recipe's block rule makes the factors from the scales. Some rules also read the block amax, which is computed
-    from x. The other arguments are those of quantize_tile.
+    from x.
 
-    scales: block scale codes (m, k / block), or None if the recipe has no block scales.
+    Args:
+        x: the elements.
+        recipe: the recipe.
+        tensor: the tensor scale; its fields are scalars, (m, 1) or (m, blocks).
+        dtype: the dtype of x before it was converted to float32.
+        scales: block scale codes (m, k / block), or None if the recipe has no block scales.
+        random: bytes (m, k) for stochastic rounding, or None.
     """
     m, k = x.shape
     blocks = x.reshape(m, -1, recipe.block_size if recipe.block else k)

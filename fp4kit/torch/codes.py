@@ -36,12 +36,13 @@ def quantize(
 ) -> list[Tensor]:
     """Return the arrays of fp4kit.quantize(x, ...), without those that are None.
 
-    Their order is packed, block_scale, tensor_scale, tensor_amax. The other arguments are those of fp4kit.quantize,
-    with these differences:
+    Their order is packed, block_scale, tensor_scale, tensor_amax. They are new tensors.
 
-    - recipe is the string of recipes.to_string.to_spec.
-    - seed is a tensor, as operators.seed_of takes it.
-    - hadamard is "False", "True" or "no_signs".
+    Args:
+        recipe: the string of recipes.to_string.to_spec.
+        seed: a tensor, as operators.seed_of takes it, or None.
+        hadamard: "False", "True" or "no_signs".
+        x, axis, tensor_amax, scale_layout, rounding, block_amax: as for fp4kit.quantize.
     """
     options: dict[str, Any] = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed_of(seed)}
     options |= {"hadamard": _flag(hadamard), "tensor_amax": detached(tensor_amax), "block_amax": detached(block_amax)}

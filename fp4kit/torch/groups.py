@@ -40,10 +40,14 @@ def fake_quantize_grouped(
     amax: list[Tensor],
     pass_through: bool,
 ) -> list[Tensor]:
-    """Return fp4kit.fake_quantize_grouped of xs.
+    """Return fp4kit.fake_quantize_grouped of xs, as new tensors.
 
     amax and pass_through do not change the result. They are arguments because the gradient, _backward, needs them. If
     pass_through is False, they are checked here.
+
+    recipe: the string of recipes.to_string.to_spec.
+    tensor_amax, block_amax, amax: one tensor per tensor of xs; an empty list stands for None.
+    seed: a tensor, as operators.seed_of takes it, or None.
     """
     op, arrays = "fake_quantize_grouped", [x.detach() for x in xs]
     if not pass_through:

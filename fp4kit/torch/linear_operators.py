@@ -42,7 +42,11 @@ def _weight_shape(s: LinearSettings, w: Tensor) -> tuple[int, int]:
 
 
 def _weight(s: LinearSettings, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None) -> Any:
-    """Return a weight as fp4kit's functions take it: a detached tensor, or a Quantized of detached tensors."""
+    """Return a weight as fp4kit's functions take it: a detached tensor, or a Quantized of detached tensors.
+
+    w is a float tensor, or the packed codes of a Quantized with the given scales. s.scale_layout is None for a float
+    tensor.
+    """
     if s.scale_layout is None:
         return w.detach()
     facts = (PARTS, _weight_shape(s, w), np.dtype(np.float32), 1, s.recipe_w, s.scale_layout)
@@ -71,9 +75,14 @@ def _checked(
 def linear(
     x: Tensor, w: Tensor, block_scale: Tensor | None, tensor_scale: Tensor | None, seed: Tensor | None, settings: str
 ) -> Tensor:
-    """Return y = x w^T with both operands quantized, as ops.linear.product does.
+    """Return y = x w^T with both operands quantized, as ops.linear.product does: a new tensor (..., N).
 
-    seed does not change the result. It is an argument because the gradients need it.
+    Args:
+        x: float32, float16 or bfloat16 (..., K).
+        w: a float tensor (N, K), or the packed codes of a Quantized.
+        block_scale, tensor_scale: the scales of that Quantized; None for a float w.
+        seed: the seed of the gradients. It does not change the result.
+        settings: the text of call.linear.settings_from_text.
     """
     s = _checked(x, w, block_scale, tensor_scale, seed, settings)
     y = product(_EAGER, s, _rows(x.detach()), _weight(s, w, block_scale, tensor_scale))

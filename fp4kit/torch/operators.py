@@ -100,10 +100,13 @@ def fake_quantize(
     amax: Tensor | None,
     pass_through: bool,
 ) -> Tensor:
-    """Return fp4kit.fake_quantize of x.
+    """Return fp4kit.fake_quantize of x, as a new tensor.
 
     amax and pass_through do not change the result. They are arguments because the gradient, `backward`, needs them. If
     pass_through is False, amax is checked here.
+
+    recipe: the string of recipes.to_string.to_spec.
+    seed: a tensor, as seed_of takes it, or None.
     """
     x = x.detach()
     if not pass_through and amax is not None:

@@ -370,7 +370,10 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
 
 
 def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
-    """Return an amax in the given shape. Raises ValueError, naming the key, if it does not fit."""
+    """Return an amax in the given shape. Raises ValueError, naming the key, if it does not fit.
+
+    It fits if it has this shape already, or if both it and the shape have one element.
+    """
     if value.shape != shape and not value.size == prod(shape) == 1:
         raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")
     return value.reshape(shape)
@@ -397,7 +400,10 @@ def _share(named: dict[AmaxName, Any], groups: list[tuple[str, ...]]) -> dict[Am
     """Return the amaxes after replacing those of modules that share an amax by their maximum.
 
     Modules share an amax if one group of ``groups`` names them, if their parent, quantizer and expert number are equal,
-    and if their amaxes have one element. ``groups`` are tuples of the last parts of module names (see freeze).
+    and if their amaxes have one element.
+
+    named: the amaxes, which are not changed.
+    groups: tuples of the last parts of module names (see freeze).
 
     Raises ValueError if a name occurs twice in ``groups``, or if amaxes to share are on different devices.
     """

@@ -150,6 +150,8 @@ class Mpi:
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather.
 
+        The result is ``out`` if that is given, otherwise a new array in the library of ``array``.
+
         Raises ValueError if ``array`` is not 1-d or does not fit ``counts``.
         """
         counts = _check_gather(array, counts, self)
@@ -303,7 +305,8 @@ class Nccl:
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
         """Return the concatenated arrays of all processes; see Communicator.
 
-        For equal counts this is one collective call, otherwise one send and one receive per pair of ranks.
+        The result is ``out`` if that is given, otherwise a new array in the library of ``array``. For equal counts this
+        is one collective call, otherwise one send and one receive per pair of ranks.
 
         Raises:
             ValueError: if ``array`` is not 1-d or does not fit ``counts``.

@@ -204,7 +204,10 @@ class MasterWeightsPlan:
 
 
 def _reduce(bits: Any, comm: Communicator) -> None:
-    """Replace ``bits``, the bit patterns of this process's amaxes, by their maximum over the group."""
+    """Replace ``bits``, the bit patterns of this process's amaxes, by their maximum over the group.
+
+    The array itself is changed, because the later stages read it.
+    """
     reduced = comm.all_reduce_max(bits)
     if reduced is not bits:
         bits[...] = reduced

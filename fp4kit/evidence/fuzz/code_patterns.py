@@ -63,13 +63,17 @@ def _signs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def near_one(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of values from 1/4 to 4 of either sign, without values that the format lacks."""
+    """Return codes of values from 1/4 to 4 of either sign, without values that the format lacks.
+
+    shape: the shape of the result.
+    c: the codes of the format.
+    """
     codes = rng.integers(c.one - 2 * c.binade, c.one + 2 * c.binade + 1, shape)
     return np.clip(codes, 1, c.largest) | _signs(rng, shape, c)
 
 
 def any_code(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes drawn from all codes, special ones included."""
+    """Return codes drawn from all codes, special ones included, in an array of the given shape."""
     return rng.integers(0, 2 * c.sign, shape)
 
 

@@ -229,7 +229,10 @@ def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
 
 @cache
 def _partners(pool: Pool, kind: _Kind) -> tuple[Variant, ...]:
-    """Return the recipes of a pool that a matrix unit, not only an order of addition, multiplies with an operand."""
+    """Return the recipes of a pool that a matrix unit, not only an order of addition, multiplies with an operand.
+
+    kind: the operand. The result is () if there is no such recipe.
+    """
     hardware = {id for id, u in UNITS.items() if u.order is None}
     others = [each for each in (*map(Variant, pool.recipes), *pool.variants) if not each.recipe.fake_only]
     return tuple(each for each in others if hardware & set(_units_for(kind, _operand_kind(each))))
@@ -281,7 +284,11 @@ def _length(d: Picks, step: int, limit: int) -> int:
 
 
 def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern: str) -> DrawnOperand:
-    """Return a random operand of a kind, its recipe or its dtype, with the shape (..., rows, K)."""
+    """Return a random operand of a kind, its recipe or its dtype, with the shape (..., rows, K).
+
+    Its codes follow the pattern, a key of code_patterns.PATTERNS, except for integer elements and other formats that
+    matrix units lack. Its scales are random.
+    """
     view = d.view(len(shape), flat=False)
     if isinstance(kind, str):
         name = f"codes of {ARRAYS[kind]}, {pattern}" if ARRAYS[kind] else pattern

@@ -136,7 +136,11 @@ def _simpler_arrays(a: DrawnArray, case: DrawnCase, i: int) -> Iterator[DrawnArr
 
 
 def _unit(case: DrawnCase, a: DrawnArray, axis: int) -> int:
-    """Return the number of elements by which an axis is shortened: whole blocks for the quantized axis, otherwise 1."""
+    """Return the number of elements by which an axis is shortened: whole blocks for the quantized axis, otherwise 1.
+
+    a: an array of the case.
+    axis: the axis of ``a``. In a stack of experts, axis 0 counts experts.
+    """
     shift = case.options.stacked
     along = case.axis % (a.ndim - shift) + shift if a.ndim > shift else 0
     if axis != along:

@@ -299,7 +299,12 @@ def check_recipe(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> G
 def check_bytes(name: str, golden: GoldenSet, ops: Operations = SPECIFIED) -> GoldenResult:
     """Compare the arrays of a recipe that were recorded from bytes alone (recorded_bytes.py).
 
-    They are decoded values of all codes, and blocks of files.
+    They are decoded values of all codes, and blocks of files. Return the counts and differences; the count is 0 for a
+    recipe without such arrays.
+
+    name: the recipe's id.
+    golden: the recorded arrays.
+    ops: the functions to compare, of which dequantize is used.
     """
     return result_of(name, byte_arrays(name, golden, ops.dequantize))
 
