@@ -23,7 +23,9 @@ def _prepare() -> None:
 def _packed(
     values: Any, scales: Any, bits: int, size: int, kind: str, global_scale: Any = None
 ) -> dict[str, np.ndarray]:
-    """Pack quantized weights with auto-round's QuantLinear. Return {"codes", "block_scale"} as it stores them.
+    """Pack quantized weights with auto-round's QuantLinear.
+
+    Return {"codes": codes, one per byte, "block_scale": block scales}, as QuantLinear stores them.
 
     Args:
         values: the quantized weights, decoded.
@@ -45,11 +47,14 @@ def _packed(
 
 
 def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
-    """Quantize x to an MX format with a function of auto_round.data_type.mxfp.
+    """Quantize x to an MX format with a function of auto_round.data_type.mxfp, and pack the result.
 
-    Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes and block scales.
 
-    ``function`` is its name, and ``bits`` is the number of bits per element.
+    Args:
+        x: the input.
+        function: the name of the function, such as "quant_mx".
+        bits: the number of bits per element, 4 or 8.
     """
     from auto_round.data_type import mxfp
 
@@ -58,11 +63,14 @@ def _mx(x: np.ndarray, function: str, bits: int) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, function: str, fake: bool = False) -> Parts:
-    """Quantize x to NVFP4 with the named function of auto_round.data_type.nvfp.
+    """Quantize x to NVFP4 with a function of auto_round.data_type.nvfp.
 
-    Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes, block scales and tensor scale.
 
-    If ``fake`` is True, return only the decoded values, else codes and scales.
+    Args:
+        x: the input.
+        function: the name of the function, such as "nv_fp4".
+        fake: True to return only the fake-quantized values, as {"fake": values}.
     """
     import torch
     from auto_round.data_type import nvfp

@@ -29,7 +29,11 @@ def _scheme(bits: int) -> Any:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Compress and decompress x in NVFP4. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Compress and decompress x in NVFP4.
+
+    Return {name in compare.PARTS: array} with codes, block scales, tensor scale and decoded bfloat16 values. The tensor
+    scale is the reciprocal of the divisor that compressed-tensors stores.
+    """
     import torch
     from compressed_tensors.compressors import NVFP4PackedCompressor
     from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
@@ -53,9 +57,14 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
-    """Compress x in the MX format with elements of `bits` bits.
+    """Compress x in the MX format with elements of `bits` bits, and decompress it again.
 
-    Return (tensors that the compressor stores, values that it decodes from them).
+    Return (tensors that the compressor stores, values that it decodes from them), both of torch.
+
+    Args:
+        x: the input.
+        bits: the number of bits per element: 4, 6 or 8.
+        compressor: the class of compressed-tensors for the format, such as MXFP4PackedCompressor.
     """
     from compressed_tensors.quantization.utils import calculate_qparams
 
@@ -67,7 +76,10 @@ def _stored(x: np.ndarray, bits: int, compressor: Any) -> tuple[Any, Any]:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Compress x in MXFP4. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Compress and decompress x in MXFP4.
+
+    Return {name in compare.PARTS: array} with codes, block scales and decoded bfloat16 values.
+    """
     from compressed_tensors.compressors import MXFP4PackedCompressor
 
     stored, values = _stored(x, 4, MXFP4PackedCompressor)
@@ -76,9 +88,10 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp6(x: np.ndarray) -> Parts:
-    """Compress x in MXFP6 E2M3. Return the producer's arrays as Parts, to compare them with fp4kit's.
+    """Compress and decompress x in MXFP6 E2M3.
 
-    Its packed codes, 4 codes in 3 bytes, are unpacked to one code per byte.
+    Return {name in compare.PARTS: array} with codes, block scales and decoded bfloat16 values. The producer packs 4
+    codes in 3 bytes; they are unpacked to one code per byte.
     """
     from compressed_tensors.compressors import MXFP6PackedCompressor
 
@@ -90,7 +103,10 @@ def _mxfp6(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Compress x in MXFP8. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Compress and decompress x in MXFP8.
+
+    Return {name in compare.PARTS: array} with codes, block scales and decoded values, whose dtype the producer chooses.
+    """
     from compressed_tensors.compressors import MXFP8QuantizationCompressor
 
     stored, values = _stored(x, 8, MXFP8QuantizationCompressor)

@@ -21,9 +21,10 @@ _QUANTIZE = "fouroversix.quantize"
 
 @cached
 def _modules() -> dict[str, ModuleType]:
-    """Load fouroversix's plain PyTorch modules, and return {module name: module}.
+    """Load fouroversix's plain PyTorch modules, and return {module name: module}, stand-ins included.
 
-    Modules that they import, but that may be missing on this machine, are replaced by stand-ins.
+    Stand-ins replace modules that these modules import, but that may be missing on this machine. Raise ImportError if
+    fouroversix is not installed.
     """
     found = packages(
         "fouroversix", _QUANTIZE, f"{_QUANTIZE}.pytorch", "fouroversix.kernels", "fouroversix.kernels.triton"
@@ -36,13 +37,15 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = False) -> Parts:
-    """Quantize x with fouroversix. Return the producer's arrays as Parts, to compare them with fp4kit's.
+    """Quantize x with fouroversix.
+
+    Return {name in compare.PARTS: array} with codes and block scales.
 
     Args:
         x: the input.
-        rule: name of the scale rule.
+        rule: the name of fouroversix's scale rule, such as "mse" or "static_6".
         format: "nvfp4" or "mxfp4".
-        both: True for blocks of 16x16.
+        both: True for blocks of 16x16, False for blocks within a row.
     """
     modules = _modules()
     kinds = modules["fouroversix.utils"]
@@ -61,7 +64,14 @@ def _quantize(x: np.ndarray, rule: str, format: str = "nvfp4", both: bool = Fals
 
 
 def _call(*arguments: Any, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a scale rule, the only positional argument. Options are those of _quantize."""
+    """Return the ProducerCall for a scale rule of fouroversix.
+
+    NVFP4 needs a torch whose casts to E4M3 saturate (SATURATING_CASTS).
+
+    Args:
+        arguments: the name of the scale rule, the only positional argument.
+        options: further arguments of _quantize, such as format="mxfp4".
+    """
     dependency_versions = {} if options.get("format") == "mxfp4" else SATURATING_CASTS
     return ProducerCall(partial(_quantize, rule=arguments[0], **options), dependency_versions=dependency_versions)
 

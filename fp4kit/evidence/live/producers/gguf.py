@@ -9,7 +9,10 @@ from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x in MXFP4. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Quantize and dequantize x in MXFP4 with the gguf package.
+
+    Return {name in compare.PARTS: array} with codes, block scales and decoded float32 values.
+    """
     from gguf import quants
 
     blocks = quants.quantize(x, quants.GGMLQuantizationType.MXFP4)

@@ -18,7 +18,7 @@ def _prepare() -> None:
 
 
 def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -> Parts:
-    """Fake-quantize x with quantize_mx_op. Return the decoded values as Parts, to compare them with fp4kit's.
+    """Fake-quantize x with quantize_mx_op, and return {"fake": values}.
 
     Args:
         x: the input.
@@ -42,7 +42,13 @@ def _quantize(x: np.ndarray, element: str, rounding: str, flush: bool = False) -
 
 
 def _call(element: str, rounding: str, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for an element format and a rounding mode. Options are those of _quantize."""
+    """Return the ProducerCall for an element format and a rounding mode. It accepts float32 and bfloat16.
+
+    Args:
+        element: the element format in microxcaling's terms, such as "fp4_e2m1".
+        rounding: the rounding mode, such as "nearest".
+        options: further arguments of _quantize.
+    """
     return ProducerCall(partial(_quantize, element=element, rounding=rounding, **options), ("float32", "bfloat16"))
 
 

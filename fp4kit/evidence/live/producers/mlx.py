@@ -13,7 +13,7 @@ from fp4kit.evidence.live.adapter import Adapter, Parts, ProducerCall
 
 
 def _array(x: np.ndarray) -> Any:
-    """Return x as an MLX array."""
+    """Return an MLX array with the elements and the dtype of x, bfloat16 included."""
     import mlx.core as mx
 
     if x.dtype == ml_dtypes.bfloat16:
@@ -22,7 +22,7 @@ def _array(x: np.ndarray) -> Any:
 
 
 def _numpy(a: Any) -> np.ndarray:
-    """Return an MLX array as a NumPy array."""
+    """Return a NumPy array with the elements and the dtype of an MLX array, bfloat16 included."""
     import mlx.core as mx
 
     if a.dtype == mx.bfloat16:
@@ -31,11 +31,14 @@ def _numpy(a: Any) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
-    """Quantize and dequantize x in a mode of MLX, such as "nvfp4".
+    """Quantize and dequantize x in a mode of MLX, on the CPU.
 
-    Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to float32, float16 and bfloat16.
 
-    If ``with_global`` is True, pass the tensor amax as global_scale.
+    Args:
+        x: the input.
+        mode: MLX's name of the format: "nvfp4", "mxfp4" or "mxfp8".
+        with_global: True to pass the tensor amax as MLX's global_scale, and to decode to float32 only.
     """
     import mlx.core as mx
 
@@ -51,7 +54,12 @@ def _quantize(x: np.ndarray, mode: str, with_global: bool = False) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
-    """Return the values that mx.dequantize decodes from q, in q's dtype. mode: MLX's name of the format."""
+    """Return the values that mx.dequantize decodes from q, in q's dtype.
+
+    Args:
+        q: codes and block scales. A tensor scale would be ignored.
+        mode: MLX's name of the format, such as "mxfp4".
+    """
     import mlx.core as mx
 
     with mx.stream(mx.cpu):
@@ -62,7 +70,13 @@ def _decode(q: fp4kit.Quantized, mode: str) -> np.ndarray:
 def _call(mode: str, first: str, last: str = "", **options: Any) -> ProducerCall:
     """Return the ProducerCall for a mode and for MLX versions from ``first`` to ``last``.
 
-    A version that is "" sets no limit.
+    A version that is "" sets no limit. Decoding is compared only if there are no options.
+
+    Args:
+        mode: MLX's name of the format, such as "mxfp4".
+        first: the first version of MLX that the recipe is stated for.
+        last: the last such version.
+        options: further arguments of _quantize.
     """
     decode = None if options else partial(_decode, mode=mode)
     return ProducerCall(partial(_quantize, mode=mode, **options), columns=32, first=first, last=last, decode=decode)

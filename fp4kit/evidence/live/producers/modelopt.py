@@ -18,9 +18,13 @@ def _prepare() -> None:
 
 
 def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
-    """Decode Model-Optimizer's quantized tensor ``t`` to three dtypes. Return {name in compare.PARTS: values}.
+    """Decode a quantized tensor of Model-Optimizer to float32, float16 and bfloat16.
 
-    ``scales`` are the arguments of its method dequantize.
+    Return {name in compare.PARTS: values}.
+
+    Args:
+        t: the quantized tensor.
+        scales: the keyword arguments of its method dequantize.
     """
     import torch
 
@@ -29,7 +33,10 @@ def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize x with NVFP4QTensor. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Quantize x with NVFP4QTensor.
+
+    Return {name in compare.PARTS: array} with codes, block scales, tensor scale, and values decoded to three dtypes.
+    """
     from modelopt.torch.quantization.qtensor import NVFP4QTensor
 
     t, scale, double_scale = NVFP4QTensor.quantize(to_torch(x), 16)
@@ -42,7 +49,10 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP4QTensor. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Quantize x with MXFP4QTensor.
+
+    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to three dtypes.
+    """
     from modelopt.torch.quantization.qtensor import MXFP4QTensor
 
     t, scale = MXFP4QTensor.quantize(to_torch(x), 32)
@@ -54,7 +64,10 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize x with MXFP8QTensor. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Quantize x with MXFP8QTensor.
+
+    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to three dtypes.
+    """
     from modelopt.torch.quantization.qtensor import MXFP8QTensor
 
     t, scale = MXFP8QTensor.quantize(to_torch(x))
@@ -62,7 +75,12 @@ def _mxfp8(x: np.ndarray) -> Parts:
 
 
 def _decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
-    """Return the values that the quantized tensor class named ``kind`` decodes from q."""
+    """Return the values that Model-Optimizer decodes from q, in q's dtype and shape.
+
+    Args:
+        q: codes and scales.
+        kind: the name of Model-Optimizer's class for the format: "NVFP4QTensor", "MXFP4QTensor" or "MXFP8QTensor".
+    """
     import torch
     from modelopt.torch.quantization import qtensor
 

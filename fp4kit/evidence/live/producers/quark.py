@@ -45,11 +45,15 @@ def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
 
 
 def _mx(x: np.ndarray, spec: str, mode: str) -> Parts:
-    """Quantize x with a Quark MX spec and a scale mode.
+    """Quantize and fake-quantize x to an MX format with Quark.
 
-    Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes, block scales and fake-quantized values. For MXFP8, return the
+    fake-quantized values only.
 
-    ``spec`` is a class name in Quark's configuration, and ``mode`` is how the amax is rounded to a power of two.
+    Args:
+        x: the input.
+        spec: the name of a class in Quark's configuration, such as "OCP_MXFP4Spec".
+        mode: how the amax is rounded to a power of two: "even", "floor" or "ceil".
     """
     from quark.torch.quantization.config import config as specs
 
@@ -74,10 +78,14 @@ def _six_bits(packed: np.ndarray) -> np.ndarray:
 
 
 def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
-    """Quantize x to NVFP4 with Quark. Return the producer's arrays as Parts, to compare them with fp4kit's.
+    """Quantize x to NVFP4 with Quark.
 
-    If ``realigned`` is True, follow Quark's flow for models, which realigns quantizers after calibration. Otherwise
-    follow its file-to-file flow.
+    Return {name in compare.PARTS: array} with codes, block scales and tensor scale.
+
+    Args:
+        x: the input.
+        realigned: True to follow Quark's flow for models, which realigns quantizers after calibration. False to follow
+            its file-to-file flow.
     """
     from quark.torch.quantization.config.template import FP4Block16ScaleE4M3Scheme
     from quark.torch.quantization.post_calibration import realign_single_sequential_quantizer
@@ -96,7 +104,12 @@ def _nvfp4(x: np.ndarray, realigned: bool) -> Parts:
 
 
 def _mx_call(spec: str, mode: str = "even") -> ProducerCall:
-    """Return the ProducerCall for an MX format, such as "FP4", and a scale mode."""
+    """Return the ProducerCall for an MX format of Quark. Elements under Quark's smallest scale are exempt.
+
+    Args:
+        spec: the format: "FP4", "FP6E2M3", "FP6E3M2" or "FP8E4M3".
+        mode: how the amax is rounded to a power of two: "even", "floor" or "ceil".
+    """
     return ProducerCall(partial(_mx, spec=f"OCP_MX{spec}Spec", mode=mode), exempt=(QUARK_SMALLEST_SCALE,))
 
 

@@ -12,7 +12,7 @@ from fp4kit.rounding import exponent_field
 
 
 def _prepare() -> None:
-    """Import qwix, and check that JAX has a CPU device."""
+    """Import qwix. Raise an error if that fails, or if JAX has no CPU device."""
     import jax
     import qwix._src.core.qarray  # noqa: F401
 
@@ -22,7 +22,8 @@ def _prepare() -> None:
 def _padded(x: np.ndarray, size: int) -> np.ndarray:
     """Return the blocks of x, of `size` elements each, one per row, followed by rows of zeros.
 
-    Padded arrays have the same shape for every x of at most MAX_ELEMENTS elements, so that XLA compiles only once.
+    The result has at least MAX_ELEMENTS elements, so its shape is the same for every smaller x, and XLA compiles only
+    once.
     """
     blocks = np.zeros((max(MAX_ELEMENTS // size, x.size // size), size), x.dtype)
     blocks[: x.size // size] = x.reshape(-1, size)
@@ -30,9 +31,14 @@ def _padded(x: np.ndarray, size: int) -> np.ndarray:
 
 
 def _quantize(x: np.ndarray, kind: str) -> Parts:
-    """Quantize x with qarray.quantize.
+    """Quantize x with qarray.quantize, as XLA computes it on a CPU.
 
-    ``kind`` is the format, such as "nvfp4". Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes and block scales. For the MX formats, also return the decoded
+    values, as the part "fake".
+
+    Args:
+        x: the input.
+        kind: the format: "nvfp4", "mxfp4" or "mxfp8".
     """
     import jax
     import jax.numpy as jnp

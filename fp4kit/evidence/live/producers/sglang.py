@@ -41,9 +41,9 @@ def _stored() -> Any:
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x with MXFP4QuantizeUtil.
+    """Quantize and dequantize x to MXFP4 with SGLang's class MXFP4QuantizeUtil.
 
-    Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes, block scales and decoded float32 values.
     """
     import torch
 
@@ -57,9 +57,9 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _kv(x: np.ndarray) -> Parts:
-    """Quantize x with SGLang's utility for key-value caches, without torch.compile.
+    """Quantize x to blocks of 16 with SGLang's utility for key-value caches, without torch.compile.
 
-    Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes and block scales.
     """
     quantize = inspect.unwrap(_kvfp4_tensor().FP4MXBlock16KVQuantizeUtil.batched_quantize)
     codes, scale = quantize(to_torch(x)[None])
@@ -67,7 +67,7 @@ def _kv(x: np.ndarray) -> Parts:
 
 
 def _prepare() -> None:
-    """Load both modules of SGLang that the calls use."""
+    """Load both modules of SGLang that the calls use. Raise ImportError if one of them cannot be loaded."""
     _mxfp4_tensor()
     _kvfp4_tensor()
 

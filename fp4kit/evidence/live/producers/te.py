@@ -38,9 +38,14 @@ def _reference() -> Any:
 
 
 def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Parts:
-    """Quantize x with NVFP4QuantizerRef. Return the producer's arrays as Parts, to compare them with fp4kit's.
+    """Quantize x to NVFP4 with Transformer Engine's class NVFP4QuantizerRef.
 
-    ``tile`` is the shape of a block, and ``options`` are further arguments of NVFP4QuantizerRef.
+    Return {name in compare.PARTS: array} with codes and block scales.
+
+    Args:
+        x: the input.
+        tile: the shape (rows, columns) of a block.
+        options: further arguments of NVFP4QuantizerRef.
     """
     module = _reference()
     kind = module.reference_utils.Fp4Formats.E2M1
@@ -50,9 +55,9 @@ def _nvfp4(x: np.ndarray, tile: tuple[int, int] = (1, 16), **options: Any) -> Pa
 
 
 def _mxfp4(x: np.ndarray) -> Parts:
-    """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales.
+    """Quantize x to MXFP4 with NVFP4QuantizerRef and power-of-two scales. TE has no other MXFP4 quantizer.
 
-    TE has no other MXFP4 quantizer. Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes and block scales.
     """
     quantize = _reference().NVFP4QuantizerRef._quantize_blockwise_reference
     codes, scales = quantize(to_torch(x), None, 32, 1, pow_2_scales=True, eps=0.0)
@@ -61,7 +66,7 @@ def _mxfp4(x: np.ndarray) -> Parts:
 
 
 def _call(**options: Any) -> ProducerCall:
-    """Return the ProducerCall for a block shape and options, which are those of _nvfp4."""
+    """Return the ProducerCall for _nvfp4 with the given options, such as tile=(16, 16)."""
     return ProducerCall(partial(_nvfp4, **options))
 
 

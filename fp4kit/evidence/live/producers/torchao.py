@@ -15,10 +15,14 @@ from fp4kit.evidence.live.exceptions import NAN_SCALE
 
 
 def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize and dequantize x with MXTensor.
+    """Quantize and dequantize x to an MX format with torchao's class MXTensor.
 
-    ``element`` and ``mode`` name its element dtype and scale mode. Return the producer's arrays as Parts, to compare
-    them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to float32 and bfloat16.
+
+    Args:
+        x: the input.
+        element: torchao's name of the element dtype, such as "float4_e2m1fn_x2" or "fp6_e2m3".
+        mode: the scale mode: "floor", "rceil", "ceil" or "even".
     """
     import torch
     from torchao.prototype.mx_formats.mx_tensor import MXTensor, ScaleCalculationMode
@@ -35,9 +39,14 @@ def _mx(x: np.ndarray, element: str, mode: str) -> Parts:
 
 
 def _nvfp4(x: np.ndarray, single: bool) -> Parts:
-    """Quantize and dequantize x with NVFP4Tensor. Return the producer's arrays as Parts, to compare them with fp4kit's.
+    """Quantize and dequantize x to NVFP4 with torchao's class NVFP4Tensor.
 
-    If ``single`` is True, the block scales are the only level of scales. Otherwise the tensor has a scale too.
+    Return {name in compare.PARTS: array} with codes, block scales, the tensor scale unless ``single`` is True, and
+    values decoded to float32 and bfloat16.
+
+    Args:
+        x: the input.
+        single: True for block scales only, without a tensor scale.
     """
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor, per_tensor_amax_to_scale
@@ -55,7 +64,12 @@ def _nvfp4(x: np.ndarray, single: bool) -> Parts:
 
 
 def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
-    """Return the values that torchao's to_dtype decodes from q. ``element`` names the element dtype."""
+    """Return the values that torchao's function to_dtype decodes from q, in q's dtype.
+
+    Args:
+        q: codes and block scales.
+        element: torchao's name of the element dtype, such as "float8_e4m3fn".
+    """
     import torch
     from torchao.prototype.mx_formats.mx_tensor import to_dtype
 
@@ -66,7 +80,7 @@ def _decode_mx(q: fp4kit.Quantized, element: str) -> np.ndarray:
 
 
 def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
-    """Return the values that NVFP4Tensor decodes from q."""
+    """Return the values that torchao's class NVFP4Tensor decodes from q, in q's dtype. q may lack a tensor scale."""
     import torch
     from torchao.prototype.mx_formats.nvfp4_tensor import NVFP4Tensor
 

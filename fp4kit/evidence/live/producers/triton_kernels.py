@@ -30,10 +30,14 @@ def _mxfp() -> Any:
 
 
 def _downcast(x: np.ndarray, element: str, mode: str) -> Parts:
-    """Quantize x with downcast_to_mxfp_torch. Return the producer's arrays as Parts, to compare them with fp4kit's.
+    """Quantize x to an MX format with downcast_to_mxfp_torch.
 
-    ``element`` names the torch dtype of the codes ("uint8" for packed E2M1), and ``mode`` names how the scale is
-    rounded.
+    Return {name in compare.PARTS: array} with codes and block scales.
+
+    Args:
+        x: the input.
+        element: the torch dtype of the codes: "uint8" for packed E2M1, "float8_e4m3fn" or "float8_e5m2".
+        mode: how the scale is rounded to a power of two: "ROUND_UP" or "ROUND_DOWN".
     """
     import torch
 

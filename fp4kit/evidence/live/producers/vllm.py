@@ -20,7 +20,7 @@ _NAMES = ("vllm", "vllm.utils", "vllm.utils.torch_utils")
 
 @cached
 def _emulation() -> Any:
-    """Load and return vLLM's module nvfp4_emulation_utils."""
+    """Load and return vLLM's module nvfp4_emulation_utils. Stand-ins replace most modules that it imports."""
     platform = ModuleType("vllm.platforms")
     platform.current_platform = _Cpu()  # type: ignore[attr-defined]
     tools = ModuleType("vllm.triton_utils")
@@ -42,14 +42,18 @@ class _Cpu:
 
 @cached
 def _mxfp8_utils() -> Any:
-    """Load and return vLLM's module mxfp8_utils."""
+    """Load and return vLLM's module mxfp8_utils. Stand-ins replace the modules of vLLM that it imports."""
     return load("vllm", f"{_UTILS}/mxfp8_utils.py", packages(*_NAMES))
 
 
 def _nvfp4(x: np.ndarray) -> Parts:
-    """Quantize and fake-quantize x with vLLM's NVFP4 emulation.
+    """Quantize and fake-quantize x to NVFP4 with vLLM's emulation, which runs in PyTorch on a CPU.
 
-    Return the producer's arrays as Parts, to compare them with fp4kit's.
+    Return {name in compare.PARTS: array} with codes, block scales, tensor scale and fake-quantized values. The tensor
+    amax counts as at least 1e-8.
+
+    Raises:
+        ValueError: if vLLM returns a value that E2M1 does not have, such as NaN.
     """
     import torch
 
@@ -67,14 +71,17 @@ def _nvfp4(x: np.ndarray) -> Parts:
 
 
 def _mxfp8(x: np.ndarray) -> Parts:
-    """Quantize and dequantize x in MXFP8. Return the producer's arrays as Parts, to compare them with fp4kit's."""
+    """Quantize and dequantize x in MXFP8 with vLLM's PyTorch code.
+
+    Return {name in compare.PARTS: array} with codes, block scales and decoded bfloat16 values.
+    """
     codes, scales = _mxfp8_utils()._mxfp8_e4m3_quantize_torch(to_torch(x))
     decoded = _mxfp8_utils().dequant_mxfp8_to_bf16(codes, scales)
     return {"codes": to_numpy(codes), "block_scale": to_numpy(scales), "values_bfloat16": to_numpy(decoded)}
 
 
 def _prepare() -> None:
-    """Load both modules of vLLM that the calls use."""
+    """Load both modules of vLLM that the calls use. Raise ImportError if one of them cannot be loaded."""
     _emulation()
     _mxfp8_utils()
 
