@@ -73,12 +73,11 @@ _ERROR_CREATE, _STREAM_GET = 0, 4
 
 
 def _api_call(frame: Any, number: int, arguments: Any) -> Any:
-    """Call the function with this number in XLA's table of functions.
-
-    Return the address of its error, or None if it succeeded.
+    """Call a function in XLA's table of functions. Return the address of its error, or None if it succeeded.
 
     frame: the structure that XLA passed to the handler.
-    arguments: the argument structure of that function.
+    number: the index of the function in the table, such as _STREAM_GET.
+    arguments: the argument structure of that function, whose field struct_size is filled in here.
     """
     arguments.struct_size = ctypes.sizeof(arguments)
     return _Function(getattr(_Api.from_address(frame.api), f"function{number}"))(ctypes.addressof(arguments))

@@ -255,7 +255,11 @@ def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarra
 def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
     """Return x with an integer added to its bit pattern, so that a carry raises the exponent. NaN stays NaN.
 
-    Rules use this to round an amax to fewer mantissa bits: they add half a step of those bits.
+    Rules use this to round an amax to fewer mantissa bits: they add half a step of those bits. An amax near FLT_MAX
+    becomes infinite.
+
+    x: float32 numbers >= 0.
+    addend: the integer.
     """
     bits = np.asarray(x, np.float32).view(np.int32)
     return np.where(bits > 0x7F800000, bits, bits + addend).astype(np.int32).view(np.float32)

@@ -49,8 +49,8 @@ def code_e8m0_even_finite(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 0 to 254, as vLLM's Triton code does.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
-    value. An infinite or NaN amax gives 254. Source: vLLM downcast_to_mxfp of mxfp4_utils.py, as Triton's interpreter
-    runs it.
+    value. amax = 0 gives code 0 (2^-127), and an infinite or NaN amax gives 254. Source: vLLM downcast_to_mxfp of
+    mxfp4_utils.py, as Triton's interpreter runs it.
     """
     return np.clip(_even_exponent(amax, recipe), 0, 254).astype(np.uint8)
 
@@ -59,8 +59,8 @@ def code_e8m0_quark_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped to codes from 1 to 254, as Quark does.
 
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
-    value. So a scale of 2^-127 is stored as 2^-126. An infinite amax gives 254, and NaN gives 127. Source: Quark
-    even_round, real quantization.
+    value. So a scale of 2^-127, also that of amax = 0, is stored as 2^-126. An infinite amax gives 254, and NaN gives
+    127. Source: Quark even_round, real quantization.
     """
     return np.where(np.isnan(amax), 127, np.clip(_even_exponent(amax, recipe), 1, 254)).astype(np.uint8)
 
@@ -166,8 +166,12 @@ def code_e8m0_deepgemm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def _auto_round(exponent: np.ndarray, amax: np.ndarray, at_zero: float) -> np.ndarray:
     """Return the E8M0 codes of 2^exponent, with the special cases of auto-round and SGLang.
 
-    If amax is 0, at_zero is the exponent. If amax is infinite or NaN, the code is 0, because the producers cast NaN to
+    The exponent is clamped to [-127, 127]. If amax is infinite or NaN, the code is 0, because the producers cast NaN to
     an integer.
+
+    exponent: the exponents, float32.
+    amax: the block amaxes.
+    at_zero: the exponent if amax is 0.
     """
     codes = _clipped(np.where(amax == 0, np.float32(at_zero), exponent))
     return np.where(np.isfinite(amax), codes, np.uint8(0))
@@ -186,8 +190,9 @@ def _auto_round_factor(
 def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as auto-round computes it.
 
-    log2 is rounded to float32, and emax is the exponent of the largest element value. amax = 0 gives the code of 2^(1 -
-    emax). An infinite or NaN amax gives code 0. Source: auto-round data_type/mxfp.py quant_mx.
+    log2 is rounded to float32, and emax is the exponent of the largest element value. The exponent is clamped to [-127,
+    127]. amax = 0 gives the code of 2^(1 - emax). An infinite or NaN amax gives code 0. Source: auto-round
+    data_type/mxfp.py quant_mx.
     """
     return _auto_round(np.floor(log2(amax)) - recipe.element.emax, amax, 1 - recipe.element.emax)
 
@@ -195,8 +200,8 @@ def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(log2(amax / M)), as auto-round's quant_mx_rceil computes it.
 
-    log2 is rounded to float32, and M is the largest element value. amax = 0 gives the code of 2. An infinite or NaN
-    amax gives code 0.
+    log2 is rounded to float32, and M is the largest element value. The exponent is clamped to [-127, 127]. amax = 0
+    gives the code of 2. An infinite or NaN amax gives code 0.
     """
     return _auto_round(np.ceil(log2(amax / recipe.element.max)), amax, 1)
 
@@ -204,7 +209,8 @@ def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Re
 def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(log2(amax / 7.25)), as auto-round's quant_mx_rceil_v2 computes it.
 
-    log2 is rounded to float32. amax = 0 gives the code of 2. An infinite or NaN amax gives code 0.
+    log2 is rounded to float32. The exponent is clamped to [-127, 127]. amax = 0 gives the code of 2. An infinite or NaN
+    amax gives code 0.
     """
     return _auto_round(np.ceil(log2(amax / np.float32(7.25))), amax, 1)
 
@@ -215,8 +221,11 @@ factor_e8m0_auto_round = _auto_round_factor
 def _auto_round_up_factor(codes: np.ndarray, amax: np.ndarray, ratio: np.ndarray) -> np.ndarray:
     """Return 2^(127 - code), or NaN if amax is infinite or NaN, or if ratio underflows to 0.
 
-    ratio is amax divided by the largest element value or by 7.25. If it is 0 although amax is positive, the producer
-    computes log2(0) = -inf.
+    If ratio is 0 although amax is positive, the producer computes log2(0) = -inf.
+
+    codes: the scale codes.
+    amax: the block amaxes.
+    ratio: amax divided by the largest element value or by 7.25.
     """
     return np.where(np.isfinite(amax) & ((ratio != 0) | (amax == 0)), inverse_e8m0(codes), NAN)
 
@@ -328,8 +337,9 @@ def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
 def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^ceil(T(log2(d))), d = max(T(amax / M), T(1e-10)), as SGLang's KV cache computes it.
 
-    T rounds to the dtype of the elements, and M is the largest element value. An infinite or NaN amax gives code 0.
-    Source: SGLang kvfp4_tensor.py.
+    T rounds to the dtype of the elements, and M is the largest element value. The exponent is clamped to [-127, 127].
+    If T(1e-10) is 0, as for float16, amax = 0 gives code 0. An infinite or NaN amax gives code 0, too. Source: SGLang
+    kvfp4_tensor.py.
     """
     ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
     return np.where(np.isfinite(amax), _clipped(np.ceil(round_to(log2(ratio), dtype))), np.uint8(0))

@@ -132,8 +132,12 @@ def factor_mlx_metal(
 def _wrapped(exponent: np.ndarray, s: np.ndarray, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 codes that MLX stores for the scales 2^exponent: the low byte of exponent + 127.
 
-    s: the numbers from which the exponents were computed. s = 0 gives code 127. If s is infinite or NaN, the code is
-    what MLX's cast to uint8 gives on x86-64: 128 for float32 and 0 for other dtypes.
+    s = 0 gives code 127. If s is infinite or NaN, the code is what MLX's cast to uint8 gives on x86-64: 128 for float32
+    and 0 for other dtypes.
+
+    exponent: the exponents, integers.
+    s: the numbers from which the exponents were computed.
+    dtype: the dtype of the elements.
     """
     codes = np.where(s == 0, 127, exponent + 127 & 0xFF)
     return np.where(np.isfinite(s), codes, 128 if dtype == np.float32 else 0).astype(np.uint8)

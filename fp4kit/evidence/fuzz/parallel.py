@@ -64,7 +64,11 @@ def _start(counters: Any) -> None:
 
 
 def _follow(running: set[Future[fuzz.Report]], counters: Any, progress: Callable[[int, int], None]) -> None:
-    """Call ``progress`` regularly with the increase of the shared counters, until all processes have ended."""
+    """Call ``progress`` regularly with the increase of the shared counters, until all processes have ended.
+
+    running: the processes' results to come.
+    counters: the shared numbers [calls, failures].
+    """
     seen = (0, 0)
     while running:
         running = wait(running, _EVERY).not_done
