@@ -225,8 +225,8 @@ class Collector:
 
         Raises:
             TypeError: if `collectors` is not iterable, or an entry is not a Collector.
-            ValueError: if there is none, if only some have histograms, if a layer has different numbers of columns, or
-                if an input on a GPU was NaN or infinite.
+            ValueError: if there is none, if only some have histograms, or if a layer has different numbers of columns.
+            ValueError: if an input on a GPU was NaN or infinite.
         """
         members = as_entries("merge", "collectors", collectors)
         for member in members:
@@ -268,7 +268,7 @@ class Collector:
 
         Raises:
             TypeError: if path is not a path.
-            ValueError: if an input on a GPU was NaN or infinite.
+            ValueError: if path does not end with the name of a file, or if an input on a GPU was NaN or infinite.
             OSError: if the file cannot be written.
         """
         target = as_path("save", path)
@@ -288,7 +288,8 @@ class Collector:
 
         Raises:
             TypeError: if an argument is not a path.
-            ValueError: if there is no path, if a file is not one that save writes, or as for merge.
+            ValueError: if there is no path, if a path does not end with the name of a file, or as for merge.
+            ValueError: if a file is not one that save writes.
             OSError: if a file cannot be read.
         """
         if not paths:

@@ -256,7 +256,7 @@ def _add_to_bits(x: np.ndarray, addend: int) -> np.ndarray:
     """Return x with an integer added to its bit pattern, so that a carry raises the exponent. NaN stays NaN.
 
     Rules use this to round an amax to fewer mantissa bits: they add half a step of those bits. An amax near FLT_MAX
-    becomes infinite.
+    becomes infinite or NaN.
 
     x: float32 numbers >= 0.
     addend: the integer.

@@ -92,7 +92,7 @@ def dequantize(
         axis: the axis along which blocks run.
         recipe: the string of recipes.to_string.to_spec.
         scale_layout: the layout of block_scale.
-        dtype: the dtype of the array that was quantized. It does not change the result.
+        dtype: the dtype of the array that was quantized, to which the tensor scales of some recipes are rounded.
         values_dtype: the dtype of the result.
     """
     arrays = [detached(a) for a in (packed, block_scale, tensor_scale, tensor_amax)]

@@ -31,7 +31,7 @@ class FakeQuantized(torch.nn.Module):
         name: the name of the parameter. If the settings do not include it, the parameter is read unchanged.
 
     Raises:
-        TypeError: settings is not a FakeQuantSettings, or name is not a string.
+        TypeError: settings is not a FakeQuantSettings; or it has a recipe, and name is not a string.
 
     Examples:
         >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()

@@ -310,6 +310,7 @@ class AmaxState(Mapping[str, Any]):
         Raises:
             ValueError: naming the key, for NaN, negative values and missing experts, and with ``stacked`` also as that
                 method does; for another separator.
+            ValueError: if path does not end with the name of a file.
             TypeError: if path is not a path, or stacked is not a bool.
             OSError: if the file cannot be written.
         """
@@ -343,6 +344,7 @@ class AmaxState(Mapping[str, Any]):
             ValueError: likewise for a dtype other than F32, F16 and BF16, for NaN and for negative values.
             ValueError: for a wildcard that matches nothing, for a file without an amax, and for a file that is not a
                 safetensors file.
+            ValueError: if path does not end with the name of a file.
             TypeError: if path is not a path, or ``experts`` is not a mapping of strings to ints.
             OSError: if the file cannot be read.
         """

@@ -326,7 +326,7 @@ def _supported(pool: Pool) -> dict[str, tuple[Variant, ...]]:
 def draw(seed: int, pool: Pool) -> tuple[DrawnCase, int]:
     """Return (case drawn from the integer ``seed``, number of variants that Recipe rejected while drawing it).
 
-    Equal arguments give equal cases. Raises ValueError if none of the pool's recipes supports one of its operations.
+    Equal arguments give equal cases. Raises ValueError if no recipe of the pool supports any operation of the pool.
     """
     d = Draw(seed, pool)
     return d.case(), d.refused

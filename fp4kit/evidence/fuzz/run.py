@@ -150,7 +150,7 @@ def run(
         progress: called after each case with its number of calls, and 1 if it failed or 0.
 
     Raises:
-        ValueError: if none of the pool's recipes supports one of its operations.
+        ValueError: if no recipe of the pool supports any operation of the pool.
     """
     report, start, spent = Report(), time.monotonic(), 0.0
     with warnings.catch_warnings():
