@@ -20,9 +20,9 @@ def to_torch(x: np.ndarray) -> Any:
 
 
 def to_numpy(tensor: Any) -> np.ndarray:
-    """Return a NumPy array with a tensor's elements.
+    """Return a NumPy array with a tensor's elements and its dtype, bfloat16 included.
 
-    bfloat16 keeps its dtype; 8-bit floats become uint8 bit patterns.
+    8-bit floats become uint8 bit patterns. The array shares memory with a contiguous tensor.
     """
     import torch
 
@@ -35,14 +35,16 @@ def to_numpy(tensor: Any) -> np.ndarray:
 
 
 def codes_of(values: np.ndarray, format: str) -> np.ndarray:
-    """Return the codes of values, for producers that return values instead of codes.
+    """Return the codes of values, uint8, one per value, for producers that return values instead of codes.
+
+    -0 gives the code with the sign bit.
 
     Args:
         values: values that the element format represents exactly.
         format: lower-case name of a format in formats.ELEMENT_FORMATS.
 
     Raises:
-        ValueError: the format cannot represent a value.
+        ValueError: if the format cannot represent a value, such as NaN.
     """
     fmt = next(f for f in ELEMENT_FORMATS if f.name.lower() == format)
     magnitudes = np.asarray(fmt.magnitudes, np.float64)

@@ -76,11 +76,16 @@ class Compared:
 def compare(id: str, x: np.ndarray, call: ProducerCall, theirs: Parts | None = None) -> Compared:
     """Compare every part that a producer gives for x with fp4kit's part. Return the differences and counts.
 
+    Errors of the producer and of fp4kit are not caught.
+
     Args:
         id: id of the recipe.
         x: the input.
         call: the producer's call.
         theirs: the producer's parts, or None to call the producer.
+
+    Raises:
+        KeyError: if ``theirs`` has a part that is not in PARTS.
     """
     theirs = call.function(x) if theirs is None else theirs
     r = fp4kit.recipe(id)
@@ -170,6 +175,8 @@ def difference_of(
     part: str, theirs: np.ndarray, ours: Any, masked: np.ndarray, r: fp4kit.Recipe
 ) -> PartDifference | None:
     """Return how the producer's and fp4kit's array of a part differ, or None if they are equal.
+
+    Any NaN equals any other NaN, but -0 differs from +0.
 
     Args:
         theirs, ours: the arrays of the producer and of fp4kit. Other shapes or dtypes are a difference of all elements.

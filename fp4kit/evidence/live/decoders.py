@@ -23,9 +23,16 @@ EDGES = (0, 1, 0x7E, 0x7F, 0x80, 0xFE, 0xFF)  # the smallest, largest and NaN sc
 
 
 def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) -> fp4kit.Quantized:
-    """Return a Quantized with random codes and scales, determined by ``seed`` and ``number``.
+    """Return a Quantized with random codes and scales, determined by ``seed``, ``number`` and the recipe's id.
 
-    Half of the blocks have a scale near 1. The others have a random scale byte, or one of EDGES.
+    Half of the blocks have a scale near 1. The others have a random scale byte, or one of EDGES. If the recipe has a
+    tensor scale, it is random, from 2^-16 to 2^4.
+
+    Args:
+        r: the recipe.
+        call: the producer's call, which tells the number of columns and the dtypes that the producer can decode to.
+        seed: the seed of the run.
+        number: the number of the input. The dtypes take turns, each for four numbers.
     """
     rng = np.random.default_rng([seed, number, zlib.crc32(r.id.encode())])
     rows, blocks = int(rng.choice(ROWS)) * r.block_rows, int(rng.choice(BLOCKS)) * max(1, call.columns // r.block_size)
@@ -40,14 +47,18 @@ def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) ->
 
 
 def _stored(codes: np.ndarray, scales: np.ndarray, tensor: Any, dtype: np.dtype, r: fp4kit.Recipe) -> fp4kit.Quantized:
-    """Return a Quantized with the given codes (one per byte), block scales and tensor scale."""
+    """Return a Quantized with the given codes (one per byte), block scales and tensor scale, which may be None."""
     packed = fp4kit.pack(codes) if r.is_packed else codes
     tensor = None if tensor is None else np.asarray(tensor)
     return fp4kit.Quantized(packed, scales, tensor, None, codes.shape, dtype, -1, r)
 
 
 def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
-    """Decode q with the producer and with fp4kit, and compare the values."""
+    """Decode q with the producer and with fp4kit, and compare the values.
+
+    Return a Compared whose ``differences`` hold one difference, of the part "decoded", or none. Errors of the producer
+    are not caught. ``call.decode`` must not be None.
+    """
     assert call.decode is not None
     with np.errstate(all="ignore"):
         theirs, ours = call.decode(q), fp4kit.dequantize(q)
@@ -56,9 +67,14 @@ def compare_decoded(q: fp4kit.Quantized, call: ProducerCall) -> Compared:
 
 
 def shrunk(q: fp4kit.Quantized, call: ProducerCall, differs: Callable[[fp4kit.Quantized], bool]) -> fp4kit.Quantized:
-    """Return a smaller Quantized for which ``differs`` still holds.
+    """Return a smaller Quantized for which ``differs`` still holds, or q itself if none is found.
 
-    First it gets fewer blocks, then more codes that are 0.
+    First blocks are removed, then columns of codes are set to 0.
+
+    Args:
+        q: the Quantized to shrink.
+        call: the producer's call, which tells how many columns the producer accepts.
+        differs: a function that returns True for a Quantized that the producer decodes differently.
     """
     for candidate in _smaller(q, call):
         if differs(candidate):

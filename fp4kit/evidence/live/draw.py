@@ -32,7 +32,7 @@ class Drawn(NamedTuple):
 
 
 def draw(r: fp4kit.Recipe, dtypes: Sequence[str], seed: int, number: int, columns: int = 16) -> Drawn:
-    """Return the input array with this number.
+    """Return input array ``number`` of a run for a recipe, with the name of its kind.
 
     Dtypes and kinds take turns; everything else is random, determined by the seed, the number and the recipe's id.
 
@@ -68,7 +68,7 @@ Kind = Callable[[np.random.Generator, Shape, np.dtype, fp4kit.Recipe], np.ndarra
 
 
 def _fuzzed(name: str) -> Kind:
-    """Return a function for KINDS that draws values of a kind of fuzz/arrays.py."""
+    """Return a function for KINDS that draws values of the kind ``name`` of fuzz/arrays.py, whatever the recipe."""
 
     def kind(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
         return arrays.VALUES[name](rng, shape, dtype)
@@ -77,18 +77,18 @@ def _fuzzed(name: str) -> Kind:
 
 
 def _finite(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """Return x clipped to the finite range of ``dtype`` and cast to it."""
+    """Return x clipped to the finite range of ``dtype`` and cast to it. NaN stays NaN."""
     top = float(ml_dtypes.finfo(dtype).max)
     return np.clip(x, -top, top).astype(dtype)
 
 
 def _weights(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return normally distributed values with the magnitude of a model's weights."""
+    """Return normally distributed values with the magnitude of a model's weights: a standard deviation of 0.02."""
     return (rng.standard_normal(shape, np.float32) * np.float32(0.02)).astype(dtype)
 
 
 def _heavy_tails(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return values of Student's t distribution with 1.5 degrees of freedom."""
+    """Return values of Student's t distribution with 1.5 degrees of freedom, clipped to the finite range."""
     return _finite(rng.standard_t(1.5, shape), dtype)
 
 
@@ -99,7 +99,10 @@ def _narrow(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.R
 
 
 def _subnormal(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return the bit patterns of subnormal values. Their largest magnitude varies from block to block."""
+    """Return the bit patterns of subnormal values and zeros, as unsigned integers for the caller to view as ``dtype``.
+
+    Their largest magnitude varies from block to block.
+    """
     bits = unsigned(dtype)
     largest = np.exp2(rng.uniform(0, ml_dtypes.finfo(dtype).nmant, _blocks(shape, r))).astype(np.int64)
     magnitudes = rng.integers(0, _per_element(largest, shape, r) + 1).astype(bits)
@@ -125,7 +128,7 @@ def _wide(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Rec
 
 
 def _large(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return values within a factor of 64 of the dtype's largest value."""
+    """Return uniformly distributed values. In each block, their bound is 1/64 to 1 times the dtype's largest value."""
     exponents = rng.uniform(-6, 0, _blocks(shape, r)) + np.log2(float(ml_dtypes.finfo(dtype).max))
     return _finite(rng.uniform(-1, 1, shape) * np.exp2(_per_element(exponents, shape, r)), dtype)
 
@@ -138,11 +141,9 @@ def _one_outlier(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4
 
 
 def _near_powers(rng: np.random.Generator, shape: Shape, dtype: np.dtype, r: fp4kit.Recipe) -> np.ndarray:
-    """Return blocks whose amax is near a power of two times a factor.
+    """Return blocks whose amax is at most ULPS bit patterns away from a power of two times a factor.
 
     The factor is 1, 1.5, 1.75 or the mantissa of the format's largest element.
-
-    "Near" means at most ULPS bit patterns away.
     """
     info = ml_dtypes.finfo(dtype)
     mantissas = (1.0, 1.0, float(np.frexp(float(r.element.max))[0]) * 2, 1.75, 1.5)
@@ -201,7 +202,10 @@ def _per_element(per_block: np.ndarray, shape: Shape, r: fp4kit.Recipe) -> np.nd
 
 
 def _near(rng: np.random.Generator, numbers: np.ndarray) -> np.ndarray:
-    """Return floats at random distances of at most ULPS bit patterns from `numbers`, nonnegative and finite."""
+    """Return floats at random distances of at most ULPS bit patterns from `numbers`, which must be nonnegative.
+
+    The result is clipped to the range from +0 to the dtype's largest value.
+    """
     bits = numbers.view(unsigned(numbers.dtype)).astype(np.int64) + rng.integers(-ULPS, ULPS + 1, numbers.shape)
     top = int(ml_dtypes.finfo(numbers.dtype).max.view(unsigned(numbers.dtype)))
     return np.clip(bits, 0, top).astype(unsigned(numbers.dtype)).view(numbers.dtype)
@@ -214,7 +218,12 @@ def _blocks_with_amaxes(
 
     In each block, an element at a random position has the amax.
 
-    If ``tensor`` is given, the first element is set to it, so that the tensor amax is ``tensor``.
+    Args:
+        rng: the source of random numbers.
+        amaxes: one amax per block, (rows of blocks, blocks per row). Their dtype is the dtype of the result.
+        shape: the shape of the result, a multiple of the shape of ``amaxes``.
+        r: the recipe.
+        tensor: the tensor amax, to which the first element is set; None to leave this element as it is.
     """
     x = (rng.uniform(-1, 1, shape) * _per_element(amaxes.astype(np.float64), shape, r)).astype(amaxes.dtype)
     rows, columns = amaxes.shape

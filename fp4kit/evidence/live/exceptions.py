@@ -53,13 +53,19 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of blocks whose amax compressed-tensors rounds to a power of two that overflows the dtype of x."""
+    """Return a mask of the elements of blocks whose amax compressed-tensors rounds to a power beyond the dtype of x.
+
+    The power is one of two. Elements of blocks with infinities or NaN are in the mask too.
+    """
     limit = 1.9375 if q.recipe.element is E2M3 else 1.75
     return ~(_amax(x, q) < limit * 2.0 ** (15 if x.dtype == np.float16 else 127))
 
 
 def _smallest_scale(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements that Quark divides by the scale 2^-127, which it stores as 2^-126."""
+    """Return a mask of elements that Quark may divide by the scale 2^-127, which it stores as 2^-126.
+
+    These are all elements with a stored scale of at most 2^-126, because the stored scale does not tell which it was.
+    """
     return _scale(x, q) <= 2.0**-126
 
 

@@ -10,7 +10,7 @@ LEFT_OUT_COLUMNS = ("not run", "why")
 
 
 def rows(results: list[ProducerResult]) -> list[tuple[str, ...]]:
-    """Return one row of COLUMNS per producer that ran."""
+    """Return one row of COLUMNS per producer that ran at least one recipe."""
     found: list[tuple[str, ...]] = []
     for result in results:
         if not result.reason and result.recipes:

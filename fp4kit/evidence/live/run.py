@@ -45,9 +45,9 @@ class FoundDifference:
 
     Attributes:
         recipe: id of the recipe.
-        kind: kind of the drawn array.
-        dtype: dtype of the drawn array.
-        number: number of the drawn array.
+        kind: kind of the drawn array; "codes and scales" for an input of a decoder.
+        dtype: dtype of the drawn array, or of the decoded values.
+        number: number of the input.
         text: what differs after shrinking.
         script: a Python program that shows the difference.
     """
@@ -64,7 +64,11 @@ class FoundDifference:
 class RecipeCounts:
     """Count what was compared for one recipe.
 
-    These are the arrays and elements, the arrays that differ, and the uses of each exception.
+    Attributes:
+        arrays: the inputs that were compared.
+        elements: their elements.
+        differing: the inputs for which the producer differs or raises an error.
+        exceptions: {name of an exception: number of arrays in which it excused a difference}.
     """
 
     arrays: int = 0
@@ -123,14 +127,15 @@ def run(
     """Run the adapter's calls for the recipes ``ids`` in turns, for ``seconds``, and return the result.
 
     If the adapter has no call for these recipes, nothing is imported. If the producer is not installed or cannot be
-    imported, the result has a reason and no counts.
+    imported, the result has a reason and no counts. At least one input per recipe is compared, however short the time.
+    An error that a producer raises on an input counts as a difference.
 
     Args:
         adapter: the producer's adapter.
         ids: ids of the recipes to run.
-        seconds: running time.
+        seconds: running time. It does not count shrinking and the first input of each recipe and dtype.
         seed: seed of the random inputs.
-        tick: called after each array with the number of arrays that differ so far.
+        tick: called after each input with the number of inputs that differ so far.
     """
     result = ProducerResult(adapter.title or adapter.name)
     result.left_out = {id: reason for id, reason in adapter.left_out.items() if id in ids}
@@ -173,7 +178,11 @@ def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], rea
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
     """Return (version of the installed producer, {distribution: version} with its dependencies).
 
-    The version is "unknown" if the distribution is not found. Raises NotRun if the producer is not installed.
+    The version is "unknown" if the producer can be imported but has no metadata. Dependencies without metadata are left
+    out.
+
+    Raises:
+        NotRun: if the producer is not installed.
     """
     if importlib.util.find_spec(adapter.module) is None:
         raise NotRun("is not installed")
@@ -218,7 +227,10 @@ def _between(first: str, version: str, last: str) -> bool:
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """Return the leading numbers of a version, to compare versions by: "0.19.0.dev3+cpu" -> (0, 19, 0)."""
+    """Return the leading numbers of a version, to compare versions by: "0.19.0.dev3+cpu" -> (0, 19, 0).
+
+    Return () if the version does not begin with a number.
+    """
     numbers = []
     for part in version.split("+")[0].split("."):
         if not part.isdigit():
@@ -230,8 +242,8 @@ def _key(version: str) -> tuple[int, ...]:
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
     """Compare the producer with fp4kit on input ``number`` of the recipe ``id``, and count the result in ``result``.
 
-    Return the seconds spent on shrinking. A difference is shrunk only if it is the first with its recipe, dtype and
-    parts, and at most MAX_SHRUNK per recipe.
+    Return the seconds spent on shrinking; 0 if nothing was shrunk. A difference is shrunk and stored in result.found if
+    it is the first with its recipe, dtype and parts, but at most MAX_SHRUNK per recipe are.
     """
     case = _drawn(id, call, seed, number)
     compared, failure = case.attempt(case.value)
@@ -302,7 +314,12 @@ class LiveCase:
         return compare(self.id, value, self.call, theirs), ""
 
     def shrink(self, differs: Callable[[Any], bool], seconds: float) -> Any:
-        """Return a smaller value for which ``differs`` holds, found within ``seconds``."""
+        """Return a smaller value for which ``differs`` holds, or the case's own value if none is found.
+
+        Args:
+            differs: a function that returns True for a value that shows the difference.
+            seconds: the time limit. It applies to arrays only, because a Quantized shrinks in few steps.
+        """
         if isinstance(self.value, fp4kit.Quantized):
             return decoders.shrunk(self.value, self.call, differs)
         r = fp4kit.recipe(self.id)
@@ -370,6 +387,8 @@ def adapters() -> tuple[Adapter, ...]:
 def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float, seed: int) -> dict[str, Any]:
     """Return the results as JSON data, for `fp4kit recipes --live --json`.
 
+    Producers that ran no recipe are left out. The entry "not_run" gives the reason for each recipe that did not run.
+
     Args:
         ids: the requested recipes.
         seconds: the running time.
@@ -409,7 +428,7 @@ def not_run(results: list[ProducerResult], ids: tuple[str, ...]) -> dict[str, st
 
 
 def _without(id: str) -> str:
-    """Return the reason why no adapter has a call for the recipe ``id``."""
+    """Return the reason why no adapter has a call for the recipe ``id``; "no adapter runs it" if none is recorded."""
     from fp4kit.evidence.live.producers import WITHOUT
 
     return WITHOUT.get(fp4kit.recipe(id).producer, "no adapter runs it")

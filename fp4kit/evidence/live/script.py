@@ -87,7 +87,10 @@ def lines_of(name: str, x: np.ndarray) -> list[str]:
 
 
 def _sorted(imports: set[str]) -> list[str]:
-    """Return import statements in the usual order: standard library, installed packages, fp4kit."""
+    """Return import statements in the usual order: standard library, installed packages, fp4kit.
+
+    Groups are separated by empty lines.
+    """
     groups: tuple[list[str], ...] = ([], [], [])
     for line in sorted(imports, key=lambda line: (line.startswith("from"), line)):
         package = line.split()[1].split(".")[0]
@@ -120,7 +123,7 @@ def _source(function: Callable[..., Any], name: str) -> tuple[set[str], list[str
 
 
 def _defines(statement: ast.stmt) -> set[str]:
-    """Return the names that a module-level statement of an adapter defines."""
+    """Return the names that a module-level statement of an adapter defines; an empty set if it defines none."""
     if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
         return {statement.name}
     if isinstance(statement, (ast.Import, ast.ImportFrom)):

@@ -13,9 +13,9 @@ MAX_ONE_BY_ONE = 40  # limit on elements simplified one by one, and on blocks re
 
 
 def shrink(x: np.ndarray, rows: int, columns: int, differs: Callable[[np.ndarray], bool], seconds: float) -> np.ndarray:
-    """Return the smallest array found within ``seconds`` for which ``differs`` holds.
+    """Return the smallest array found within ``seconds`` for which ``differs`` holds, or x if none is found.
 
-    The array keeps whole blocks of ``rows`` x ``columns`` elements.
+    The array keeps whole blocks of ``rows`` x ``columns`` elements. If ``differs`` raises an error, it does not hold.
     """
 
     def holds(candidate: np.ndarray) -> bool:
@@ -47,7 +47,10 @@ def simpler(x: np.ndarray, rows: int, columns: int) -> Iterator[np.ndarray]:
 
 
 def _block_subsets(blocks: int) -> Iterator[np.ndarray]:
-    """Yield index arrays of the blocks to keep: each half of ``blocks`` blocks, then all but one."""
+    """Yield index arrays of the blocks to keep: each half of ``blocks`` blocks, then all blocks but one.
+
+    At most MAX_ONE_BY_ONE blocks are left out one by one. A single block yields nothing.
+    """
     every = np.arange(blocks)
     if blocks > 1:
         yield every[: blocks // 2]

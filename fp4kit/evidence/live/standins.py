@@ -90,7 +90,7 @@ def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> Mod
         modules: {name: stand-in} for modules that the file imports. They are removed again before this returns.
 
     Raises:
-        ImportError: the package or the file is missing, or the file imports a missing module that has no stand-in.
+        ImportError: if the package or the file is missing, or if the file imports a missing module without stand-in.
     """
     path = directory(package) / file
     name = ".".join([package, *Path(file).with_suffix("").parts])
@@ -108,5 +108,8 @@ cached = lru_cache(None)  # decorator for functions that load a file, so that ea
 
 @cached
 def packages(*names: str) -> dict[str, ModuleType]:
-    """Return {name: stand-in} for the given module names, to pass to ``load``."""
+    """Return {name: stand-in} for the given module names, to pass to ``load``.
+
+    A later call with equal names returns the same stand-ins.
+    """
     return {name: Anything(name) for name in names}

@@ -80,7 +80,7 @@ class Finished(NamedTuple):
 
 
 def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return normally distributed values whose magnitude varies from row to row."""
+    """Return normally distributed values. Each row is multiplied by a power of two from 2^-6 to 2^6."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape, np.float32)
     x *= np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
@@ -88,7 +88,7 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
-    """Return uniformly distributed bit patterns. If ``finite`` is True, infinities and NaN are replaced by zeros."""
+    """Return random bit patterns as ``dtype``, all equally likely. ``finite`` replaces infinities and NaN by zeros."""
     x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
 
@@ -105,7 +105,15 @@ def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def recorded(engine: ComparedEngine, golden: GoldenSet, id: str) -> Outcome:
-    """Compare an engine's results with every recorded producer output of the recipe ``id``. golden: the recordings."""
+    """Compare an engine's results with every recorded producer output of the recipe ``id``.
+
+    Recordings that the engine has no kernel for are listed in ``Outcome.skipped``.
+
+    Args:
+        engine: the engine to test.
+        golden: the recordings.
+        id: the recipe.
+    """
     ops, total = Operations.of(engine), Outcome()
     for row in ROWS:
         if row.recipe == id:
@@ -125,6 +133,7 @@ def specification(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
 
     They are called on the arrays that the function ``inputs`` yields for each dtype. If ``quick`` is True, each result
     is decoded to the input's dtype only. Otherwise it is decoded to all dtypes, and fake_quantize is compared too.
+    Calls that the engine has no kernel for are listed in ``Outcome.skipped``.
     """
     total = Outcome()
     for dtype in FLOATS:
@@ -188,7 +197,8 @@ def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, in
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
     """Compare quantize of all 65536 bfloat16 values under every block scale that blocks of bfloat16 values can have.
 
-    The last element of each block is an anchor: the block's amax, which determines the scale.
+    The last element of each block is an anchor, which has the amax for the wanted scale. If an element of the block is
+    larger or NaN, the block gets another scale.
     """
     r = RECIPES[id]
     size = r.block_size
@@ -215,7 +225,10 @@ def _anchors(r: Recipe) -> np.ndarray:
 
 
 def every_code(engine: ComparedEngine, id: str) -> Outcome:
-    """Compare dequantize of all 256 code bytes under all 256 scale bytes, to each float dtype."""
+    """Compare dequantize of all 256 code bytes under all 256 scale bytes, to each float dtype.
+
+    The tensor scale is 3.7 if the recipe has one.
+    """
     r = RECIPES[id]
     width = 256 * r.element.packing.codes
     codes = np.tile(np.arange(256, dtype=np.uint8), (256, 1))
@@ -272,9 +285,14 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run the tasks on several threads, and yield each result when it is ready.
+    """Run the tasks on several threads, and yield each result when it is ready, in the order of completion.
 
-    GPU kernels then compile while the specification computes.
+    GPU kernels then compile while the specification computes. A task that raises an error yields a Finished with the
+    error's text.
+
+    Args:
+        tasks: the tasks, started in this order.
+        threads: the number of threads; None for one per processor, at most 16.
     """
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
         for future in as_completed([pool.submit(_finish, task) for task in tasks]):
