@@ -131,7 +131,7 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
 
 
 class MatrixFunctions(NamedTuple):
-    """The functions of a host engine that compute one matrix or one array; by default those of the specification.
+    """Hold the functions of a host engine that compute one matrix or one array; by default those of the specification.
 
     Attributes:
         tensor_amax: computes the tensor amax of a whole array.

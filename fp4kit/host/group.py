@@ -24,7 +24,7 @@ Run = Callable[..., Any]
 
 
 class Group:
-    """N parsed calls on NumPy arrays with their amaxes and outputs, prepared once and run as often as needed.
+    """Hold N parsed calls on NumPy arrays with their amaxes and outputs, prepared once and run as often as needed.
 
     Every run overwrites the outputs of the previous run. An error of one call names its position among the arrays.
 
@@ -103,7 +103,10 @@ class Group:
 
 
 class ClipGroup:
-    """N calls of fake_quantize_backward on NumPy arrays, and the clip limit of each (None to compute it from x)."""
+    """Hold N calls of fake_quantize_backward on NumPy arrays, and the clip limit of each.
+
+    A limit that is None is computed from x.
+    """
 
     def __init__(self, calls: Sequence[Call], amaxes: Sequence[Any], run: Run) -> None:
         self._calls, self._amaxes, self._run = calls, amaxes, run

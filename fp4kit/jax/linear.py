@@ -1,4 +1,4 @@
-"""fp4kit.jax.linear: a linear layer whose operands are quantized and multiplied as a matrix unit does."""
+"""Provide fp4kit.jax.linear: a linear layer whose operands are quantized and multiplied as a matrix unit does."""
 
 from __future__ import annotations
 

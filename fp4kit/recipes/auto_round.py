@@ -1,4 +1,4 @@
-"""Recipes of Intel auto-round 0.16.1: its data types, as QuantLinear.pack stores them."""
+"""Define the recipes of Intel auto-round 0.16.1: its data types, as QuantLinear.pack stores them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of compressed-tensors 0.20: its scale generation, quantization and packing."""
+"""Define the recipes of compressed-tensors 0.20: its scale generation, quantization and packing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of DeepGEMM 54e2261: its casts to FP4 and FP8 with UE8M0 scales.
+"""Define the recipes of DeepGEMM 54e2261: its casts to FP4 and FP8 with UE8M0 scales.
 
 These recipes have blocks of 32 elements. For DeepGEMM's own blocks of 128, make a variant with dataclasses.replace.
 """

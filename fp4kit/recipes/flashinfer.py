@@ -1,4 +1,4 @@
-"""Recipes of FlashInfer fb28d72: its CUDA quantizers."""
+"""Define the recipes of FlashInfer fb28d72: its CUDA quantizers."""
 
 from __future__ import annotations
 

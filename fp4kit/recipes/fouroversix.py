@@ -1,4 +1,4 @@
-"""Recipes of fouroversix 1.0.5 (MIT HAN lab): its PyTorch back end on a CPU, and its Triton kernels on a GPU."""
+"""Define the recipes of fouroversix 1.0.5 (MIT HAN lab): PyTorch back end on a CPU, Triton kernels on a GPU."""
 
 from __future__ import annotations
 

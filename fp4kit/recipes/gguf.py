@@ -1,4 +1,4 @@
-"""Recipes of llama.cpp 0c1e57098 (ggml 0.25.3): quantize_mxfp4 and quantize_nvfp4, the FP4 types of GGUF files.
+"""Define the recipes of llama.cpp 0c1e57098 (ggml 0.25.3): its FP4 types, quantize_mxfp4 and quantize_nvfp4.
 
 llama.cpp quantizes float32 elements only.
 """

@@ -1,4 +1,4 @@
-"""Recipes of microxcaling 7bc4195: its fake quantizers."""
+"""Define the recipes of microxcaling 7bc4195: its fake quantizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of Apple MLX: mx.quantize and mx.dequantize of its CPU back end and its Metal kernels, in several versions.
+"""Define the recipes of Apple MLX: mx.quantize and mx.dequantize on a CPU and on Metal, in several versions.
 
 An id without a version is for 0.32.4. Ids ending in -0322 are for versions up to 0.32.2, where the E4M3 codes 7F and FF
 decode to 480 and -480 instead of NaN. Ids ending in -0321 are for versions up to 0.32.1, where in addition an MX scale

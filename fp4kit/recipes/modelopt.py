@@ -1,4 +1,4 @@
-"""Recipes of NVIDIA Model-Optimizer 0.47: its quantized tensors (class QTensor) and its fake quantizers."""
+"""Define the recipes of NVIDIA Model-Optimizer 0.47: its quantized tensors (class QTensor) and its fake quantizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of the OCP Microscaling (MX) standard v1.0."""
+"""Define the recipes of the OCP Microscaling (MX) standard v1.0."""
 
 from __future__ import annotations
 

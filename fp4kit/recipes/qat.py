@@ -1,4 +1,4 @@
-"""Recipe of the INT4 fake quantization that open training stacks use for quantization-aware training (QAT)."""
+"""Define the recipe of the INT4 fake quantization in open training stacks, for quantization-aware training (QAT)."""
 
 from __future__ import annotations
 

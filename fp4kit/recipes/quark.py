@@ -1,4 +1,4 @@
-"""Recipes of AMD Quark 0.13: its quantized tensors, in which a zero has no sign."""
+"""Define the recipes of AMD Quark 0.13: its quantized tensors, in which a zero has no sign."""
 
 from __future__ import annotations
 

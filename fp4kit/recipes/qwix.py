@@ -1,4 +1,4 @@
-"""Recipes of qwix 0.1.8 (JAX), as XLA computes them on a CPU."""
+"""Define the recipes of qwix 0.1.8 (JAX), as XLA computes them on a CPU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of SGLang 0.5.23: its MXFP4 utilities. For NVFP4 and MXFP8 SGLang uses FlashInfer."""
+"""Define the recipes of SGLang 0.5.23: its MXFP4 utilities. For NVFP4 and MXFP8 SGLang uses FlashInfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of Transformer Engine (TE) d0067d0: its CUDA kernels and its Python reference quantizers."""
+"""Define the recipes of Transformer Engine (TE) d0067d0: its CUDA kernels and its Python reference quantizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Recipes of torchao: nvfp4_quantize and to_mx of 0.19 dev, and to_mx of release 0.18.0.
+"""Define the recipes of torchao: nvfp4_quantize and to_mx of 0.19 dev, and to_mx of release 0.18.0.
 
 Mode FLOOR of to_mx in 0.19 dev is the OCP MX standard v1.0 (mxfp4-ocp).
 """

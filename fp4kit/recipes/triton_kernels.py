@@ -1,4 +1,4 @@
-"""Recipes of triton_kernels (OpenAI): v3.5.1, which vLLM 0.33 and TensorRT-LLM include, and its main branch."""
+"""Define the recipes of triton_kernels (OpenAI): v3.5.1, as in vLLM 0.33 and TensorRT-LLM, and its main branch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Recipes of vLLM 0.33: its emulation of NVFP4 and its MX quantizers, which run where vLLM has no CUDA kernel."""
+"""Define the recipes of vLLM 0.33: its emulation of NVFP4 and its MX quantizers.
+
+They run where vLLM has no CUDA kernel.
+"""
 
 from __future__ import annotations
 

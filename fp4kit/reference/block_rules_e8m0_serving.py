@@ -368,5 +368,8 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
 def factor_e8m0_qwix(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return the factor that multiplies the elements of a block in qwix: 2^(127 - code), or 0 if amax is infinite."""
+    """Return the factor that multiplies the elements of a block in qwix: 2^(127 - code), or 0 if amax is infinite.
+
+    Code 255, which a NaN amax gives, has the factor NaN.
+    """
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))

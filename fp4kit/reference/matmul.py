@@ -1,4 +1,4 @@
-"""Matrix products as matrix units add them, and sums in other orders: the specification.
+"""Compute matrix products as matrix units add them, and sums in other orders: the specification.
 
 A matrix unit computes D = C + sum over k of a_k * b_k in steps. Every step adds K products to C at once, and keeps
 fewer bits than an exact sum needs. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1), whose authors tested their

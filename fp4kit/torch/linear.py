@@ -1,4 +1,4 @@
-"""fp4kit.torch.linear: a linear layer whose operands are quantized and multiplied as a matrix unit does."""
+"""Provide fp4kit.torch.linear: a linear layer whose operands are quantized and multiplied as a matrix unit does."""
 
 from __future__ import annotations
 

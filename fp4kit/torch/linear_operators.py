@@ -1,4 +1,4 @@
-"""The linear layer as PyTorch operators: torch.ops.fp4kit.linear, and the operators of its gradients.
+"""Define the linear layer as PyTorch operators: torch.ops.fp4kit.linear, and the operators of its gradients.
 
 In their arguments, w is a float tensor (N, K), or the packed codes of a Quantized, whose scales follow. They are None
 for a float w. The settings are the text of call.linear.settings_from_text.

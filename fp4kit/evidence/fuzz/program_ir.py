@@ -28,7 +28,7 @@ class Ref:
         return Ref(self.name, (*self.path, part))
 
     def __repr__(self) -> str:
-        """Return the reference as Python source."""
+        """Return the reference as Python source, such as q.packed[0]."""
         return self.name + "".join(map(_access, self.path))
 
 

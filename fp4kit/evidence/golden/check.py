@@ -346,7 +346,10 @@ def _arrays(case: RecordedCase) -> Iterator[Compared]:
 
 
 def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return (fp4kit's codes, recorded codes) of a case, one code per element and NaNs without their sign."""
+    """Return (fp4kit's codes, recorded codes) of a case, one code per element and NaNs without their sign.
+
+    recorded: the recorded array "codes", in the packing of the producer.
+    """
     if case.recipe.element.packing.codes > 1:
         return unpack(case.q.packed), unpack(recorded)
     ours = case.q.packed.T if case.row.columnwise_in_place else case.q.packed
