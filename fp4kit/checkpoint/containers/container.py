@@ -86,8 +86,10 @@ class OutputTensor:
     """Describe one tensor to be written.
 
     Attributes:
-        dtype: its safetensors dtype.
-        part: what it holds of its layer, such as CODES or SCALES; VALUES for an unquantized tensor.
+        name: the tensor's name.
+        dtype: the tensor's safetensors dtype.
+        shape: the tensor's shape.
+        part: what the tensor holds of its layer, such as CODES or SCALES; VALUES for an unquantized tensor.
     """
 
     name: str
@@ -117,8 +119,8 @@ class Container:
         codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
         tensor_scale_shape: the shape of the tensor scale and input scale of a single layer.
         divides: True if decoding divides by the stored tensor scale; False if it multiplies.
-        stack: how experts are stored. "": as separate layers. "rows": [E, N, K], as in MLX and GGUF. "blocks": [E, N,
-            K/32, 16]. "columns": [E, K/2, N].
+        stack: how experts are stored: "" for separate layers, "rows" for [E, N, K] as in MLX and GGUF, "blocks" for
+            [E, N, K/32, 16], "columns" for [E, K/2, N].
         tensor_scale_unit: the stored value is the tensor scale times this factor.
         is_exact: True if some other container differs from this container only in the shape of the scales or in the
             tensor scale. Then a damaged layer (with scales of the wrong shape, or without its tensor scale) is never
@@ -222,7 +224,8 @@ class Container:
     def multiplier(self, stored: np.float32) -> np.float32:
         """Convert a stored tensor scale to the factor by which decoding multiplies.
 
-        This is 1 / stored if the container divides, otherwise stored / tensor_scale_unit, rounded once to float32.
+        This is 1 / stored if the container divides, otherwise stored / tensor_scale_unit, rounded once to float32. If
+        the container divides, a stored 0 gives infinity.
         """
         with np.errstate(all="ignore"):
             return np.float32(1) / stored if self.divides else stored / np.float32(self.tensor_scale_unit)
@@ -283,7 +286,8 @@ class Container:
     def shape_of(self, codes: tuple[int, ...]) -> tuple[int, ...] | None:
         """Return the shape [N, K] or [E, N, K] of the layer whose codes tensor has the shape ``codes``.
 
-        Return None if no layer in this container has a codes tensor of this shape.
+        Return None if no layer in this container has a codes tensor of this shape. That is so if the number of axes
+        does not fit, if the tensor is empty, or if a row does not consist of whole blocks.
         """
         if self.stack == "columns":
             if len(codes) != 3:
@@ -667,7 +671,7 @@ CONTAINERS = (
 
 
 def container(name: str) -> Container:
-    """Return the container of CONTAINERS with this name. Raise StopIteration if there is none."""
+    """Return the container in CONTAINERS whose name is ``name``. Raise StopIteration if there is none."""
     return next(candidate for candidate in CONTAINERS if candidate.name == name)
 
 

@@ -69,11 +69,15 @@ def items_of(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] 
 
 
 def check_model(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> tuple[Item, ...]:
-    """Return every item of an opened model. Raise CheckpointError if one is refused (see ``check``).
+    """Return every item of an opened model, after checking that none is refused.
 
     Args:
+        model: the opened model.
         weights: the weights that ``weights_of`` finds in the model.
         ignore: globs of item names, as given with ``--ignore``.
+
+    Raises:
+        CheckpointError: if an item is refused, or if a glob matches no item that would be refused.
     """
     patterns = tuple(ignore)
     items = items_of(model, weights, patterns)
@@ -315,8 +319,8 @@ def is_known_beside(rest: str, entry: TensorEntry) -> bool:
     """Return whether a tensor that is named after a quantized layer is known not to change the decoded weight.
 
     Args:
-        rest: the end of its name, after the layer's name (see layer_above).
-        entry: its dtype and shape.
+        rest: the end of the tensor's name, after the layer's name (see layer_above).
+        entry: the tensor's dtype and shape. An ``input_scale`` with two or more axes is not known.
     """
     return rest in _CARRIED_TENSORS and not (rest == "input_scale" and len(entry.shape) > 1)
 
@@ -329,6 +333,8 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
     Args:
         name: the name of the tensor.
         rest: the end of this name, after the layer's name (see layer_above).
+        entry: the tensor's dtype and shape.
+        weight: the quantized layer.
     """
     if is_known_beside(rest, entry):
         return Item(CARRIED, "tensor", name, _CARRIED_TENSORS[rest])
@@ -506,8 +512,13 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
     """Compare the content of a layer's tensor ``.comfy_quant`` with the layer's tensors, and return the item for it.
 
     Args:
-        tagged: layer -> its entry in ComfyUI's metadata, which replaces the tensor's content; None if it has no entry
-            (see ``comfy_layers``).
+        weight: the layer, whose parts include the tensor.
+        file: the file that holds the tensor.
+        tagged: layer -> entry in ComfyUI's metadata, which replaces the tensor's content; None for a layer without
+            entry (see ``comfy_layers``).
+
+    Raises:
+        CheckpointError: if the layer has no entry, and the tensor does not hold a JSON object.
     """
     place = weight.parts[TAG]
     with Readers() as readers:
@@ -518,6 +529,9 @@ def _tag_item(weight: Weight, file: SafetensorsFile, tagged: Mapping[str, Any]) 
 
 def _comfy_trouble(weight: Weight, entry: Any) -> str:
     """Return the reason to refuse what ComfyUI's tag or metadata says about a layer; "" if it agrees with the tensors.
+
+    It is refused if it is no JSON object, has an unknown key, or declares another format or shape than the tensors
+    have. For 4-bit codes it must also contain a key that tells the order of nibbles.
 
     Args:
         entry: the parsed content of the tag, or the layer's entry in the metadata.
@@ -580,7 +594,7 @@ def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[st
     Args:
         key: the key of the entry.
         tensors: the tensors of the model.
-        quantized: the module names of its quantized layers.
+        quantized: the module names of the model's quantized layers.
     """
     return key == COMFY_METADATA or key in tensors or key.removesuffix(".weight") in quantized
 

@@ -41,7 +41,7 @@ class _Layers(NamedTuple):
 
 
 def _any(value: Any, layers: _Layers) -> str:
-    """Return "", so that every value of the config entry is accepted (see Check)."""
+    """Return "", which accepts every value of a config entry (see Check)."""
     return ""
 
 
@@ -628,8 +628,12 @@ _DECLARES = re.compile(
 def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each entry of config.json that concerns quantization.
 
-    If no layer is quantized, nothing is yielded, because check_declared then refuses a config that declares
-    quantization.
+    Entries that are null or empty are skipped. If no layer is quantized, nothing is yielded, because check_declared
+    then refuses a config that declares quantization.
+
+    Args:
+        config: the content of config.json.
+        weights: the weights that ``weights_of`` finds in the model.
     """
     layers = _layers(weights)
     if not layers.forms:
@@ -658,7 +662,7 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 
     Args:
         value: the content of ``quantization_config``.
-        path: its path in config.json, with which the items' names begin.
+        path: the path of ``quantization_config`` in config.json, with which the names of the items begin.
     """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
@@ -705,7 +709,8 @@ def _mlx_items(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
 
     Args:
         value: the content of ``quantization``.
-        path: its path in config.json.
+        path: the path of ``quantization`` in config.json.
+        layers: the quantized layers of the checkpoint.
     """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")

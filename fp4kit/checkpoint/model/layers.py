@@ -33,7 +33,7 @@ class Piece:
         form: the container of the outputs; None if they are unquantized.
         outputs: the tensors of the output layer.
         total_rows: the number of rows of the output layer, counted over all matrices of a stack.
-        first_row: the index of this piece's first row among these total_rows.
+        first_row: the index of the piece's first row among the total_rows.
         transposed: True if unquantized outputs are written transposed, as [K, N].
         height: the number of rows of the output layer that the piece becomes, for pieces of different heights and for
             transposed parts of a matrix; 0 for the rows of the span.

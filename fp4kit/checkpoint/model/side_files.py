@@ -43,9 +43,9 @@ class AuxiliaryFile:
     """Describe a file that a conversion copies.
 
     Attributes:
-        name: its path, relative both to the source directory and to the output directory.
+        name: the path of the file, relative both to the source directory and to the output directory.
         path: the real file, with links resolved.
-        nbytes: its size in bytes.
+        nbytes: the size in bytes.
     """
 
     name: str
@@ -131,7 +131,8 @@ def scan(root: Path, model_files: set[str], keeps_layers: bool = True) -> Auxili
     Return the files to copy and the skipped files. Both are empty if ``root`` is a file.
 
     Args:
-        model_files: the names of the files that the conversion handles itself: tensors and their index.
+        root: the model directory, or a file.
+        model_files: the names of the files that the conversion handles itself: those with tensors, and the index.
         keeps_layers: True if the result stores its layers as the source does. Otherwise files that declare how the
             source is quantized are skipped.
 

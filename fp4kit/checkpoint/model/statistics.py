@@ -208,7 +208,7 @@ def doubt_about(reach: float, lost: int) -> str:
 
     Args:
         reach: the largest magnitude that the scales allow.
-        lost: the number of blocks that are 0 only by their scales.
+        lost: the number of blocks whose scale is 0 although their codes are not.
     """
     if reach > LARGEST_REACH:
         return (
@@ -369,7 +369,7 @@ def magnitude_bits(x: np.ndarray) -> np.ndarray:
 def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
     """Return (largest |x| of the finite values, number of NaN and infinite values) for a 2-D float array.
 
-    If ``x`` has no finite value or no rows, the largest |x| is 0.
+    If ``x`` has no finite value or no rows, the largest |x| is 0. A matrix with rows must also have columns.
     """
     infinity = magnitude_bits(np.array([np.inf], x.dtype))[0]
     largest, bad = infinity & 0, 0

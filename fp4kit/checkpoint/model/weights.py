@@ -84,7 +84,7 @@ class Located(NamedTuple):
     """Locate a tensor in a file.
 
     Attributes:
-        file: the file, without the entries of its header, so that little data is sent to worker processes.
+        file: the file, without the entries of the file's header, so that little data is sent to worker processes.
         entry: the tensor's own entry in the header.
     """
 
@@ -131,8 +131,8 @@ class Weight:
     """Describe a weight of a checkpoint: a linear layer or a stack of experts.
 
     Attributes:
-        name: the name of its module.
-        tensor: the name of the tensor with its values or codes.
+        name: the name of the layer's module.
+        tensor: the name of the tensor with the layer's values or codes.
         shape: (N, K), or (E, N, K) for a stack.
         container: how it is quantized; None if it is unquantized.
         parts: the tensors that store it, by kind: VALUES if it is unquantized, otherwise CODES, SCALES and so on.
@@ -188,7 +188,7 @@ def part_names(weights: Iterable[Weight]) -> set[str]:
 
 
 def looks_quantized(entry: TensorEntry) -> bool:
-    """Return whether a tensor looks like codes or scales of a quantized layer, judged by its name and dtype."""
+    """Return whether a tensor looks like codes or scales of a quantized layer, judged by its name, dtype and rank."""
     if entry.dtype == "F8_E8M0" or (entry.name.endswith(_QUANTIZED_NAMES) and not entry.dtype.startswith("I64")):
         return True
     return entry.dtype in _QUANTIZED_WEIGHTS and entry.name.endswith(".weight") and len(entry.shape) >= 2
@@ -207,6 +207,9 @@ def weights_of(
         config: the content of config.json.
         damaged: True to accept also quantized layers whose block scales have the wrong shape or whose tensor scale is
             missing. False treats their tensors like those of an unknown format.
+
+    Raises:
+        CheckpointError: if ComfyUI's metadata in a file is not a JSON object.
     """
     files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}

@@ -34,7 +34,7 @@ class Activations:
     """Hold the amaxes of measured activations, from which a conversion computes input scales.
 
     Args:
-        amaxes: layer -> amax of its inputs; 0 for a layer or an expert that saw no input other than zero.
+        amaxes: layer -> amax of the layer's inputs; 0 for a layer or an expert that saw no input other than zero.
         columns: layer -> K, the number of input values per token.
         unseen: what to do with an expert whose amax is 0. "error" raises, "layer" gives it the largest amax of the
             experts of its layer, and "none" gives it no input scale.

@@ -205,9 +205,10 @@ class _Sums(NamedTuple):
 def _measured(
     found: _Candidates, keeps: bool, columns: ScaleSearch | None, tick: Callable[[int], None] | None
 ) -> tuple[Unit, ...]:
-    """Return the units of a model with the errors of their options.
+    """Return the units of a model (layers that need one choice of recipe), with the errors of their options.
 
     Args:
+        found: the candidates, and the layers that each fits.
         keeps: True to add the option of leaving a unit unquantized.
         columns: column weights of the error, or None.
         tick: called with the number of bytes after each read, or None.
@@ -231,7 +232,10 @@ def _measured(
 
 
 def _check_columns(columns: ScaleSearch | None, found: Sequence[Piece]) -> None:
-    """Raise CheckpointError if column weights are missing or invalid. An importance matrix may lack layers."""
+    """Raise CheckpointError if column weights are missing or invalid for the pieces in ``found``.
+
+    An importance matrix may lack some layers, but not all. Without column weights, nothing is checked.
+    """
     if columns is None or columns.columns is None:
         return
     if isinstance(columns.columns, Imatrix):
@@ -246,9 +250,16 @@ def _sums_of_group(
     columns: ScaleSearch | None,
     tick: Callable[[int], None] | None,
 ) -> dict[str, _Sums]:
-    """Return module -> its sums, for pieces that share a tensor scale. Each piece is read twice.
+    """Return module -> sums of the module's piece, for pieces that share a tensor scale. Each piece is read twice.
 
-    Raise CheckpointError if a value is NaN or infinite.
+    Args:
+        found: the candidates, and the layers that each fits.
+        members: the (tensor name, piece) pairs that share a tensor scale.
+        columns: column weights of the errors; None weights all columns equally.
+        tick: called with the number of bytes after each read, or None.
+
+    Raises:
+        CheckpointError: if a value is NaN or infinite.
     """
     with Readers(tick) as readers:
         amax = max(_amax(readers, piece) for _, piece in members)
@@ -283,10 +294,15 @@ def _column_weights(readers: Readers, piece: Piece, columns: ScaleSearch | None)
 def _sums(
     readers: Readers, piece: Piece, amax: np.float32, recipes: Sequence[Recipe], weights: np.ndarray | None
 ) -> _Sums:
-    """Return the sums of one piece.
+    """Return the sums of one piece: of its squares, and of its squared errors under each recipe.
+
+    If ``amax`` is 0, all errors are 0.
 
     Args:
-        amax: the largest amax of the layers that share its tensor scale.
+        readers: where to read the piece from.
+        piece: rows of a weight, with finite values.
+        amax: the largest amax of the layers that share the piece's tensor scale.
+        recipes: the recipes to measure.
         weights: column weights (K,); None for ones.
     """
     signal, errors = 0.0, dict.fromkeys((one.id for one in recipes), 0.0)

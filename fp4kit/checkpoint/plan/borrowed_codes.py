@@ -141,7 +141,7 @@ def _in_order(
 
     Args:
         weight: a weight of ``model``, the source.
-        rows: its quantized counterpart in the other model, one item per layer.
+        rows: the quantized counterpart of ``weight`` in the other model, one item per layer.
         order: for q and k, the reordering to try (see row_orders.py); None for all other layers.
     """
     if has_alternating_rows(weight, model.config):
@@ -153,7 +153,7 @@ class _Names:
     """Translate layer names of a model directory to those of a GGUF file, with the gguf package's name map.
 
     Args:
-        file: the GGUF file of the two models; its architecture selects the name map.
+        file: that of the two models which is a GGUF file. Its architecture selects the name map.
 
     Raises:
         CheckpointError: if the gguf package is missing or does not know the architecture.

@@ -42,7 +42,7 @@ class ChannelWeights(NamedTuple):
     Attributes:
         path: the imatrix file.
         position: the offset in bytes of the matrix's first value in the file.
-        columns: K, the number of its float32 values, one per column.
+        columns: K, the number of float32 values, one per column of the matrix.
         divisor: the number to divide the values by; 0 if the expert was never called, so that every weight is 1.
     """
 
@@ -63,7 +63,7 @@ class Entry(NamedTuple):
     """Locate the values of one weight (a matrix or a stack of experts) in an imatrix file.
 
     Attributes:
-        position: the offset in bytes of its first float32 value in the file.
+        position: the offset in bytes of the weight's first float32 value in the file.
         nvalues: the number of values: K for a matrix, K per expert for a stack.
         divisors: the numbers to divide the values by, one per expert. A legacy file has one for all experts.
     """
@@ -80,7 +80,8 @@ class Imatrix:
     Attributes:
         path: the file.
         sha256: the SHA-256 of the file, in hexadecimal.
-        entries: weight -> its Entry. The key is the name of the weight in a GGUF file, without ".weight".
+        entries: weight -> Entry with the place of its values. The key is the weight's name in a GGUF file, without
+            ".weight".
     """
 
     path: Path
@@ -202,8 +203,8 @@ class Imatrix:
         """Yield a warning about layers without column weights, and one about experts that were never called.
 
         Args:
-            missing: the names of these layers.
-            never: the names of these experts. An empty list gives no warning.
+            missing: the names of the layers without column weights.
+            never: the names of the experts that were never called. An empty list gives no warning.
         """
         name = shown(self.path.name)
         if missing:

@@ -37,7 +37,7 @@ class KvCache(NamedTuple):
         scheme: ``kv_cache_scheme`` in ``quantization_config`` of config.json; None if there is none.
         algorithm: ``kv_cache_quant_algo`` of hf_quant_config.json; None if there is none.
         format: the format of the source, "modelopt" or "compressed-tensors"; "" for any other format.
-        tensors: the names of the tensors that hold its scales; () if there are none.
+        tensors: the names of the tensors that hold scales of the cache; () if there are none.
     """
 
     scheme: Mapping[str, Any] | None

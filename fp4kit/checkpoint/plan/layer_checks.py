@@ -118,7 +118,7 @@ def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> I
 
     Args:
         weights: the weights of a model.
-        config: the content of its config.json.
+        config: the content of the model's config.json.
     """
     text = config.get("text_config")
     size = (text if isinstance(text, Mapping) else config).get("hidden_size")

@@ -117,7 +117,8 @@ class Mixture:
         """Raise CheckpointError if the members of a fused layer do not all have the same recipe or container.
 
         Args:
-            found: member -> id of its recipe, or name of its container.
+            group: a readable name of the fused layer, for the error message.
+            found: member -> id of the member's recipe, or name of its container.
             what: "recipe" or "container".
         """
         if len(set(found.values())) > 1:

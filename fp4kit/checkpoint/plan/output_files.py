@@ -21,9 +21,9 @@ class OutputFile:
     """Describe one output file.
 
     Attributes:
-        name: its name in the partial directory, to which a run writes (see run/staging.py).
-        outputs: the tensors in it.
-        metadata: key -> text to write into its header: the metadata of a safetensors file, or keys of a GGUF file.
+        name: the file's name in the partial directory, to which a run writes (see run/staging.py).
+        outputs: the tensors in the file.
+        metadata: key -> text to write into the header: the metadata of a safetensors file, or keys of a GGUF file.
         numbers: the keys that describe a file of a split GGUF model (see keys_of_part); {} for all other files.
         is_first: False for the second and later files of a split GGUF model, whose headers get no keys of the source.
     """

@@ -24,8 +24,8 @@ class Fusion:
     """Name the layers that loaders fuse because they read the same input.
 
     Attributes:
-        members: the leaf names of these layers, such as ("gate_proj", "up_proj").
-        alias: the leaf name of the fused layer, such as "gate_up_proj"; None if it has no name of its own.
+        members: the leaf names of the layers, such as ("gate_proj", "up_proj").
+        alias: the leaf name of the fused layer, such as "gate_up_proj"; None if the fused layer has no name of its own.
     """
 
     members: tuple[str, ...]
@@ -162,7 +162,7 @@ def _is_half(parent: str, gate: str, all_modules: Collection[str]) -> bool:
 
     Args:
         parent: the gate's parent module.
-        gate: its leaf name.
+        gate: the gate's leaf name, "gate_proj" or "w1".
         all_modules: the names of all modules of the model.
     """
     attends = "attn" in parent or "attention" in parent.lower()

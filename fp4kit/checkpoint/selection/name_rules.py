@@ -232,7 +232,8 @@ def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Ca
     """Return the Candidate for an unquantized tensor.
 
     Args:
-        name, dtype: the tensor's name and its safetensors dtype.
+        name: the tensor's name.
+        dtype: the tensor's safetensors dtype.
         shape: (N, K), or (E, N, K) for a stack of experts.
         model: the facts about the tensor's model, from ``model_facts``.
     """

@@ -59,7 +59,7 @@ class Adapter:
         module: the package that must be importable.
         calls: {recipe id: call}.
         dependencies: distributions whose versions are reported too, because the bits may depend on them.
-        left_out: {recipe id: reason} for recipes of this producer that have no call.
+        left_out: {recipe id: reason} for recipes of the producer that have no call.
         prepare: imports what the calls need, or None to import ``module``. It raises ImportError or OSError, with the
             reason as the message, if this machine lacks something.
         title: the producer's name in the report, or "" to use ``name``.

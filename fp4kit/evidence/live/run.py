@@ -66,7 +66,7 @@ class RecipeCounts:
 
     Attributes:
         arrays: the inputs that were compared.
-        elements: their elements.
+        elements: the number of elements in these inputs.
         differing: the inputs for which the producer differs or raises an error.
         exceptions: {name of an exception: number of arrays in which it excused a difference}.
     """
@@ -83,9 +83,9 @@ class ProducerResult:
 
     Attributes:
         producer: name of the producer in the report.
-        version: its version.
-        versions: {distribution: version}, with its dependencies.
-        reason: why it did not run, or "" if it ran.
+        version: the producer's version; "unknown" if it has no metadata, "" if it was not looked up.
+        versions: {distribution: version} of the producer and its dependencies.
+        reason: why the producer did not run, or "" if it ran.
         seconds: running time, without shrinking and without the first array of each recipe and dtype.
         recipes: {recipe id: counts}.
         found: the differences that were shrunk.

@@ -87,7 +87,8 @@ def load(package: str, file: str, modules: Mapping[str, ModuleType] = {}) -> Mod
     Args:
         package: the package.
         file: path of the file in the package.
-        modules: {name: stand-in} for modules that the file imports. They are removed again before this returns.
+        modules: {name: stand-in} for modules that the file imports. The stand-ins are in sys.modules only while the
+            file is loaded.
 
     Raises:
         ImportError: if the package or the file is missing, or if the file imports a missing module without stand-in.

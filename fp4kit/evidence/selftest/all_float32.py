@@ -37,7 +37,7 @@ class Float32Sweep(NamedTuple):
     Attributes:
         name: the name of the sweep in the report.
         recipe: the id of the recipe.
-        limit: the bit pattern, without its sign, of the first magnitude that is left out.
+        limit: the bit pattern, without sign bit, of the first magnitude that is left out.
         anchor: a number to place at the end of each block, so that the block's scale is 1. None for recipes to which
             amaxes are given that make the scale 1.
     """

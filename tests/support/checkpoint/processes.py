@@ -99,7 +99,9 @@ def signalled(
     Args:
         folder: where to write the hook that counts events.
         arguments: the command line.
-        after: the event, and a part of its first argument, that counts as event 1.
+        last: the number of the event at which the signal is sent; -1 for no signal.
+        number: the number of the signal.
+        after: (name of the event that counts as event 1, a part of the first argument of this event).
         log: the path of a file to which all events are written, if given.
     """
     (folder / "hook").mkdir(exist_ok=True)

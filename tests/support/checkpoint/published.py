@@ -19,8 +19,7 @@ def _candidates(config: dict[str, object], specs: Iterator[Spec], stored: str | 
     Args:
         config: the content of config.json.
         specs: the names and shapes of the tensors.
-        stored: the container in which its linear layers (for gpt-oss, its stacks) are quantized; None if they are
-            unquantized.
+        stored: the container in which linear layers (for gpt-oss, stacks) are quantized; None if they are unquantized.
     """
     model = model_facts(config)
     held = ("proj", "w1", "w2", "w3", "wq_a", "wq_b", "wkv", "wo_a", "wo_b", "kv_a_proj_with_mqa")
@@ -63,7 +62,8 @@ def mlp(prefix: str, width: int = M, leaves: tuple[str, ...] = ("gate_proj", "up
     """Yield (name, shape) of the projections of the gated MLP `prefix`.
 
     Args:
-        width: the number of its inner features.
+        prefix: the name of the MLP's module.
+        width: the number of the MLP's inner features.
         leaves: the last parts of the names, in the order gate, up, down.
     """
     yield from zip((f"{prefix}.{leaf}" for leaf in leaves), ((width, H), (width, H), (H, width)), strict=True)

@@ -24,7 +24,7 @@ def _values(t: Any, **scales: Any) -> dict[str, np.ndarray]:
 
     Args:
         t: the quantized tensor.
-        scales: the keyword arguments of its method dequantize.
+        scales: the keyword arguments of the method ``dequantize`` of t.
     """
     import torch
 
