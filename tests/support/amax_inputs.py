@@ -26,7 +26,14 @@ def experts_of(n, shape=(), base=FC1, seed=0):
 
 
 def assert_same_state(state, values):
-    """Assert that a state has exactly the keys of `values`, whatever their spelling, with bit-identical amaxes."""
+    """Assert that an AmaxState holds exactly the quantizers of `values`, with bit-identical amaxes.
+
+    The state may spell a quantizer's name in another way, as long as it finds the amax under the key of `values`.
+
+    Args:
+        state: the AmaxState.
+        values: {name of a quantizer: amax}.
+    """
     assert len(state) == len(values)
     for key, value in values.items():
         assert_same_bits(state[key], np.asarray(value, np.float32), key)

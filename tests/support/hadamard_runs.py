@@ -44,7 +44,7 @@ class Runs(NamedTuple):
 
 
 def signs(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs with every pattern of signs: of ones, of zeros, and of the smallest subnormal."""
+    """Return runs (n, 16) with every pattern of signs, first of ones, then of zeros, then of the smallest subnormal."""
     patterns = 1.0 - 2.0 * (np.arange(1 << BLOCK)[:, None] >> np.arange(BLOCK) & 1)
     return np.concatenate([patterns, np.copysign(0.0, patterns), patterns * 2.0 ** LEAST_EXPONENT[case.dtype]])
 
@@ -61,20 +61,21 @@ def spread(case: Runs, rng: np.random.Generator) -> np.ndarray:
 
 
 def normal(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs of normal values."""
+    """Return runs (4096, 16) of normally distributed values."""
     return rng.standard_normal((4096, BLOCK))
 
 
 def bits(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return random bit patterns: all magnitudes, infinities and NaN."""
+    """Return runs (8192, 16) of random bit patterns in the dtype: all magnitudes, infinities and NaN."""
     unsigned = np.dtype(f"u{case.dtype.itemsize}")
     return rng.integers(0, 2 ** (8 * unsigned.itemsize), (8192, BLOCK), unsigned).view(case.dtype)
 
 
 def edges(case: Runs, rng: np.random.Generator) -> np.ndarray:
-    """Return runs at both ends of the dtype's range.
+    """Return runs (n, 16) at both ends of the dtype's range.
 
-    They have subnormal elements or results, overflow, infinities and NaN.
+    In the first, elements or results are subnormal. The next ones have the largest elements, so that some results
+    overflow. The last ones contain infinities or NaN.
     """
     low = rng.integers(-300, 301, (4096, BLOCK)) * 2.0 ** (LEAST_EXPONENT[case.dtype] + rng.integers(0, 6, (4096, 1)))
     high = rng.standard_normal((4096, BLOCK)) * 2.0 ** (MOST_EXPONENT[case.dtype] + rng.integers(-4, 1, (4096, 1)))

@@ -28,13 +28,13 @@ def faulty(x, above):
 
 
 def scales_one_too_large(x):
-    """Return block scales that are one too large, and no other part."""
+    """Return {"block_scale": array} with block scale codes that are one too large, and no other part."""
     parts = correct_parts(x)
     return {"block_scale": parts["block_scale"] + np.uint8(1)}
 
 
 def without_function(x):
-    """Fail as a producer does that has removed its function."""
+    """Raise AttributeError, as a producer does that no longer has the function to call."""
     raise AttributeError("quantize is gone")
 
 

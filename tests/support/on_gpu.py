@@ -75,7 +75,13 @@ def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[A
 
 
 def differing(gpu, cpu) -> int:
-    """Return the number of elements that differ in any bit between two arrays, on GPU and CPU. NaN equals NaN."""
+    """Return the number of elements that differ in any bit between two arrays, on GPU and CPU.
+
+    In arrays of floats, any NaN equals any other. In a rehearsal, in which no kernel runs, return 0.
+
+    Raises:
+        AssertionError: if shapes or dtypes differ.
+    """
     if getattr(cupy, "rehearsing", False):
         return 0  # no kernel has run
     a, b = gpu.get(), np.asarray(cpu)
@@ -87,7 +93,7 @@ def differing(gpu, cpu) -> int:
 
 
 def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
-    """Assert that every array of two Quantized, on GPU and CPU, is bit-identical."""
+    """Assert that two Quantized, on GPU and CPU, have bit-identical arrays and equal attributes."""
     for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
         a, b = getattr(gpu, part), getattr(cpu, part)
         assert (a is None) == (b is None), part

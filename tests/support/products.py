@@ -196,7 +196,11 @@ TINY = [
 
 
 def tiny(kind: str) -> tuple[Any, Any]:
-    """Return two operands whose products are about 2^-128, with K = 64."""
+    """Return two operands (40, 64) and (33, 64) whose products of elements are about 2^-128.
+
+    Args:
+        kind: the kind of both operands, as for `recipe_of`, or "bf16" for plain arrays.
+    """
     rng = np.random.default_rng(8)
     x, y = (rng.standard_normal((n, 64)) * 2.0**-64 for n in (40, 33))
     if kind == "bf16":

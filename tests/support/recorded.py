@@ -6,6 +6,7 @@ def groups(golden, file, suffix):
 
     Args:
         golden: a GoldenSet.
-        file: the name of the file in it.
+        file: the name of a file in the GoldenSet.
+        suffix: the end of the keys, such as "/cutlass".
     """
     return [key.removesuffix(suffix) for key in golden.keys(file) if key.endswith(suffix)]

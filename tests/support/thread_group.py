@@ -21,21 +21,31 @@ class ThreadGroup:
         self.rank, self.size, self._slots, self._barrier = rank, len(slots), slots, barrier
 
     def _share(self, array: Any) -> list[Any]:
-        """Give this rank's array to the others, and return the arrays of all ranks."""
+        """Give a copy of this rank's array to the others, and return the arrays of all ranks, by rank.
+
+        Raises:
+            threading.BrokenBarrierError: if another rank has failed or does not come within WAIT seconds.
+        """
         self._barrier.wait(WAIT)
         self._slots[self.rank] = array.copy()
         self._barrier.wait(WAIT)
         return list(self._slots)
 
     def all_reduce_max(self, array: Any) -> Any:
-        """Return the elementwise maximum over the ranks."""
+        """Return the elementwise maximum over the arrays of all ranks; NaN where one of them has NaN."""
         result, *others = self._share(array)
         for other in others:
             result = np.maximum(result, other)  # np.maximum calls CuPy for CuPy arrays
         return result
 
     def all_gather(self, array: Any, counts=None, out=None) -> Any:
-        """Return the concatenated arrays of all ranks."""
+        """Return the concatenated arrays of all ranks.
+
+        Args:
+            array: this rank's array.
+            counts: the expected number of elements per rank, or None. An AssertionError is raised if they differ.
+            out: the array to write the result to; None to return a new one.
+        """
         parts = self._share(array)
         assert counts is None or [part.size for part in parts] == list(counts)
         if out is None:

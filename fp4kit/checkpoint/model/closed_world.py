@@ -173,7 +173,7 @@ _REFUSED_TENSORS = {
     "qzeros": "zero points, which no 4-bit float format has",
     "biases": "offsets of an integer format (MLX affine), which is not supported",
 }
-# A part of a tensor's name by which adapters are recognised: those of PEFT, of kohya's scripts and of LyCORIS.
+# A part of a tensor's name by which adapters are recognized: those of PEFT, of kohya's scripts and of LyCORIS.
 _ADAPTER = re.compile(
     r"(lora|ia3|vera|boft|oft|hada|lokr|hra|fourierft|vblora|randlora|shira|waveft)_\w+"
     r"|dora_scale|bone_block|miss_block|c3a_kernel|trainable_tokens_\w+|modules_to_save"
@@ -344,12 +344,12 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
 
 def _unknown_format(name: str, tensors: Tensors) -> str:
     """Return the reason to refuse a tensor that looks quantized but belongs to no container that fp4kit reads."""
-    known = _recognised(name, tensors)
+    known = _recognized(name, tensors)
     what = "packed weights or scales in a format that fp4kit does not know"
     return f"{what}{f' ({known})' if known else ''}; convert the unquantized release of the model"
 
 
-def _recognised(name: str, tensors: Tensors) -> str:
+def _recognized(name: str, tensors: Tensors) -> str:
     """Return the name of the unsupported format of a tensor's layer, such as "GPTQ or AWQ integers", for a message.
 
     If the format is not recognized, return what keeps the layer from being read as the nearest container. Return "" if

@@ -1,4 +1,4 @@
-"""Recognise layers whose codes and block scales hardly belong together. No source is needed.
+"""Recognize layers whose codes and block scales hardly belong together. No source is needed.
 
 A few rows of a layer are read, and the statistics below are computed for them. Let e be the root mean square of the
 codes of a block, and s the block's scale. A recipe computes s from the largest element of the block. If this element is
@@ -41,9 +41,11 @@ _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitud
 class _Sample(NamedTuple):
     """Hold the leading rows of a layer.
 
-    form: the layer's container.
-    codes: one code per byte, (rows, K). scales: block scales as stored, in linear order.
-    square: True if the layer has as many rows as columns.
+    Attributes:
+        form: the layer's container.
+        codes: one code per byte, (rows, K).
+        scales: block scales as stored, in linear order.
+        square: True if the layer has as many rows as columns.
     """
 
     form: Container
@@ -57,7 +59,8 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
 
     The text has no numbers of the layer, so that reports can join layers with equal texts.
 
-    weight, expert: the weight, and the number of the matrix in a stack of experts.
+    Args:
+        weight, expert: the weight, and the number of the matrix in a stack of experts.
     """
     form = weight.container
     assert form is not None
@@ -71,7 +74,8 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
 def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
     """Return what ``doubt_of`` returns, for leading rows that are already read.
 
-    square: True if the layer has as many rows as columns.
+    Args:
+        square: True if the layer has as many rows as columns.
     """
     assert slab.codes is not None and slab.scales is not None
     sample = _Sample(form, codes_of(form, slab.codes), slab.scales, square)
@@ -177,7 +181,9 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
 
     Return 0 if there are few blocks, or if s or e does not vary.
 
-    scales: block scales as stored. blocks: magnitudes by block, as _in_blocks returns them.
+    Args:
+        scales: block scales as stored.
+        blocks: magnitudes by block, as _in_blocks returns them.
     """
     s, e = _scales(sample, scales, blocks.shape), np.square(blocks).mean(-1)
     used = np.isfinite(s) & (s > 0) & (e > 0)

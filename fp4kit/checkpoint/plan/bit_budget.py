@@ -137,7 +137,7 @@ def curve(units: Sequence[Unit]) -> list[Point]:
 def solve(units: Sequence[Unit], budget: int) -> Point:
     """Return the assignment with the smallest total error of all that take at most ``budget`` bits.
 
-    The method is a dynamic programme over the units with pruning by a Lagrangian bound. It is exact:
+    The method is a dynamic program over the units with pruning by a Lagrangian bound. It is exact:
 
     - Let e and c be the error and the bits of a partial assignment, B the budget, and s >= 0 any slope. The bits of the
       other units may sum to at most B - c. Every completion within the budget thus has a total error of at least

@@ -3,7 +3,7 @@
 Two kinds of layers can differ in row order:
 
 1. q and k: llama.cpp's converter interleaves the two halves of every head if llama.cpp's graph applies rotary
-   embedding to neighbouring elements (Llama, Granite, InternLM 2). It keeps the order if the model already has it
+   embedding to neighboring elements (Llama, Granite, InternLM 2). It keeps the order if the model already has it
    (Mistral's own files) or if the graph rotates halves (Qwen). Comparing values shows which order was used.
 2. gate_up of gpt-oss: rows of gate and up alternate in the model directory; in a GGUF file they are separate layers.
 

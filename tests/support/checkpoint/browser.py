@@ -33,7 +33,10 @@ def binary() -> str | None:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """Start a browser with its profile in `folder`, and yield a Page that drives it; end the browser afterwards."""
+    """Start a browser with its profile in `folder`, and yield a Page that drives it; end the browser afterwards.
+
+    A Chromium or Chrome must be installed (see `binary`).
+    """
     found = binary()
     assert found is not None
     ours, theirs = os.pipe(), os.pipe()  # the browser reads descriptor 3 and writes descriptor 4
@@ -74,7 +77,11 @@ class Page:
             self.send(f"{domain}.enable")
 
     def send(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """Call a method of the DevTools protocol with these parameters, wait for the answer, and return its result."""
+        """Call a method of the DevTools protocol with these parameters, wait for the answer, and return its result.
+
+        Raises:
+            AssertionError: if the answer is an error, or if the browser is silent for 30 seconds.
+        """
         self._number += 1
         message = {"id": self._number, "method": method, "params": parameters}
         if self._session is not None:
@@ -88,24 +95,32 @@ class Page:
                 return result
 
     def open(self, address: str) -> None:
-        """Go to an address and wait until it is loaded."""
+        """Go to an address and wait until it is loaded. Earlier messages are removed from ``events``."""
         self.events.clear()
         self.send("Page.navigate", url=address)
         while not any(event["method"] == "Page.loadEventFired" for event in self.events):
             self._receive()
 
     def run(self, expression: str) -> Any:
-        """Return the value of a JavaScript expression."""
+        """Return the value of a JavaScript expression, None if it is undefined.
+
+        Raises:
+            AssertionError: if the expression throws an exception.
+        """
         found = self.send("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
     def events_of(self, *methods: str) -> list[dict[str, Any]]:
-        """Return the events so far whose method is one of `methods`."""
+        """Return the parameters of the events so far whose method is one of `methods`, such as "Log.entryAdded"."""
         return [event["params"] for event in self.events if event["method"] in methods]
 
     def _receive(self) -> dict[str, Any]:
-        """Return the browser's next message, be it an event or an answer."""
+        """Return the browser's next message, be it an event or an answer. Events are stored in ``events`` too.
+
+        Raises:
+            AssertionError: if no whole message arrives within 30 seconds.
+        """
         end = time.monotonic() + _SECONDS
         while b"\0" not in self._left:
             ready, _, _ = select.select([self._back], [], [], max(end - time.monotonic(), 0))

@@ -1,7 +1,7 @@
 """Run the fp4kit command in separate processes: with signals at chosen moments, with pipes and on terminals.
 
 An audit hook counts events in the process: files opened, modules imported, directories made and renamed. The hook sends
-    the signal to its own process at the event with a given number, so that every run is interrupted at the same moment.
+the signal to its own process at the event with a given number, so that every run is interrupted at the same moment.
 """
 
 from __future__ import annotations

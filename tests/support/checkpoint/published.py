@@ -87,7 +87,10 @@ def base(prefix: str = "model", head: bool = True) -> Iterator[Spec]:
 
 
 def qwen3_dense() -> list[Candidate]:
-    """Return a dense model with a tied head. down_proj has K = 80: whole blocks of 16, but not of 32."""
+    """Return the tensors of a dense model with a tied head.
+
+    down_proj has K = 80: whole blocks of 16, but not of 32.
+    """
 
     def specs() -> Iterator[Spec]:
         yield from base(head=False)
@@ -99,7 +102,7 @@ def qwen3_dense() -> list[Candidate]:
 
 
 def qwen3_moe() -> list[Candidate]:
-    """Return a mixture of experts whose layer 0 is dense."""
+    """Return the tensors of a mixture of experts whose layer 0 is dense. Experts are separate tensors."""
 
     def specs() -> Iterator[Spec]:
         yield from base()
@@ -114,9 +117,10 @@ def qwen3_moe() -> list[Candidate]:
 
 
 def stacked(model_type: str, router: str, biases: bool = False, stored: str | None = None) -> list[Candidate]:
-    """Return a model with stacks of experts, whose tensor names do not end in ".weight".
+    """Return the tensors of a model with stacks of experts, whose names do not end in ".weight".
 
     Args:
+        model_type: the ``model_type`` of the config.
         router: the name of the router's tensor.
         biases: True to add biases of the stacks.
         stored: as for _candidates.
@@ -162,7 +166,7 @@ def deepseek_v3(stored: str | None = None) -> list[Candidate]:
 
 
 def deepseek_v4() -> list[Candidate]:
-    """Return a model with its native names: layers.N.attn, layers.N.ffn, mtp.0."""
+    """Return the tensors of a model with DeepSeek-V4's native names: layers.N.attn, layers.N.ffn, mtp.0."""
 
     def specs() -> Iterator[Spec]:
         yield from (("embed", (V, H)), ("head", (V, H)), ("norm", (H,)))
@@ -176,7 +180,7 @@ def deepseek_v4() -> list[Candidate]:
 
 
 def mixtral() -> list[Candidate]:
-    """Return a mixture of experts with Mixtral's names."""
+    """Return the tensors of a mixture of experts with Mixtral's names: w1, w2 and w3 below block_sparse_moe."""
 
     def specs() -> Iterator[Spec]:
         yield from base()
@@ -189,7 +193,7 @@ def mixtral() -> list[Candidate]:
 
 
 def vlm_moe() -> list[Candidate]:
-    """Return a vision-language model with experts."""
+    """Return the tensors of a vision-language model with experts."""
 
     def specs() -> Iterator[Spec]:
         yield from base("model.language_model")

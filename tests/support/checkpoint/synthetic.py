@@ -36,12 +36,12 @@ Tensors = dict[str, np.ndarray]
 
 
 def refused(text: str) -> pytest.RaisesExc[CheckpointError]:
-    """Expect a CheckpointError whose message contains ``text``; use it as a context manager."""
+    """Return a context manager in which a CheckpointError must be raised whose message contains ``text``."""
     return pytest.raises(CheckpointError, match=re.escape(text))
 
 
 def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype = BF16) -> np.ndarray:
-    """Return random normal values that depend only on `name` and `shape`. std: the standard deviation."""
+    """Return random normal values with the standard deviation ``std``. They depend only on the arguments."""
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return (generator.standard_normal(shape) * std).astype(dtype)
 

@@ -75,5 +75,8 @@ class Cache:
 
 @cache
 def shared() -> Cache:
-    """Return this user's cache: ~/.cache/fp4kit/host, or a temporary directory if that cannot be written."""
+    """Return this user's cache of compiled programs: ~/.cache/fp4kit/host, or a temporary directory.
+
+    A temporary directory is used if the first cannot be written.
+    """
     return Cache(loader.cache_folder().parent / "host")

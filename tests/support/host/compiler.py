@@ -27,7 +27,7 @@ FLAGS = (
     "-frounding-math",
     "-Wno-unknown-pragmas",
 )
-# Make the undefined-behaviour sanitizer trap, so that the process needs no runtime library. The sanitizer also detects
+# Make the undefined-behavior sanitizer trap, so that the process needs no runtime library. The sanitizer also detects
 # misaligned addresses, which a GPU rejects and the CPU accepts. Do not check for address 0 and for the
 # ends of objects, because other checks report these faults with more detail.
 TRAPS = ("-fsanitize=undefined", "-fno-sanitize=null,object-size", "-fsanitize-undefined-trap-on-error")
@@ -43,7 +43,7 @@ class Compiler(NamedTuple):
 
     @property
     def traps(self) -> bool:
-        """True if kernels stop at undefined behaviour and at misaligned addresses."""
+        """True if kernels stop at undefined behavior and at misaligned addresses."""
         return TRAPS[0] in self.command
 
     def build(self, text: str, program: Path, *include: Path) -> None:

@@ -76,10 +76,17 @@ class Library:
         handle.main(0, (ctypes.c_void_p * 1)(table.ctypes.data), None)
 
     def launch(self, kernel: int, arguments: bytes, grid: int, threads: int, descending: bool = False) -> None:
-        """Launch a kernel. Raises AssertionError with the reason if the kernel is stopped.
+        """Launch a kernel and wait until it ends.
 
         Args:
-            descending: True to run the last thread first.
+            kernel: the number of the kernel in the library.
+            arguments: the bytes of the kernel's arguments.
+            grid: the number of blocks.
+            threads: the number of threads per block.
+            descending: True to run the last block and the last thread first.
+
+        Raises:
+            AssertionError: if the kernel is stopped, or if it writes outside its memory. The message is the reason.
         """
         stopped = self._launch(kernel, arguments, len(arguments), grid, threads, descending, Memory.margin)
         assert stopped is None, f"a kernel was stopped: {stopped.decode()}"

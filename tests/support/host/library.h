@@ -1,7 +1,7 @@
 // Launch the kernels of a shared library in the process that loaded it, on its memory. See README.md.
 //
 // A launch ends with a message at an access outside of mapped memory, at a misaligned access (which a GPU rejects), and
-// at a trap of the undefined-behaviour sanitizer.
+// at a trap of the undefined-behavior sanitizer.
 #pragma once
 
 #include <unistd.h>
