@@ -35,6 +35,7 @@ class Drawn(NamedTuple):
 
     Attributes:
         xs: a list of tensors, or one stacked array.
+        recipe: the id of the recipe.
         options: the other arguments: empty, or ``tensor_amax`` with one amax per tensor.
     """
 
@@ -50,6 +51,7 @@ def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dt
     Tensors have one to three dimensions. Some have no rows, and some are not contiguous.
 
     Args:
+        draw: Hypothesis' function that draws from a strategy.
         names: the recipes to draw from.
         dtypes: the dtypes of tensors to draw from.
     """

@@ -57,6 +57,8 @@ def out(recipe="nvfp4-te", x=X, **changes):
     """Return a function that makes a Quantized for the argument `out` of quantize(x, recipe).
 
     Args:
+        recipe: the id of the recipe.
+        x: the array to quantize.
         changes: {field: value} to replace, which makes the Quantized invalid.
     """
     return lambda: replace(fp4kit.quantize(x, recipe), **changes)
@@ -66,6 +68,7 @@ def quantized(recipe="mxfp4-ocp", **changes):
     """Return a function that makes a Quantized of (4, 64) zeros.
 
     Args:
+        recipe: the id of the recipe.
         changes: {field: value} to replace, which makes the Quantized invalid.
     """
     fields = {

@@ -41,6 +41,8 @@ def plant(monkeypatch, name, fault):
     """Replace fp4kit.name by a faulty function in calls of the engine "away". Return a function that removes the fault.
 
     Args:
+        monkeypatch: pytest's fixture, with which the function is replaced.
+        name: the name of a public function, such as "quantize".
         fault: called as fault(right, *arguments, **options), where `right` is the correct function.
     """
     right = getattr(fp4kit, name)

@@ -39,6 +39,7 @@ def nearly_equal(p: float, blocks: int) -> tuple[np.ndarray, np.ndarray]:
 
     Args:
         p: the exponent of the errors.
+        blocks: the number of blocks.
     """
     rng, r, amax = np.random.default_rng(0), RECIPES[STATIC], np.float32(4)
     candidates, codes = candidate_amaxes(amax, r), rng.integers(40, 110, 4 * blocks)

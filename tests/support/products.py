@@ -79,6 +79,8 @@ def _operand(kind: str, codes: np.ndarray, scales: np.ndarray | None) -> Any:
 
     Args:
         kind: the name of a dtype, for an array without scales, or of a block format, for a Quantized.
+        codes: the codes, one per byte.
+        scales: the block scales as stored; None for an array without scales.
     """
     if kind in _DTYPES:
         return np.ascontiguousarray(codes).view(_DTYPES[kind])
@@ -100,6 +102,9 @@ def quantized(r: Recipe, codes: np.ndarray, scales: np.ndarray | None, tensor_sc
     """Return a Quantized of given codes, one per byte, and block scales. Its axis is the last one.
 
     Args:
+        r: the recipe.
+        codes: the codes, one per byte, of a matrix.
+        scales: the block scales as stored; None if the recipe has no blocks.
         tensor_scale: a number; None takes 1 if the recipe has a tensor scale.
     """
     packed = fp4kit.pack(codes) if r.element.bits == 4 else codes

@@ -39,6 +39,8 @@ def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
 
     Args:
         amax: the tensor amax, which no element exceeds.
+        each: the number of blocks of each kind.
+        seed: the seed of the random values.
     """
     rng = np.random.default_rng(seed)
     values = decode(np.arange(8, dtype=np.uint8), E2M1).astype(np.float64)

@@ -29,6 +29,7 @@ def together(
 
     Args:
         name: the argument that takes the case.
+        cases: the cases; one is passed to each run of the test's body.
         ids: the function that names a case.
     """
     cases = list(cases)

@@ -254,6 +254,7 @@ def _group_of(form: Container, weights: Mapping[str, Any], inputs: Mapping[str, 
     """Return a config group of compressed-tensors for all Linear layers.
 
     Args:
+        form: the container of the layers.
         weights, inputs: the schemes of weights and inputs; None leaves inputs unquantized.
     """
     return {
@@ -297,6 +298,7 @@ def _deepseek_v4_nvfp4(
     """Return both configs of a DeepSeek-V4 model with FP8 layers and NVFP4 experts, as ``declarations`` does.
 
     Args:
+        form: the container of the experts, DEEPSEEK_V4_NVFP4.
         declared: the ``quantization_config`` of the FP8 layers, to which the NVFP4 entries are added.
         layers: names of the NVFP4 experts, from which the containers of experts are declared.
 

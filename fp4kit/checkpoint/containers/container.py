@@ -381,6 +381,7 @@ def _modelopt(
 
     Args:
         name: the container's name without "modelopt".
+        kind: the container's kind: "nvfp4", which has tensor and input scales, "mxfp4" or "mxfp8".
         element, scale: the element formats of codes and block scales.
         size: the number of elements per block.
         dtypes: the safetensors dtypes of codes and block scales.
@@ -398,6 +399,7 @@ def _compressed(
 
     Args:
         name: the container's name without "compressed-tensors".
+        kind: the container's kind: "nvfp4", which has tensor and input scales, "mxfp4" or "mxfp8".
         element, scale: the element formats of codes and block scales.
         size: the number of elements per block.
         dtypes: the safetensors dtypes of codes and block scales.

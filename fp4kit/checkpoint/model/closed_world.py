@@ -62,6 +62,7 @@ def items_of(model: Model, weights: Mapping[str, Weight], ignore: Iterable[str] 
     """Return every item of an opened model, refused ones included (see ``account``).
 
     Args:
+        model: the opened model.
         weights: the weights that ``weights_of`` finds in the model.
         ignore: globs of item names, as given with ``--ignore``.
     """
@@ -120,6 +121,7 @@ def check(items: Iterable[Item], ignore: Iterable[str] = ()) -> None:
 
     Args:
         items: the items, as ``account`` returns them for the same ``ignore``.
+        ignore: globs of item names, as given with ``--ignore``.
     """
     found = tuple(items)
     for pattern in ignore:
@@ -288,6 +290,7 @@ def layer_above(name: str, quantized: Mapping[str, Weight]) -> tuple[Weight, str
     Return None if there is no such layer.
 
     Args:
+        name: the name of a tensor.
         quantized: module name -> quantized weight.
     """
     at = name.rfind(".")
@@ -418,6 +421,7 @@ def _nearest_container(module: str, tensors: Tensors) -> str:
 
     Args:
         module: the name of the layer.
+        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
     """
     best = ""
     for container in CONTAINERS:
@@ -445,8 +449,10 @@ def _unfitting_part(container: Container, names: Mapping[str, str], shape: tuple
     A layer is near if its scales have the usual shape or the usual dtype.
 
     Args:
+        container: the container to compare the layer with.
         names: part -> tensor name.
         shape: the shape of the layer.
+        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
     """
     specs = container.specs(shape, INPUT_SCALE in names and names[INPUT_SCALE] in tensors)
     found = {part: tensors[names[part]][1] for part in specs if names[part] in tensors}
@@ -534,6 +540,7 @@ def _comfy_trouble(weight: Weight, entry: Any) -> str:
     have. For 4-bit codes it must also contain a key that tells the order of nibbles.
 
     Args:
+        weight: the layer.
         entry: the parsed content of the tag, or the layer's entry in the metadata.
     """
     assert weight.container is not None

@@ -279,6 +279,7 @@ def _targets(groups: list[Mapping[str, Any]], layers: _Layers) -> str:
 
     Args:
         groups: the config groups, known and well-formed.
+        layers: the quantized layers of the checkpoint.
     """
     if not any("targets" in group for group in groups):
         return ""
@@ -412,6 +413,7 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
     Args:
         value: the whole config. An entry of layer_quant_config, by name or glob, decides for its layers. For all other
             layers, one entry of layer_type_quant_config or global_quant_config must fit.
+        layers: the quantized layers of the checkpoint.
     """
     of_names, of_types = (value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config"))
     for name, form in layers.forms.items():
@@ -458,6 +460,7 @@ def _auto_round_layers(value: Any, layers: _Layers) -> str:
     Args:
         value: the whole config. Its ``extra_config`` has entries for some layers, by name or regular expression. A
             layer that only a regular expression matches may also fit the entries for all layers.
+        layers: the quantized layers of the checkpoint.
     """
     extra = value.get("extra_config") or {}
     if not isinstance(extra, Mapping):
@@ -487,6 +490,7 @@ def _auto_round_fits(entry: Mapping[str, Any], form: Container) -> bool:
 
     Args:
         entry: the config, or the entry of a layer merged into it.
+        form: the container of the layer.
     """
     bits, data_type = entry.get("bits"), str(entry.get("data_type", ""))
     known = next((name for name in ("mx_fp", "nv_fp", "fp") if data_type.startswith(name)), None)
@@ -663,6 +667,7 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
     Args:
         value: the content of ``quantization_config``.
         path: the path of ``quantization_config`` in config.json, with which the names of the items begin.
+        layers: the quantized layers of the checkpoint.
     """
     if not isinstance(value, Mapping):
         yield Item(REFUSED, CONFIG, path, f"is {brief(value)}, where an object is needed")
@@ -691,6 +696,7 @@ def _entries(
         path: the path of the object, with which the names of the items begin.
         place: the name of the config file.
         known: key -> (group, reason, check). An unknown key is refused, and so is a value that the check refuses.
+        layers: the quantized layers of the checkpoint, which the checks get.
     """
     for key, one in value.items():
         name = f"{path}.{key}"
@@ -766,6 +772,7 @@ def hf_quant_items(
     Args:
         content: the content of the file.
         config: the content of config.json, whose ``quant_method`` decides which entries are compared with the tensors.
+        weights: the weights that ``weights_of`` finds in the model.
     """
     known = {**_COMMON, **(METHODS["fp8"] if declared(config).get("quant_method") == "fp8" else _MODELOPT)}
     layers = _layers(weights)

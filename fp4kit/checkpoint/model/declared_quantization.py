@@ -16,6 +16,7 @@ def check_declared(source: Source, weights: Mapping[str, Weight]) -> None:
     """Raise CheckpointError if a config file declares quantization although no tensor is quantized.
 
     Args:
+        source: the model.
         weights: the weights that ``weights_of`` finds in the source.
     """
     stored = [weight for weight in weights.values() if weight.container is not None]

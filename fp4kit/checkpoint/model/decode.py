@@ -26,6 +26,7 @@ def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:
 
     Args:
         rows, columns: the shape of the matrix.
+        multiple: a number of rows that stay together, such as the height of a block.
     """
     step = max(1, CHUNK_ELEMENTS // max(columns, 1) // multiple) * multiple
     for start in range(0, rows, step):
@@ -69,6 +70,7 @@ def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
     """Return the float32 values of block scales, in the shape of ``scales``.
 
     Args:
+        form: the container, which determines the format of the scales.
         scales: the block scales as stored: bytes (E4M3 or E8M0), or float32, which is returned unchanged.
     """
     if form.scale is None:
@@ -85,6 +87,7 @@ def decode(
     """Return value(code) * (block_scale * tensor_scale), [N, K] float32.
 
     Args:
+        form: the container, which determines element format, scale format and block.
         codes: [N, K], one code per byte, as ``codes_of`` returns them.
         block_scale: the block scales as stored, bytes or float32. A block has form.block (rows, columns) elements.
         tensor_scale: the factor to multiply by; None stands for 1.
@@ -117,7 +120,10 @@ def decode_rows(
     Rows are decoded in chunks, so that little memory is needed beside the result.
 
     Args:
+        form: the container of the layer.
         stored: the packed codes of the rows, as bytes.
+        block_scale: the block scales as stored, bytes or float32.
+        tensor_scale: the factor to multiply by; None stands for 1.
     """
     rows, columns = len(stored), stored.shape[1] * 8 // form.element.bits
     result = np.empty((rows, columns), np.float32)

@@ -60,6 +60,7 @@ def doubt_of(readers: Readers, weight: Weight, expert: int = 0) -> str:
     The text has no numbers of the layer, so that reports can join layers with equal texts.
 
     Args:
+        readers: where to read the layer from.
         weight, expert: the weight, and the number of the matrix in a stack of experts.
     """
     form = weight.container
@@ -75,6 +76,8 @@ def doubt_about_rows(form: Container, slab: Slab, square: bool = False) -> str:
     """Return what ``doubt_of`` returns, for leading rows that are already read.
 
     Args:
+        form: the container of the layer.
+        slab: the leading rows of the layer, quantized.
         square: True if the layer has as many rows as columns.
     """
     assert slab.codes is not None and slab.scales is not None
@@ -182,6 +185,7 @@ def _correlation(sample: _Sample, scales: np.ndarray, blocks: _Floats) -> float:
     Return 0 if there are few blocks, or if s or e does not vary.
 
     Args:
+        sample: the leading rows of a layer.
         scales: block scales as stored.
         blocks: magnitudes by block, as _in_blocks returns them.
     """

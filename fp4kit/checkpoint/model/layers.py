@@ -78,6 +78,7 @@ def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any
     unquantized. Otherwise it becomes one layer per expert, or two if it holds gate and up.
 
     Args:
+        weight: a matrix or a stack of experts of the source.
         form: the container to write; None for unquantized output.
         config: the content of the model's config.json.
     """
@@ -115,6 +116,7 @@ def parts_of(weight: Weight, expert: int, config: Mapping[str, Any]) -> Iterator
     A gate_up stack gives two layers, gate and up. All other stacks give one.
 
     Args:
+        weight: a stack of experts.
         expert: the index of the expert in the stack.
         config: the content of the model's config.json.
 
@@ -138,6 +140,8 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
     """Yield the pieces (units of work) that together write a weight in the container ``form``.
 
     Args:
+        weight: a matrix or a stack of experts of the source.
+        form: the container to write.
         config: the content of the model's config.json.
         has_input_scale: True if the outputs include an input scale per layer.
     """
@@ -174,6 +178,7 @@ def unquantized_pieces(weight: Weight, dtype: str, transposed: bool) -> Iterator
     models.
 
     Args:
+        weight: a matrix or a stack of experts of the source.
         dtype: the safetensors dtype of the output.
         transposed: True to write a stack as [E, K, N].
     """

@@ -117,6 +117,7 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
     sparse and appear to hold terabytes.
 
     Args:
+        folder: the directory of the converted model.
         executor: where to hash the files, one call per file; None hashes them in this process.
     """
     found = load_manifest(folder)
@@ -143,6 +144,7 @@ def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:
     Return None if the sizes agree, or if the entry has no size.
 
     Args:
+        path: the file.
         facts: the manifest's entry for the file.
     """
     size, written = path.stat().st_size, facts.get("bytes")

@@ -196,6 +196,7 @@ def _refuse_unknown(name: str, layer: re.Match[str] | None) -> None:
     """Raise CheckpointError if an unknown name within a layer contains words that only Megatron uses.
 
     Args:
+        name: the unknown name.
         layer: the match of ``name`` with _LAYER; None, which always passes, if the name is outside the layers.
     """
     if layer is not None and _MEGATRON_WORDS.search(layer[3]):

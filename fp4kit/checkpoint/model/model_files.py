@@ -190,6 +190,7 @@ def model_file_names(root: Path, weight_map: Mapping[str, str] | None) -> list[s
     it exists, otherwise all safetensors files in the directory.
 
     Args:
+        root: the model directory.
         weight_map: tensor name -> shard name from the index, or None if there is no index.
 
     Raises:

@@ -100,6 +100,7 @@ def _skip_reason(name: str, path: Path, root: Path) -> str | None:
     """Return the reason not to copy a file, for the report, or None if it is to be copied.
 
     Args:
+        name: the path of the file, relative to the model directory.
         path: the file or directory, as _walk yields it.
         root: the model directory.
     """

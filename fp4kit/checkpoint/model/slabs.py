@@ -115,6 +115,8 @@ def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> n
     If a stack stores one scalar, all its experts share it.
 
     Args:
+        readers: where to read the scalar from.
+        weight: a quantized weight.
         part: which scalar, TENSOR_SCALE or INPUT_SCALE. The weight must have it.
         expert: the index of the matrix; 0 for a single layer.
     """
@@ -129,6 +131,8 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
     weight is unquantized or its container has no tensor scale.
 
     Args:
+        readers: where to read the tensor scale from.
+        weight: the weight, quantized or not.
         expert: the index of the matrix; 0 for a single layer.
     """
     form = weight.container
@@ -165,6 +169,8 @@ def slabs(
     """Yield the rows of one matrix of a weight as consecutive slabs.
 
     Args:
+        readers: where to read the weight from.
+        weight: the weight, quantized or not.
         expert: the index of the matrix; 0 for a single layer.
         span: (first row, end row); None for all rows. For a quantized weight, both must be multiples of the block
             height.
@@ -274,6 +280,9 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
     """Read and return rows of an unquantized matrix in their stored dtype. Rows in Q8_0 are decoded to float32.
 
     Args:
+        readers: where to read the rows from.
+        weight: an unquantized weight, not transposed.
+        expert: the index of the matrix; 0 for a single layer.
         start: the index of the first row.
         count: the number of rows.
     """
@@ -291,7 +300,10 @@ def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt
     """Read and return the bytes of ``count`` rows of a tensor, (count, bytes per row).
 
     Args:
+        readers: where to read the rows from.
+        place: the tensor.
         start: the index of the first row, counted over all matrices of a stack.
+        count: the number of rows.
     """
     width = nbytes_of(place.entry.dtype, place.entry.shape[-1:])
     return readers.bytes(place, start * width, count * width).reshape(count, width)
@@ -304,6 +316,7 @@ def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.flo
 
     Args:
         raw: the bytes of the rows, (rows, bytes per row).
+        columns: the number of elements per row, a multiple of 32.
     """
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
@@ -317,6 +330,9 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
     A container without block scales gives scales of 1.
 
     Args:
+        readers: where to read the rows from.
+        weight: a quantized weight, not transposed.
+        expert: the index of the matrix; 0 for a single layer.
         start: the index of the first row.
         count: the number of rows.
     """
@@ -349,8 +365,11 @@ def _swizzled(readers: Readers, place: Located, line: int, start: int, count: in
     Whole tiles of 128 rows are read, and then cut to the requested rows.
 
     Args:
+        readers: where to read the scales from.
+        place: the tensor of the scales.
         line: the number of scales per row.
         start: the index of the first row.
+        count: the number of rows.
     """
     first, end = start // 128 * 128, -(-(start + count) // 128) * 128
     width = -(-line // 4) * 4
@@ -366,6 +385,7 @@ class _TransposedReader:
     by column.
 
     Args:
+        readers: where to read the tensor from.
         place: the tensor of the stack.
         rows: the number of rows of the matrix, N.
         expert: the index of the matrix in the stack.
@@ -408,6 +428,7 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
 
     Args:
         weight: the weight that the slab was read from.
+        slab: the slab.
     """
     if slab.values is not None:
         return slab.values
@@ -441,6 +462,9 @@ def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
 
     Args:
         weight: the weight that the slab was read from.
+        slab: the slab, quantized or not.
+        first: the first column.
+        end: the column after the last one.
     """
     if slab.values is not None:
         return slab._replace(values=slab.values[:, first:end])

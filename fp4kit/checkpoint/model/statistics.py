@@ -42,7 +42,10 @@ def sqnr_db(signal: float, noise: float) -> float:
 class StoredCounts:
     """Hold counts about the codes and scales of a layer. Counts of several chunks or layers are added with ``+``.
 
-    Numbers that describe the stored layer:
+    The numbers from ``elements`` to ``zero_scales`` describe the stored layer. Those from ``compared`` to ``noise``
+    compare the layer with a source x, and are 0 if there is no source.
+
+    Attributes:
         elements: elements of the layer.
         blocks: block scales of the layer.
         at_max: codes with the largest magnitude.
@@ -53,16 +56,12 @@ class StoredCounts:
             or below that of float32 if it is larger.
         zero_blocks: blocks that decode to zeros, because all codes or the block scale are zero.
         zero_scales: blocks among zero_blocks that have a nonzero code, so that only their scale is zero.
-
-    Numbers that compare the layer with a source x; all 0 if there is no source:
         compared: elements of x.
         nonfinite: elements of x that are NaN or infinite.
         saturated: elements whose code has the largest magnitude, m, and |x| > m * |block_scale * tensor_scale|.
         flushed_blocks: blocks among zero_blocks in which x has a nonzero element.
         signal: the sum of x^2 over finite x, in float64.
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
-
-    Attributes:
         reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
             zero. It is not a count: with ``+``, the larger one remains.
     """
@@ -171,6 +170,7 @@ def _reach_of(
     """Return the largest finite magnitude that an element can have under the given scales.
 
     Args:
+        form: the container, which determines element and scale format.
         scales: as stored, one scale per block.
         tensor_scale: the factor to multiply by on decode; None stands for 1.
         counted: a mask of the blocks that count; None for all.
@@ -229,6 +229,7 @@ def _count_codes(element: ElementFormat, codes: npt.NDArray[np.uint8], wanted: I
     """Return the number of codes that equal one of ``wanted`` if the sign bit is ignored.
 
     Args:
+        element: the element format of the codes.
         codes: packed codes, one or two per byte.
         wanted: codes without sign bit.
     """
@@ -246,6 +247,7 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
     """Return a mask of the blocks whose codes are all +0 or -0, (rows of blocks, blocks per row).
 
     Args:
+        form: the container, which determines element format and block.
         codes: packed codes, [N, K * bits / 8].
     """
     element = form.element
@@ -267,6 +269,7 @@ def _any_in_blocks(form: Container, flags: npt.NDArray[np.bool_]) -> npt.NDArray
     The last block of a row or column may be partial.
 
     Args:
+        form: the container, which determines the block.
         flags: one flag per element of a matrix.
     """
     for axis, size in enumerate(form.block):
@@ -278,7 +281,9 @@ def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...])
     """Return a matrix of ``shape`` in which every element has the value of its block.
 
     Args:
+        form: the container, which determines the block.
         of_blocks: one value per block, (rows of blocks, blocks per row).
+        shape: the shape of the result, (rows, columns).
     """
     height, width = form.block
     rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]

@@ -96,7 +96,9 @@ class Rows(NamedTuple):
     """Select the rows [span[0], span[1]) of one matrix of a weight.
 
     Attributes:
+        weight: the weight.
         expert: the index of the matrix; 0 for a single layer.
+        span: (first row, row after the last one).
     """
 
     weight: Weight
@@ -315,6 +317,8 @@ def _holds(dtype: str, wanted: str, part: str) -> bool:
     stored with 16 bits.
 
     Args:
+        dtype: the safetensors dtype of the tensor.
+        wanted: the usual safetensors dtype of the part in this container.
         part: the kind of part, such as CODES or SCALES.
     """
     if part == CODES and wanted not in ("U8", "I8", "F8_E4M3"):
@@ -329,6 +333,7 @@ def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
 
     Args:
         codes: the tensor's header entry.
+        container: the container to try.
     """
     if codes.dtype != "F4":
         return container.shape_of(codes.shape)

@@ -57,6 +57,7 @@ def _loss(weight: Weight, form: Container, group: str | None) -> str:
     """Return the error message for a weight that would have to be requantized although that is not allowed.
 
     Args:
+        weight: the weight, which is quantized.
         form: the container to write.
         group: the name of the group of weights that share a tensor scale, if the group is the reason; otherwise None.
     """
@@ -75,6 +76,7 @@ def _check_dtypes(group: str, weights: Collection[Weight], recipe: Recipe) -> No
 
     Args:
         group: the name of the group of weights that share the tensor scale, for the error message.
+        weights: the weights of the group.
         recipe: the recipe of the weights.
     """
     dtypes = sorted({weight.dtype if weight.container is None else "F32" for weight in weights})

@@ -187,6 +187,7 @@ def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bo
     """Return whether a layer belongs to an expert, and at least one expert of the same layer was measured.
 
     Args:
+        layer: the name of the layer.
         experts: name of a layer without the number of the expert -> its measured experts (see Activations._experts_of).
     """
     expert = expert_of(layer)

@@ -329,7 +329,11 @@ def _unit(
     """Return one unit with its options: the candidates that can quantize all of its layers, then "keep".
 
     Args:
+        name: a readable name of the unit.
         operators: the (tensor name, piece) pairs of each linear operator of the unit.
+        found: the candidates, and the layers that each fits.
+        sums: module -> sums of the module's piece.
+        keeps: True to add the option of leaving the unit unquantized.
 
     Raises:
         CheckpointError: if there is no option.

@@ -67,6 +67,8 @@ class _Step(NamedTuple):
     """Describe the exchange of one option of a unit for the next one on its lower convex hull.
 
     Attributes:
+        unit: the index of the unit.
+        option: the index of the new option in the unit.
         gain: by how much the error falls, in grains.
         cost: by how many bits the size grows.
     """
@@ -184,6 +186,8 @@ def _branch(units: Sequence[Unit], budget: int, slope: _Step, known: Sequence[in
     """Return the option per unit of an optimal assignment. See ``solve`` for the method and its proof.
 
     Args:
+        units: the units.
+        budget: the largest number of bits.
         slope: the step whose gain / cost is the slope.
         known: an assignment that fits.
     """

@@ -48,6 +48,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
 
     Args:
         weights: tensor name -> weight of ``model``, the source of the conversion.
+        model: the source of the conversion.
         donor: a quantized version of the model.
 
     Raises:
@@ -121,6 +122,7 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
     The result is also () if there are no origins, or if their containers or shapes differ.
 
     Args:
+        weight: a weight of the source.
         origins: the quantized counterparts of the layers of ``weight`` that were found, in the order of its rows.
     """
     wanted = weight.experts * weight.shape[-2], weight.shape[-1]
@@ -142,7 +144,9 @@ def _in_order(
     Args:
         weight: a weight of ``model``, the source.
         rows: the quantized counterpart of ``weight`` in the other model, one item per layer.
+        model: the source of the conversion.
         order: for q and k, the reordering to try (see row_orders.py); None for all other layers.
+        readers: where to read rows from, to compare their values.
     """
     if has_alternating_rows(weight, model.config):
         return tuple(alternate_rows(rows))
@@ -197,6 +201,7 @@ class _Names:
         Return None for all other layers, and if the number of heads is unknown.
 
         Args:
+            weight: the weight.
             source: the model that ``weight`` is from.
         """
         layer = self.of(source, (weight.name, 0)) if len(weight.shape) == 2 else None

@@ -49,6 +49,7 @@ def check(source: Source, form: Container | None, modules: Collection[str]) -> N
     a tensor scale for one of the modules.
 
     Args:
+        source: the model to convert.
         form: the container to write, or None to write unquantized tensors.
         modules: the names of the modules to quantize.
     """

@@ -135,6 +135,8 @@ class Imatrix:
         """Return the place of the column weights of one matrix of an entry.
 
         Args:
+            entry: the entry, a matrix or a stack of experts.
+            weight: the source weight that the matrix belongs to.
             expert: the index of the matrix in the entry.
             experts: the number of matrices that the entry must have values for.
 
@@ -189,6 +191,7 @@ class Imatrix:
 
         Args:
             module: the name of the layer, for the error message.
+            place: where the column weights are.
         """
         values = place.read()
         bad = int(np.count_nonzero(~(np.isfinite(values) & (values >= 0))))
@@ -222,6 +225,7 @@ def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
 
     Args:
         values: the column weights, read from ``place``.
+        place: the place of the column weights, with their divisor.
     """
     return place.divisor == 0 or bool(values.size > 1 and (values == 1).all())
 
@@ -340,6 +344,8 @@ def _number(stream: BinaryIO, path: Path, what: str) -> int:
     """Read a little-endian int32 from a legacy imatrix file and return it.
 
     Args:
+        stream: the open file.
+        path: the path of the file, for the error message.
         what: what the number means, for the error message.
 
     Raises:
@@ -355,6 +361,7 @@ def _damaged(path: Path, why: str) -> CheckpointError:
     """Return the error for a file that is not a usable legacy imatrix file.
 
     Args:
+        path: the path of the file.
         why: the fault that was found.
     """
     return CheckpointError(f"imatrix {shown(path.name)}: is no usable imatrix file: {why}; make it with llama-imatrix")

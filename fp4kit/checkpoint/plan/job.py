@@ -68,6 +68,7 @@ def action_of(weight: Weight, form: Container | None) -> str:
     """Return the action, as listed at the head of this file, that brings a weight into the container to write.
 
     Args:
+        weight: the weight to convert.
         form: the container to write; None to write unquantized values.
     """
     have = weight.container
@@ -96,6 +97,8 @@ class Target(NamedTuple):
     Attributes:
         part: the part of the output: CODES, SCALES, TENSOR_SCALE, INPUT_SCALE or VALUES.
         path: the output file.
+        position: the offset of the first byte in the file.
+        nbytes: the number of bytes.
         dtype: the safetensors dtype of the output tensor that these bytes belong to.
     """
 

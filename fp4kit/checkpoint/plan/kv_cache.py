@@ -84,6 +84,7 @@ class KvCache(NamedTuple):
         Args:
             tensor: the name of the scale in the source. A name that does not end in k_scale or v_scale is returned as
                 is.
+            format: the output format, "modelopt" or "compressed-tensors".
         """
         attention, _, leaf = tensor.rpartition(".")
         projection = _LEAVES.get(leaf)
@@ -112,6 +113,7 @@ def warnings(cache: KvCache, format: str, format_name: str) -> Iterable[str]:
     """Yield a warning if the source has a quantized KV cache that is not carried into the output.
 
     Args:
+        cache: the KV cache of the source.
         format: the output format.
         format_name: the name of the output format for the message.
     """

@@ -24,6 +24,7 @@ def first_match(patterns: Iterable[str], module: str) -> int | None:
 
     Args:
         patterns: globs that must match the whole name, with its case.
+        module: the name of a module.
     """
     return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
 

@@ -17,6 +17,7 @@ def jobs_of(
     """Yield the jobs of a plan, in the order of its tensors: one per tensor to copy, and one per piece to convert.
 
     Args:
+        plan: the plan.
         positions: name of an output tensor -> (output file, offset of the tensor's first byte).
         device: the numbers of the CUDA devices to use, with None for the CPU. Jobs that convert get them in turn; jobs
             that copy need none.
@@ -41,6 +42,9 @@ def _job(
     """Return the job that converts one piece (some rows of a weight) of a tensor's plan.
 
     Args:
+        plan: the whole plan, with the user's request.
+        tensor: the plan of the tensor.
+        piece: the piece to convert.
         positions: name of an output tensor -> (output file, offset of the tensor's first byte).
         device: the number of the CUDA device that computes; None for the CPU.
     """

@@ -166,6 +166,7 @@ class Request:
         so that input scales are then refused.
 
         Args:
+            one: a recipe of the request.
             some: True if a recipe of the request can have input scales.
         """
         return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}

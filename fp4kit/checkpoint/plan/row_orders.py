@@ -34,6 +34,7 @@ def has_alternating_rows(weight: Weight, config: Mapping[str, Any]) -> bool:
     This is the case for gate_up_proj of gpt-oss.
 
     Args:
+        weight: a weight of the model.
         config: the content of the model's config.json.
     """
     return len(weight.shape) == 3 and is_interleaved(config) and weight.name.endswith("gate_up_proj")
@@ -45,6 +46,7 @@ def gate_first(weight: Weight, config: Mapping[str, Any]) -> Weight:
     If gate and up rows of ``weight`` alternate, the result reorders them on reading. Otherwise it is ``weight`` itself.
 
     Args:
+        weight: a weight of the model.
         config: the content of the model's config.json.
     """
     return replace(weight, order=HeadOrder(weight.shape[-2], False)) if has_alternating_rows(weight, config) else weight
@@ -99,6 +101,8 @@ def in_closest_order(unquantized: Weight, rows: Rows, order: HeadOrder, readers:
     Args:
         unquantized: the weight with its own values.
         rows: the quantized rows of this weight.
+        order: the reordering to try.
+        readers: where to read both weights from.
     """
     reordered = rows._replace(weight=replace(rows.weight, order=order))
     for max_rows in (_SAMPLE_ROWS, unquantized.shape[-2]):
@@ -114,8 +118,11 @@ def sampled_sqnr_db(unquantized: Weight, at: int, rows: Rows, readers: Readers, 
     Only the first and the last ``max_rows`` of ``rows`` are compared.
 
     Args:
+        unquantized: the weight with its own values.
         at: the row of ``unquantized`` that corresponds to the first of ``rows``, counted over all matrices of a stack.
         rows: the quantized rows.
+        readers: where to read both weights from.
+        max_rows: the number of rows to compare at each end.
     """
     expert, first = divmod(at, unquantized.shape[-2])
     height = rows.span[1] - rows.span[0]

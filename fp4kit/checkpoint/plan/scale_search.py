@@ -104,6 +104,9 @@ def _check_vector(name: str, place: Located, columns: int, readers: Readers) -> 
 
     Args:
         name: the file and the tensor, for error messages.
+        place: the place of the tensor.
+        columns: the number of columns of the layer.
+        readers: where to read the tensor from.
     """
     entry = place.entry
     if (entry.dtype, entry.shape) != ("F32", (columns,)):
@@ -332,7 +335,9 @@ def words_of(search: ScaleSearch | None, action: str, recipe: Recipe) -> str:
     Return "" if ``search`` is None, the action computes no new codes, or the recipe's scales cannot be searched.
 
     Args:
+        search: the user's scale search, or None.
         action: what happens to the layer, one of the actions in job.py.
+        recipe: the recipe of the layer.
     """
     searched = search is not None and action in SEARCHED and search.supports(recipe)
     return f", scales {search.words}" if search is not None and searched else ""

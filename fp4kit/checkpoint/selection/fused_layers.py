@@ -84,6 +84,7 @@ def group_name(parent: str, fusion: Fusion) -> str:
 
     Args:
         parent: the parent module of the layers.
+        fusion: the layers, by their leaf names.
     """
     return join_module(parent, f"({'|'.join(fusion.members)})")
 

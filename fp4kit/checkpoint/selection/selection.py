@@ -225,6 +225,7 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
     A decision depends on its own tensor alone, so the tensors of a model may be split over several calls.
 
     Args:
+        candidates: tensors of one or several models.
         wishes: the user's choice of layers.
         block: a tensor is quantized only if the length of its rows, K, is a multiple of this number.
 
@@ -286,6 +287,7 @@ def _nothing_converted(pattern: str, first: Candidate, decision: Decision) -> st
     """Return the error message for an --only pattern whose modules all stay unquantized.
 
     Args:
+        pattern: the pattern.
         first: one of these modules, which the message names.
         decision: the decision on this module, with the reason.
     """
@@ -301,6 +303,7 @@ def _check_count(wishes: Wishes, count: int | None) -> None:
     """Raise CheckpointError if --keep-first or --keep-last asks for more layers than the model has.
 
     Args:
+        wishes: the user's choice of layers.
         count: the model's number of decoder layers; None if it is unknown, so that neither option may be used.
     """
     for option, wanted in (("--keep-first", wishes.keep_first), ("--keep-last", wishes.keep_last)):
@@ -319,6 +322,7 @@ def _check_layers(weights: Iterable[Candidate], wishes: Wishes) -> None:
 
     Args:
         weights: the weights of the whole model.
+        wishes: the user's choice of layers.
     """
     one_expert = {
         _without_expert_number(tensor.module): tensor for tensor in weights

@@ -116,6 +116,8 @@ def _mask(
     Args:
         part: the name of the part, a key of PARTS.
         x, q: the input and fp4kit's result, from which exceptions compute what they excuse.
+        call: the producer's call, which has the exceptions.
+        r: the recipe.
         theirs, ours: the part from the producer and from fp4kit.
         excused: gets 1 added for each exception that excuses a difference.
     """
@@ -142,8 +144,10 @@ def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> 
     holds scales and ``scales`` is False.
 
     Args:
+        part: the name of the part, a key of PARTS.
         where: the mask over elements.
         scales: whether the exception applies to scales, too.
+        r: the recipe, which determines the size of a block.
     """
     if part in ("block_scale", "tensor_scale") and not scales:
         return None
@@ -179,8 +183,10 @@ def difference_of(
     Any NaN equals any other NaN, but -0 differs from +0.
 
     Args:
+        part: the name of the part, a key of PARTS.
         theirs, ours: the arrays of the producer and of fp4kit. Other shapes or dtypes are a difference of all elements.
         masked: True for elements that are not compared.
+        r: the recipe, which determines the formats of codes and scales.
     """
     ours = np.asarray(ours)
     if theirs.shape != ours.shape or theirs.dtype != ours.dtype:

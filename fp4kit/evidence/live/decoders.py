@@ -104,6 +104,8 @@ def script(id: str, call: ProducerCall, q: fp4kit.Quantized, difference: PartDif
 
     Args:
         id: the recipe of q.
+        call: the producer's call, with a decoder.
+        q: the codes and scales to decode.
         difference: the difference in the values, which the program describes.
         versions: the name and version of the producer, for a comment.
     """

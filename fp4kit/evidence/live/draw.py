@@ -265,6 +265,9 @@ def _amax_range(
     cases.
 
     Args:
+        rng: the source of random numbers.
+        dtype: the dtype of the amaxes.
+        r: the recipe.
         tensor: the tensor amax, which is the highest; None takes the highest of the dtype or of the scale format.
     """
     span = 1 << ml_dtypes.finfo(dtype).nmant

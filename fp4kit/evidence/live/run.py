@@ -168,7 +168,10 @@ def _not_run(result: ProducerResult, adapter: Adapter, ids: tuple[str, ...], rea
     """Store the reason why the producer did not run in ``result``, and return ``result``.
 
     Args:
+        result: the result to change.
+        adapter: the producer's adapter.
         ids: the requested recipes. Those that the adapter has calls for are stored as left out.
+        reason: the reason, as a predicate such as "is not installed".
     """
     result.reason = reason
     result.left_out |= {id: f"{result.producer} {reason}" for id in adapter.calls if id in ids}
@@ -336,6 +339,7 @@ def _shrunk(case: LiveCase, compared: Compared, failure: str, result: ProducerRe
     """Shrink the value of a case that differs. Return (the difference as text, a Python program that shows it).
 
     Args:
+        case: the input on which the producer differs, or raises an error.
         compared: the comparison in which the case differed.
         failure: the producer's error, or "" if it raised none.
         result: has the producer's versions and the time spent on shrinking so far, which limits the time for this case.
@@ -390,8 +394,10 @@ def document(results: list[ProducerResult], ids: tuple[str, ...], seconds: float
     Producers that ran no recipe are left out. The entry "not_run" gives the reason for each recipe that did not run.
 
     Args:
+        results: the results of all producers.
         ids: the requested recipes.
         seconds: the running time.
+        seed: the seed of the random inputs.
     """
     return {
         "fp4kit": fp4kit.__version__,

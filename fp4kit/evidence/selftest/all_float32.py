@@ -95,6 +95,7 @@ def _amaxes(module: Any, sweep: Float32Sweep, rows: int) -> dict[str, Any]:
 
     Args:
         module: the library of the arrays, numpy or cupy.
+        sweep: the sweep.
         rows: the number of blocks, one per row.
     """
     r = sweep.target
@@ -215,6 +216,8 @@ def _quick_pieces(limit: int, chunk: int, starts: np.ndarray) -> Iterator[range]
     for each of ``starts``, with the NEAR patterns on each side of it.
 
     Args:
+        limit: the bit pattern after the last one to cover.
+        chunk: the largest number of patterns per range of every STEP-th pattern.
         starts: the first bit pattern of each run, at which the code changes.
     """
     yield from _pieces(limit, chunk, STEP)

@@ -183,8 +183,10 @@ def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
     """Compare matmul with the specification on ``count`` random products of all kinds of operands.
 
     Args:
+        engine: the engine to test.
         id: the id of the unit. A third of the products use variants of a matrix unit.
         seed: seed of the random products.
+        count: the number of products.
     """
     return fuzz.outcome(engine, Pool(operations=("matmul",), units=(id,), faults=False), seed, count)
 

@@ -29,7 +29,10 @@ def directory(
     ``root`` in the folder "plain".
 
     Args:
+        root: the directory to write.
         tensors: the tensors of gguf_files.model.
+        recipe: the id of the recipe to quantize with.
+        format: the format of the checkpoint, as for convert.
         options: further arguments of convert.
     """
     found: dict[str, np.ndarray] = {}

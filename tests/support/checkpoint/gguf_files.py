@@ -45,6 +45,8 @@ def write(path: Path, tensors: Mapping[str, Info], keys: Mapping[str, Any] | Non
     """Write a GGUF file of version 3.
 
     Args:
+        path: the file to write.
+        tensors: {name: (number of the type, bytes, shape)}.
         keys: header keys, in addition to an architecture and a layer count.
         alignment: the multiple of bytes at which tensors begin.
     """
@@ -109,6 +111,7 @@ def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
     The steps are those of dequantize_row_* in ggml-quants.c.
 
     Args:
+        raw: the bytes of the row.
         kind: "mxfp4" or "nvfp4".
     """
     size, scales, group = (17, 1, 32) if kind == "mxfp4" else (36, 4, 16)

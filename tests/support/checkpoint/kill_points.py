@@ -43,6 +43,7 @@ def counted(wanted: int | None, of_system: bool, call: Callable[[], object]) -> 
     Args:
         wanted: kill this process at the call with this number; None to kill nothing.
         of_system: True to count calls of the operating system only.
+        call: a function of no arguments.
     """
     count = 0
 
@@ -66,6 +67,9 @@ def kill_at(plan: Plan, out: Path, wanted: int, of_system: bool) -> None:
     """Execute a plan, which writes `out`, in a child process that kills itself at C function call number `wanted`.
 
     Args:
+        plan: the plan of the conversion.
+        out: the directory that the plan writes.
+        wanted: the number of the call at which the child kills itself.
         of_system: as for counted.
     """
     child = os.fork()

@@ -52,6 +52,9 @@ class Parts(NamedTuple):
     """Hold the codes (..., N, bytes) and scales of a quantized layer.
 
     Attributes:
+        codes: packed codes.
+        scales: block scales as stored.
+        tensor_scale: the factor by which decoding multiplies; None if there is no tensor scale.
         divisor: the number that compressed-tensors stores in place of the tensor scale; None if it is 1 / tensor_scale.
     """
 
@@ -102,6 +105,7 @@ def decoded(kind: str, codes: np.ndarray, scales: np.ndarray, tensor_scale: np.f
         kind: the quantization, such as "nvfp4".
         codes: packed codes, uint8 (..., N, bytes).
         scales: float32 numbers, or uint8 codes of scales.
+        tensor_scale: the factor to multiply by; None stands for 1.
     """
     if kind in ("nvfp4", "mxfp4"):
         elements = formats.E2M1.values[np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)]
@@ -149,6 +153,7 @@ def layers(tensors: Tensors, *, columns: bool = False, whole: bool = False) -> d
     """Return {name of a source tensor: {module name: Layer}} of a checkpoint, with one Layer per expert of a stack.
 
     Args:
+        tensors: all tensors of the checkpoint.
         columns: True if unquantized stacks are stored as [E, K, N].
         whole: True to return a stack as one layer.
     """
@@ -195,6 +200,8 @@ def quantized(x: np.ndarray, recipe: str, shared: np.float32) -> Parts:
     """Return a layer quantized by fp4kit.quantize.
 
     Args:
+        x: the values of the layer.
+        recipe: the id of the recipe.
         shared: the amax of all layers that share the tensor scale. If it is zero, codes and scales are 0 and the tensor
             scale is 1.
     """
@@ -241,6 +248,8 @@ def outputs(name: str, format: str, kind: str, parts: Parts) -> Loaded:
     """Return the tensors that store the layer `name` in a checkpoint format, as `load` would return them.
 
     Args:
+        name: the name of the layer.
+        format: the format of the checkpoint, such as "modelopt".
         kind: the quantization, such as "nvfp4".
         parts: the codes and scales of the layer.
     """
@@ -272,7 +281,9 @@ def divisor(recipe: str, shared: np.float32, dtype: np.dtype) -> np.float32 | No
     float16 for an amax of 0.04 or less.
 
     Args:
+        recipe: the id of the recipe.
         shared: the amax of all layers that share the scale.
+        dtype: the dtype of the values.
     """
     if recipe != "nvfp4-compressed-tensors" or shared == 0:
         return None
@@ -295,7 +306,9 @@ def rewritten(layer: Layer, group: list[Layer], recipe: str) -> Parts:
     where that is possible. Any other layer is quantized from its values.
 
     Args:
+        layer: the layer of the source.
         group: the layers that share the tensor scale of `layer`, which is one of them.
+        recipe: the id of the recipe.
     """
     kind = recipe.partition("-")[0]
     if layer.kind == kind:
@@ -314,6 +327,7 @@ def numbers(name: str, layers_of: Mapping[str, Layer], columns: bool) -> Loaded:
     """Return the tensor of a layer that the conversion decodes to bfloat16, as `load` would return it.
 
     Args:
+        name: the name of the source tensor.
         layers_of: {module: layer} with one layer.
         columns: True to store a stack as [E, K, N].
     """
@@ -337,6 +351,9 @@ def expected(
     """Return all tensors that a conversion must write, as `load` would return them.
 
     Args:
+        tensors: all tensors of the source.
+        recipe: the id of the recipe.
+        format: the format of the output, such as "modelopt".
         converted, decoded: the source tensors (of quantized layers, the codes) to quantize or to decode. Other tensors
             are copied.
         columns: True if stacks are stored as [E, K, N].

@@ -80,6 +80,7 @@ def base(prefix: str = "model", head: bool = True) -> Iterator[Spec]:
 
     Args:
         prefix: the module that holds the embeddings and the norm.
+        head: True to include the output head.
     """
     yield from ((f"{prefix}.embed_tokens", (V, H)), (f"{prefix}.norm", (H,)))
     if head:

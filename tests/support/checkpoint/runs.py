@@ -32,6 +32,7 @@ class Model:
     """Hold a source model in `folder`, the destination of a conversion, and `whole`, the files that it must write.
 
     Args:
+        folder: the folder for the source, the destination and a finished conversion.
         make: writes the source model to a directory.
     """
 

@@ -70,6 +70,9 @@ def write_model(
     """Write a model directory and return its tensors.
 
     Args:
+        root: the directory to write.
+        config: the content of config.json.
+        tensors: {name: array}.
         shard: a function that gives the number of the file for each tensor name; None to write one file,
             model.safetensors.
         index: True to write the index of the shards.
@@ -335,6 +338,9 @@ def _fp8(
     """Add a layer quantized to FP8: E4M3 codes without NaN, and one scale per block of 128x128.
 
     Args:
+        tensors: where to add the layer's tensors.
+        module: the name of the layer.
+        shape: the shape (N, K) of the layer.
         powers: True for scales that are powers of two.
         suffix: the end of the scales' name; ".scale" stores the scales as E8M0, others as float32.
     """
@@ -357,6 +363,7 @@ def deepseek_fp8(root: Path, powers: bool = False) -> Tensors:
     Some sizes are not multiples of 128.
 
     Args:
+        root: the directory to write.
         powers: True for scales that are powers of two.
     """
     tensors = deepseek(root / "numbers")

@@ -34,6 +34,7 @@ def transform(x: Any, mask: int) -> tuple[Any, Any, Any]:
     - per run, 1 if the float32 sums were certain, else 0.
 
     Args:
+        x: the runs, (n, 16).
         mask: the sign mask of the transform.
     """
     y, columns, is_short = cupy.empty_like(x), cupy.empty_like(x), cupy.zeros(len(x), np.uint8)
@@ -49,8 +50,10 @@ def put_bounds(x: Any, reciprocals: Any, first: Any, out: Any) -> None:
     """Write the lower bounds of losses that search_loss_bounds.cuh computes for each block of x to `out`.
 
     Args:
-        first: per block, the E4M3 code of the smallest candidate scale.
+        x: the blocks.
         reciprocals: per block, 1 / that scale.
+        first: per block, the E4M3 code of the smallest candidate scale.
+        out: the array to write to.
     """
     text = instantiation("search", recipe_struct(RECIPES[STATIC])).replace("search.cu", "search_loss_bounds.cuh")
     text += (HERE / "bounds.cu").read_text()

@@ -36,6 +36,7 @@ def included(names: Iterable[str], tree: Mapping[str, str]) -> list[str]:
     """Return `names` and the names of all files that they include, directly or indirectly.
 
     Args:
+        names: names of files.
         tree: {file name: text}.
     """
     found, pending = dict[str, None](), [*names]
@@ -86,6 +87,7 @@ def launching_on(function: Callable[[str, str, int], Callable[..., None]], cupy:
 
     Args:
         function: called as function(source, kernel, device).
+        cupy: a module with the interface of CuPy.
     """
     modules = pkgutil.walk_packages(fp4kit.cuda.__path__, "fp4kit.cuda.")
     launchers = [importlib.import_module(module.name) for module in modules]

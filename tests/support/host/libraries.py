@@ -150,8 +150,10 @@ class Libraries:
         Its first launch with a grid is repeated with other grids, because results must not depend on it.
 
         Args:
+            instantiation: the kernel.
             arguments: the bytes of the kernel's arguments.
             grid: the number of blocks.
+            threads: the number of threads per block.
         """
         if instantiation not in self._found:
             self._submit([instantiation])
