@@ -73,7 +73,10 @@ def groups(draw: st.DrawFn, names: tuple[str, ...] = GROUPS, dtypes: tuple[np.dt
 
 
 def tensor(draw: st.DrawFn, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
-    """Draw a tensor with values from POOL. It may hold one infinity or NaN, and may be in column-major order."""
+    """Draw a tensor of the given shape and dtype with values from POOL.
+
+    It may hold one infinity or NaN, and may be in column-major order.
+    """
     count, step = int(np.prod(shape)), draw(st.sampled_from((1, 1, 3)))
     start = draw(st.integers(0, 2**15))
     x = np.resize(POOL[dtype][start:], count * step)[::step].reshape(shape).copy()

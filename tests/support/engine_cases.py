@@ -41,7 +41,13 @@ COVERED = [id for id, r in RECIPES.items() if covered(r) and not r.fake_only]
 
 
 def assert_equal(found: Any, expected: Any, what: str = "array") -> None:
-    """Assert that two results, or lists of results, agree in every bit (NaN included) and every attribute."""
+    """Assert that two results, or lists of results, agree in every bit (NaN included) and every attribute.
+
+    Args:
+        found: an array, a Quantized, or a list or tuple of results.
+        expected: a result of the same kind.
+        what: a name of the result for the message.
+    """
     if isinstance(expected, (list, tuple)):
         assert len(found) == len(expected), what
         for i, pair in enumerate(zip(found, expected, strict=True)):

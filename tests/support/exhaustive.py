@@ -44,7 +44,10 @@ def every(step: int, cases: Iterable[Any]) -> list[Any]:
 
 
 def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
-    """Return the names as parameters: those in `chosen` for every run, the others for exhaustive runs only."""
+    """Return the names as parameters: those in `chosen` for every run, the others for exhaustive runs only.
+
+    Raise AssertionError if a name in `chosen` is not among `names`.
+    """
     names = list(names)
     assert set(chosen) <= set(names), f"no such names: {set(chosen) - set(names)}"
     return [*chosen, *exhaustive(name for name in names if name not in chosen)]

@@ -24,7 +24,10 @@ STOCHASTIC = [name for name in NAMES if not RECIPES[name].element.is_integer and
 
 
 def ordinary(seed=0, shape=(128, 128), dtype=np.float32):
-    """Return random normal values; rows differ in magnitude, and there are zeros of both signs and a block of zeros."""
+    """Return random normal values of the given shape and dtype, determined by ``seed``.
+
+    Rows differ in magnitude. There are zeros of both signs, and the first 32 elements are zeros.
+    """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-4, 5, (*shape[:-1], 1)))
     x[rng.random(shape) < 0.02] = 0

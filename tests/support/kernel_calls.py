@@ -250,7 +250,16 @@ def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
 def call_of(
     make: Any, id: str | Recipe, dtype: np.dtype = BF16, *, misaligned: bool = False, shape: Any = SHAPE, **options: Any
 ) -> KernelCall:
-    """Return a KernelCall of `make` with the recipe `id`. options: the options of the public function."""
+    """Return a KernelCall of `make`.
+
+    Args:
+        make: the function that makes the call, as in KernelCall.
+        id: the recipe, or the id of one in the table.
+        dtype: the dtype of the input.
+        misaligned: True if the input begins one element after a multiple of 16 bytes.
+        shape: the shape of the input.
+        options: the options of the public function.
+    """
     r = RECIPES[id] if isinstance(id, str) else id
     return KernelCall(make, r, dtype, tuple(options.items()), shape, misaligned)
 

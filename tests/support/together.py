@@ -25,7 +25,7 @@ def together(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that replaces pytest.mark.parametrize: one test runs every case and names those that fail.
 
-    All cases get the same fixtures. A case may not skip.
+    All cases get the same fixtures. A case may not skip. Raise AssertionError if there is no case.
 
     Args:
         name: the argument that takes the case.

@@ -11,7 +11,7 @@ TOOLS = Path(__file__).resolve().parents[2] / "tools"
 
 
 def tool_module(name: str) -> ModuleType:
-    """Import tools/NAME.py anew and return the module."""
+    """Import tools/NAME.py anew and return the module. Later imports of NAME in this process get the same module."""
     spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

@@ -22,7 +22,7 @@ def tensor(a):
 
 
 def array(t):
-    """Return a NumPy array with the bits of a PyTorch tensor."""
+    """Return a NumPy array with the bits of a PyTorch tensor. Raise AssertionError for anything else."""
     assert type(t) is torch.Tensor
     return t.view(torch.uint16).numpy().view(BF16) if t.dtype == torch.bfloat16 else t.numpy()
 

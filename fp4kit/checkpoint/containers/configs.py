@@ -125,6 +125,8 @@ def mixed_declarations(
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return both configs of a model with layers in several containers of one format, as ``declarations`` does.
 
+    The second config is None for compressed-tensors.
+
     compressed-tensors has a config group per container, whose targets are its layers. Model-Optimizer's
     MIXED_PRECISION names the algorithm of every layer, and no unquantized layers.
 
@@ -198,7 +200,13 @@ def awq_declarations(
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of Model-Optimizer, which has ``config_groups`` for NVFP4 and FP8 only."""
+    """Return the ``quantization_config`` of Model-Optimizer, which has ``config_groups`` for NVFP4 and FP8 only.
+
+    Args:
+        form: the container of the quantized layers.
+        ignore: the exclusion list.
+        has_input_scale: True if the quantized layers have input scales.
+    """
     config: dict[str, Any] = {}
     if form in (MODELOPT_NVFP4, MODELOPT_FP8):
         one = {"dynamic": False, "num_bits": form.element.bits, "type": "float"}
@@ -210,7 +218,13 @@ def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict
 
 
 def _compressed_tensors(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` of compressed-tensors, with one config group for all Linear layers."""
+    """Return the ``quantization_config`` of compressed-tensors, with one config group for all Linear layers.
+
+    Args:
+        form: the container of the quantized layers.
+        ignore: the exclusion list.
+        has_input_scale: True if the quantized layers have input scales.
+    """
     group = _compressed_group(form, has_input_scale)
     return {
         "config_groups": {"group_0": group},
@@ -267,7 +281,13 @@ def _group_of(form: Container, weights: Mapping[str, Any], inputs: Mapping[str, 
 
 
 def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` that SGLang reads for MXFP8."""
+    """Return the ``quantization_config`` that SGLang reads for MXFP8.
+
+    Args:
+        form: the container of the quantized layers.
+        ignore: the exclusion list.
+        has_input_scale: not used, because SGLang reads no input scales for MXFP8.
+    """
     return {
         "activation_scheme": "dynamic",
         "fmt": "e4m3",
@@ -279,14 +299,17 @@ def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> 
 
 
 def _gpt_oss(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
-    """Return the ``quantization_config`` that transformers reads for gpt-oss."""
+    """Return the ``quantization_config`` that transformers reads for gpt-oss.
+
+    Only ``ignore``, the exclusion list, is used.
+    """
     return {"quant_method": "mxfp4", "modules_to_not_convert": ignore}
 
 
 def _deepseek_v4(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:
     """Return the ``quantization_config`` of the DeepSeek-V4 release.
 
-    It describes the FP8 layers only, and does not mention the MXFP4 experts.
+    It describes the FP8 layers only, and does not mention the experts. No argument is used.
     """
     scheme = {"fmt": "e4m3", "scale_fmt": "ue8m0", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
     return {"quant_method": "fp8", **scheme}

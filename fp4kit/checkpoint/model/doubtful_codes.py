@@ -107,7 +107,13 @@ def _in_blocks(sample: _Sample) -> _Floats:
 
 
 def _scales(sample: _Sample, stored: np.ndarray, shape: tuple[int, ...]) -> _Floats:
-    """Return the values of block scales as float64, cut to the given (rows of blocks, blocks per row)."""
+    """Return the values of block scales as float64, cut to the given shape.
+
+    Args:
+        sample: the leading rows of a layer, whose container determines the format of the scales.
+        stored: block scales as stored.
+        shape: (rows of blocks, blocks per row).
+    """
     return scales_of(sample.form, stored)[: shape[0], : shape[1]].astype(np.float64)
 
 
@@ -116,11 +122,14 @@ def _is_scaled_by_block(form: Container) -> bool:
     return form.kind != "fp8 tensor"
 
 
-# Each check returns a warning, or "" ---------------------------------------------------------------------------------
+# Each check returns a warning, or "" if nothing is odd ---------------------------------------------------------------
 
 
 def _whole_numbers(sample: _Sample) -> str:
-    """Check float scales: E8M0 bytes that were converted to floats are whole numbers near 127."""
+    """Return a warning if float scales are whole numbers, as E8M0 bytes are if they are converted to floats; else "".
+
+    E8M0 bytes of trained weights are near 127, but their scales are far below 1.
+    """
     if sample.form.scale is not None or not _is_scaled_by_block(sample.form):
         return ""
     scales = sample.scales.astype(np.float64)
@@ -134,7 +143,10 @@ def _whole_numbers(sample: _Sample) -> str:
 
 
 def _unreached(sample: _Sample) -> str:
-    """Check codes: a scale that follows from the largest element of its block gives this element a large code."""
+    """Return a warning if no block has a code of a large magnitude; "" otherwise.
+
+    A scale that follows from the largest element of its block gives this element a large code.
+    """
     form = sample.form
     if not _is_scaled_by_block(form):
         return ""
@@ -153,11 +165,12 @@ def _unreached(sample: _Sample) -> str:
 
 
 def _equal_scales(sample: _Sample) -> str:
-    """Check equal scales: under scales that are truly equal, the elements of blocks are drawn alike.
+    """Return a warning if all block scales are equal, but the codes are those of blocks with other scales; else "".
 
-    F is the variance between blocks of e^2, relative to what the variance within blocks gives. It is near 1 under
-    scales that are truly equal. It is far above 1 if scales that were different powers of two were replaced. Scales
-    with a mantissa instead give every block an element of the largest code, more often than independent elements do.
+    Under scales that are truly equal, the elements of blocks are drawn alike. F is the variance between blocks of e^2,
+    relative to what the variance within blocks gives. It is near 1 under scales that are truly equal. It is far above 1
+    if scales that were different powers of two were replaced. Scales with a mantissa instead give every block an
+    element of the largest code, more often than independent elements do.
     """
     form, blocks = sample.form, _in_blocks(sample)
     scales = _scales(sample, sample.scales, blocks.shape)
@@ -208,7 +221,10 @@ def _without_means(x: _Floats, used: npt.NDArray[np.bool_]) -> _Floats:
 
 
 def _other_order(sample: _Sample) -> str:
-    """Check orders: block scales fit the codes only in another layout, or only if the codes are transposed."""
+    """Return a warning if block scales fit the codes only in another layout, or only if the codes are transposed.
+
+    Return "" otherwise.
+    """
     form, blocks = sample.form, _in_blocks(sample)
     if form.block[0] > 1 or form.scale is None or form.in_blocks:
         return ""
@@ -244,7 +260,9 @@ def _relaid(sample: _Sample, declared: str) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _reciprocal_columns(sample: _Sample, slab: Slab) -> str:
-    """Check factors per column (AWQ): they undo a scaling of the columns, so that they make columns more alike.
+    """Return a warning if the factors per column (AWQ) seem to be stored as their reciprocals; "" otherwise.
+
+    The right factors undo a scaling of the columns, so that they make columns more alike.
 
     The slope of the logarithm of the columns' size, before the factors are applied, over the logarithm of the factors
     is near -1. It is near 1 if the factors are stored as their reciprocals.

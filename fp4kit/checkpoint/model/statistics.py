@@ -333,6 +333,11 @@ def _max_magnitudes(form: Container, scales: np.ndarray, tensor_scale: np.float3
 
     The products are exact in float64, and are then rounded down to float32. A float32 value exceeds the rounded product
     if and only if it exceeds the exact one.
+
+    Args:
+        form: the container, which determines element and scale format.
+        scales: block scales as stored.
+        tensor_scale: the factor to multiply by on decode; None stands for 1.
     """
     exact = np.abs(scales_of(form, scales).astype(np.float64)) * float(form.element.max)
     exact *= 1.0 if tensor_scale is None else abs(float(tensor_scale))

@@ -177,7 +177,15 @@ def solve(units: Sequence[Unit], budget: int) -> Point:
 
 
 def _next(hulls: Sequence[list[int]], choices: Sequence[int], step: _Step) -> int:
-    """Return the position in the hull of a step's unit that follows the unit's current choice."""
+    """Return the position in the hull of a step's unit that follows the unit's current choice.
+
+    If the current choice is the last one of the hull, return its own position.
+
+    Args:
+        hulls: the options on the hull of each unit, as _hull returns them.
+        choices: the current option of each unit. It must be on the unit's hull.
+        step: the step, which names the unit.
+    """
     hull = hulls[step.unit]
     return min(hull.index(choices[step.unit]) + 1, len(hull) - 1)
 

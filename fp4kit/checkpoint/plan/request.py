@@ -172,7 +172,7 @@ class Request:
         return {} if one.tensor_scaling == "tensor" or not some else {"input_scale": None, "activations": None}
 
     def _common_format(self, config: Mapping[str, Any]) -> str | None:
-        """Return the format for all recipes of a request: the user's, or one that stores each of them.
+        """Return the format for all recipes of a request: the user's, or one that stores each of them; None for none.
 
         If the recipes need several containers, only a format that declares mixtures can store them. Otherwise the best
         format of the default recipe is preferred. If no format stores all recipes, the best one is returned all the
@@ -190,7 +190,11 @@ class Request:
         return next((f for f in ordered if not any(support.refusal(f, kind, family) for kind in kinds)), best)
 
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
-        """Return what ``form_for`` returns, but without checking that the container supports the scale search."""
+        """Return the container to write for a model, or None to write unquantized tensors.
+
+        Unlike ``form_for``, this does not check that the container supports the scale search. It raises CheckpointError
+        in all other cases in which ``form_for`` does.
+        """
         if gguf.is_gguf_config(config):
             return self._gguf_form()
         if self.split_max_size is not None:

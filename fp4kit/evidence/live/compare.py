@@ -159,7 +159,11 @@ def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> 
 def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
     """Return a mask of the elements in which two arrays of equal shape differ. Any NaN equals any other NaN.
 
-    ``part`` says whether the elements are codes, block scales or values.
+    Args:
+        part: the name of the part, which says whether the elements are codes, block scales or values.
+        theirs: the producer's array.
+        ours: fp4kit's array.
+        r: the recipe, which determines the formats of codes and scales.
     """
     fmt = {"codes": r.element, "block_scale": r.scale}.get(part)
     a, b = np.asarray(theirs), np.asarray(ours)

@@ -1,6 +1,8 @@
 """Draw input arrays of many kinds from a seed. Each array is reproducible by its number.
 
-A *kind* (KINDS) is a distribution of values, such as "ties" or "near thresholds".
+A *kind* (KINDS) is a distribution of values, such as "ties" or "near thresholds". It is a function with four arguments:
+rng, the source of random numbers; the shape (rows, columns) and the dtype of the result; and r, the recipe, whose
+blocks and scales some kinds depend on.
 """
 
 from __future__ import annotations
@@ -241,7 +243,12 @@ def _thresholds(
 ) -> np.ndarray:
     """Return one amax per block at which the recipe's scale code changes, found by bisection from random starts.
 
-    ``blocks`` is the shape of the result, and ``tensor`` is the tensor amax or None.
+    Args:
+        rng: the source of random numbers.
+        blocks: the shape of the result, (rows of blocks, blocks per row).
+        dtype: the dtype of the amaxes.
+        r: the recipe, which must have blocks.
+        tensor: the tensor amax; None if the recipe has no tensor scale.
     """
     bits = unsigned(dtype)
     span = 1 << ml_dtypes.finfo(dtype).nmant

@@ -80,7 +80,10 @@ class Finished(NamedTuple):
 
 
 def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """Return normally distributed values. Each row is multiplied by a power of two from 2^-6 to 2^6."""
+    """Return normally distributed values of the given dtype and shape, determined by ``seed``.
+
+    Each row is multiplied by a power of two from 2^-6 to 2^6.
+    """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape, np.float32)
     x *= np.exp2(rng.integers(-6, 7, (*shape[:-1], 1))).astype(np.float32)
@@ -88,7 +91,10 @@ def ordinary(dtype: np.dtype, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool) -> np.ndarray:
-    """Return random bit patterns as ``dtype``, all equally likely. ``finite`` replaces infinities and NaN by zeros."""
+    """Return random bit patterns, all equally likely, as an array of the given dtype and shape, determined by ``seed``.
+
+    If ``finite`` is True, infinities and NaN are replaced by zeros.
+    """
     x = np.random.default_rng(seed).integers(0, 1 << 8 * dtype.itemsize, shape, unsigned(dtype)).view(dtype)
     return np.where(np.isfinite(x.astype(np.float32)), x, np.zeros((), dtype)) if finite else x
 
@@ -192,7 +198,16 @@ def products(engine: ComparedEngine, id: str, seed: int, count: int) -> Outcome:
 
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
-    """Compare quantize and dequantize with the specification on a large array of normally distributed values."""
+    """Compare an engine's quantize and dequantize with the specification on a large array.
+
+    The array has normally distributed values. It is decoded to bfloat16.
+
+    Args:
+        engine: the engine to test.
+        id: the recipe.
+        dtype: the dtype of the array.
+        shape: the shape of the array.
+    """
     return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
 
 

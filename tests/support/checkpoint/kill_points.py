@@ -83,7 +83,8 @@ def state_after(out: Path, whole: dict[str, str]) -> str:
     """Return what a killed conversion had left: "whole", "partial" or "nothing". Complete the conversion if needed.
 
     "whole" is a finished directory, from which leftovers are removed. "partial" is an unfinished directory, which is
-    resumed. After "nothing", the conversion is started again.
+    resumed. After "nothing", the conversion is started again. Raise AssertionError if a finished directory differs from
+    ``whole``, or if a hidden file is left in it.
 
     Args:
         out: the directory that the conversion writes. Its source is "m" beside it.

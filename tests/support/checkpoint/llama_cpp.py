@@ -62,7 +62,7 @@ def write(path: Path, values: Mapping[str, np.ndarray]) -> None:
 def embedding(path: Path) -> np.ndarray:
     """Return the mean embedding of TEXT that llama.cpp computes with the GGUF file at `path`, in a new process.
 
-    The embedding is a vector of length (norm) 1.
+    The embedding is a vector of length (norm) 1. Raise AssertionError with llama.cpp's messages if the process fails.
     """
     done = subprocess.run([sys.executable, __file__, str(path)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]

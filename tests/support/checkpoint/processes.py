@@ -111,7 +111,10 @@ def signalled(
 
 
 def events(folder: Path, *arguments: object) -> list[str]:
-    """Return the events of a run without a signal, from the import of fp4kit.ops on."""
+    """Return the events of a run without a signal, from the import of fp4kit.ops on.
+
+    Raise AssertionError if the run fails.
+    """
     run = signalled(folder, -1, 0, *arguments, log=str(folder / "log"))
     assert run.code == 0, run.err
     return (folder / "log").read_text().splitlines()

@@ -32,7 +32,14 @@ def _candidates(config: dict[str, object], specs: Iterator[Spec], stored: str | 
 
 
 def _candidate(name: str, shape: tuple[int, ...], model: Model, stored: str | None) -> Candidate:
-    """Return one tensor as a Candidate. stored: the container that it is quantized in, or None."""
+    """Return one tensor as a Candidate.
+
+    Args:
+        name: the name of the module. ".weight" is added, except to stacks and biases.
+        shape: the shape of the values.
+        model: the facts about the model.
+        stored: the container in which the tensor is quantized; None if it is unquantized. Biases are never quantized.
+    """
     if len(shape) == 3:
         return (
             Candidate(f"{name}_blocks", name, stored, shape, model) if stored else candidate(name, "BF16", shape, model)

@@ -47,7 +47,13 @@ def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype
 
 
 def write_file(path: Path, tensors: Mapping[str, np.ndarray], metadata: Mapping[str, str] | None = None) -> None:
-    """Write a safetensors file with the tensors in the given order."""
+    """Write a safetensors file with the tensors in the given order.
+
+    Args:
+        path: the file to write.
+        tensors: {name: array}.
+        metadata: the metadata of the header; None for {"format": "pt"}.
+    """
     header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "pt"})}
     begin = 0
     for name, x in tensors.items():

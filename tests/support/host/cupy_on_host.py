@@ -138,7 +138,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         return self._host.copy(order="K")
 
     def set(self, values: np.ndarray) -> None:
-        """Copy values from the host."""
+        """Copy values from the host. Raise AssertionError if they have another shape or dtype."""
         wait()
         assert self.shape == values.shape and self.dtype == values.dtype
         self._host[...] = values

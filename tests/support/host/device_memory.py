@@ -207,13 +207,13 @@ class Stream:
         _graph = None  # ends the capture after an exception, too
 
     def begin_capture(self) -> None:
-        """Start to capture work in a graph instead of doing it."""
+        """Start to capture work in a graph instead of doing it. Raise AssertionError during another capture."""
         global _graph
         assert _graph is None
         _graph = Graph()
 
     def end_capture(self) -> Graph:
-        """End the capture and return the graph."""
+        """End the capture and return the graph. Raise AssertionError if none has started."""
         global _graph
         graph, _graph = _graph, None
         assert graph is not None

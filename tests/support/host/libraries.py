@@ -132,7 +132,15 @@ class Libraries:
         self._noted: dict[str, dict[Instantiation, None]] = defaultdict(dict)  # by .cu file
 
     def function(self, source: str, kernel: str, device: int) -> Callable[..., None]:
-        """Replace loader.function: return a kernel that is compiled when it is launched."""
+        """Replace loader.function: return a function that launches a kernel, and compiles the kernel first if needed.
+
+        In a rehearsal, the function only notes the kernel.
+
+        Args:
+            source: the text of the stub that requests the kernel.
+            kernel: the name of the kernel in the stub.
+            device: the number of the device, which is not used.
+        """
         instantiation = Instantiation(source, kernel)
 
         def launch(grid: tuple[int], threads: tuple[int], arguments: tuple[np.ndarray], stream: Any = None) -> None:
