@@ -15,7 +15,12 @@ NAN = float("nan")
 
 
 class OnDevice:
-    """Stand in for an array on another device. It announces the device through DLPack, and its data cannot be read."""
+    """Stand in for an array on another device. It announces the device through DLPack, and its data cannot be read.
+
+    Args:
+        kind: DLPack's number of the kind of device, such as 2 for CUDA.
+        index: the number of the device.
+    """
 
     def __init__(self, kind=2, index=0):
         self.device = kind, index

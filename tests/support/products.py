@@ -36,7 +36,15 @@ _MX = {
 
 
 class Recorded(NamedTuple):
-    """Hold a recorded product: the arguments of fp4kit.matmul, and the recorded result d."""
+    """Hold a recorded product: the arguments of fp4kit.matmul, and the recorded result.
+
+    Attributes:
+        name: the name of the product in its file.
+        a, b: the operands, arrays or Quantized.
+        unit: the unit to compute with.
+        c: the array with which the sums begin, or None.
+        d: the recorded result.
+    """
 
     name: str
     a: Any
@@ -47,7 +55,11 @@ class Recorded(NamedTuple):
 
 
 def recorded(file: str) -> Iterator[Recorded]:
-    """Yield the products of a file in tests/data/matmul. file: its name without .npz, such as "h100"."""
+    """Yield the products of a file in tests/data/matmul, sorted by name.
+
+    Args:
+        file: the name of the file without .npz, such as "h100".
+    """
     with np.load(DATA / f"{file}.npz") as arrays:
         found = dict(arrays)
     for name in sorted({key.rpartition("/")[0] for key in found}):

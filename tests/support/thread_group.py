@@ -15,6 +15,11 @@ class ThreadGroup:
     """Act as the communicator of one rank, which is a thread.
 
     All ranks share a barrier and a list of slots, through which they exchange arrays.
+
+    Args:
+        rank: the number of the rank.
+        slots: a list with one slot per rank.
+        barrier: a barrier for as many threads as there are ranks.
     """
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:

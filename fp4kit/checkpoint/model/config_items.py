@@ -390,7 +390,7 @@ def _excludes(pattern: str, name: str) -> bool:
     """Return whether an entry of a list of unquantized layers names a layer.
 
     Args:
-        pattern: a regular expression ("re:..."), a glob with "*", or a whole name.
+        pattern: a glob with "*", a whole name, or a regular expression ("re:...") that matches the beginning of a name.
         name: the name of the layer.
     """
     if pattern.startswith("re:"):

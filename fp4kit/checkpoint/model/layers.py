@@ -81,6 +81,9 @@ def layer_names(weight: Weight, form: Container | None, config: Mapping[str, Any
         weight: a matrix or a stack of experts of the source.
         form: the container to write; None for unquantized output.
         config: the content of the model's config.json.
+
+    Raises:
+        CheckpointError: if a stack must be split, but its rows of gate and up alternate (see parts_of).
     """
     if len(weight.shape) == 2 or form is None or form.keeps_stacks:
         return (weight.name,)
@@ -144,6 +147,9 @@ def pieces(weight: Weight, form: Container, config: Mapping[str, Any], has_input
         form: the container to write.
         config: the content of the model's config.json.
         has_input_scale: True if the outputs include an input scale per layer.
+
+    Raises:
+        CheckpointError: if a stack must be split, but its rows of gate and up alternate (see parts_of).
     """
     rows, columns = weight.shape[-2:]
     if len(weight.shape) == 2 or form.keeps_stacks:

@@ -36,7 +36,13 @@ def _digest(file: Any) -> str:
 
 
 class Digest(NamedTuple):
-    """Hold a file's path, SHA-256 (in hexadecimal) and size in bytes."""
+    """Hold what identifies the content of a file.
+
+    Attributes:
+        path: the path of the file.
+        sha256: the SHA-256 of the content, in hexadecimal.
+        nbytes: the size in bytes.
+    """
 
     path: Path
     sha256: str

@@ -158,9 +158,15 @@ def assign_recipes(
 class _Candidates:
     """Find the layers that each candidate can quantize, and how it stores them.
 
-    forms: recipe id -> the recipe and its container.
-    weights: tensor name -> weight, for all layers that at least one candidate can quantize.
-    fits: recipe id -> the tensor names of the layers that the candidate can quantize.
+    The attribute ``forms`` maps recipe id to the recipe and its container. ``weights`` maps tensor name to weight, for
+    all layers that at least one candidate can quantize. ``fits`` maps recipe id to the tensor names of the layers that
+    the candidate can quantize.
+
+    Args:
+        source: an unquantized model directory or safetensors file.
+        named: name of a candidate -> its recipe, at least one.
+        format: the output format; None for one that can hold all candidates.
+        wishes: which layers to quantize.
 
     Raises:
         CheckpointError: if the layers are quantized, or if a candidate fits no layer.
@@ -189,14 +195,19 @@ class _Candidates:
             self.weights |= found
 
     def parts(self, weight: Weight) -> list[Piece]:
-        """Return the pieces of a weight, one per output layer."""
+        """Return the pieces of a weight, one per output layer: one for a matrix, one or two per expert of a stack."""
         form = next(iter(self.forms.values())).form
         assert form is not None
         return list(pieces(weight, form, self.source.config, False))
 
 
 class _Sums(NamedTuple):
-    """Hold sums over one piece: the squares of its values, and the squared errors per recipe id, weighted by column."""
+    """Hold sums over one piece, in which each term is multiplied by the weight of its column.
+
+    Attributes:
+        signal: the sum of the squares of the values.
+        errors: recipe id -> the sum of the squared errors under this recipe.
+    """
 
     signal: float
     errors: Mapping[str, float]

@@ -52,7 +52,13 @@ class Unit:
 
 
 class Point(NamedTuple):
-    """Describe one assignment of options to units: its total bits, its total error, and an option index per unit."""
+    """Describe one assignment of options to units.
+
+    Attributes:
+        bits: the total number of bits.
+        error: the total error.
+        choices: per unit, the index of the chosen option.
+    """
 
     bits: int
     error: float

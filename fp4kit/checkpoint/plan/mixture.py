@@ -30,7 +30,12 @@ def first_match(patterns: Iterable[str], module: str) -> int | None:
 
 
 class Choice(NamedTuple):
-    """Say how a layer is quantized: by which recipe, into which container (None for unquantized output)."""
+    """Describe how a layer is quantized.
+
+    Attributes:
+        recipe: the recipe.
+        form: the container to write; None for unquantized output.
+    """
 
     recipe: Recipe
     form: Container | None

@@ -95,7 +95,11 @@ _NOT_NAMED = Decision(False, "not named by --only", True)
 
 
 class _Patterns:
-    """Match whole module names against a list of globs, the patterns of --keep or --only."""
+    """Match whole module names against a list of globs, the patterns of --keep or --only.
+
+    Args:
+        patterns: the globs. Case counts. If there are none, nothing matches.
+    """
 
     def __init__(self, patterns: Sequence[str]) -> None:
         self._matchers = [(pattern, re.compile(translate(pattern)).match) for pattern in patterns]

@@ -27,7 +27,12 @@ MAX_ELEMENTS = 8192  # per array
 
 
 class Drawn(NamedTuple):
-    """Hold a drawn array, and the name of its kind in KINDS."""
+    """Hold a drawn array.
+
+    Attributes:
+        x: the array, (rows, columns).
+        kind: the name of its kind in KINDS.
+    """
 
     x: np.ndarray
     kind: str

@@ -63,7 +63,14 @@ class Task(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """Hold a task with its outcome, the seconds it took, and the error that ended it, or "" if none did."""
+    """Hold the result of a task.
+
+    Attributes:
+        task: the task.
+        outcome: the outcome; empty if an error ended the task.
+        seconds: the running time.
+        error: type and text of the error that ended the task, or "" if none did.
+    """
 
     task: Task
     outcome: Outcome

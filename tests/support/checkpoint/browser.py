@@ -63,7 +63,12 @@ def browser(folder: Path) -> Iterator[Page]:
 class Page:
     """Drive the first tab of a browser.
 
-    events: all messages that the browser sent unasked, such as requests, console messages and exceptions.
+    The attribute ``events`` lists the messages that the browser sent unasked since the last ``open``, such as requests,
+    console messages and exceptions.
+
+    Args:
+        to: the file descriptor of the pipe that the browser reads.
+        back: the file descriptor of the pipe that the browser writes.
     """
 
     def __init__(self, to: int, back: int) -> None:

@@ -54,7 +54,13 @@ for _number in CODES:
 
 
 class Run(NamedTuple):
-    """Hold the exit code and the output of a process that has ended."""
+    """Hold what a process that has ended leaves.
+
+    Attributes:
+        code: the exit code; -N if signal N ended the process.
+        out: the text on stdout.
+        err: the text on stderr.
+    """
 
     code: int
     out: str
@@ -83,7 +89,10 @@ def in_this_process(capsys: pytest.CaptureFixture[str]) -> Callable[..., Run]:
 
 
 def ended(process: subprocess.Popen[str]) -> Run:
-    """Wait until a process has ended and return its exit code and output."""
+    """Wait until a process has ended and return its exit code and output.
+
+    Raise subprocess.TimeoutExpired after 60 seconds.
+    """
     out, err = process.communicate(timeout=60)
     return Run(process.returncode, out, err)
 
@@ -172,7 +181,10 @@ def read_to_the_end(other_end: int) -> bytes:
 
 @cache
 def on_terminal(columns: int, *arguments: str) -> tuple[int, str]:
-    """Run fp4kit on a pseudo-terminal of `columns` columns; return its exit code and its output."""
+    """Run fp4kit on a pseudo-terminal of `columns` columns; return its exit code and its output.
+
+    A call with arguments of an earlier call returns that call's result.
+    """
     process, other_end = with_terminal(columns, *arguments)
     written = read_to_the_end(other_end)
     return process.wait(60), written.decode()

@@ -32,7 +32,12 @@ def key_of(parts: Iterable[str]) -> str:
 
 
 class Cache:
-    """Keep files by key in a folder that processes share. While one process makes a file, others that want it wait."""
+    """Keep files by key in a folder that processes share. While one process makes a file, others that want it wait.
+
+    Args:
+        folder: the folder, which is created if it does not exist.
+        limit: the number of bytes above which old files are removed.
+    """
 
     def __init__(self, folder: Path, limit: int = LIMIT) -> None:
         self.folder, self._limit = folder, limit

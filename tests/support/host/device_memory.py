@@ -29,7 +29,7 @@ _lock = threading.Lock()
 
 
 class Memory:
-    """Hold one allocation of `size` bytes between two guard pages."""
+    """Hold one allocation of `size` bytes between two guard pages. A size of 0 has the address 0."""
 
     live: ClassVar[WeakSet[Memory]] = WeakSet()
     margin: ClassVar[int] = UNWRITTEN  # the byte that all margins are filled with now
@@ -125,7 +125,13 @@ def using_allocator(allocator: Callable[[int], Memory]) -> Iterator[None]:
 
 
 class MemoryPointer:
-    """Replace cupy.cuda.MemoryPointer: the address of an array's data or of an allocation."""
+    """Replace cupy.cuda.MemoryPointer: the address of an array's data or of an allocation.
+
+    Args:
+        memory: the allocation that the address is in.
+        ptr: the address.
+        device: the number of the device.
+    """
 
     def __init__(self, memory: Memory, ptr: int, device: int) -> None:
         self.mem, self.ptr, self.device_id = memory, ptr, device

@@ -23,7 +23,12 @@ MULTIPROCESSORS = 2  # multiprocessors of the simulated device: few, so that the
 
 
 class Instantiation(NamedTuple):
-    """Describe one request to loader.function: the text of the stub, and the name of the kernel in it."""
+    """Describe one request to loader.function.
+
+    Attributes:
+        source: the text of the stub, a few lines of CUDA that instantiate a kernel.
+        kernel: the name of the kernel in the stub.
+    """
 
     source: str
     kernel: str

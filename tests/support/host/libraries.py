@@ -57,7 +57,12 @@ def recorded(calls: Iterable[Callable[[], object]]) -> list[Instantiation]:
 
 
 class Library:
-    """Load a compiled library of kernels and launch its kernels by their number."""
+    """Load a compiled library of kernels and launch its kernels by their number.
+
+    Args:
+        path: the shared library.
+        table: the GPU's reciprocals, as fp4kit.reference.arith.reciprocal_table returns them.
+    """
 
     def __init__(self, path: Path, table: np.ndarray) -> None:
         # PyDLL keeps the GIL during a launch. A library has one set of fibers, so only one thread may launch at a time.
@@ -121,7 +126,13 @@ def launch_in_every_order(
 
 
 class Libraries:
-    """Compile, load and launch kernels on demand. During a rehearsal, launches are only recorded and nothing runs."""
+    """Compile, load and launch kernels on demand. During a rehearsal, launches are only recorded and nothing runs.
+
+    Args:
+        folder: where to write the libraries.
+        compiler: the C++ compiler.
+        sources: the folder with the kernels' source files.
+    """
 
     def __init__(self, folder: Path, compiler: Compiler, sources: Path = loader.SOURCES) -> None:
         self._compiler, self._folder, self._sources = Compiler((*compiler.command, *FLAGS)), folder, sources

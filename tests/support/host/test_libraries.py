@@ -77,7 +77,11 @@ def one_grid(monkeypatch):
 
 
 def launch_sum(**changed: str) -> int:
-    """Launch the kernel SUM, with some of its parts replaced, and return the sum."""
+    """Launch the kernel SUM in one block of 256 threads, with some of its parts replaced, and return the sum.
+
+    Args:
+        changed: {name of a part in SUM: C++ text to put in its place}.
+    """
     y, x = cupy.zeros(1, np.uint32), cupy.asarray(np.zeros(1, np.uint32))
     source = SUM
     for name, text in (RIGHT | changed).items():

@@ -71,7 +71,7 @@ def _call(**options: Any) -> ProducerCall:
 
 
 def _four_over_six(error: str, scale_max: int, **options: Any) -> ProducerCall:
-    """Return the ProducerCall for a 4over6 variant.
+    """Return the ProducerCall for a variant of TE's 4over6, which tries two scales per block and keeps the better.
 
     Args:
         error: the error measure, "mae" or "mse".
