@@ -5,6 +5,7 @@ The results are the tensors that the checkpoint converter would write.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -20,6 +21,7 @@ from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, T
 from fp4kit.checkpoint.convert.put_scalars import input_scale_of, usable_tensor_scale
 from fp4kit.checkpoint.convert.quantize_rows import divisor_of, of_zeros
 from fp4kit.checkpoint.model.closed_world import adapter_trouble, is_known_beside
+from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.layers import Piece, pieces
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, stack_shape
@@ -29,13 +31,13 @@ from fp4kit.checkpoint.plan.layer_checks import stacks_trouble
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
-from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
+from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide, no_multiple
 from fp4kit.layouts import pack_mlx
 from fp4kit.lazy import lazy_property
 from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import TensorEntry
 
 Named = tuple[str, Any]
@@ -123,6 +125,21 @@ class Rules:
         """
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
+    def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
+        """Return the reason why a tensor stays unquantized if it is only that its rows are no whole blocks; else "".
+
+        Args:
+            name: the Hugging Face name of the tensor.
+            dtype: its safetensors dtype, such as "BF16".
+            shape: its shape.
+        """
+        block = self.form.row_multiple
+        tensor = self._candidate(name, dtype, shape)
+        if not shape or self.decisions([(name, dtype, shape)])[name].reason != no_multiple(tensor.shape, block):
+            return ""
+        whole = replace(tensor, shape=(*tensor.shape[:-1], block))
+        return no_multiple(tensor.shape, block) if decide([whole], self._wishes, block)[name].converted else ""
+
     def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
         """Return the description of a tensor that the function ``decide`` needs to tell whether to quantize it.
 
@@ -177,6 +194,7 @@ class TensorConverter:
         self._seen: set[str] = set()
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
         self._beside: dict[str, str] = {}  # possible layer -> a tensor under its name that is not known beside layers
+        self._short_rows: dict[str, list[str]] = {}  # why rows are no whole blocks -> the names of the tensors
         self._since = since or {}
 
     def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -229,6 +247,8 @@ class TensorConverter:
         shape, dtype = tuple(array.shape), _dtype_name(array)
         kind = _SAFETENSORS.get(dtype, "F32")
         selected = self.rules.decisions([(name, kind, shape)])[name].converted
+        if not selected and (why := self.rules.why_not_in_blocks(name, kind, shape)):
+            self._short_rows.setdefault(why, []).append(name)
         if selected and dtype not in _SAFETENSORS:
             raise CheckpointError(
                 f"{shown(name)}: is {dtype} {list(shape)}; float32, float16 or bfloat16 in native byte order is needed;"
@@ -287,9 +307,22 @@ class TensorConverter:
             With incomplete="quantize", the (name, array) pairs of the layers that still wait for a layer with the same
             tensor scale. Otherwise nothing.
 
+        Warns:
+            UserWarning: tensors stayed unquantized because their rows are no whole blocks. Name them in
+                Wishes(keep=...) if this is intended.
+
         Raises:
-            CheckpointError: layers still wait, and ``incomplete`` is "error"; or a gate has no up projection.
+            CheckpointError: layers still wait, and ``incomplete`` is "error"; or a gate has no up projection; or a
+                layer came under two names, such as w1 and gate_proj.
         """
+        for name, why in named_twice(self._modules):
+            raise CheckpointError(f"{shown(name)}: {why}")
+        for why, names in self._short_rows.items():
+            warnings.warn(
+                f"convert_tensors: {listed(names)}: unquantized, because {why}; use a recipe with shorter blocks, or"
+                " name these layers in Wishes(keep=...)",
+                stacklevel=3,
+            )
         alone = fused_layers.missing_gated_halves(self._converted)
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
@@ -369,8 +402,11 @@ def convert_tensors(
             - A tensor that is to be quantized contains NaN or infinity, or is neither float32, float16 nor bfloat16.
             - mlx-lm would not find a layer again, or no loader can use a scale.
             - A layer that shares a tensor scale with others never arrives, and ``incomplete`` is "error".
-            - A gate has no up projection, or ``incomplete`` is not valid.
+            - A gate has no up projection, a layer comes under two names, or ``incomplete`` is not valid.
         TypeError: a name is not a str, or a value is not an array.
+
+    Warns:
+        UserWarning: tensors stay unquantized because their rows are no whole blocks.
 
     Exact: the bytes are those that convert writes for these tensors.
 

@@ -32,6 +32,7 @@ from fp4kit.checkpoint.containers.container import (
 )
 from fp4kit.checkpoint.model.config_items import brief, config_items, hf_quant_items
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD, Item
+from fp4kit.checkpoint.model.layer_sizes import named_twice
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import COMFY_METADATA, Weight, comfy_layers, looks_quantized
 from fp4kit.storage.errors import CheckpointError, listed, shown
@@ -104,6 +105,7 @@ def account(
     patterns = tuple(ignore)
     found = [
         *_tensor_items(tensors, weights),
+        *_layers_named_twice(weights),
         *config_items(config or {}, weights),
         *hf_quant_items(hf_quant_config or {}, config or {}, weights),
         *_metadata_items(tensors, weights),
@@ -220,6 +222,14 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[I
         elif looks_quantized(entry):
             what = f"{entry.dtype} {list(entry.shape)}"
             yield Item(REFUSED, "tensor", name, _unknown_format(name, tensors), what)
+
+
+def _layers_named_twice(weights: Mapping[str, Weight]) -> Iterator[Item]:
+    """Yield a refused item for each layer that is stored under two names, such as w1 and gate_proj of one expert."""
+    by_name = {weight.name: weight for weight in weights.values()}
+    for name, why in named_twice(by_name):
+        entry = by_name[name].located.entry
+        yield Item(REFUSED, "tensor", entry.name, why, f"{entry.dtype} {list(entry.shape)}")
 
 
 _PART_NAMES = {

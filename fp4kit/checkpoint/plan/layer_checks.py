@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from fp4kit.checkpoint.model import layer_sizes
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.storage.errors import CheckpointError, listed, shown
@@ -108,6 +109,36 @@ def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
 
 # Leaf names of layers that read the hidden state, and of layers that write it.
 _READS, _WRITES = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+
+
+def all_doubts(
+    weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
+) -> Iterator[str]:
+    """Yield the warnings of ``doubtful_layers``, and one about a quantized output head that is tied to the embedding.
+
+    The arguments are those of ``doubtful_layers``.
+    """
+    weights = [*weights]
+    yield from doubtful_layers(weights, config, tensors)
+    yield from filter(None, [layer_sizes.tied_head(weights, config)])
+
+
+def doubtful_layers(
+    weights: Iterable[Weight], config: Mapping[str, Any], tensors: Mapping[str, tuple[object, TensorEntry]]
+) -> Iterator[str]:
+    """Yield warnings about layers that seem to lack rows or columns, or to be stored transposed.
+
+    Args:
+        weights: the weights of a model.
+        config: the content of its config.json.
+        tensors: its tensors: name -> (file, header entry).
+    """
+    weights = [*weights]
+    cut = layer_sizes.misfits(weights, config)
+    yield from (misfit.text for misfit in cut)
+    yield from layer_sizes.unfit_biases(weights, {name: entry for name, (_, entry) in tensors.items()})
+    names = {misfit.weight.name for misfit in cut}
+    yield from transposed_layers((weight for weight in weights if weight.name not in names), config)
 
 
 def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:

@@ -445,7 +445,7 @@ class _Planner:
         form, has_scale = self.form, self.has_input_scale
         format = "" if form is None else form.format
         warnings += tuple(self._different_tensor_scales())
-        warnings += tuple(layer_checks.transposed_layers(self.weights.values(), self.config))
+        warnings += tuple(layer_checks.all_doubts(self.weights.values(), self.config, self.source.tensors))
         warnings += tuple(layer_checks.missing_experts(weight.name for weight in self.weights.values()))
         warnings += tuple(layer_checks.wide_floats(self._others()) if self.form is not None else ())
         warnings += tuple(closed_world.lost_tensor_scales(self.weights.values()))

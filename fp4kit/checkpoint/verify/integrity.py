@@ -33,10 +33,11 @@ from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.items import IGNORED, REFUSED, Item
+from fp4kit.checkpoint.model.layer_sizes import tied_head
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
 from fp4kit.checkpoint.model.weights import Weight, part_names
-from fp4kit.checkpoint.plan.layer_checks import transposed_layers
+from fp4kit.checkpoint.plan.layer_checks import doubtful_layers
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
@@ -84,8 +85,12 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     lost = lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
         yield Issue("warning", "config.json", lost)
-    found = [*lost_tensor_scales(model.layers.values()), *transposed_layers(model.weights.values(), model.config or {})]
+    weights, config = [*model.weights.values()], model.config or {}
+    found = [*lost_tensor_scales(model.layers.values()), *doubtful_layers(weights, config, model.tensors)]
     yield from (Issue("warning", "model", text) for text in found)
+    tied = tied_head(weights, config)
+    if tied:
+        yield Issue("error", "config.json", tied)
 
 
 def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:

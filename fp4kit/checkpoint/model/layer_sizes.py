@@ -1,0 +1,169 @@
+"""Compare the sizes of layers that belong together, to recognise layers that lack rows or columns.
+
+Codes of FP8 layers with one scale, and codes under padded scales, fit their scales even if rows are missing. But the
+axes of neighbouring layers have one length: gate, up and the input of down the intermediate size, for example. If
+lengths differ, the one that fewer layers have is named.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.storage.errors import shown
+from fp4kit.storage.safetensors_file import TensorEntry
+
+_N, _K = 0, 1
+# Other names of layers -> the names that _AXES uses.
+_OTHER_NAMES = {
+    **{"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"},
+    **{"ffn_gate": "gate_proj", "ffn_down": "down_proj", "ffn_up": "up_proj"},
+    **{"attn_q": "q_proj", "attn_k": "k_proj", "attn_v": "v_proj", "attn_output": "o_proj"},
+}
+# Axes of one length -> the layers of one module that have them: (name, axis). Models whose values have another length
+# than keys have the config key v_head_dim.
+_AXES = {
+    "intermediate size": (("gate_proj", _N), ("up_proj", _N), ("down_proj", _K)),
+    "hidden size of the MLP": (("gate_proj", _K), ("up_proj", _K), ("down_proj", _N)),
+    "hidden size of attention": (("q_proj", _K), ("k_proj", _K), ("v_proj", _K), ("o_proj", _N)),
+    "size of keys and values": (("k_proj", _N), ("v_proj", _N)),
+    "rank of queries": (("q_a_proj", _N), ("q_b_proj", _K)),
+}
+
+
+class Misfit(NamedTuple):
+    """Name a layer with an axis whose length differs from that of its neighbours.
+
+    weight: the layer. axis: 0 for rows, 1 for columns. needed: the length that the other layers have.
+    others: the names of those layers.
+    """
+
+    weight: Weight
+    axis: int
+    needed: int
+    others: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """The misfit in words."""
+        what = ("rows", "columns")[self.axis]
+        return (
+            f"{shown(self.weight.name)} {list(self.weight.shape)}: has {self.weight.shape[self.axis]} {what}, but"
+            f" {' and '.join(self.others)} need {self.needed}; take the layer from another copy of the model"
+        )
+
+
+def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit]:
+    """Return the layers whose sizes do not fit their neighbours.
+
+    Layers with two axes that do not fit are left out, because they are transposed rather than cut.
+
+    weights: the weights of a model. config: the content of its config.json.
+    """
+    text = config.get("text_config")
+    config = {**config, **text} if isinstance(text, Mapping) else config
+    modules: dict[str, dict[str, Weight]] = defaultdict(dict)
+    for weight in weights:
+        parent, _, leaf = weight.name.rpartition(".")
+        if len(weight.shape) == 2:
+            modules[parent].setdefault(_OTHER_NAMES.get(leaf, leaf), weight)
+    found = [misfit for layers in modules.values() for misfit in _misfits_of(layers, config)]
+    wrong = Counter(one.weight.name for one in found)
+    return [one for one in found if wrong[one.weight.name] == 1]
+
+
+def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
+    """Yield the misfits of the layers of one module, by name."""
+    for what, axes in _AXES.items():
+        if what == "size of keys and values" and "v_head_dim" in config:
+            continue
+        present = [(name, axis, layers[name]) for name, axis in axes if name in layers]
+        lengths = Counter(weight.shape[axis] for _, axis, weight in present)
+        if what.startswith("hidden"):
+            declared = config.get("hidden_size")
+            lengths.update([declared] if isinstance(declared, int) and declared in lengths else [])
+        if len(lengths) < 2:
+            continue
+        usual = max(lengths, key=lambda length: (lengths[length], length))
+        others = tuple(name for name, axis, weight in present if weight.shape[axis] == usual)
+        yield from (Misfit(w, axis, usual, others) for _, axis, w in present if w.shape[axis] != usual)
+    query, output = layers.get("q_proj"), layers.get("o_proj")
+    if query is not None and output is not None and "v_head_dim" not in config:
+        needed = output.shape[_K]
+        if query.shape[_N] not in (needed, 2 * needed):  # a gate of the output doubles the rows
+            yield Misfit(query, _N, needed, ("o_proj",))
+
+
+def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    """Yield a warning per layer whose bias has another length than the layer has rows.
+
+    weights: the weights of a model. tensors: its tensors, by name.
+    """
+    for weight in weights:
+        bias = tensors.get(f"{weight.name}.bias")
+        if bias is not None and len(weight.shape) == 2 and len(bias.shape) == 1 and bias.shape[0] != weight.shape[0]:
+            yield (
+                f"{shown(weight.name)} {list(weight.shape)}: has {weight.shape[0]} rows, but its bias has"
+                f" {bias.shape[0]} entries; take the layer from another copy of the model"
+            )
+
+
+def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
+    """Return a warning if an output head is quantized though the config ties it to the embedding; "" otherwise.
+
+    weights: the weights of a model. config: the content of its config.json.
+    """
+    text = config.get("text_config")
+    sections = (config, text if isinstance(text, Mapping) else {})
+    if not any(section.get("tie_word_embeddings") is True for section in sections):
+        return ""
+    name = next((w.name for w in weights if w.container is not None and w.name.rpartition(".")[2] == "lm_head"), "")
+    return name and (
+        f"{shown(name)}: is quantized, but tie_word_embeddings in config.json is true, so engines ignore it and use"
+        " embed_tokens; set tie_word_embeddings to false, or remove the layer"
+    )
+
+
+# Names of one layer, by role: if a module has layers under two of them, which one a reader takes is not known.
+_ROLES = (
+    ("gate_proj", "w1"),
+    ("down_proj", "w2"),
+    ("up_proj", "w3"),
+    ("gate_proj", "gate_up_proj"),
+    ("up_proj", "gate_up_proj"),
+    ("q_proj", "qkv_proj"),
+    ("k_proj", "qkv_proj"),
+    ("v_proj", "qkv_proj"),
+)
+# Layer of a single expert -> the stack of all experts that holds it too.
+_STACKED = (("gate_proj", "gate_up_proj"), ("up_proj", "gate_up_proj"), ("down_proj", "down_proj"))
+
+
+def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yield (name, reason) for every layer that a module also has under another name, such as w1 and gate_proj.
+
+    Experts that are stored separately and as stacks at once count as well.
+
+    names: the names of the modules of a model's weights.
+    """
+    known = dict.fromkeys(names)
+    leaves: dict[str, dict[str, None]] = defaultdict(dict)
+    for name in known:
+        parent, _, leaf = name.rpartition(".")
+        leaves[parent][leaf] = None
+    for parent, own in leaves.items():
+        for one, other in _ROLES:
+            if one in own and other in own:
+                yield f"{parent}.{other}", _why_twice(f"{parent}.{one}")
+        holder, _, number = parent.rpartition(".")
+        stacks = leaves.get(holder, {}) if number.isdigit() and holder.endswith("experts") else {}
+        for one, stack in _STACKED:
+            if one in own and stack in stacks:
+                yield f"{holder}.{stack}", _why_twice(f"{parent}.{one}")
+
+
+def _why_twice(other: str) -> str:
+    """Return the reason to refuse a layer whose place in the model another layer has too."""
+    return f"is stored beside {shown(other)}, another name of the same part of the model; remove one of them"
