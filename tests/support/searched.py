@@ -34,8 +34,8 @@ def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
 def blocks_at_bounds(amax: float, each: int, seed: int = 0) -> np.ndarray:
     """Return float64 blocks (12 * each, 16) for which the bounds are tight or do not decide.
 
-    The 12 kinds of blocks have random values, multiples of a scale (E2M1 values, ties, and neighbors of either),
-    values at the ends of table rows, equal elements, and one element far larger than the others.
+    There are 12 kinds of blocks. They have random values, multiples of a scale (E2M1 values, ties, and neighbors of
+    either), values at the ends of table rows, equal elements, or one element far larger than the others.
 
     Args:
         amax: the tensor amax, which no element exceeds.

@@ -123,9 +123,9 @@ def declarations(
 def mixed_declarations(
     layers: Mapping[Container, Sequence[str]], ignore: Sequence[str], scaled: Collection[str], own: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return both configs of a model with layers in several containers of one format, as ``declarations`` does.
+    """Return both configs of a model with layers in several containers of one format.
 
-    The second config is None for compressed-tensors.
+    These are ``quantization_config`` of config.json and hf_quant_config.json, which is None for compressed-tensors.
 
     compressed-tensors has a config group per container, whose targets are its layers. Model-Optimizer's
     MIXED_PRECISION names the algorithm of every layer, and no unquantized layers.

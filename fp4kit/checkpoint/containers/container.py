@@ -27,7 +27,7 @@ element 2j of a row is in the low nibble and element 2j + 1 in the high nibble:
 | mlx mxfp8                               | P.weight U32 [N, K/4]       | P.scales U8            |                               |
 | modelopt NVFP4 group 32                 | P.weight U8 [N, K/2]        | P.weight_scale F8_E4M3 | P.weight_scale_2 F32 []       |
 | modelopt NVFP4_AWQ                      | as modelopt NVFP4, and P.pre_quant_scale [K], which multiplies the columns           |
-| modelopt NVFP4_SVD                      | as modelopt NVFP4_AWQ, and low-rank parts A [r, K] and B [N, r]; see decode.py       |
+| modelopt NVFP4_SVD                      | as modelopt NVFP4_AWQ, and low-rank parts A [r, K] and B [N, r]; see slabs.values_of |
 | METHOD FP8                              | P.weight F8_E4M3 [N, K]     |                        | P.weight_scale []             |
 | METHOD FP8 per row                      | P.weight F8_E4M3 [N, K]     | P.weight_scale [N, 1]  |                               |
 | METHOD FP8 128x128                      | P.weight F8_E4M3 [N, K]     | P.weight_scale         |                               |
@@ -123,8 +123,8 @@ class Container:
             [E, N, K/32, 16], "columns" for [E, K/2, N].
         tensor_scale_unit: the stored value is the tensor scale times this factor.
         is_exact: True if some other container differs from this container only in the shape of the scales or in the
-            tensor scale. Then a damaged layer (with scales of the wrong shape, or without its tensor scale) is never
-            read as this container, even where damaged layers are accepted to report them.
+            tensor scale. Then a layer with scales of the wrong shape, or without its tensor scale, is never read as
+            this container. For other containers, such layers may be read to report the damage.
         in_blocks: True if one tensor holds both codes and scales, in blocks as in GGUF. This tensor has the layer's
             shape.
         high_first: True if a byte of 4-bit codes has the even element in the high nibble.

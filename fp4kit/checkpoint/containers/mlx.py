@@ -1,9 +1,9 @@
 """Write MLX directories: choose the container, declare it in config.json, and check that mlx-lm can load the model.
 
 Tensors keep their Hugging Face names. When mlx-lm loads a model, the ``sanitize`` method of the model's class renames
-and stacks them. After that, mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight. So a model
-type can be written only if its ``sanitize`` leaves the tensors of linear layers alone, or moves the scales of experts
-together with their weights.
+and stacks them. After that, mlx-lm treats a layer as quantized if it finds ``.scales`` beside the weight. A model type
+can therefore be written only if its ``sanitize`` leaves the tensors of linear layers alone, or if it moves the scales
+of experts with their weights.
 
 Source: mlx-lm 0.32.2, utils.py (load_model, infer_quant_config) and models/*.py. Tested by loading qwen3 and mixtral;
 for the other model types, the lists below are from reading the code.
@@ -78,7 +78,10 @@ def form_for(recipe: Recipe) -> Container:
 
 
 def declaration(form: Container) -> dict[str, Any]:
-    """Return the entry ``quantization`` of config.json that declares one of MLX's containers."""
+    """Return the object that declares one of MLX's containers in config.json, under the key ``quantization``.
+
+    It has the keys ``group_size``, ``bits`` and ``mode``.
+    """
     return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 
 

@@ -97,10 +97,15 @@ def account(
     """Return every item of a checkpoint: first its tensors, then its configs, then its metadata.
 
     Args:
-        tensors, weights: all tensors of the checkpoint, and the weights that ``weights_of`` finds in them.
-        config, hf_quant_config: the contents of config.json and hf_quant_config.json; None if a file is missing.
+        tensors: tensor name -> (its file, its header entry), for all tensors of the checkpoint.
+        weights: the weights that ``weights_of`` finds in the tensors.
+        config: the content of config.json; None if the file is missing.
+        hf_quant_config: the content of hf_quant_config.json; None if the file is missing.
         ignore: globs of item names, as given with ``--ignore``. The group of a refused item that matches one is
             IGNORED.
+
+    Raises:
+        CheckpointError: if ComfyUI's metadata or a tag of ComfyUI is not a JSON object.
     """
     patterns = tuple(ignore)
     found = [
@@ -191,8 +196,13 @@ _TRANSFORMS = re.compile(
 def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield an item for each tensor that concerns quantization. Unquantized weights and other plain tensors give none.
 
-    These tensors are the codes and scales of quantized layers, tensors whose names begin with that of a quantized
-    layer, scales of the KV cache, tensors of adapters, and tensors that look like codes or scales of an unknown format.
+    These tensors give an item:
+
+    - codes and scales of quantized layers, and tensors whose names begin with that of a quantized layer;
+    - scales of the KV cache;
+    - tensors of adapters, such as LoRA;
+    - tensors that may transform weights, if a layer is quantized;
+    - tensors that look like codes or scales of an unknown format.
     """
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     parts = {place.entry.name: (weight, part) for weight in quantized.values() for part, place in weight.parts.items()}
@@ -619,8 +629,8 @@ def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[st
 def _comfy_metadata(text: str, quantized: Mapping[str, Weight]) -> Iterator[Item]:
     """Yield the items of ComfyUI's metadata, which describes the quantized layers of a file.
 
-    The metadata as a whole is one item. An unknown key or version is another item, and so is each described layer that
-    is missing, is unquantized or has no tensor ``.comfy_quant`` of its own.
+    The metadata as a whole is one item. An unknown key or version is another item. So is each described layer that is
+    missing, is unquantized or has no tensor ``.comfy_quant`` of its own.
 
     Args:
         text: the metadata, as JSON.

@@ -93,7 +93,8 @@ def hugging_face_names(name: str, *, layers: int | None = None, gated: bool = Tr
 
     Returns:
         The names: q, k and v for linear_qkv, gate and up for linear_fc1, a single name for most parameters. The result
-        is () for ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged.
+        is () for ``_extra_state``, which is not a tensor. A name that is not Megatron's is returned unchanged, as a
+        tuple of one name.
 
     Raises:
         CheckpointError: if a name within a layer contains Megatron words but is unknown, because the rules would

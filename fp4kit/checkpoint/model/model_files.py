@@ -287,8 +287,8 @@ def _hint_on_other_models(root: Path) -> str:
 def _hint_on_directory(root: Path) -> str:
     """Return advice for an error message about a directory without a model; "" if there is none.
 
-    There is advice if ``root`` belongs to the cache of the Hugging Face Hub, if it is the directory of a Diffusers
-    pipeline, or if its subdirectories hold models.
+    There is advice if ``root`` belongs to the cache of the Hugging Face Hub, is the directory of a Diffusers pipeline,
+    or has subdirectories with models.
     """
     snapshots = root / "snapshots"
     if root.name.startswith("models--") and snapshots.is_dir():
@@ -337,8 +337,8 @@ def check_kind_of_file(path: Path) -> None:
 def hint_on_path(path: Path) -> str:
     """Return advice for an error message about a path that is not a model directory; "" if there is none.
 
-    There is advice for a file inside a model directory, for a model file that is not safetensors, and for the name of a
-    model on the Hugging Face Hub, such as "org/model".
+    There is advice for a file inside a model directory, and for a model file that is not safetensors. There is advice
+    also for the name of a model on the Hugging Face Hub, such as "org/model".
     """
     suffix = path.suffix.lower()
     if path.is_file() and (suffix in (".safetensors", ".json")):
@@ -379,8 +379,8 @@ def open_source(root: Path) -> Source:
 def _is_part_of_model(path: Path) -> bool:
     """Return whether a safetensors file is part of a model directory, so that it is not a model of its own.
 
-    It is if its name is numbered like a shard, or if its directory has a config.json and the file is one of the files
-    of the model there.
+    It is part of a model if its name is numbered like a shard. It is too if its directory has a config.json and it is
+    one of the files of the model there.
     """
     root = path.parent
     if _NUMBERED.fullmatch(path.name) is not None:

@@ -176,8 +176,8 @@ def slabs(
             height.
         height: the number of rows of every slab, except the last, is a multiple of this.
         max_bytes: the largest size of a slab, in bytes of source elements; None for SLAB_BYTES. A slab has at least
-            ``height`` rows, even if these have more bytes. A transposed matrix above WHOLE_EXPERT bytes is read in
-            larger slabs of WHOLE_EXPERT / 4 bytes, because each slab reads a short range of every stored column.
+            ``height`` rows, even if these have more bytes. A transposed matrix above WHOLE_EXPERT bytes has larger
+            slabs, of WHOLE_EXPERT / 4 bytes. Each of them reads a short range of every stored column.
     """
     if weight.order is not None:
         yield from _in_order(readers, weight, expert, span, height, max_bytes)
@@ -424,7 +424,8 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     """Return the values of a slab, (rows, K). Unquantized values keep their dtype; codes are decoded to float32.
 
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
-    are products of 16-bit floats, so the float64 sum is exact except for extreme ranges.
+    are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
+    multiplied last. For compressed-tensors, FP8 values are then rounded to the dtype of the scales (Container.rounds).
 
     Args:
         weight: the weight that the slab was read from.

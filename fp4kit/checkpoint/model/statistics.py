@@ -185,11 +185,11 @@ def _reach_of(
 def reach_and_lost_blocks(
     form: Container, codes: npt.NDArray[np.uint8], scales: np.ndarray, tensor_scale: np.float32 | None
 ) -> tuple[float, int]:
-    """Return what can make the scales of stored rows doubtful (see doubt_about).
+    """Return two numbers that can make the scales of stored rows doubtful (see doubt_about).
 
-    These are the largest magnitude that the scales allow in blocks that are not all zero, and the number of blocks
-    whose scale is 0 although their codes are not. A magnitude from SMALLEST_REACH to LARGEST_REACH may be too large,
-    because blocks of zeros count.
+    1. The largest magnitude that the scales allow in blocks that are not all zero. If it is from SMALLEST_REACH to
+       LARGEST_REACH, it may be too large, because blocks of zeros then count.
+    2. The number of blocks whose scale is 0 although their codes are not.
 
     The arguments are those of ``tally``.
     """

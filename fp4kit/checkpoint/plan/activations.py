@@ -1,8 +1,8 @@
 """Give every layer of a conversion an input scale, from measured activations (fp4kit.calibration).
 
 Loaders fuse layers that read the same input, such as gate_proj and up_proj. The inputs of a layer may therefore have
-been measured under its own name, under that of a layer fused with it, or under that of the fused layer. The largest
-amax among these names is used, so that all layers of a fusion get one input scale.
+been measured under three names: its own, that of a layer fused with it, or that of the fused layer. The largest amax
+among these names is used, so that all layers of a fusion get one input scale.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Activations:
             Layer -> amax. If ``unseen`` is "none", experts that saw no input other than zero are left out.
 
         Raises:
-            CheckpointError: with the names of the layers, if a layer was not measured, saw no input other than zero
-                (for an expert, see ``unseen``), was measured with a number of columns other than its own, or has an
-                amax whose input scale is not a normal float32.
+            CheckpointError: if a layer was not measured, or saw no input other than zero (for an expert, see
+                ``unseen``). Also if a layer was measured with a number of columns other than its own, or if its input
+                scale is not a normal float32. The message names the layers.
         """
         amaxes = {layer: self._amax_of(layer) for layer in layers}
         stacks = {expert.stack for expert in map(expert_of, layers) if expert is not None}
@@ -197,7 +197,8 @@ def _is_among(layer: str, experts: Mapping[str, Mapping[str, np.float32]]) -> bo
 def _usable(amaxes: dict[str, np.float32]) -> dict[str, np.float32]:
     """Return ``amaxes`` (layer -> amax) unchanged if the input scale of every layer is a normal float32.
 
-    Raises CheckpointError, with the names of the layers for which it is not.
+    Raises:
+        CheckpointError: if one is not. The message names the layers.
     """
     unusable = [
         layer

@@ -52,8 +52,8 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
         donor: a quantized version of the model.
 
     Raises:
-        CheckpointError: if not exactly one of the two is a GGUF file, if the gguf package is missing or does not know
-            the architecture, or if no layer corresponds.
+        CheckpointError: if not exactly one of the two is a GGUF file, or if no layer corresponds. Also if the gguf
+            package is missing or does not know the architecture.
     """
     if _is_file(model) == _is_file(donor):
         raise CheckpointError(

@@ -45,8 +45,8 @@ def form_for(recipe: Recipe) -> Container:
 def check(source: Source, form: Container | None, modules: Collection[str]) -> None:
     """Raise CheckpointError if a GGUF file cannot be converted. A model directory always passes.
 
-    A GGUF file fails if it is an image or audio projector, or if ``form`` stores tensor scales and llama.cpp cannot use
-    a tensor scale for one of the modules.
+    A GGUF file fails if it is an image or audio projector. It also fails if ``form`` stores tensor scales and llama.cpp
+    cannot use a tensor scale for one of the modules.
 
     Args:
         source: the model to convert.

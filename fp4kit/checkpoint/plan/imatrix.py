@@ -220,8 +220,8 @@ class Imatrix:
 def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
     """Return whether the column weights of a matrix say that it saw no token.
 
-    This is so if the divisor is 0, or if all of several weights are 1, because a legacy file stores that for an expert
-    that saw no token.
+    They say so if the divisor is 0. They also do if all of several weights are 1, because a legacy file stores that for
+    an expert that saw no token.
 
     Args:
         values: the column weights, read from ``place``.

@@ -273,7 +273,10 @@ class Request:
 def kind_of(recipe: Recipe) -> str:
     """Return the kind of container that stores a recipe's codes and scales, such as "nvfp4" or "fp8 rows".
 
-    Only containers of model directories count. Raises CheckpointError if none of them can store the recipe.
+    Only containers of model directories count.
+
+    Raises:
+        CheckpointError: if none of them can store the recipe.
     """
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:

@@ -203,8 +203,8 @@ class ScaleSearch:
             nonfinite: what to do with NaN and infinity: "error", "keep" or "saturate".
 
         Raises:
-            CheckpointError: if the recipe or the container does not support a search, the objective is unknown, or
-                ``nonfinite`` is "keep", because a block with NaN or infinity has no smallest error.
+            CheckpointError: if the recipe or the container does not support a search, or if the objective is unknown.
+                Also if ``nonfinite`` is "keep", because a block with NaN or infinity has no smallest error.
         """
         self._check_objective()
         self.check_recipe(recipe)

@@ -266,7 +266,10 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def model_facts(config: Mapping[str, Any]) -> Model:
     """Return the facts that the selection rules use, from the content of config.json.
 
-    Sections such as text_config are searched too. Raises CheckpointError if a number of layers is invalid.
+    Sections such as text_config are searched too.
+
+    Raises:
+        CheckpointError: if a number of layers is not a whole number from 1 to _MAX_LAYERS.
     """
     counts = [count for count in map(_layer_count, _sections(config)) if count is not None]
     has_encoder = any(

@@ -244,8 +244,11 @@ def decide(candidates: Iterable[Candidate], wishes: Wishes, block: int) -> dict[
 def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[str, Decision]) -> None:
     """Raise CheckpointError if the user's choice of layers does not fit the model.
 
-    These are errors: a pattern that matches no module, an --only pattern whose modules all stay unquantized, a layer of
-    --keep-first or --keep-last without tensors, and a choice that leaves nothing to quantize.
+    These are errors:
+
+    - a pattern that matches no module, or an --only pattern whose modules all stay unquantized;
+    - a layer of --keep-first or --keep-last without tensors;
+    - a choice that leaves nothing to quantize.
 
     Args:
         candidates: the candidates of the whole model.

@@ -55,7 +55,7 @@ class Adapter:
     """Describe a producer's package, and the calls that are compared with recipes.
 
     Attributes:
-        name: the distribution, whose version is reported.
+        name: the name of the producer's distribution, whose version is reported.
         module: the package that must be importable.
         calls: {recipe id: call}.
         dependencies: distributions whose versions are reported too, because the bits may depend on them.

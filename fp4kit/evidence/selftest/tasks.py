@@ -1,8 +1,8 @@
 """List what `fp4kit selftest` runs: comparisons of the operations on a device with the specification, bit for bit.
 
-A *task* compares the results of an engine (the GPU, or the host's compiled engine) with the specification's results for
-an input, or with recorded outputs of a producer. Any NaN equals any other NaN; every other value must agree in all
-bits.
+A *task* compares the results of an engine, which is the GPU or the host's compiled engine. They are compared with the
+specification's results for an input, or with recorded outputs of a producer. Any NaN equals any other NaN; every other
+value must agree in all bits.
 """
 
 from __future__ import annotations

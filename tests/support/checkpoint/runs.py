@@ -93,7 +93,7 @@ def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]
 
 
 def until(condition: Callable[[], bool], seconds: float = 60) -> None:
-    """Wait until `condition` returns true. Raises AssertionError after the given number of seconds."""
+    """Wait until `condition` returns true. Raise AssertionError after the given number of seconds."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it does not come"

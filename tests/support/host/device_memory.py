@@ -181,7 +181,8 @@ def on_stream(action: Callable[[], Any]) -> None:
 def wait() -> None:
     """Synchronize with the device, as every read by the host does.
 
-    Raises RuntimeError while a graph is being captured, as CUDA does.
+    Raises:
+        RuntimeError: while a graph is being captured, as in CUDA.
     """
     if _graph is not None:
         raise RuntimeError("cudaErrorStreamCaptureUnsupported: operation not permitted when stream is capturing")

@@ -104,8 +104,16 @@ def launch_in_every_order(
     """Call launch(blocks, descending) with the launcher's grid, then again with each grid of `others`.
 
     The repeated launches start from the original memory, run the last thread first, and have other bytes in margins and
-    shared-memory gaps. Raises AssertionError unless all launches leave the same bytes everywhere and do not change
-    inputs. If `updates` is true, the kernel may change arrays that the host has filled.
+    shared-memory gaps.
+
+    Args:
+        launch: a function that launches a kernel with a number of blocks, the last thread first if `descending`.
+        grid: the launcher's number of blocks.
+        others: the numbers of blocks of the repeated launches.
+        updates: True if the kernel may change arrays that the host has filled.
+
+    Raises:
+        AssertionError: if launches leave different bytes in memory, or if a kernel changes an input.
     """
     live = live_memory()
     before = [memory.bytes.copy() for memory in live]
