@@ -58,7 +58,7 @@ def plant(monkeypatch, name, fault):
 def executed(text):
     """Run a script that the fuzzer printed to reproduce a fault.
 
-    Return the message of its AssertionError, or "" if it passes.
+    Return the message of the script's AssertionError, or "" if it passes. Other errors are not caught.
     """
     try:
         exec(compile(text, "reproduction", "exec"), {})

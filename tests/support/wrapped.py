@@ -55,6 +55,11 @@ def tiny_scales(dtype: np.dtype, scale_max: int, rows: int = 32) -> np.ndarray:
     """Return rows of blocks whose amaxes are AMAXES in units of 6 * 2^-9. Their block scales are subnormal.
 
     Every 16th row begins with the tensor amax, 6 * scale_max, so that the tensor scale is 1.
+
+    Args:
+        dtype: the dtype of the result.
+        scale_max: the largest block scale of the recipe, 448 or 256.
+        rows: the number of rows.
     """
     rng = np.random.default_rng(rows)
     x = rng.uniform(-1, 1, (rows, 4 * len(AMAXES), 16))

@@ -379,8 +379,8 @@ def open_source(root: Path) -> Source:
 def _is_part_of_model(path: Path) -> bool:
     """Return whether a safetensors file is part of a model directory, so that it is not a model of its own.
 
-    It is part of a model if its name is numbered like a shard. It is too if its directory has a config.json and it is
-    one of the files of the model there.
+    A file is part of a model if its name is numbered like a shard. It is too if its directory has a config.json, and if
+    it is one of the files of the model there. If these files cannot be determined, return False.
     """
     root = path.parent
     if _NUMBERED.fullmatch(path.name) is not None:

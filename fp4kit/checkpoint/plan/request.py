@@ -192,8 +192,14 @@ class Request:
     def _form_for(self, config: Mapping[str, Any]) -> Container | None:
         """Return the container to write for a model, or None to write unquantized tensors.
 
-        Unlike ``form_for``, this does not check that the container supports the scale search. It raises CheckpointError
-        in all other cases in which ``form_for`` does.
+        Unlike ``form_for``, this does not check that the container supports the scale search.
+
+        Args:
+            config: the content of the model's config.json.
+
+        Raises:
+            CheckpointError: if no loader can read this recipe and format for this model, or if the container does not
+                support a requested input scale.
         """
         if gguf.is_gguf_config(config):
             return self._gguf_form()

@@ -107,7 +107,10 @@ def random_bits(dtype: np.dtype, shape: tuple[int, ...], seed: int, finite: bool
 
 
 def inputs(dtype: np.dtype) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (name, array) of the inputs that every recipe is tested on, as ``dtype``. Each array has 512 columns."""
+    """Yield (name, array) of the inputs that every recipe is tested on, as ``dtype``. Each array has 512 columns.
+
+    There are adversarial blocks, normal values, and random bits without and with infinities and NaN.
+    """
     yield "adversarial blocks", np.resize(adversarial_blocks(dtype), (128, 512))
     yield "normal values", ordinary(dtype, (64, 512), 1)
     yield "random bits", random_bits(dtype, (64, 512), 2, finite=True)

@@ -13,7 +13,7 @@ from fp4kit.evidence.live.arrays import to_numpy, to_torch
 
 
 def _prepare() -> None:
-    """Import the quantized tensor classes of Model-Optimizer."""
+    """Import the quantized tensor classes of Model-Optimizer. Raise ImportError if they are missing."""
     import modelopt.torch.quantization.qtensor  # noqa: F401
 
 
