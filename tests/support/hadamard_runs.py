@@ -1,5 +1,8 @@
 """Provide runs of 16 elements for tests of the Hadamard transform y.
 
+A kind of runs is a function. It takes a Runs, which names the dtype and the sign mask, and a random generator, and
+returns an array (n, 16).
+
 The fast path sums in float32 and then decides whether the rounded result is certain; if not, it computes exactly. The
 runs lie on both sides of this decision.
 """

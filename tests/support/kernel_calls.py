@@ -1,7 +1,8 @@
 """List calls of the public functions that together launch every kind of kernel. They run on the CPU or on a GPU.
 
 A function with the arguments `place` and `call` makes the call that the KernelCall `call` describes, and returns its
-results as a list of arrays. It moves NumPy arrays to the device with the function `place`."""
+results as a list of arrays. It moves NumPy arrays to the device with the function `place`.
+"""
 
 from __future__ import annotations
 

@@ -178,7 +178,7 @@ def drawn_options(rng: np.random.Generator, unit: str) -> dict[str, Any]:
 
 
 def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | None:
-    """Draw the argument c of a matmul, with which sums begin.
+    """Draw the argument c of a matmul, an array of the given shape with which sums begin.
 
     It is None, or numbers of many sizes with zeros, infinities and NaN among them.
     """

@@ -15,7 +15,7 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Return blocks for which the bounds decide and blocks for which they do not.
+    """Return a matrix of the given dtype, with blocks for which the bounds decide and blocks for which they do not.
 
     They have widely spread values, few distinct values, multiples of a scale, near ties, zeros, NaN and infinity.
     """

@@ -60,6 +60,10 @@ def quant_algo(form: Container, has_input_scale: bool) -> str:
     """Return the value of Model-Optimizer's config entry ``quant_algo`` for a container, such as "NVFP4".
 
     NVFP4 without input scales is "W4A16_NVFP4", because loaders of plain NVFP4 always read ``input_scale``.
+
+    Args:
+        form: one of Model-Optimizer's containers.
+        has_input_scale: True if the layers have input scales. It matters for NVFP4 only.
     """
     if form.name == MODELOPT_FP8_ROWS.name:
         return "FP8_PER_CHANNEL_PER_TOKEN"
@@ -173,6 +177,10 @@ def _targets(names: Sequence[str]) -> list[str]:
 def _modelopt_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     """Return the config group of Model-Optimizer for the layers of one container, without targets.
 
+    Args:
+        form: the container.
+        has_input_scale: True if the layers have input scales, so that the group also describes inputs.
+
     Source: Model-Optimizer modelopt/torch/export/convert_hf_config.py _quant_algo_to_group_config.
     """
     one: dict[str, Any] = {"dynamic": False, "num_bits": form.element.bits, "type": "float"}
@@ -241,6 +249,10 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
     """Return the config group of compressed-tensors for the layers of one container. Its target is Linear.
 
     Inputs of FP8 layers are quantized per token at run time, or with the layer's input scale if there is one.
+
+    Args:
+        form: the container.
+        has_input_scale: True if the layers have input scales.
     """
     if form.kind in ("fp8 tensor", "fp8 rows"):
         fp8 = {"num_bits": form.element.bits, "type": "float", "symmetric": True}

@@ -366,7 +366,12 @@ def _beside(name: str, rest: str, entry: TensorEntry, weight: Weight) -> Item:
 
 
 def _unknown_format(name: str, tensors: Tensors) -> str:
-    """Return the reason to refuse a tensor that looks quantized but belongs to no container that fp4kit reads."""
+    """Return the reason to refuse a tensor that looks quantized but belongs to no container that fp4kit reads.
+
+    Args:
+        name: the name of the tensor.
+        tensors: tensor name -> (its file, its header entry), for the whole checkpoint.
+    """
     known = _recognized(name, tensors)
     what = "packed weights or scales in a format that fp4kit does not know"
     return f"{what}{f' ({known})' if known else ''}; convert the unquantized release of the model"

@@ -2,6 +2,9 @@
 
 Each entry of config.json and hf_quant_config.json that concerns quantization becomes an item (see closed_world.py). An
 entry that is unknown or contradicts the tensors is refused.
+
+A check (see Check) is a function that decides about one entry. Its arguments are the entry's value and the quantized
+layers of the checkpoint. It returns the reason to refuse the entry, or "" to accept it.
 """
 
 from __future__ import annotations

@@ -366,7 +366,12 @@ def _unit(
 
 
 def _ratio(sums: Sequence[_Sums], recipe_id: str) -> float:
-    """Return the noise-to-signal ratio of an operator under a recipe; 0 for an operator of zeros."""
+    """Return the noise-to-signal ratio of an operator under a recipe; 0 for an operator of zeros.
+
+    Args:
+        sums: the sums of the operator's pieces.
+        recipe_id: the id of the recipe, which must be among the errors of each piece.
+    """
     signal = sum(one.signal for one in sums)
     return sum(one.errors[recipe_id] for one in sums) / signal if signal else 0.0
 

@@ -122,7 +122,7 @@ def _steps(units: Sequence[Unit], hulls: Sequence[list[int]]) -> list[_Step]:
 
 
 def _point(units: Sequence[Unit], choices: Sequence[int]) -> Point:
-    """Return the Point of an assignment."""
+    """Return the assignment that takes option ``choices[i]`` for unit i, with its total bits and total error."""
     chosen = [unit.options[choice] for unit, choice in zip(units, choices, strict=True)]
     return Point(sum(one.bits for one in chosen), sum(one.error for one in chosen), tuple(choices))
 

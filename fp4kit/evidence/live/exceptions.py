@@ -1,6 +1,7 @@
 """Define named exceptions: elements in which a producer may differ from a recipe.
 
-The `exact` text of the recipe does not claim equality for these elements.
+The `exact` text of the recipe does not claim equality for these elements. The functions that find them take x, an input
+array, and q, fp4kit's Quantized of x. They return a mask in the shape of x.
 """
 
 from __future__ import annotations

@@ -247,6 +247,13 @@ def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerR
 
     Return the seconds spent on shrinking; 0 if nothing was shrunk. A difference is shrunk and stored in result.found if
     it is the first with its recipe, dtype and parts, but at most MAX_SHRUNK per recipe are.
+
+    Args:
+        id: id of the recipe.
+        call: the producer's call for the recipe.
+        seed: seed of the random inputs.
+        number: number of the input.
+        result: the result of the producer, which is changed.
     """
     case = _drawn(id, call, seed, number)
     compared, failure = case.attempt(case.value)

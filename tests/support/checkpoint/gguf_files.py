@@ -99,7 +99,13 @@ def model(dtype: np.dtype = synthetic.BF16, experts: bool = True) -> dict[str, n
 
 
 def write_model(path: Path, dtype: np.dtype = synthetic.BF16, **keys: Any) -> dict[str, np.ndarray]:
-    """Write the tensors of `model` to a GGUF file and return them. keys: further header keys."""
+    """Write the tensors of `model` to a GGUF file and return them.
+
+    Args:
+        path: the file to write.
+        dtype: the dtype of the tensors.
+        keys: further header keys and their values.
+    """
     found = model(dtype)
     write(path, {name: plain(x) for name, x in found.items()}, {"tokenizer.ggml.tokens": ["a", "bé", ""], **keys})
     return found

@@ -31,7 +31,12 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def write(path: Path, values: Mapping[str, np.ndarray]) -> None:
-    """Write a GGUF file with the given tensors, a llama architecture and a tokenizer of bytes."""
+    """Write a GGUF file with the given tensors, a llama architecture and a tokenizer of bytes.
+
+    Args:
+        path: the file to write.
+        values: {llama.cpp's name: array}.
+    """
     import gguf
 
     file = gguf.GGUFWriter(path, "llama")

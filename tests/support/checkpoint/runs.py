@@ -73,7 +73,9 @@ def larger(root: Path) -> None:
 
 @contextmanager
 def running(model: Model, workers: int | str) -> Iterator[subprocess.Popen[str]]:
-    """Start a conversion in a process of its own, and yield the process once its journal exists.
+    """Start the conversion of a Model in a process of its own, and yield the process once its journal exists.
+
+    `workers` is a number of worker processes, or "threads" (see convert_once.py).
 
     The process has its own session. When the context ends normally, the session must end by itself; otherwise it is
     killed.
@@ -132,7 +134,7 @@ def shard(model: Model) -> Path:
 
 
 def flip(path: Path, position: int) -> None:
-    """Flip the lowest bit of one byte in a file, to damage the file."""
+    """Flip the lowest bit of the byte at `position` in a file, to damage the file. -1 is the last byte."""
     data = bytearray(path.read_bytes())
     data[position] ^= 1
     path.write_bytes(data)

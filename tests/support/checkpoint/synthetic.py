@@ -41,7 +41,14 @@ def refused(text: str) -> pytest.RaisesExc[CheckpointError]:
 
 
 def random(name: str, shape: tuple[int, ...], std: float = 0.02, dtype: np.dtype = BF16) -> np.ndarray:
-    """Return random normal values with the standard deviation ``std``. They depend only on the arguments."""
+    """Return an array of random normal values. They depend only on the arguments.
+
+    Args:
+        name: any text, such as the name of a tensor; arrays with different names differ.
+        shape: the shape of the array.
+        std: the standard deviation.
+        dtype: the dtype of the array.
+    """
     generator = np.random.default_rng(zlib.crc32(name.encode()))
     return (generator.standard_normal(shape) * std).astype(dtype)
 
