@@ -202,6 +202,15 @@ def _logical(weight: Required, shape: tuple[int, ...]) -> tuple[tuple[int, ...],
     return (shape[:-2], shape[-2], shape[-1] * per_element) if len(shape) in (2, 3) else None
 
 
+# (dtype, needed dtype) -> what happens to scales whose bytes are right. transformers 5.23 was run on such a file.
+_COPIED = {
+    ("F8_E8M0", "U8"): (
+        ", because engines copy numbers into a U8 tensor, so that 2^-9 becomes 0; the bytes are right, and fp4kit"
+        " convert with this format and a recipe of its codes writes them as U8"
+    )
+}
+
+
 def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[int, int]) -> str | None:
     """Return a message about the wrong dtype or shape of one tensor, or None if both are right.
 
@@ -211,7 +220,7 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
     """
     dtype, shape = tensor
     if dtype not in (part.dtype, *part.others):
-        return f"{part.suffix[1:]} is {dtype}; {part.dtype} is needed"
+        return f"{part.suffix[1:]} is {dtype}; {part.dtype} is needed{_COPIED.get((dtype, part.dtype), '')}"
     needed = (*lead, *_evaluated(part.shape, *size))
     if shape != needed and not (not part.shape and not lead and shape == (1,)):
         return f"{part.suffix[1:]} has shape {list(shape)}; {list(needed)} is needed"

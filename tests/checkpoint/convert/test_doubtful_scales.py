@@ -3,7 +3,6 @@ layers with different tensor scales.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import gguf_files
@@ -11,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import synthetic
+from changed_bytes import change
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.container import MODELOPT_MXFP4
@@ -30,18 +30,6 @@ def quantized(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path
     synthetic.dense(tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "m", f"nvfp4-{request.param}", format=request.param)
     return request.param, tmp_path / "m"
-
-
-def change(root: Path, end: str, new: Callable[[np.ndarray], np.ndarray], dtype: type = np.float32) -> None:
-    """Replace the tensors of a checkpoint whose names end with ``end``; all bytes elsewhere stay."""
-    for path in root.glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        length = int.from_bytes(data[:8], "little")
-        for name, info in json.loads(data[8 : 8 + length]).items():
-            if name.endswith(end):
-                a, b = (8 + length + offset for offset in info["data_offsets"])
-                data[a:b] = new(np.frombuffer(bytes(data[a:b]), dtype)).astype(dtype).tobytes()
-        path.write_bytes(data)
 
 
 def test_reciprocals_are_doubted(quantized: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -20,6 +20,7 @@ import pytest
 from safetensors import safe_open
 
 from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.verify.verify import verify
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # set before the import, so that no server is contacted
 torch = pytest.importorskip("torch")
@@ -303,6 +304,29 @@ def test_transformers_rounds_the_scales_of_fp8(converted: Any, tmp_path: Path, t
     assert len(values) == COUNTS["llama"]
     for module, x in values.items():
         assert torch.equal(_bits(found[f"{module}.weight"]), _bits(torch.from_numpy(x).to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize("target", [MXFP4, MXFP8])
+def test_transformers_misreads_scales_in_e8m0(converted: Any, tmp_path: Path, target: Target) -> None:
+    """transformers copies numbers, not bytes, so scales in F8_E8M0 become 0: an error of verify, mended by convert."""
+    sound = _of_weights_alone(converted("llama", target), tmp_path)
+    path = sound / "model.safetensors"
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    for name, entry in header.items():
+        entry |= {"dtype": "F8_E8M0"} if name.endswith("weight_scale") else {}
+    wrong = shutil.copytree(sound, tmp_path / "wrong")
+    text = json.dumps(header).encode()
+    (wrong / path.name).write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    expected, logits = _logits(_loaded(sound)), _logits(_loaded(wrong))
+    assert not torch.equal(_bits(logits), _bits(expected)), "repaired? then loaders/requirements.py says too little"
+    found = [issue for issue in verify(wrong).issues if "so that 2^-9 becomes 0" in issue.text]
+    assert {issue.severity for issue in found} == {"error"}
+    assert any(issue.loader.startswith("transformers") for issue in found)
+    convert(wrong, tmp_path / "mended", target[0], format=target[1])
+    mended = _of_weights_alone(tmp_path / "mended", tmp_path / "again")
+    assert torch.equal(_bits(_logits(_loaded(mended))), _bits(expected))
 
 
 MIX = [("*.down_proj", "fp8-modelopt-channel"), ("*.o_proj", "mxfp8-te"), ("*.0.self_attn.[qkv]_proj", "mxfp4-ocp")]

@@ -6,7 +6,6 @@ warning that names their damage.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import synthetic
+from changed_bytes import change
 
 import fp4kit
 from fp4kit.checkpoint import convert
@@ -197,20 +197,9 @@ def test_convert_and_verify_warn(recipe: str, form: str, tmp_path: Path) -> None
     convert(tmp_path / "source", tmp_path / "m", recipe, format=form)
     sound = convert(tmp_path / "m", tmp_path / "sound", format="bf16")
     assert not sound.doubts and not any("equal" in issue.text for issue in verify(tmp_path / "m").issues)
-    overwrite(tmp_path / "m", f"{LAYER}.{'weight_scale' if form == 'modelopt' else 'scales'}")
+    end = f"{LAYER}.{'weight_scale' if form == 'modelopt' else 'scales'}"
+    change(tmp_path / "m", end, lambda scales: np.full_like(scales, scales[0]), np.uint8)
     (doubtful,) = convert(tmp_path / "m", tmp_path / "out", format="bf16").doubts
     assert doubtful.startswith(f"{LAYER}.weight: all block scales are equal")
     (issue,) = (issue for issue in verify(tmp_path / "m").issues if "are equal" in issue.text)
     assert (issue.severity, issue.subject) == ("warning", LAYER)
-
-
-def overwrite(root: Path, name: str) -> None:
-    """Set all bytes of a tensor to its first byte."""
-    for path in root.glob("*.safetensors"):
-        data = bytearray(path.read_bytes())
-        length = int.from_bytes(data[:8], "little")
-        entry = json.loads(data[8 : 8 + length]).get(name)
-        if entry is not None:
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            data[begin:end] = data[begin : begin + 1] * (end - begin)
-            path.write_bytes(data)
