@@ -1,8 +1,8 @@
-"""Compare the sizes of layers that belong together, to recognise layers that lack rows or columns.
+"""Compare the sizes of layers that belong together, to recognize layers that lack rows or columns.
 
 Codes of FP8 layers with one scale, and codes under padded scales, fit their scales even if rows are missing. But the
-axes of neighbouring layers have one length: gate, up and the input of down the intermediate size, for example. If
-lengths differ, the one that fewer layers have is named.
+axes of neighboring layers have equal lengths. For example, the rows of gate and up and the columns of down have the
+intermediate size. If lengths differ, the layer whose length fewer layers have is named.
 """
 
 from __future__ import annotations
@@ -34,10 +34,13 @@ _AXES = {
 
 
 class Misfit(NamedTuple):
-    """Name a layer with an axis whose length differs from that of its neighbours.
+    """Describe a layer with an axis whose length differs from that of the layers beside it.
 
-    weight: the layer. axis: 0 for rows, 1 for columns. needed: the length that the other layers have.
-    others: the names of those layers.
+    Attributes:
+        weight: the layer.
+        axis: 0 for rows, 1 for columns.
+        needed: the length that the other layers have.
+        others: the names of those layers.
     """
 
     weight: Weight
@@ -56,11 +59,14 @@ class Misfit(NamedTuple):
 
 
 def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit]:
-    """Return the layers whose sizes do not fit their neighbours.
+    """Return the layers whose sizes do not fit the layers beside them; [] if all fit.
 
-    Layers with two axes that do not fit are left out, because they are transposed rather than cut.
+    Layers with two misfits are left out, because they are transposed rather than cut. Stacks of experts are left out
+    too.
 
-    weights: the weights of a model. config: the content of its config.json.
+    Args:
+        weights: the weights of a model.
+        config: the content of the model's config.json.
     """
     text = config.get("text_config")
     config = {**config, **text} if isinstance(text, Mapping) else config
@@ -75,7 +81,14 @@ def misfits(weights: Iterable[Weight], config: Mapping[str, Any]) -> list[Misfit
 
 
 def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iterator[Misfit]:
-    """Yield the misfits of the layers of one module, by name."""
+    """Yield the misfits of the layers of one module.
+
+    The most frequent length of an axis counts as right. If two are equally frequent, the larger one does.
+
+    Args:
+        layers: name of a layer in the module, such as "q_proj" -> layer.
+        config: the content of config.json, with the entries of text_config at the top level.
+    """
     for what, axes in _AXES.items():
         if what == "size of keys and values" and "v_head_dim" in config:
             continue
@@ -99,7 +112,9 @@ def _misfits_of(layers: Mapping[str, Weight], config: Mapping[str, Any]) -> Iter
 def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
     """Yield a warning per layer whose bias has another length than the layer has rows.
 
-    weights: the weights of a model. tensors: its tensors, by name.
+    Args:
+        weights: the weights of a model.
+        tensors: name -> header entry, for the tensors of the model.
     """
     for weight in weights:
         bias = tensors.get(f"{weight.name}.bias")
@@ -113,7 +128,9 @@ def unfit_biases(weights: Iterable[Weight], tensors: Mapping[str, TensorEntry]) 
 def tied_head(weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
     """Return a warning if an output head is quantized though the config ties it to the embedding; "" otherwise.
 
-    weights: the weights of a model. config: the content of its config.json.
+    Args:
+        weights: the weights of a model.
+        config: the content of the model's config.json.
     """
     text = config.get("text_config")
     sections = (config, text if isinstance(text, Mapping) else {})
@@ -146,7 +163,8 @@ def named_twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
 
     Experts that are stored separately and as stacks at once count as well.
 
-    names: the names of the modules of a model's weights.
+    Args:
+        names: the names of the modules of a model's weights.
     """
     known = dict.fromkeys(names)
     leaves: dict[str, dict[str, None]] = defaultdict(dict)

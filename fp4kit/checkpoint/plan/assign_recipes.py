@@ -136,10 +136,12 @@ def assign_recipes(
         An Assignment. Pass ``default``, ``recipes`` and ``kept`` to make_plan.
 
     Raises:
-        CheckpointError: a candidate is unknown or fits no layer, the source is quantized, or the budget is too small.
+        CheckpointError: if ``bits`` is not positive and finite, or too small for the candidates. Also if a recipe is
+            named twice or none is named, if a candidate fits no layer, if the source is quantized, or if column weights
+            are missing. Also if a layer holds NaN or infinity, for which no error is defined.
+        ValueError: if no recipe has the id of a candidate.
 
-    Numerics: squared errors are summed in float64, of values that are decoded to float32. A NaN or infinity in a layer
-    is an error.
+    Numerics: squared errors are summed in float64, of values that are decoded to float32.
     """
     if not bits > 0 or bits == float("inf"):
         raise CheckpointError(f"bits {bits}: a positive number of bits per weight is needed, such as 5.0")

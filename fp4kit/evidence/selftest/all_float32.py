@@ -121,7 +121,7 @@ def runs(sweep: Float32Sweep, sign: int) -> tuple[np.ndarray, np.ndarray]:
         codes: the code of each run.
 
     Raises:
-        ValueError: a code decreases as the magnitude grows. This is checked on a sample of magnitudes.
+        ValueError: if a code decreases as the magnitude grows. This is checked on a sample of magnitudes.
     """
 
     def specified(bits: np.ndarray) -> np.ndarray:
@@ -181,7 +181,7 @@ def differences(
         the first difference. The description is "" if no code differs.
 
     Raises:
-        ValueError: the codes in the specification decrease as the magnitude grows.
+        ValueError: if a code in the specification decreases as the magnitude grows.
     """
     compared, differing, first = 0, 0, ""
     for sign in (0, SIGN):
