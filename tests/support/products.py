@@ -228,7 +228,12 @@ def tiny(kind: str) -> tuple[Any, Any]:
 
 
 def far_apart(kind: str, rng: np.random.Generator) -> Iterator[tuple[Any, Any, np.ndarray]]:
-    """Yield operands a, b and c of a block-scaled kind, so far apart in size that terms lose bits in the sum."""
+    """Yield arguments a, b and c of matmul, so far apart in size that terms lose bits in the sum.
+
+    Args:
+        kind: the kind of a and b, one with block scales.
+        rng: the source of random numbers.
+    """
     a, b = (drawn(rng, kind, n, 192) for n in (33, 70))
     for sizes in (60, 20):
         c = (rng.standard_normal((33, 70)) * 2.0 ** rng.integers(-sizes, sizes, (33, 70))).astype(np.float32)

@@ -298,7 +298,7 @@ def _sglang_mxfp8(form: Container, ignore: list[str], has_input_scale: bool) -> 
     Args:
         form: the container of the quantized layers.
         ignore: the exclusion list.
-        has_input_scale: not used, because SGLang reads no input scales for MXFP8.
+        has_input_scale: not used, because this container has no input scales.
     """
     return {
         "activation_scheme": "dynamic",

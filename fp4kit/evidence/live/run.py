@@ -312,7 +312,7 @@ class LiveCase:
     def attempt(self, value: Any) -> tuple[Compared, str]:
         """Compare the producer with fp4kit on a value, an array or a Quantized. Return (comparison, error text).
 
-        The error text is "" unless the producer raises an exception.
+        The error text is "" unless the producer raises an exception. The comparison then has no differences.
         """
         try:
             with quiet():
