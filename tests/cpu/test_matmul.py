@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import PAIRS, TINY, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
+from products import PAIRS, TINY, at_bounds, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
 
 import fp4kit
 from fp4kit.cpu import engine
@@ -47,6 +47,13 @@ def test_sums_below_the_normal_numbers(unit, kind) -> None:
 def test_terms_that_lose_bits(kind) -> None:
     for a, b, c in far_apart(kind, np.random.default_rng(9)):
         both(a, b, c=c)
+
+
+@pytest.mark.parametrize("spread", [0, 9, 10, 11, 13, 14, 15, 20])
+def test_sums_at_the_bounds_of_fast_ways(spread) -> None:
+    for a, b, c in at_bounds(np.random.default_rng(spread), spread):
+        both(a, b, c=c)
+        both(a, b)
 
 
 @pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((2, 3, 5, 64), (7, 64)), ((5, 64), (3, 7, 64))], ids=str)

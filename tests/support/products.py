@@ -242,3 +242,50 @@ def far_apart(kind: str, rng: np.random.Generator) -> Iterator[tuple[Any, Any, n
             if extreme is not None:
                 scales[:, ::3] = extreme
             yield replace(a, block_scale=scales), b, c
+
+
+def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any, np.ndarray]]:
+    """Yield operands a, b and c whose sums are near the bounds of the fast ways of the CPU engine (matmul_vnni.h).
+
+    Args:
+        spread: the difference between the largest and the smallest exponent of products of scales, at most 28 for E4M3
+            scales. For E8M0 scales it is twice as large.
+    """
+    for kind, steps in (("nvfp4", 1), ("mxfp4-block16", 2)):
+        low, high = _scales_of(kind, spread * steps)
+        scales = [np.full((n, 8), high[side], np.uint8) for side, n in enumerate((8, 32))]
+        scales[0][3::4, 1], scales[1][::16, 1] = low[0], low[1]
+        largest = [np.full((n, 128), 7, np.uint8) for n in (8, 32)]
+        any_codes = [rng.integers(0, 16, (n, 128), np.uint8) for n in (8, 32)]
+        tiny_term = [np.zeros((n, 128), np.uint8) for n in (8, 32)]  # 1 * 1 in group 0, and 0.5 * -0.5 in group 1
+        for codes, code in zip(tiny_term, (1, 9), strict=True):
+            codes[:, 0], codes[:, 16] = 2, code
+        exponents = [int(np.log2(float(x))) for x in (_value(kind, low), _value(kind, high))]
+        for codes in (largest, any_codes, tiny_term):
+            a, b = (quantized(recipe_of(kind), one, scale) for one, scale in zip(codes, scales, strict=True))
+            middle = (exponents[0] + 28 + exponents[1] - 12) // 2
+            for exponent in (
+                exponents[1] - 14,
+                exponents[1] - 12,
+                middle,
+                *range(exponents[0] + 24, exponents[0] + 45, 4),
+            ):
+                size = 2.0 ** np.clip(exponent, -120, 120)
+                signs = rng.choice([-1, 1], (8, 32)) * size
+                yield a, b, (rng.uniform(1, 2, (8, 32)) * signs).astype(np.float32)
+                yield a, b, signs.astype(np.float32)
+
+
+def _scales_of(kind: str, spread: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return (codes of small scales of a and b, codes of large scales), whose exponents differ by `spread` in sum."""
+    first = spread // 2
+    if kind == "nvfp4":  # code = exponent field << 3 | 7, which is 1.875 * 2^(field - 7)
+        return (15, 15), ((1 + first) << 3 | 7, (1 + spread - first) << 3 | 7)
+    return (110, 110), (110 + first, 110 + spread - first)
+
+
+def _value(kind: str, codes: tuple[int, int]) -> float:
+    """Return the product of two scales, given by their codes."""
+    scale = recipe_of(kind).scale
+    assert scale is not None
+    return float(scale.values[codes[0]]) * float(scale.values[codes[1]])

@@ -158,12 +158,12 @@ struct VnniTask {
   // Multiply the sums of one row of a panel by the tensor scales, and store them. column: the panel's first column.
   void put_row(const ProductTask& finish, i64 row, i64 column, const double* sums) const {
     const i64 count = std::min<i64>(kVnniLanes, call.columns - column);
-    const float* fb = call.b.factors;
-    if (call.output != kFloat32 || !call.a.factors || !fb || call.b.factors_step) {
+    const float *fa = call.a.factors, *fb = call.b.factors;
+    if (call.output != kFloat32 || (fb && call.b.factors_step)) {
       for (i64 lane = 0; lane < count; ++lane) finish.put(row, column + lane, static_cast<float>(sums[lane]));
       return;
     }
-    const __m512 factor = _mm512_set1_ps(call.a.factors[row * call.a.factors_step] * *fb);
+    const __m512 factor = _mm512_set1_ps((fa ? fa[row * call.a.factors_step] : 1) * (fb ? *fb : 1));
     const __m256 low = _mm512_cvtpd_ps(_mm512_load_pd(sums)), high = _mm512_cvtpd_ps(_mm512_load_pd(sums + 8));
     const __m512 x = _mm512_mul_ps(_mm512_insertf32x8(_mm512_castps256_ps512(low), high, 1), factor);
     const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF));  // as `store` writes NaN
