@@ -194,7 +194,7 @@ def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin],
     settings: how the checkpoint was made.
     """
     stored = list(stored)
-    groups = _groups(stored)
+    groups = fused_groups(stored)
     number = 0
     for weight in stored:
         for e in range(weight.experts):
@@ -240,7 +240,7 @@ def checks_of_restored(
             yield Check(weight, piece.number, origin, job, "", settings.nonfinite is None)
 
 
-def _groups(stored: Iterable[Weight]) -> dict[str, str]:
+def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
     """Return layer name -> name of its group, for the layers that share a tensor scale with other layers."""
     return fused_layers.shared_amax_groups(
         [w.name for w in stored if w.container is not None and w.container.has_tensor_scale]

@@ -33,6 +33,7 @@ from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
 from fp4kit.checkpoint.verify import reencode
+from fp4kit.checkpoint.verify.diagnosis import faults_of
 from fp4kit.checkpoint.verify.input_scales import input_scale_issues, unlike_activations
 from fp4kit.checkpoint.verify.integrity import (
     Issue,
@@ -512,7 +513,11 @@ def _report(
     issues += [
         Issue("error", one.check.stored.name, f"cannot be re-encoded: {shown(one.error)}") for one in found if one.error
     ]
-    issues += [issue for layer in layers for issue in _garbage(layer, smoothing.layers.get(layer.name))]
+    garbage = [issue for layer in layers for issue in _garbage(layer, smoothing.layers.get(layer.name))]
+    unlike = [*(issue.subject for issue in garbage), *(layer.name for layer in layers if _is_unlike(layer))]
+    issues += garbage
+    faults = faults_of(prepared.checks, dict.fromkeys(unlike))
+    issues += [Issue("error", name, f"{fault}{_REPAIR}") for name, fault in faults.items()]
     issues += [Issue("warning", name, _SMOOTHED) for name in smoothing.norms]
     settings = prepared.settings
     used = {one.check.stored.name: one.check.job.recipe for one in found if one.check.job is not None}
@@ -594,6 +599,14 @@ def _garbage(layer: LayerReport, smoothed_db: float | None) -> Iterator[Issue]:
             f"SQNR is {found:.1f} dB, {usual - found:.1f} dB below what {bits} bits usually give on this layer; run"
             " fp4kit identify with this source",
         )
+
+
+_REPAIR = ", as the source shows; undo this in the file, or convert the source again"
+
+
+def _is_unlike(layer: LayerReport) -> bool:
+    """Return whether more bytes of codes or block scales differ from the source than a few damaged ones."""
+    return any(100 * differing > compared for differing, compared in (layer.codes, layer.scales))
 
 
 def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | None) -> Iterator[Issue]:
