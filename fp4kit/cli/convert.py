@@ -425,7 +425,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
     assignment: the recipes that --bits assigns to layers, or None.
     """
     wishes, search = _wishes(args), None
-    default, recipes = _recipes(args.recipe)
+    default, recipes = recipes_of(args.recipe)
     if assignment is None:
         search = ScaleSearch.of(args.scale_search, args.column_weights, args.imatrix)
     else:
@@ -448,7 +448,7 @@ def _plan(args: argparse.Namespace, assignment: Assignment | None) -> Plan:
     )
 
 
-def _recipes(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
+def recipes_of(texts: Sequence[str]) -> tuple[str | None, list[tuple[str, str]]]:
     """Return (the default recipe, (pattern, recipe) pairs) for the values of --recipe.
 
     The default is None if no value is a plain recipe. Recipes are returned as they were given, as text.

@@ -14,7 +14,7 @@ from fp4kit.checkpoint.verify.input_scales import recorded_activations
 from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.report_html import write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
-from fp4kit.cli.convert import activations_of, add_activations, add_scale_search, add_workers, devices_of
+from fp4kit.cli.convert import activations_of, add_activations, add_scale_search, add_workers, devices_of, recipes_of
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
@@ -44,7 +44,11 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--source", metavar="SRC", help="compare with this original: the directory or GGUF file DST was made from"
     )
-    parser.add_argument("--recipe", help="recipe of the quantized layers (default: the one recorded in DST)")
+    text = (
+        "recipe of the quantized layers (default: the one recorded in DST). PATTERN=RECIPE gives the recipe of the"
+        " layers of SRC that match PATTERN, as in convert, and replaces the recorded patterns; repeatable"
+    )
+    parser.add_argument("--recipe", action="append", metavar="[PATTERN=]RECIPE", help=text)
     add_scale_search(parser)
     add_ignore(parser)
     parser.add_argument(
@@ -71,7 +75,8 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
         _check_page(args.html, Path(args.path))
     with cluster(args.dask) as executor:
         options = Options(args.workers, executor, devices_of(args))
-        prepared = prepare(args.path, args.source, args.recipe, options, search, args.ignore, activations)
+        default, recipes = recipes_of(args.recipe or ())
+        prepared = prepare(args.path, args.source, default, options, search, args.ignore, activations, recipes)
         report = _run(prepared, options, out)
     if args.html is not None:
         write_report(report, args.html)

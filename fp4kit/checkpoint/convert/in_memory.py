@@ -6,7 +6,7 @@ The results are the tensors that the checkpoint converter would write.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks
 from fp4kit.checkpoint.model.wrapper_names import unwrapped
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.layer_checks import stacks_trouble
+from fp4kit.checkpoint.plan.mixture import Choice, Mixture
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.name_rules import Candidate, candidate, model_facts
@@ -55,6 +56,8 @@ class Rules:
         wishes: which layers to quantize.
         input_scale: a positive float32 activation scale to write for every layer; None for none.
         activations: measured activations, from which every layer gets its own input scale; None for none.
+        recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``, as for make_plan. A recipe may be
+            given by its id. Patterns match whole module names without ``.weight``; the first that matches decides.
 
     Raises CheckpointError in these cases:
 
@@ -69,6 +72,7 @@ class Rules:
     wishes: Wishes = field(default_factory=Wishes)
     input_scale: float | None = None
     activations: Activations | None = None
+    recipes: Sequence[tuple[str, str | Recipe]] = ()
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
@@ -84,19 +88,56 @@ class Rules:
             raise CheckpointError("format comfy: convert_tensors does not write files of ComfyUI; use convert")
         # Reject an unsuitable model here, before the first tensor is converted.
         mlx.check(self.form, self.config, ())
-        check_input_scale(self.form, self._request.gives_input_scales)
+        if self.recipes:
+            for choice in (self.mixture.default, *(choice for _, choice in self.mixture.choices)):
+                self._of_choice(choice)
+        else:
+            check_input_scale(self.form, self._request.gives_input_scales)
 
     @lazy_property
     def form(self) -> Container:
-        """The container (names, dtypes and layout of the tensors) that convert_tensors writes."""
-        found = self._request.form_for(self.config)
+        """The container (names, dtypes and layout of the tensors) of layers that no pattern of ``recipes`` matches."""
+        found = self.mixture.default.form
         assert found is not None
         return found
 
     @lazy_property
+    def mixture(self) -> Mixture:
+        """The recipe and the container of every layer."""
+        return self._request.mixture_for(self.config)
+
+    def of_layer(self, module: str) -> Rules:
+        """Return rules with one recipe, that of a layer.
+
+        Args:
+            module: the name of the layer, or of a stack of experts, as the model names it.
+        """
+        return self._of_choice(self.mixture.of(module)) if self.recipes else self
+
+    def _of_choice(self, choice: Choice) -> Rules:
+        """Return rules for the recipe and the container of a choice, without input scales if they have no place."""
+        assert choice.form is not None
+        key = choice.recipe.id, choice.form.name
+        if key not in self._by_choice:
+            scaled = [one for _, one in self.mixture.choices if one.recipe.tensor_scaling == "tensor"]
+            some = bool(scaled) or self.mixture.default.recipe.tensor_scaling == "tensor"
+            drop = some and choice.recipe.tensor_scaling != "tensor"
+            inputs: dict[str, Any] = {"input_scale": None, "activations": None} if drop else {}
+            form = choice.form.format
+            self._by_choice[key] = replace(self, recipe=choice.recipe, format=form, recipes=(), **inputs)
+        return self._by_choice[key]
+
+    @lazy_property
+    def _by_choice(self) -> dict[tuple[str, str], Rules]:
+        """The rules that _of_choice has made: (id of the recipe, name of the container) -> rules."""
+        return {}
+
+    @lazy_property
     def _request(self) -> Request:
         """The Request that the checkpoint converter would get for these rules."""
-        return Request(self.recipe, self.format, self.wishes, self.input_scale, activations=self.activations)
+        pairs = tuple((pattern, recipe(one)) for pattern, one in self.recipes)
+        inputs = self.input_scale, self.activations
+        return Request(self.recipe, self.format, self.wishes, inputs[0], activations=inputs[1], recipes=pairs)
 
     @lazy_property
     def _facts(self) -> Any:
@@ -152,6 +193,7 @@ class Rules:
         return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
 
 
+_Member = tuple[str, Any, Rules]  # layer name, matrix, and the rules of the layer
 INCOMPLETE = ("error", "quantize")
 
 
@@ -189,7 +231,9 @@ class TensorConverter:
             raise CheckpointError(f"incomplete {incomplete!r}: unknown; use one of {', '.join(INCOMPLETE)}")
         self.rules = rules
         self._incomplete = incomplete
-        self._waiting: dict[str, list[Named]] = {}
+        self._waiting: dict[str, list[_Member]] = {}
+        self._sources: dict[str, str] = {}  # converted layer -> the layer or stack of the model that holds it
+        self._unconverted: dict[str, str] = {}  # other layers -> why they are unquantized
         self._converted: list[str] = []
         self._seen: set[str] = set()
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
@@ -236,19 +280,26 @@ class TensorConverter:
                     self._check_beside(name, part)
                     yield name, part
                     continue
-                mlx.check(rules.form, rules.config, [name.removesuffix(".weight")])
-                self._check_module(name.removesuffix(".weight"), part)
-                for module, matrix in _layers(name, part, rules):
+                whole = name.removesuffix(".weight")
+                own = rules.of_layer(whole)
+                mlx.check(own.form, own.config, [whole])
+                self._check_module(whole, part)
+                for module, matrix in _layers(name, part, own):
                     self._converted.append(module)
-                    yield from _gathered(module, matrix, rules, self._waiting)
+                    self._sources[module] = whole
+                    yield from self._gathered(module, matrix, own)
 
     def _is_converted(self, name: str, array: Any) -> bool:
         """Return whether the rules select a tensor. Raise CheckpointError if only its dtype keeps it from that."""
         shape, dtype = tuple(array.shape), _dtype_name(array)
         kind = _SAFETENSORS.get(dtype, "F32")
-        selected = self.rules.decisions([(name, kind, shape)])[name].converted
-        if not selected and (why := self.rules.why_not_in_blocks(name, kind, shape)):
+        own = self.rules.of_layer(name.removesuffix(".weight"))
+        decision = own.decisions([(name, kind, shape)])[name]
+        selected = decision.converted
+        if not selected and (why := own.why_not_in_blocks(name, kind, shape)):
             self._short_rows.setdefault(why, []).append(name)
+        if not selected and name.endswith(".weight"):
+            self._unconverted[name.removesuffix(".weight")] = decision.reason
         if selected and dtype not in _SAFETENSORS:
             raise CheckpointError(
                 f"{shown(name)}: is {dtype} {list(shape)}; float32, float16 or bfloat16 in native byte order is needed;"
@@ -312,11 +363,17 @@ class TensorConverter:
                 Wishes(keep=...) if this is intended.
 
         Raises:
-            CheckpointError: layers still wait, and ``incomplete`` is "error"; or a gate has no up projection; or a
-                layer came under two names, such as w1 and gate_proj.
+            CheckpointError: in one of these cases:
+
+                - Layers still wait, and ``incomplete`` is "error".
+                - A gate has no up projection, or a layer came under two names, such as w1 and gate_proj.
+                - A pattern of the rules' ``recipes`` decided about no layer, or layers that loaders fuse got different
+                  recipes or containers.
         """
         for name, why in named_twice(self._modules):
             raise CheckpointError(f"{shown(name)}: {why}")
+        self.rules.mixture.check_patterns([*dict.fromkeys(self._sources.values())], self._unconverted)
+        self.rules.mixture.check_fused(self._sources)
         for why, names in self._short_rows.items():
             warnings.warn(
                 f"convert_tensors: {listed(names)}: unquantized, because {why}; use a recipe with shorter blocks, or"
@@ -327,13 +384,40 @@ class TensorConverter:
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
         for group, members in self._waiting.items() if self._incomplete == "error" else ():
-            came = ", ".join(shown(name) for name, _ in members)
+            came = ", ".join(shown(name) for name, _, _ in members)
             raise CheckpointError(
                 f"{shown(group)}: these layers share one tensor scale, but only {came} came; send the others too,"
                 ' or use incomplete="quantize" if the model does not have them'
             )
         waiting, self._waiting = self._waiting, {}
-        return self._new(pair for members in waiting.values() for pair in _quantized(members, self.rules))
+        return self._new(pair for members in waiting.values() for pair in self._quantized(members))
+
+    def _gathered(self, module: str, matrix: Any, own: Rules) -> Iterator[Named]:
+        """Quantize a layer and yield its (name, array) pairs as soon as all layers with its tensor scale have arrived.
+
+        Until then, store the layer in ``_waiting`` and yield nothing. When the last layer of the group arrives, yield
+        the pairs of all its layers. Raise CheckpointError if the layers of a group have different recipes.
+
+        own: the rules of this layer.
+        """
+        group = fused_layers.group_of(module) if own.form.has_tensor_scale else None
+        if group is None:
+            yield from _quantized([(module, matrix)], own)
+            return
+        name, size = group
+        members = self._waiting.setdefault(name, [])
+        members.append((module, matrix, own))
+        if len(members) == size:
+            yield from self._quantized(self._waiting.pop(name))
+
+    def _quantized(self, members: list[_Member]) -> Iterator[Named]:
+        """Quantize layers that share a tensor scale, and yield their (name, array) pairs.
+
+        Raise CheckpointError if they have different recipes.
+        """
+        if any(own is not members[0][2] for _, _, own in members):
+            self.rules.mixture.check_fused({module: self._sources[module] for module, _, _ in members})
+        yield from _quantized([(module, matrix) for module, matrix, _ in members], members[0][2])
 
 
 # dtype name of an array -> safetensors dtype, for the dtypes that only quantized checkpoints have
@@ -403,6 +487,7 @@ def convert_tensors(
             - mlx-lm would not find a layer again, or no loader can use a scale.
             - A layer that shares a tensor scale with others never arrives, and ``incomplete`` is "error".
             - A gate has no up projection, a layer comes under two names, or ``incomplete`` is not valid.
+            - A pattern of ``rules.recipes`` decides about no layer, or fused layers get different recipes.
         TypeError: a name is not a str, or a value is not an array.
 
     Warns:
@@ -533,26 +618,6 @@ def _pieces(module: str, name: str, shape: tuple[int, ...], rules: Rules) -> Ite
     shape: the shape [E, N, K] of the stack, with N rows and K columns per expert, however the model stores them.
     """
     return pieces(Weight(module, name, shape, None, {}), rules.form, rules.config, False)
-
-
-def _gathered(module: str, matrix: Any, rules: Rules, waiting: dict[str, list[Named]]) -> Iterator[Named]:
-    """Quantize a layer and yield its (name, array) pairs as soon as all layers with its tensor scale have arrived.
-
-    Until then, store the layer in ``waiting`` and yield nothing. When the last layer of the group arrives, yield the
-    pairs of all its layers.
-
-    module: the name of the layer.
-    waiting: group name -> (layer name, matrix) pairs of the incomplete groups; it is changed in place.
-    """
-    group = fused_layers.group_of(module) if rules.form.has_tensor_scale else None
-    if group is None:
-        yield from _quantized([(module, matrix)], rules)
-        return
-    name, size = group
-    members = waiting.setdefault(name, [])
-    members.append((module, matrix))
-    if len(members) == size:
-        yield from _quantized(waiting.pop(name), rules)
 
 
 def _quantized(members: list[Named], rules: Rules) -> Iterator[Named]:

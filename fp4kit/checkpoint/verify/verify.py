@@ -29,6 +29,7 @@ from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack, expert_stacks
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, is_split, split_layers
+from fp4kit.checkpoint.plan.mixture import first_match
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, recorded_search
 from fp4kit.checkpoint.run.executors import executor_of, run_all, start_devices
 from fp4kit.checkpoint.run.leftovers import leftovers_of
@@ -47,9 +48,10 @@ from fp4kit.checkpoint.verify.integrity import (
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings
 from fp4kit.checkpoint.verify.smoothing import Smoothing, smoothing_of
 from fp4kit.lazy import lazy_property
-from fp4kit.recipes import Recipe, recipe
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.to_dict import from_data
-from fp4kit.storage.errors import shown
+from fp4kit.storage.errors import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.json_object import load_object, parse_object
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES
@@ -187,6 +189,7 @@ def verify(
     search: ScaleSearch | None = None,
     ignore: Iterable[str] = (),
     activations: Activations | None = None,
+    recipes: Iterable[tuple[str, str | Recipe]] = (),
 ) -> VerifyReport:
     """Verify a checkpoint, and return a report of everything that is wrong with it.
 
@@ -206,15 +209,17 @@ def verify(
             glob are warnings; all others are errors.
         activations: measured activations. An input scale that does not follow from them is an error. None skips this
             check only.
+        recipes: (pattern, recipe) pairs for layers of other recipes than ``recipe``, as for make_plan. Patterns match
+            the names of layers in the source. They replace the patterns that the checkpoint records.
 
     Returns:
         A VerifyReport. Its ``clean`` is True if there are no errors.
 
     Raises:
-        CheckpointError: a directory cannot be opened, the recipe does not support the search, or the activations do not
-            fit the layers.
+        CheckpointError: a directory cannot be opened, the recipe does not support the search, the activations do not
+            fit the layers, or a pattern of ``recipes`` decides about no layer that is encoded again.
     """
-    return execute(prepare(destination, source, recipe, options, search, ignore, activations), options)
+    return execute(prepare(destination, source, recipe, options, search, ignore, activations, recipes), options)
 
 
 def prepare(
@@ -225,6 +230,7 @@ def prepare(
     search: ScaleSearch | None = None,
     ignore: Iterable[str] = (),
     activations: Activations | None = None,
+    recipes: Iterable[tuple[str, str | Recipe]] = (),
 ) -> Verification:
     """Prepare a verification for ``execute``, without reading the values of layers.
 
@@ -254,13 +260,15 @@ def prepare(
     issues += [Issue(*trouble) for trouble in kv_cache.troubles(model.tensors)]
     issues += input_scale_issues(model.layers.values(), scales)
     issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
-    settings, settings_issues = _settings(model, recipe, options or Options(), search)
+    given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
+    settings, settings_issues = _settings(model, recipe, options or Options(), search, given)
     if source is None:
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
         return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
     original = open_source(Path(source))
     check_model(original, weights_of(original.tensors, original.config))
     beside = _SourceComparison(model, original, settings)
+    _check_patterns(beside.checks, [pattern for pattern, _ in given])
     found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
     return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
 
@@ -283,7 +291,11 @@ def _scalars(weights: Iterable[Weight]) -> dict[str, float]:
 
 
 def _settings(
-    model: Checkpoint, wanted: str | Recipe | None, options: Options, search: ScaleSearch | None
+    model: Checkpoint,
+    wanted: str | Recipe | None,
+    options: Options,
+    search: ScaleSearch | None,
+    given: tuple[tuple[str, Recipe], ...] = (),
 ) -> tuple[Settings, list[Issue]]:
     """Return how the checkpoint was made, and warnings if the records about this are unknown or contradict each other.
 
@@ -292,6 +304,7 @@ def _settings(
     wanted: the recipe that the user gives, or None.
     options: the devices to use; everything else in it is ignored.
     search: the search of block scales that the user gives, or None.
+    given: (pattern, recipe) pairs that the user gives; () for those that the checkpoint records.
 
     Raises CheckpointError if the recipe does not support ``search``.
     """
@@ -303,7 +316,7 @@ def _settings(
     made_new = request.get("recipe") if manifest.get("codes") != "carried" else None
     recorded = made_new or (own.get("recipe") if isinstance(own, dict) else None) or _recipe_of_file(model)
     issues = []
-    found = None if wanted is None else recipe(wanted)
+    found = None if wanted is None else find_recipe(wanted)
     patterns: tuple[tuple[str, Recipe], ...] = ()
     if found is None:
         try:
@@ -322,7 +335,22 @@ def _settings(
     issues += [Issue("warning", MANIFEST, text) for text in texts]
     devices = tuple(options.devices) or (None,)
     scale = scale if isinstance(scale, float) else None
-    return Settings(found, scale, nonfinite, devices, search_used, weighted, patterns), issues
+    return Settings(found, scale, nonfinite, devices, search_used, weighted, given or patterns), issues
+
+
+def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
+    """Raise CheckpointError for the first pattern that decides about no layer with a counterpart in the source.
+
+    checks: the matrices of the checkpoint. patterns: the patterns that the user gives, in order.
+    """
+    names = dict.fromkeys(check.origin.weight.name for check in checks if check.origin is not None)
+    used = {first_match(patterns, name) for name in names} if patterns else set()
+    for i, pattern in enumerate(patterns):
+        if i not in used:
+            raise CheckpointError(
+                f"--recipe {shown(pattern)}=...: decides about no layer that is compared with the source; names are"
+                f" such as {listed([*names][:2])}; a pattern must match a whole name, and the first match decides"
+            )
 
 
 def _recorded_patterns(model: Checkpoint, own: Any) -> list[list[str]]:

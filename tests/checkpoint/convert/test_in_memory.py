@@ -91,6 +91,41 @@ def test_rows_that_are_no_whole_blocks_are_named():
     dict(convert_tensors(layers, Rules.of("mxfp4-ocp", wishes=Wishes(keep=("*.o_proj",)))))
 
 
+OUT, ROWS = ("*.o_proj", "mxfp8-te"), ("*.0.mlp.down_proj", "fp8-modelopt-channel")
+MIXES = {
+    "compressed-tensors": (ROWS, OUT, ("*.experts.*.*_proj", "nvfp4-te-2d")),
+    "modelopt": (("*.mlp.*", "mxfp8-te"),),
+}
+
+
+@pytest.mark.parametrize("form", MIXES)
+def test_several_recipes_give_the_bytes_of_the_converter(tmp_path, form):
+    """Patterns give layers their own recipes and containers, as --recipe PATTERN=RECIPE does."""
+    synthetic.moe(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", "nvfp4-te", format=form, recipes=MIXES[form], input_scale=0.5)
+    model, _, arrays = stored(tmp_path / "in")
+    rules = Rules.of("nvfp4-te", config=model.config, format=form, recipes=MIXES[form], input_scale=0.5)
+    check(dict(convert_tensors(arrays.items(), rules)), stored(tmp_path / "out")[1])
+
+
+@pytest.mark.parametrize(
+    ("recipes", "text"),
+    [
+        (
+            (("*.k_proj", "nvfp4-te-2d"),),
+            "would get the recipe nvfp4-te, and model.layers.0",
+        ),
+        ((("*.k_proj", "mxfp4-ocp"),), "would get the recipe"),
+        ((("*.z_proj", "nvfp4-te-2d"),), "--recipe *.z_proj=...: matches no module"),
+        ((("*_proj", "nvfp4-te-2d"), ("*.q_proj", "nvfp4-te")), "an earlier pattern, *_proj, matches all its layers"),
+    ],
+)
+def test_patterns_that_are_refused(recipes, text):
+    layers = [(f"model.layers.0.self_attn.{name}_proj.weight", np.ones((32, 64), np.float32)) for name in "qkvo"]
+    with synthetic.refused(text):
+        list(convert_tensors(layers, Rules.of("nvfp4-te", format="compressed-tensors", recipes=recipes)))
+
+
 def test_one_layer_under_two_names_is_refused():
     names = ("w1", "w2", "w3", "gate_proj", "up_proj")
     layers = [(f"model.layers.0.mlp.experts.1.{name}.weight", np.ones((32, 32), np.float32)) for name in names]

@@ -120,6 +120,34 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "PATTERN=RECIPE is needed" in capsys.readouterr().err
 
 
+def test_verify_takes_patterns(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where no recipe is recorded, patterns tell verify which recipe made which layers."""
+    convert(model, tmp_path / "out", "nvfp4-te", recipes=DOWN)
+    path = tmp_path / "out" / "config.json"
+    config = json.loads(path.read_text())
+    del config["quantization_config"]["fp4kit"]
+    path.write_text(json.dumps(config))
+    (tmp_path / "out" / "fp4kit_manifest.json").unlink()
+    command = ["verify", str(tmp_path / "out"), "--source", str(model), "--recipe", "nvfp4-te"]
+    assert main(command) == 1 and "bytes of codes that differ" in capsys.readouterr().out
+    assert main([*command, "--recipe", "*.down_proj=nvfp4-te-2d", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["clean"] and body["recipe"] == "nvfp4-te, *.down_proj=nvfp4-te-2d"
+    assert all(layer["codes"]["compared"] for layer in body["layers"])
+    assert main([*command, "--recipe", "*.down_prj=nvfp4-te-2d"]) == 2
+    assert "*.down_prj=...: decides about no layer that is compared with the source" in capsys.readouterr().err
+    assert main(["verify", str(tmp_path / "out"), "--recipe", "*.down_proj=nvfp4-te-2d"]) == 2
+    assert "--recipe: says how layers were made from a source; add --source SRC" in capsys.readouterr().err
+
+
+def test_patterns_replace_those_that_are_recorded(model: Path, tmp_path: Path) -> None:
+    """The recorded default holds for layers that no given pattern matches."""
+    convert(model, tmp_path / "out", "nvfp4-te", recipes=DOWN)
+    report = verify(tmp_path / "out", model, recipes=[("*.0.mlp.down_proj", "nvfp4-te-2d")])
+    assert {layer.name for layer in report.layers if layer.differing} == {"model.layers.1.mlp.down_proj"}
+    assert report.recipe == "nvfp4-te, *.0.mlp.down_proj=nvfp4-te-2d"
+
+
 def test_a_search_covers_the_recipes_that_allow_it(model: Path, tmp_path: Path) -> None:
     """Scales are searched only where the recipe accepts any block scale; verify knows which layers these are."""
     from fp4kit.checkpoint.plan.scale_search import ScaleSearch
