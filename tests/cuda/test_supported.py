@@ -36,6 +36,7 @@ REFUSED = [  # recipe, replaced fields, error
         {"block": (16, 16)},
         "4over6 by lane_sums with blocks of 16 rows, which no .*; needs one row",
     ),
+    ("mxfp4-ocp", {"block": (1, 2)}, "blocks of 2 columns, which no CUDA kernel supports; needs a multiple of 4"),
     (FOUR_OVER_SIX, {"block": (1, 32)}, "4over6 with blocks of 32 columns, which no CUDA kernel supports; needs 16"),
 ]
 
@@ -53,10 +54,13 @@ def test_work_without_a_kernel_is_rejected(name, fields, message):
             kernel_for(work)
 
 
-def test_dequantize_refuses_too():
-    r = replace(RECIPES["mxfp4-ocp"], element=FAR)
-    q = Quantized(np.zeros((2, 16), np.uint8), np.zeros((2, 1), np.uint8), None, None, (2, 32), np.float32, -1, r)
-    with pytest.raises(Declined, match="mxfp4-ocp has elements E2M1 with bias -1"):
+@pytest.mark.parametrize("case", [REFUSED[0], REFUSED[4]], ids=["elements", "blocks"])
+def test_dequantize_refuses_too(case):
+    name, fields, message = case
+    r = replace(RECIPES[name], **fields)
+    scales = np.zeros((2, 32 // r.block_size), np.uint8)
+    q = Quantized(np.zeros((2, 16), np.uint8), scales, None, None, (2, 32), np.float32, -1, r)
+    with pytest.raises(Declined, match=f"mxfp4-ocp has {message}"):
         engine.dequantize(q, np.dtype(np.float32))
 
 

@@ -39,6 +39,8 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
     e = r.element
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
+    narrow = r.block is not None and r.block_size % 4 != 0
+    yield narrow, f"blocks of {r.block_size} columns", "a multiple of 4"
     yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} for elements {e}", "'rn'"
     lanes = r.amax_nan == "lanes" and r.tensor_scaling == "block"
     yield lanes, "amax_nan='lanes' with tensor_scaling='block'", "'ignore' or 'propagate'"
