@@ -15,7 +15,7 @@ from fp4kit.cpu.coverage import decode_key, element_key, rule_key, tensor_key, t
 from fp4kit.cuda.compile.traits import decode_rule, format_struct
 from fp4kit.formats import E4M3, ElementFormat
 from fp4kit.recipes import Recipe, recipes
-from fp4kit.recipes.schema import decoding, faking, then_encodes
+from fp4kit.recipes.schema import as_stored, decoding, faking, then_encodes
 from fp4kit.recipes.table import recipe
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
@@ -30,6 +30,7 @@ def text() -> str:
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
     decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in ("float32", "float16"))}]
+    decoded += [as_stored(r, divides) for r in table if not r.fake_only for divides in _stored_directions(r)]
     decodes = {decode_key(r): r for r in reversed(decoded)}
     return "\n".join(
         [
@@ -49,6 +50,11 @@ def text() -> str:
             "",
         ]
     )
+
+
+def _stored_directions(r: Recipe) -> tuple[bool, ...]:
+    """Return the values of `divides` with which as_stored is called for a recipe."""
+    return (False, True) if r.tensor_scaling == "tensor" and r.scale is not None else (False,)
 
 
 def _format(f: ElementFormat) -> str:

@@ -157,6 +157,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "product": DecodeRule(("E4M3", None)),
     "te": DecodeRule(("E4M3",), needs_amax=True),
     "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
+    "stored_divisor": DecodeRule(("E4M3",)),
     "vllm_cuda": DecodeRule(("E4M3",), needs_amax=True),
     "auto_round": DecodeRule(("E4M3",)),
     "modelopt": DecodeRule(("E4M3",), unsigned_zero=True),

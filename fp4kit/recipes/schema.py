@@ -198,6 +198,25 @@ def faking(r: Recipe) -> Recipe:
     return replace(r, decode_rule=rule) if rule else r
 
 
+@lru_cache(256)
+def as_stored(r: Recipe, divides: bool) -> Recipe:
+    """Return r with the decode rule by which loaders of a checkpoint decode its codes and scales.
+
+    Codes and scales stay those of r. Without fake rule, fake_quantize gives the values that a loader computes.
+
+    Args:
+        r: a recipe with codes.
+        divides: True if the checkpoint stores the tensor scale as a divisor, as compressed-tensors does.
+    """
+    if r.scale is not None and r.scale.name == "E8M0":
+        rule = "e8m0"
+    elif not divides:
+        rule = "product"
+    else:
+        rule = "compressed_tensors" if r.tensor_rule == "compressed_tensors" else "stored_divisor"
+    return replace(r, decode_rule=rule, fake_rule=None)
+
+
 def then_encodes(r: Recipe) -> bool:
     """Return whether elements are scaled in two steps: by the factor of their block, then by the tensor's encode scale.
 

@@ -16,7 +16,7 @@ from fp4kit.formats import E4M3, E8M0, ElementFormat
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import decoding
-from fp4kit.reference.arith import reciprocal_approx_ftz, reciprocal_or_zero
+from fp4kit.reference.arith import ONE, reciprocal_approx_ftz, reciprocal_or_zero
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, round_to
@@ -57,6 +57,15 @@ def decode_compressed_tensors(
     e4m3() decodes scale codes. compressed-tensors stores tensor.encode as its global scale.
     """
     return values * (decode(scales, E4M3)[..., None] / tensor.encode)
+
+
+def decode_stored_divisor(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """Return values * (e4m3(scales) / (1 / tensor.decode)): compressed-tensors' decoding of another producer's codes.
+
+    e4m3() decodes scale codes. A checkpoint of compressed-tensors stores 1 / tensor.decode as the divisor, if the
+    recipe of the codes does not compute a divisor itself.
+    """
+    return values * (decode(scales, E4M3)[..., None] / (ONE / tensor.decode))
 
 
 def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

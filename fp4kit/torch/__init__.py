@@ -3,8 +3,9 @@
 - fake_quantize and fake_quantize_grouped have gradients.
 - quantize returns a Quantized of tensors, and dequantize takes one.
 - linear multiplies quantized activations and weights as a matrix unit does, with gradients.
-- fake_quantize_model trains a model with fake-quantized weights, by its parametrization FakeQuantized. Its argument
-  FakeQuantSettings says which parameters, and with which recipe.
+- fake_quantize_model lets a model train with the weights that the converted checkpoint serves, and on request with
+  fake-quantized activations. remove_fake_quantization undoes it.
+- FakeQuantized parametrizes one parameter. FakeQuantSettings says which parameters, and with which recipe.
 - collect measures the inputs of a model's layers, from which input scales follow.
 
 The operations are custom operators. So torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast
@@ -17,6 +18,7 @@ from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grou
 from fp4kit.torch.input_hooks import collect
 from fp4kit.torch.linear import linear
 from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
+from fp4kit.torch.served_model import remove_fake_quantization
 from fp4kit.training.settings import FakeQuantSettings
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "fake_quantize_model",
     "linear",
     "quantize",
+    "remove_fake_quantization",
 ]
 
 trees.register()

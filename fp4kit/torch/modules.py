@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from typing import Any
@@ -13,11 +12,17 @@ import torch
 from torch.nn.utils import parametrize
 
 from fp4kit.arrays.imports import is_distributed
+from fp4kit.qat.plan import similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
+from fp4kit.torch.described_model import parameters_of
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.operators import check_fake
+from fp4kit.torch.served_model import fake_quantize_served
 from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
+from fp4kit.types import RecipeId
+
+_OP = "fake_quantize_model"
 
 
 class FakeQuantized(torch.nn.Module):
@@ -61,42 +66,118 @@ class FakeQuantized(torch.nn.Module):
         return w if self._spec is None else fake_quantize(w, self._spec, pass_through=self.settings.pass_through)
 
 
-def fake_quantize_model(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
-    """Fake-quantize every parameter of a model that the settings include, by a parametrization.
+def fake_quantize_model(
+    model: torch.nn.Module,
+    recipe: RecipeId | Recipe | FakeQuantSettings | None = None,
+    *,
+    format: str | None = None,
+    parameters: Collection[str] = ("*",),
+    exclude: Collection[str] = (),
+    include: Collection[str] = (),
+    activations: RecipeId | Recipe | None = None,
+    input_amaxes: Any = None,
+    pass_through: bool = True,
+    config: Any = None,
+    settings: FakeQuantSettings | None = None,
+) -> list[str]:
+    """Fake-quantize the weights of a model, so that it trains with the values that the converted checkpoint serves.
 
-    Afterwards layer.weight is the fake-quantized parameter, and layer.parametrizations.weight.original is the trained
-    one. Tied parameters are quantized under each of their names that the settings match, and stay tied. A module with
-    several names is quantized if the settings match one of its names.
+    Afterwards layer.weight holds the values that a loader decodes after `fp4kit convert`. The optimizer updates
+    layer.parametrizations.weight.original, and gradients pass straight through. state_dict and load_state_dict keep
+    the names that the model had, so that model.save_pretrained writes an ordinary checkpoint.
+
+    These weights are fake-quantized, as far as their rows consist of whole blocks:
+
+    - those that `fp4kit convert` quantizes: linear layers and stacks of experts. Embeddings, output heads, routers and
+      vision towers stay unquantized.
+    - torch.nn.Conv1d, Conv2d and Conv3d, in a model without a config. Blocks run along the flattened filter. A model of
+      transformers or Diffusers has a config, and `fp4kit convert` leaves its convolutions unquantized.
+
+    Layers that engines fuse (q, k and v; gate and up; w1 and w3) share one tensor amax, as in the converter.
+
+    For a model that is sharded over ranks, the order of calls is parallelize_module, fake_quantize_model, fully_shard.
 
     Args:
         model: a torch.nn.Module, which is changed in place.
-        settings: a FakeQuantSettings.
+        recipe: a recipe id or a Recipe. A FakeQuantSettings quantizes every parameter that it includes by itself, with
+            an amax of its own and the recipe's own decoding, and allows no other option.
+        format: the --format of `fp4kit convert`, such as "compressed-tensors" or "modelopt", whose loaders decode the
+            values; None for the format that convert chooses for the recipe and the model.
+        parameters: wildcards (fnmatch) of parameter names. Other parameters stay unquantized.
+        exclude: wildcards of parameters that stay unquantized; use --keep for them in convert.
+        include: wildcards of parameters that are quantized although they would stay unquantized, such as embeddings.
+        activations: a recipe for the inputs of the torch.nn.Linear layers whose weights are quantized; None leaves
+            inputs unquantized. The inputs of stacks of experts and of convolutions are never quantized.
+        input_amaxes: a Collector of fp4kit.torch.collect, or a dict of layer -> amax, from which the tensor scales of
+            inputs follow; None computes the amax of the inputs in each call.
+        pass_through: as in fake_quantize.
+        config: the content of config.json; None for that of model.config. Names and model type decide which layers the
+            converter quantizes.
+        settings: a FakeQuantSettings, in place of `recipe`.
 
     Returns:
-        The names of the parameters that are now fake-quantized; [] if the settings have no recipe. A module with
-        several names is listed once, under the first that matches.
+        The names of the parameters that are now fake-quantized; [] for settings without a recipe. print() of the result
+        shows a table of all parameters with the reason why each is quantized or not.
 
     Warns:
-        UserWarning: one of the wildcards in settings.parameters matches no parameter, but another one does. The two
-        spellings of expert weights that FakeQuantSettings.from_environment uses never warn.
-        UserWarning: a parameter with less than two dimensions, such as a bias or the weight of a norm, is quantized.
+        UserWarning: some layers of a fused layer are quantized, and others are not.
+        UserWarning: with settings, a wildcard of settings.parameters matches no parameter, or a parameter with fewer
+            than two dimensions is quantized.
 
     Raises:
-        TypeError: model is not a module, or settings is not a FakeQuantSettings.
-        TypeError: a parameter is a DTensor. Call fully_shard afterwards.
-        ValueError: the settings have a recipe, but include no parameter of the model.
-        ValueError: a parameter is already fake-quantized.
-        TypeError, ValueError: as for fake_quantize, with the parameter's name in front. After any error the model is
-            unchanged.
+        TypeError: an argument has the wrong type, or the model is sharded by fully_shard.
+        ValueError: a wildcard matches no parameter, or no parameter is left to quantize. The message lists names.
+        ValueError: the recipe or the format is unknown, the format cannot store the recipe, or a parameter is already
+            fake-quantized or does not fit the recipe. After any error the model is unchanged.
+        ValueError: a shard of a DTensor would hold parts of blocks.
+
+    Exact:
+        In float32 the values equal, bit for bit, what a loader of the format decodes from the converted checkpoint: for
+        "compressed-tensors" value * (scale / divisor), as compressed-tensors does; otherwise value * (scale *
+        tensor_scale). In bfloat16 and float16 they are these values, rounded once. A layer of zeros is read as zeros
+        with their signs.
 
     Examples:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8), torch.nn.Linear(8, 2))
-        >>> fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=("0.weight",)))
-        ['0.weight']
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.ReLU(), torch.nn.Linear(48, 16))
+        >>> names = fake_quantize_model(model, "nvfp4-te")
+        >>> names
+        ['0.weight', '2.weight']
+        >>> print(names)
+        2 of 4 parameters fake-quantized by nvfp4-te; values as served from --format compressed-tensors
+            count parameter shape   reason
+        yes 1     0.weight  48 x 32 linear layer
+        yes 1     2.weight  16 x 48 linear layer
+        no  1     0.bias    48      not a weight
+        no  1     2.bias    16      not a weight
     """
-    _check_kind("fake_quantize_model", "model", model, torch.nn.Module)
-    _check_kind("fake_quantize_model", "settings", settings, FakeQuantSettings)
-    places = list(_parameters(model))
+    _check_kind(_OP, "model", model, torch.nn.Module)
+    given = recipe if settings is None else settings
+    if isinstance(given, FakeQuantSettings):
+        options = {"format": format, "activations": activations, "input_amaxes": input_amaxes, "config": config}
+        patterns = {"parameters": parameters != ("*",), "exclude": exclude != (), "include": include != ()}
+        _check_alone([name for name, value in {**options, **patterns}.items() if value not in (None, False)])
+        return _by_settings(model, given)
+    if not isinstance(given, (str, Recipe)):
+        raise TypeError(f"{_OP}: recipe is {given!r:.60}; needs a recipe id, such as 'nvfp4-te', or a Recipe")
+    wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
+    inputs = activations, input_amaxes
+    return fake_quantize_served(model, given, format, wildcards, config, pass_through, inputs)
+
+
+def _check_alone(options: list[str]) -> None:
+    """Raise TypeError if there are options, because settings allow none."""
+    if options:
+        raise TypeError(f"{_OP}: {', '.join(options)} cannot be given with a FakeQuantSettings; pass a recipe instead")
+
+
+def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
+    """Fake-quantize every parameter that the settings include by itself, and return the names.
+
+    Tied parameters are quantized under each of their names that the settings match, and stay tied. A module with
+    several names is quantized if the settings match one of its names, and listed once, under the first that matches.
+    Warns and raises as fake_quantize_model states for settings.
+    """
+    places = list(parameters_of(model))
     matching = [place for place in places if settings.is_quantized(place[0])]
     if settings.recipe is not None:
         _check_patterns([name for name, _, _ in places], settings, bool(matching))
@@ -136,32 +217,6 @@ def _check_not_sharded(name: str, module: torch.nn.Module, leaf: str) -> None:
         )
 
 
-def _parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
-    """Yield (full name, module, name within the module) of every parameter.
-
-    A parametrized parameter has the name under which it is read. A module in several places is yielded under each of
-    its names.
-    """
-    parametrizing_modules = {
-        id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _parts(module)
-    }
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        if id(module) in parametrizing_modules:
-            continue
-        leaves = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
-        parametrizations: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
-        yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in (*leaves, *parametrizations))
-
-
-def _parts(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Yield the modules that PyTorch adds to `module` to hold its parametrizations.
-
-    _parameters skips these modules, so that it yields each parametrized parameter once.
-    """
-    found: Any = module.parametrizations
-    return found.modules()
-
-
 @contextmanager
 def _naming_the_way_out(parameter: str) -> Iterator[None]:
     """Append to every ValueError raised in the with block how to exclude the parameter from the settings.
@@ -191,14 +246,14 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
             state = f"exclude={settings.exclude!r} leaves out all that match parameters={settings.parameters!r}"
         raise ValueError(
             f"fake_quantize_model: the settings include no parameter of the model: {state}; "
-            f"{_similar(names, unused)}; correct the wildcards, or pass FakeQuantSettings() to quantize nothing"
+            f"{similar(names, unused)}; correct the wildcards, or pass FakeQuantSettings() to quantize nothing"
         )
     for pattern in unused:
         if pattern not in EXPERT_WEIGHTS:
             warnings.warn(
                 f"fake_quantize_model: no parameter matches {pattern!r}, so it quantizes nothing; "
-                f"{_similar(names, [pattern])}",
-                stacklevel=3,
+                f"{similar(names, [pattern])}",
+                stacklevel=4,
             )
 
 
@@ -212,19 +267,8 @@ def _warn_of_vectors(names: list[str]) -> None:
         warnings.warn(
             f"fake_quantize_model: quantizes parameters with less than two dimensions: {shown}; engines leave"
             " biases and norms unquantized; leave them out with FakeQuantSettings(..., exclude=...)",
-            stacklevel=3,
+            stacklevel=4,
         )
-
-
-def _similar(names: list[str], patterns: list[str]) -> str:
-    """Return text for an error message: up to three parameter names, those most similar to the wildcards first.
-
-    names: the names of all parameters.
-    patterns: the wildcards that matched none of them.
-    """
-    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
-    shown = list(dict.fromkeys([*near, *names]))[:3]
-    return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
 
 
 def _check_kind(op: str, name: str, value: Any, kind: type) -> None:

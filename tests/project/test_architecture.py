@@ -33,8 +33,9 @@ LAYERS = (
     {"training"},
     {"calibration"},
     {"fp4kit"},
-    {"torch", "jax"},
     {"checkpoint", "evidence"},
+    {"qat"},
+    {"torch", "jax"},
     {"cli"},
     {"__main__"},
 )

@@ -81,8 +81,8 @@ def test_a_module_with_several_names(options):
 def test_anything_but_a_model_and_settings():
     with pytest.raises(TypeError, match=r"^fake_quantize_model: model is 'x'; needs a Module"):
         ft.fake_quantize_model("x", FakeQuantSettings("mxfp4"))
-    with pytest.raises(TypeError, match=r"^fake_quantize_model: settings is 'mxfp4'; needs a FakeQuantSettings"):
-        ft.fake_quantize_model(a_model(), "mxfp4")
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: recipe is 4; needs a recipe id, such as 'nvfp4-te'"):
+        ft.fake_quantize_model(a_model(), 4)
     with pytest.raises(TypeError, match=r"^FakeQuantized: settings is 'mxfp4'; needs a FakeQuantSettings"):
         ft.FakeQuantized("mxfp4", "weight")
     with pytest.raises(TypeError, match=r"^FakeQuantSettings: pass_through is 'no'; needs True or False"):
@@ -136,11 +136,11 @@ def test_vectors_that_are_quantized():
         ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Linear(32, 32)), FakeQuantSettings("nvfp4-te"))
 
 
-def test_an_id_in_place_of_the_settings():
-    with pytest.raises(
-        TypeError, match=r"needs a FakeQuantSettings; pass fp4kit.torch.FakeQuantSettings\('mxfp4', parameters="
-    ):
-        ft.fake_quantize_model(a_model(), "mxfp4")
+def test_settings_allow_no_other_option():
+    settings = FakeQuantSettings("nvfp4-te", parameters=("*.weight",))
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: format, include cannot be given with a FakeQuantS"):
+        ft.fake_quantize_model(a_model(), settings, format="modelopt", include=("0.weight",))
+    assert ft.fake_quantize_model(a_model(), settings=settings) == ["0.weight", "2.weight"]
     assert ft.FakeQuantSettings is FakeQuantSettings
 
 

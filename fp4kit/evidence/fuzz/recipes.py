@@ -28,7 +28,7 @@ E4M3_RULES = tuple(name for name, rule in rules.BLOCK_RULES.items() if rule.scal
 TENSOR_SCALE_RULES = tuple(name for name in E4M3_RULES if not rules.BLOCK_RULES[name].one_level)
 TENSOR_RULES = tuple(name for name, over in rules.TENSOR_RULES.items() if over == "E4M3")
 E8M0_DECODE = tuple(name for name, rule in rules.DECODE_RULES.items() if rule.scales == ("E8M0",))
-E4M3_DECODE = ("product", "compressed_tensors", "auto_round", "gguf", "modelopt", "mlx_0322")
+E4M3_DECODE = ("product", "compressed_tensors", "stored_divisor", "auto_round", "gguf", "modelopt", "mlx_0322")
 FIELDS = tuple(field.name for field in fields(Recipe))
 Rng = np.random.Generator
 

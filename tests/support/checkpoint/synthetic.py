@@ -26,6 +26,7 @@ DTYPE_NAMES = {
     np.dtype("f4"): "F32",
     np.dtype("f2"): "F16",
     np.dtype("i8"): "I64",
+    np.dtype("u4"): "U32",
     np.dtype("u1"): "U8",
     np.dtype("i1"): "I8",
     E4M3: "F8_E4M3",

@@ -65,6 +65,12 @@ struct decode_compressed_tensors : decode_product {
     return decode_scale<R>(code) / t.encode;
   }
 };
+struct decode_stored_divisor : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return decode_scale<R>(code) / (1.0f / t.decode);
+  }
+};
 struct decode_vllm_cuda : decode_product {
   static constexpr bool kNeedsAmax = true;
   template <class R>

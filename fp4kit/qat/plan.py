@@ -1,0 +1,287 @@
+"""Plan which weights of a model in training are fake-quantized, with which recipe, and which of them share an amax.
+
+The plan follows the converter: its selection by name, its groups of fused layers, and the decoding of its containers.
+So a model that trains by the plan computes with the values that `fp4kit convert` and a loader give for its weights.
+"""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from fp4kit.checkpoint.containers.container import Container
+from fp4kit.checkpoint.model.layers import layer_names
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.model.wrapper_names import unwrapped
+from fp4kit.checkpoint.plan.request import Request, experts_only
+from fp4kit.checkpoint.selection import fused_layers
+from fp4kit.checkpoint.selection.name_rules import Candidate, model_facts
+from fp4kit.checkpoint.selection.selection import Decision, Selector, Wishes, no_multiple
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.schema import as_stored
+from fp4kit.storage.errors import CheckpointError
+
+Kind = Literal["matrix", "stack", "convolution", "embedding"]
+_SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_UNNAMED = "not in parameters="
+_PRESET = " (preset linear)"
+
+
+@dataclass(frozen=True)
+class TrainedWeight:
+    """Describe a parameter of a model in training.
+
+    Attributes:
+        name: the name of the parameter in the model.
+        saved: the name of its tensor in a checkpoint.
+        shape: (N, K), or (E, N, K) for a stack of experts, whatever the order of axes in the model. For a convolution,
+            the shape of the matrix of its filters. For all other parameters, the shape itself.
+        dtype: the name of the dtype, such as "float32".
+        kind: what the parameter's module does with it. Parameters that fit no other kind are a "matrix".
+    """
+
+    name: str
+    saved: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind = "matrix"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold the user's choice for a plan.
+
+    Attributes:
+        recipe: the recipe by which codes and scales are computed.
+        format: the format of `fp4kit convert` whose loaders decode them; None for the format that convert would choose.
+        parameters: wildcards of parameter names. Other parameters stay unquantized.
+        exclude: wildcards of parameters that stay unquantized.
+        include: wildcards of parameters that are quantized although the converter leaves them unquantized.
+        config: the content of the model's config.json; None if the model has no config.
+    """
+
+    recipe: Recipe
+    format: str | None = None
+    parameters: tuple[str, ...] = ("*",)
+    exclude: tuple[str, ...] = ()
+    include: tuple[str, ...] = ()
+    config: Mapping[str, Any] | None = None
+
+    @classmethod
+    def of(cls, op: str, recipe: str | Recipe, format: str | None, config: Any, **patterns: Any) -> Choice:
+        """Return a Choice of checked arguments. The arguments are those of fp4kit.torch.fake_quantize_model.
+
+        Raises:
+            TypeError: if wildcards are one string, or hold something other than strings, or if config is no mapping.
+            ValueError: if the recipe is unknown.
+        """
+        found = recipe_of(op, recipe)
+        for name, given in patterns.items():
+            if (
+                isinstance(given, str)
+                or not isinstance(given, Collection)
+                or not all(isinstance(p, str) for p in given)
+            ):
+                raise TypeError(f"{op}: {name} is {given!r:.60}; needs a tuple of wildcards, such as ('*.mlp.*',)")
+        if config is not None and not isinstance(config, Mapping):
+            raise TypeError(f"{op}: config is {type(config).__name__}; needs a dict, the content of config.json")
+        return cls(found, format, config=config, **{name: tuple(given) for name, given in patterns.items()})
+
+
+@dataclass(frozen=True)
+class Row:
+    """Say what happens to one parameter.
+
+    Attributes:
+        name: the name of the parameter.
+        shape: its shape, as in TrainedWeight.
+        quantized: True if the parameter is fake-quantized.
+        reason: why it is or is not, in words for the user.
+        group: the name of the fused layers with which it shares a tensor amax; "" if it shares none.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    quantized: bool
+    reason: str
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class QatPlan:
+    """Hold a plan.
+
+    Attributes:
+        recipe: the recipe that gives the served values in fake_quantize.
+        format: the format of `fp4kit convert` for which the values hold; "" if no format stores the recipe.
+        rows: one Row per parameter of the model.
+        shares: True if every parameter of a group needs the largest amax of the group.
+        note: why there is no format; "" if there is one.
+    """
+
+    recipe: Recipe
+    format: str
+    rows: tuple[Row, ...]
+    shares: bool
+    note: str = field(default="", repr=False)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the parameters to fake-quantize."""
+        return [row.name for row in self.rows if row.quantized]
+
+    def members(self, name: str) -> list[str]:
+        """Return the parameters whose amaxes the tensor scale of a fake-quantized parameter covers, itself included."""
+        group = next(row.group for row in self.rows if row.name == name)
+        return [row.name for row in self.rows if group and row.group == group] or [name]
+
+
+def make_plan(op: str, weights: Sequence[TrainedWeight], choice: Choice) -> QatPlan:
+    """Return the plan for the parameters of a model.
+
+    Args:
+        op: the public function, with which messages begin.
+        weights: all parameters of the model.
+        choice: the user's choice.
+
+    Raises:
+        CheckpointError: if the format is unknown, or cannot store the recipe or the model.
+        ValueError: if a wildcard matches no parameter, no parameter is left to quantize, or a parameter of ``include``
+            has fewer than two dimensions or rows that do not consist of whole blocks.
+
+    Warns:
+        UserWarning: if some layers of a fused layer are quantized and others are not.
+    """
+    _check_patterns(op, [weight.name for weight in weights], choice)
+    form, note = _form_for(choice)
+    stored = choice.recipe if form is None else as_stored(choice.recipe, form.divides)
+    decisions = {weight.name: decision for weight, decision in _decisions(op, weights, choice, form)}
+    selected = [weight for weight in weights if decisions[weight.name].converted]
+    if not selected:
+        raise ValueError(
+            f"{op}: no parameter is left to quantize: {_reasons(decisions)}; pass include=, or correct the wildcards"
+        )
+    for weight in selected:
+        _check_stack(op, weight, choice, form)
+    shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"
+    groups = fused_layers.shared_amax_groups(map(_module, selected)) if shares else {}
+    _warn_of_halves(op, weights, selected)
+    rows = tuple(
+        Row(w.name, w.shape, d.converted, d.reason.removesuffix(_PRESET), groups.get(_module(w), "") * d.converted)
+        for w, d in ((w, decisions[w.name]) for w in weights)
+    )
+    return QatPlan(stored, "" if form is None else form.format, rows, shares, note)
+
+
+def _module(weight: TrainedWeight) -> str:
+    """Return the name of the layer that a parameter belongs to, as the converter names it."""
+    return unwrapped(weight.saved).removesuffix(".weight")
+
+
+def _form_for(choice: Choice) -> tuple[Container | None, str]:
+    """Return the container that the converter would write, and "".
+
+    If no format is asked for and the converter refuses the recipe or the model, return None and its message.
+
+    Raises CheckpointError if the format that is asked for cannot store the recipe or the model.
+    """
+    try:
+        return Request(choice.recipe, choice.format).form_for(choice.config or {}), ""
+    except CheckpointError as error:
+        if choice.format is not None:
+            raise
+        return None, str(error)
+
+
+def _decisions(
+    op: str, weights: Sequence[TrainedWeight], choice: Choice, form: Container | None
+) -> Iterable[tuple[TrainedWeight, Decision]]:
+    """Yield each parameter with the decision whether it is quantized: the user's, otherwise the converter's."""
+    multiple = choice.recipe.length_multiple if form is None else form.row_multiple
+    facts = model_facts(choice.config or {})
+    selector = Selector(Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
+    for weight in weights:
+        if any(fnmatchcase(weight.name, pattern) for pattern in choice.include):
+            _check_included(op, weight, multiple)
+            yield weight, Decision(True, "include")
+            continue
+        pattern = next((p for p in choice.exclude if fnmatchcase(weight.name, p)), None)
+        if pattern is not None:
+            yield weight, Decision(False, f"exclude {pattern!r}")
+        elif not any(fnmatchcase(weight.name, p) for p in choice.parameters):
+            yield weight, Decision(False, f"{_UNNAMED}{choice.parameters!r}")
+        elif weight.kind == "embedding":
+            yield weight, Decision(False, f"embedding; convert with --keep {_module(weight)!r}")
+        else:
+            name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
+            if weight.kind == "convolution" and choice.config is not None:
+                yield weight, Decision(False, "convolution, which fp4kit convert leaves unquantized")
+                continue
+            decision = selector.decide(Candidate(name, _module(weight), dtype, weight.shape, facts))
+            if decision.converted and weight.dtype not in _SAFETENSORS:
+                decision = replace(decision, converted=False, reason=f"dtype {weight.dtype}")
+            if decision.converted and weight.kind == "convolution":
+                decision = replace(decision, reason="convolution; fp4kit convert leaves it unquantized")
+            yield weight, decision
+
+
+def _check_included(op: str, weight: TrainedWeight, multiple: int) -> None:
+    """Raise ValueError if a parameter that the user includes cannot be quantized."""
+    if len(weight.shape) < 2:
+        raise ValueError(f"{op}: include= names {weight.name}, which has shape {weight.shape}; needs two dimensions")
+    if weight.shape[-1] % multiple:
+        raise ValueError(f"{op}: include= names {weight.name}, whose {no_multiple(weight.shape, multiple)}")
+
+
+def _check_stack(op: str, weight: TrainedWeight, choice: Choice, form: Container | None) -> None:
+    """Raise ValueError if fake quantization of a stack of experts cannot give the values that the converter stores.
+
+    That is so if gate and up alternate in its rows, or if a block would hold rows of both.
+    """
+    if weight.kind != "stack" or form is None:
+        return
+    matrix = Weight(_module(weight), weight.saved, weight.shape, None, {})
+    parts = len(layer_names(matrix, form, choice.config or {})) // weight.shape[0]
+    if parts > 1 and weight.shape[1] // parts % choice.recipe.block_rows:
+        raise ValueError(
+            f"{op}: {weight.name} holds gate and up of {weight.shape[1] // parts} rows each, and blocks of"
+            f" {choice.recipe.id} have {choice.recipe.block_rows} rows; use a recipe with blocks of one row"
+        )
+
+
+def _check_patterns(op: str, names: Sequence[str], choice: Choice) -> None:
+    """Raise ValueError if a wildcard matches no parameter. The message lists the most similar names."""
+    for argument in ("parameters", "exclude", "include"):
+        for pattern in getattr(choice, argument):
+            if not any(fnmatchcase(name, pattern) for name in names):
+                near = similar(names, [pattern])
+                raise ValueError(f"{op}: {argument}={pattern!r} matches no parameter; {near}; correct the wildcard")
+
+
+def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
+    """Return text for an error message: up to three parameter names, those most similar to the wildcards first.
+
+    names: the names of all parameters.
+    patterns: the wildcards that matched none of them.
+    """
+    near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
+    shown = list(dict.fromkeys([*near, *names]))[:3]
+    return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
+
+
+def _reasons(decisions: Mapping[str, Decision]) -> str:
+    """Return text with up to three parameters and the reasons why they are not quantized."""
+    ordered = sorted(decisions.items(), key=lambda item: item[1].reason.startswith(_UNNAMED))
+    return "; ".join(f"{name} ({decision.reason})" for name, decision in ordered[:3])
+
+
+def _warn_of_halves(op: str, weights: Sequence[TrainedWeight], selected: Sequence[TrainedWeight]) -> None:
+    """Warn if some layers of a fused layer are quantized and others are not, because engines load all or none."""
+    matrices = [weight for weight in weights if weight.kind in ("matrix", "stack") and len(weight.shape) > 1]
+    kept = [_module(weight) for weight in matrices if weight not in selected]
+    for line in fused_layers.partly_converted(kept, {_module(weight) for weight in selected}):
+        warnings.warn(f"{op}: {line}", stacklevel=4)

@@ -1,0 +1,58 @@
+"""Print what a plan does to each parameter of a model, one line per kind of parameter."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+
+from fp4kit.qat.plan import QatPlan, Row
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
+
+
+class QuantizedNames(list[str]):
+    """List the names of the parameters that are fake-quantized. print() shows a table of all parameters.
+
+    Attributes:
+        plan: the plan, with one row per parameter.
+        inputs: the names of the layers whose inputs are fake-quantized.
+    """
+
+    def __init__(self, plan: QatPlan, inputs: tuple[str, ...] = ()) -> None:
+        super().__init__(plan.names)
+        self.plan, self.inputs = plan, inputs
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        return table(self.plan)
+
+
+def table(plan: QatPlan) -> str:
+    """Return a table of all parameters: what is fake-quantized, what is not, and why.
+
+    Layers that differ in their number alone share a line, with * in place of the number.
+    """
+    lines: dict[tuple[str, ...], int] = defaultdict(int)
+    for row in sorted(plan.rows, key=lambda row: not row.quantized):
+        lines[_cells(row)] += 1
+    cells: list[tuple[str, ...]] = [("", "count", "parameter", "shape", "reason")]
+    cells += [(line[0], str(count), *line[1:]) for line, count in lines.items()]
+    widths = [max(len(line[i]) for line in cells) for i in range(4)]
+    text = [
+        " ".join(cell.ljust(width) for cell, width in zip(line, (*widths, 0), strict=True)).rstrip() for line in cells
+    ]
+    return "\n".join([_head(plan), *text])
+
+
+def _head(plan: QatPlan) -> str:
+    """Return the line above the table: how many parameters, the recipe, and the format that serves the values."""
+    count = sum(row.quantized for row in plan.rows)
+    served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
+    return f"{count} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row of the table, without the count."""
+    shared = f"; shares the amax of {_NUMBER.sub('*', row.group)}" if row.group else ""
+    shape = " x ".join(map(str, row.shape)) or "1"
+    return "yes" if row.quantized else "no", _NUMBER.sub("*", row.name), shape, f"{row.reason}{shared}"

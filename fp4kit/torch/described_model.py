@@ -1,0 +1,125 @@
+"""Describe the parameters of a PyTorch model for a plan of fake-quantized training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.utils import parametrize
+
+from fp4kit.qat.plan import Kind, TrainedWeight
+from fp4kit.torch.saved_names import renaming_of
+
+_CONVOLUTIONS = (torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d)
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+
+
+class Place(NamedTuple):
+    """Say where a parameter is in a model.
+
+    Attributes:
+        module: the module that holds it.
+        leaf: its name in the module.
+        weight: what the plan needs to know of it.
+        transposed: True for a stack of experts that is stored as (E, K, N).
+    """
+
+    module: torch.nn.Module
+    leaf: str
+    weight: TrainedWeight
+    transposed: bool = False
+
+
+def parameters_of(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str]]:
+    """Yield (full name, module, name within the module) of every parameter.
+
+    A parametrized parameter has the name under which it is read. A module in several places is yielded under each of
+    its names.
+    """
+    parametrizing_modules = {
+        id(part) for module in model.modules() if parametrize.is_parametrized(module) for part in _holders(module)
+    }
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        if id(module) in parametrizing_modules:
+            continue
+        leaves = [leaf for leaf, parameter in module._parameters.items() if parameter is not None]
+        parametrizations: Any = module.parametrizations if parametrize.is_parametrized(module) else ()
+        yield from ((f"{prefix}.{leaf}" if prefix else leaf, module, leaf) for leaf in (*leaves, *parametrizations))
+
+
+def _holders(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """Yield the modules that PyTorch adds to `module` to hold its parametrizations.
+
+    parameters_of skips these modules, so that it yields each parametrized parameter once.
+    """
+    found: Any = module.parametrizations
+    return found.modules()
+
+
+def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
+    """Return a parameter without computing its parametrizations, for its shape, dtype and device."""
+    if not parametrize.is_parametrized(module, leaf):
+        return module._parameters[leaf]  # type: ignore[return-value]
+    parametrizations: Any = module.parametrizations
+    one = parametrizations[leaf]
+    return one.original if one.is_tensor else getattr(module, leaf)
+
+
+def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
+    """Return the content of the config.json that a model of transformers or Diffusers has; None for other models."""
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "to_dict"):
+        config = config.to_dict()
+    return config if isinstance(config, Mapping) else None
+
+
+def places_of(model: torch.nn.Module) -> list[Place]:
+    """Return the places of all parameters of a model. A parameter with several names has one place, under its first."""
+    renamed, found = renaming_of(model), {}
+    for name, module, leaf in parameters_of(model):
+        if (id(module), leaf) not in found:
+            parameter = held(module, leaf)
+            saved = renamed(name, parameter) if parameter.ndim > 1 else (name,)
+            found[id(module), leaf] = _place(name, saved[0] if len(saved) == 1 else name, module, leaf, parameter)
+    return list(found.values())
+
+
+def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> Place:
+    """Return the place of one parameter. saved: the name of its tensor in a checkpoint."""
+    shape, kind, transposed = tuple(parameter.shape), _kind(name, module, leaf, parameter), False
+    if kind == "convolution":
+        shape = shape[0], parameter[0].numel()
+    elif kind == "stack":
+        transposed = _is_transposed(module)
+        shape = (shape[0], shape[2], shape[1]) if transposed else shape
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    return Place(module, leaf, TrainedWeight(name, saved, shape, dtype, kind), transposed)
+
+
+def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> Kind:
+    """Return what a module does with its parameter, judged by the classes of PyTorch and by the rank."""
+    if leaf == "weight" and isinstance(module, _CONVOLUTIONS) and parameter.ndim > 2:
+        return "convolution"
+    if leaf == "weight" and isinstance(module, _EMBEDDINGS):
+        return "embedding"
+    return "stack" if parameter.ndim == 3 and "experts" in name.split(".") else "matrix"
+
+
+def _is_transposed(module: torch.nn.Module) -> bool:
+    """Return whether a module stores its stacks of experts as (E, K, N).
+
+    A module of transformers says so. For other modules, the orientation in which the shapes of gate_up_proj and
+    down_proj fit together decides; (E, N, K) if both fit.
+    """
+    stated = getattr(module, "is_transposed", None)
+    if isinstance(stated, bool):
+        return stated
+    gate_up, down = (
+        held(module, leaf) if leaf in module._parameters or parametrize.is_parametrized(module, leaf) else None
+        for leaf in ("gate_up_proj", "down_proj")
+    )
+    if gate_up is None or down is None or gate_up.ndim != 3 or down.ndim != 3:
+        return False
+    (_, a, b), (_, c, d) = gate_up.shape, down.shape
+    return not (a == 2 * d and b == c) and (b == 2 * c and a == d)

@@ -1,0 +1,117 @@
+"""Fake-quantize the inputs of linear layers in training, dynamically or with calibrated amaxes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from fp4kit.arrays.imports import is_distributed
+from fp4kit.calibration.collector import Collector
+from fp4kit.checkpoint.plan.activations import Activations
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.to_string import from_spec, to_spec
+from fp4kit.torch.described_model import Place
+from fp4kit.torch.functions import fake_quantize
+from fp4kit.torch.served_weight import largest
+
+_HANDLE = "_fp4kit_input_hook"
+
+
+class InputHook:
+    """Fake-quantize the first argument of a layer's forward, as a forward pre-hook of PyTorch.
+
+    Args:
+        recipe: the string of recipes.to_string.to_spec.
+        amax: the calibrated amax of the inputs; None to compute it from the inputs of each call.
+    """
+
+    def __init__(self, recipe: str, amax: float | None) -> None:
+        self.recipe, self.amax = recipe, amax
+
+    def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        """Return the arguments of the layer's forward, with the inputs fake-quantized along their last axis."""
+        if args:
+            return (self._values(args[0]), *args[1:]), kwargs
+        return args, {**kwargs, "input": self._values(kwargs["input"])}
+
+    def _values(self, x: Any) -> torch.Tensor:
+        """Return fake-quantized inputs. If x is a DTensor, its shards use the amax of all shards."""
+        if not is_distributed(x):
+            return fake_quantize(x, self.recipe, tensor_amax=self.amax)
+        amax: Any = self.amax
+        if amax is None and from_spec(self.recipe).tensor_scaling == "tensor":
+            amax = largest(x, False)
+        values = fake_quantize(x.to_local(), self.recipe, tensor_amax=amax)
+        shape = {"shape": x.shape, "stride": x.stride()}
+        return type(x).from_local(values, x.device_mesh, x.placements, run_check=False, **shape)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """Hold the hooks that fake-quantize inputs.
+
+    Attributes:
+        hooks: the name of a layer's weight -> its hook.
+        layers: the names of these layers, as a checkpoint names them.
+    """
+
+    hooks: Mapping[str, InputHook]
+    layers: tuple[str, ...]
+
+    @classmethod
+    def of(cls, op: str, places: Sequence[Place], recipe: str | Recipe | None, amaxes: Any) -> Inputs:
+        """Return the hooks for the torch.nn.Linear layers among places. There are none if the recipe is None.
+
+        Args:
+            op: the public function, with which messages begin.
+            places: the weights that are fake-quantized.
+            recipe: the recipe of the inputs.
+            amaxes: a Collector, or layer -> amax; None to compute amaxes from the inputs of each call.
+
+        Raises:
+            TypeError: amaxes are given without a recipe, or are of another type.
+            ValueError: the recipe is unknown or has no tensor scale for given amaxes; a layer was not measured, or
+                there is no torch.nn.Linear.
+        """
+        if recipe is None:
+            if amaxes is not None:
+                raise TypeError(f"{op}: input_amaxes are given without activations; pass activations='nvfp4-te' too")
+            return cls({}, ())
+        r = recipe_of(op, recipe)
+        linear = [p for p in places if p.leaf == "weight" and isinstance(p.module, torch.nn.Linear)]
+        if not linear:
+            raise ValueError(f"{op}: activations={r.id!r}, but no torch.nn.Linear is fake-quantized; leave it out")
+        layers = {p.weight.saved.removesuffix(".weight"): int(p.weight.shape[-1]) for p in linear}
+        found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
+        names = {p.weight.name: p.weight.saved.removesuffix(".weight") for p in linear}
+        spec = to_spec(r)
+        hooks = {name: InputHook(spec, float(found[of]) if of in found else None) for name, of in names.items()}
+        return cls(hooks, tuple(layers))
+
+
+def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
+    """Return the measured activations that a caller passes as a Collector or as a mapping."""
+    if recipe.tensor_scaling != "tensor":
+        raise ValueError(f"{op}: input_amaxes are given, but {recipe.id} has no tensor scale; leave them out")
+    if isinstance(given, Collector):
+        return Activations.of(given)
+    if not isinstance(given, Mapping):
+        raise TypeError(f"{op}: input_amaxes is {type(given).__name__}; needs a Collector, or a dict of layer -> amax")
+    return Activations({str(name): np.float32(amax) for name, amax in given.items()}, {})
+
+
+def add_hook(module: torch.nn.Module, hook: InputHook) -> None:
+    """Let a layer fake-quantize its inputs. A layer that does so already gets the new hook in place of the old one."""
+    remove_hook(module)
+    object.__setattr__(module, _HANDLE, module.register_forward_pre_hook(hook, with_kwargs=True))
+
+
+def remove_hook(module: torch.nn.Module) -> None:
+    """Undo add_hook. Does nothing if the layer does not fake-quantize its inputs."""
+    handle = module.__dict__.pop(_HANDLE, None)
+    if handle is not None:
+        handle.remove()

@@ -1,0 +1,213 @@
+"""Apply a plan of fake-quantized training to a PyTorch model, and undo it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch.nn.utils import parametrize
+
+from fp4kit.arguments import as_flag, is_one_of
+from fp4kit.arrays.imports import is_distributed
+from fp4kit.qat.plan import Choice, QatPlan, make_plan
+from fp4kit.qat.table import QuantizedNames
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.to_string import to_spec
+from fp4kit.torch.described_model import Place, config_of, parameters_of, places_of
+from fp4kit.torch.operators import check_fake
+from fp4kit.torch.served_inputs import Inputs, add_hook, remove_hook
+from fp4kit.torch.served_weight import Form, ServedWeight, parts_of
+from fp4kit.torch.state_names import keep_names, release_names
+from fp4kit.training.settings import naming
+
+OP = "fake_quantize_model"
+Kept = Literal["original", "quantized"]
+
+
+def fake_quantize_served(
+    model: torch.nn.Module,
+    recipe: str | Recipe,
+    format: str | None,
+    patterns: Mapping[str, Collection[str]],
+    config: Any,
+    pass_through: bool,
+    inputs: tuple[Any, Any],
+) -> QuantizedNames:
+    """Apply fake_quantize_model with a recipe. Arguments, result and errors are those of that function.
+
+    inputs: the arguments activations and input_amaxes.
+    """
+    pass_through = as_flag(OP, "pass_through", pass_through)
+    _check_not_fsdp(model)
+    config = config_of(model) if config is None else config
+    places = {place.weight.name: place for place in places_of(model)}
+    choice = Choice.of(OP, recipe, format, config, **patterns)
+    plan = make_plan(OP, [place.weight for place in places.values()], choice)
+    forms = {name: _form(places[name], plan, pass_through) for name in plan.names}
+    for name, form in forms.items():
+        _check(places[name], form, plan)
+    quantized_inputs = Inputs.of(OP, [places[name] for name in plan.names], *inputs)
+    _register(places, forms, plan)
+    for place, hook in quantized_inputs.hooks.items():
+        add_hook(places[place].module, hook)
+    return QuantizedNames(plan, quantized_inputs.layers)
+
+
+def _register(places: Mapping[str, Place], forms: Mapping[str, Form], plan: QatPlan) -> None:
+    """Parametrize the parameters of a plan."""
+    orders: dict[int, list[str]] = defaultdict(list)
+    for place in places.values():
+        orders[id(place.module)].append(place.leaf)
+    for name, form in forms.items():
+        place = places[name]
+        group = [(places[member].module, places[member].leaf) for member in plan.members(name)]
+        if not parametrize.is_parametrized(place.module, place.leaf):
+            keep_names(place.module, place.leaf, tuple(orders[id(place.module)]))
+        parametrize.register_parametrization(place.module, place.leaf, ServedWeight(name, form, group), unsafe=True)
+
+
+def _form(place: Place, plan: QatPlan, pass_through: bool) -> Form:
+    """Return how the parameter of a place is fake-quantized by a plan."""
+    axis = -2 if place.transposed else -1
+    return Form(to_spec(plan.recipe), place.weight.kind, axis, plan.shares, pass_through)
+
+
+def _check(place: Place, form: Form, plan: QatPlan) -> None:
+    """Raise ValueError or TypeError if a parameter cannot be fake-quantized, before the model is changed."""
+    name, shape = place.weight.name, place.weight.shape
+    for part in parts_of(place.module, place.leaf):
+        if isinstance(part, ServedWeight) or type(part).__name__ == "FakeQuantized":
+            raise ValueError(
+                f"{OP}: {name} is already fake-quantized; leave it out with exclude=, or call"
+                " fp4kit.torch.remove_fake_quantization first"
+            )
+    parameter = _parameter(place)
+    matrix = torch.empty(shape, dtype=parameter.dtype, device="meta")
+    amax = torch.empty(shape[:1] if form.kind == "stack" else (), device="meta") if form.shares else None
+    with naming(name):
+        check_fake("fake_quantize", matrix, form.recipe, -1, (amax, None), ("nearest", None), (None, True))
+    if is_distributed(parameter):
+        _check_shards(name, parameter, place, plan.recipe)
+
+
+def _parameter(place: Place) -> Any:
+    """Return the parameter of a place, before any parametrization."""
+    found = parametrize.is_parametrized(place.module, place.leaf)
+    held: Any = place.module.parametrizations if found else place.module._parameters
+    return (
+        (held[place.leaf].original if held[place.leaf].is_tensor else held[place.leaf].original0)
+        if found
+        else held[place.leaf]
+    )
+
+
+def _check_shards(name: str, parameter: Any, place: Place, recipe: Recipe) -> None:
+    """Raise ValueError if a shard of a DTensor would hold a part of a block, or of a row with one scale of its own."""
+    columns = parameter.ndim - (2 if place.transposed else 1)
+    rows = parameter.ndim - (1 if place.transposed else 2)
+    needed = {columns: recipe.block_size, rows: recipe.block_rows}
+    for placement, ranks in zip(parameter.placements, parameter.device_mesh.shape, strict=True):
+        if placement.is_partial():
+            raise ValueError(f"{OP}: {name} is a DTensor of partial sums; needs a sharded or replicated one")
+        if placement.is_replicate() or ranks == 1:
+            continue
+        dim = placement.dim % parameter.ndim
+        whole_row = dim == columns and recipe.tensor_scaling == "row"
+        multiple = needed.get(dim, 1)
+        if whole_row or -(-parameter.shape[dim] // ranks) % multiple:
+            raise ValueError(
+                f"{OP}: {name} has {parameter.shape[dim]} elements along axis {dim}, sharded over {ranks} ranks; a"
+                f" shard must hold whole {'rows' if whole_row else f'blocks of {multiple}'}; shard another axis, or"
+                f" leave it out with exclude=({name!r},)"
+            )
+
+
+def _check_not_fsdp(model: torch.nn.Module) -> None:
+    """Raise TypeError if fully_shard was called on a part of the model, which then no longer owns its parameters."""
+    try:
+        from torch.distributed.fsdp import FSDPModule
+    except ImportError:  # PyTorch before 2.6
+        return
+    name = next((name for name, module in model.named_modules() if isinstance(module, FSDPModule)), None)
+    if name is not None:
+        raise TypeError(
+            f"{OP}: {name or 'the model'} is sharded by fully_shard; call parallelize_module first, then"
+            " fake_quantize_model, then fully_shard, which gathers a parameter before it is quantized"
+        )
+
+
+def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original") -> list[str]:
+    """Undo fake_quantize_model: parameters and inputs of layers are no longer fake-quantized.
+
+    Other parametrizations of the parameters stay.
+
+    Args:
+        model: the model, which is changed in place.
+        keep: "original" keeps the trained parameters, as the same objects that the optimizer holds. "quantized"
+            overwrites them with their fake-quantized values.
+
+    Returns:
+        The names of the parameters that were fake-quantized; [] if there were none.
+
+    Raises:
+        TypeError: model is not a module.
+        ValueError: keep is unknown; or keep is "quantized", and a parameter has further parametrizations.
+
+    Examples:
+        >>> import fp4kit.torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8))
+        >>> fp4kit.torch.fake_quantize_model(model, "nvfp4-te")
+        ['0.weight']
+        >>> fp4kit.torch.remove_fake_quantization(model)
+        ['0.weight']
+    """
+    op = "remove_fake_quantization"
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"{op}: model is {model!r:.60}; needs a Module")
+    if not is_one_of(keep, ("original", "quantized")):
+        raise ValueError(f'{op}: keep is {keep!r:.60}; needs "original" or "quantized"')
+    found = list(_fake_quantized(model))
+    if keep == "quantized":
+        _check_alone(op, found)
+    values: list[Any] = [None] * len(found)
+    if keep == "quantized":  # all before the first is removed, because the weights of a group need each other
+        with torch.no_grad():
+            values = [getattr(module, leaf).clone() for _, module, leaf, _ in found]
+    for (_, module, leaf, part), value in zip(found, values, strict=True):
+        _remove(module, leaf, part)
+        if value is not None:
+            with torch.no_grad():
+                module._parameters[leaf].copy_(value)  # type: ignore[union-attr]
+    for module in model.modules():
+        remove_hook(module)
+    return [name for name, *_ in found]
+
+
+def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, str, torch.nn.Module]]:
+    """Yield (name, module, name within the module, parametrization) of every fake-quantized parameter, once each."""
+    seen = set()
+    for name, module, leaf in parameters_of(model):
+        for part in parts_of(module, leaf):
+            if (isinstance(part, ServedWeight) or type(part).__name__ == "FakeQuantized") and id(part) not in seen:
+                seen.add(id(part))
+                yield name, module, leaf, part
+
+
+def _check_alone(op: str, found: Sequence[tuple[str, torch.nn.Module, str, torch.nn.Module]]) -> None:
+    """Raise ValueError if a fake-quantized parameter has further parametrizations, so that it cannot be overwritten."""
+    for name, module, leaf, _ in found:
+        if len(parts_of(module, leaf)) > 1:
+            raise ValueError(f'{op}: {name} has other parametrizations too; remove them first, or use keep="original"')
+
+
+def _remove(module: torch.nn.Module, leaf: str, part: torch.nn.Module) -> None:
+    """Remove one parametrization of a parameter, and the hooks that keep its name in state dicts."""
+    parts = parts_of(module, leaf)
+    if len(parts) == 1:
+        parametrize.remove_parametrizations(module, leaf, leave_parametrized=False)
+    else:
+        held: Any = module.parametrizations
+        del held[leaf][[one is part for one in parts].index(True)]
+    release_names(module, leaf)

@@ -1,0 +1,147 @@
+"""Parametrize weights so that a layer reads the values that a converted checkpoint will serve.
+
+A tensor scale covers all layers that loaders fuse. So the amax of a weight is the largest one of its group: the weights
+of these layers, before they are fake-quantized. Weights may be sharded over ranks (DTensor).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from fp4kit.arrays.imports import is_distributed
+from fp4kit.recipes.to_string import from_spec
+from fp4kit.torch.functions import fake_quantize
+
+
+class Form(NamedTuple):
+    """Describe how a parameter is fake-quantized.
+
+    Attributes:
+        recipe: the string of recipes.to_string.to_spec. The recipe decodes as loaders do.
+        kind: "matrix", "stack" or "convolution".
+        axis: the axis along which blocks run, from the end: -1, or -2 for a stack of experts stored as (E, K, N). The
+            filters of a convolution are flattened first.
+        shares: True if the recipe has one tensor scale per matrix, so that an amax is needed.
+        pass_through: as in fake_quantize.
+    """
+
+    recipe: str
+    kind: str = "matrix"
+    axis: int = -1
+    shares: bool = True
+    pass_through: bool = True
+
+
+class ServedWeight(torch.nn.Module):
+    """Parametrize a parameter so that the layer reads it as served, while the optimizer updates the original.
+
+    Args:
+        name: the name of the parameter in the model.
+        form: how it is fake-quantized.
+        group: (module, name within the module) of every parameter that shares its amax, itself included.
+    """
+
+    def __init__(self, name: str, form: Form, group: Sequence[tuple[torch.nn.Module, str]]) -> None:
+        super().__init__()
+        self.name, self.form = name, form
+        self._group = list(group)  # a list of tuples, so that PyTorch registers none of these modules as a child
+
+    def extra_repr(self) -> str:
+        """Return the text that print(model) shows: the name, the recipe, and the number of weights in the group."""
+        return f"{self.name!r}, {from_spec(self.form.recipe).id}, one amax for {len(self._group)}"
+
+    def forward(self, w: Tensor) -> Tensor:
+        """Return the weight that the layer computes with: the values that a loader decodes.
+
+        The gradient passes straight through to w. If w is a DTensor, each rank fake-quantizes its own shard, with the
+        amax of all shards. Raises as fake_quantize does.
+        """
+        amax = self._amax(w) if self.form.shares else None
+        if not is_distributed(w):
+            return self._values(w, amax)
+        sharded: Any = w
+        values = self._values(sharded.to_local(), amax)
+        return type(sharded).from_local(
+            values, sharded.device_mesh, sharded.placements, run_check=False, shape=w.shape, stride=w.stride()
+        )
+
+    def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
+        """Return the served values of a plain tensor. amax: that of the whole weight; one per expert for a stack."""
+        if not w.numel():
+            return w
+        matrix = w.flatten(1) if self.form.kind == "convolution" else w
+        given = None if amax is None else torch.where(amax > 0, amax, 1)  # zeros have no usable scale; they stay zeros
+        values = fake_quantize(
+            matrix, self.form.recipe, axis=self.form.axis, tensor_amax=given, pass_through=self.form.pass_through
+        )
+        return values.view(w.shape)
+
+    def _amax(self, w: Tensor) -> Tensor:
+        """Return the largest amax of the group, float32: (), or one per expert of the local shard for a stack."""
+        stack = self.form.kind == "stack"
+        found = largest(w, stack)
+        for module, leaf in self._group:
+            if not self._is_own(module, leaf):
+                found = torch.maximum(found, largest(unquantized(module, leaf), stack).to(w.dtype).float())
+        return found
+
+    def _is_own(self, module: torch.nn.Module, leaf: str) -> bool:
+        """Return whether a parameter of the group is the one that this module parametrizes."""
+        return any(part is self for part in parts_of(module, leaf))
+
+
+def parts_of(module: torch.nn.Module, leaf: str) -> Sequence[torch.nn.Module]:
+    """Return the parametrizations of a parameter, in order; () if it has none."""
+    if not parametrize.is_parametrized(module, leaf):
+        return ()
+    parametrizations: Any = module.parametrizations
+    return list(parametrizations[leaf])
+
+
+def unquantized(module: torch.nn.Module, leaf: str) -> Tensor:
+    """Return a parameter as it is before ServedWeight, with all parametrizations that come before it."""
+    parts = parts_of(module, leaf)
+    if not parts:
+        return module._parameters[leaf]  # type: ignore[return-value]
+    originals: Any = module.parametrizations
+    held = originals[leaf]
+    values = (held.original,) if held.is_tensor else tuple(getattr(held, f"original{i}") for i in range(held.ntensors))
+    for part in parts:
+        if isinstance(part, ServedWeight):
+            break
+        values = (part(*values),)
+    return values[0]
+
+
+def largest(w: Tensor, stack: bool) -> Tensor:
+    """Return the largest |w|, float32 (); of each expert, (E,), for a stack. NaN propagates.
+
+    For a DTensor it is that of all shards, except for a stack whose experts are spread over ranks: then each rank
+    returns the amaxes of its own experts.
+    """
+    w = w.detach()
+    if not is_distributed(w):
+        return _local_amax(w, stack)
+    sharded: Any = w
+    found = _local_amax(sharded.to_local(), stack)
+    for dim, placement in enumerate(sharded.placements):
+        if not placement.is_replicate() and not (stack and placement.is_shard(0)):
+            torch.distributed.all_reduce(
+                found, op=torch.distributed.ReduceOp.MAX, group=sharded.device_mesh.get_group(dim)
+            )
+    return found
+
+
+def _local_amax(w: Tensor, stack: bool) -> Tensor:
+    """Return the largest |w| of a plain tensor, as `largest` does; 0 for a tensor without elements."""
+    rows = w.flatten(1) if stack else w.reshape(1, -1)
+    if not rows.shape[1]:
+        return rows.new_zeros(rows.shape[0] if stack else (), dtype=torch.float32)
+    low, high = rows.aminmax(dim=1)
+    found = torch.maximum(-low, high).float()
+    return found if stack else found[0]

@@ -1,0 +1,69 @@
+"""Keep the state dict of a fake-quantized module: the names, order and values that it had before.
+
+A parametrization moves the parameter "weight" to "parametrizations.weight.original". Hooks of the module rename it back
+when a state dict is made, and accept the plain name when one is loaded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+_MARK = "_fp4kit_state_hooks"
+
+
+def _held(leaf: str) -> str:
+    """Return the name, within its module, under which a parametrized parameter is registered."""
+    return f"parametrizations.{leaf}.original"
+
+
+def keep_names(module: torch.nn.Module, leaf: str, order: tuple[str, ...]) -> None:
+    """Keep the state dict of a module as it was before its parameter `leaf` is parametrized.
+
+    order: the names of the module's own parameters, in the order of its state dict.
+    """
+    save = module._register_state_dict_hook(_Save(leaf, order))
+    load = module.register_load_state_dict_pre_hook(_Load(leaf))
+    module.__dict__.setdefault(_MARK, {})[leaf] = order, save, load
+
+
+def release_names(module: torch.nn.Module, leaf: str) -> None:
+    """Remove the hooks of keep_names, and put the module's parameters back in order. Does nothing without hooks."""
+    order, *hooks = module.__dict__.get(_MARK, {}).pop(leaf, ((),))
+    for hook in hooks:
+        hook.remove()
+    for name in order:
+        if name in module._parameters:
+            module._parameters[name] = module._parameters.pop(name)
+
+
+class _Save:
+    """Rename a parameter in a new state dict. The module's own entries keep their order."""
+
+    def __init__(self, leaf: str, order: tuple[str, ...]) -> None:
+        self._leaf, self._order = leaf, order
+
+    def __call__(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        """Rename the parameter, as a hook of Module.state_dict."""
+        held = prefix + _held(self._leaf)
+        if held not in state:
+            return
+        state[prefix + self._leaf] = state.pop(held)
+        own = {prefix + name for name in self._order}
+        moved = [name for name in state if name in own]
+        later = [name for name in state if name.startswith(prefix) and name not in own]
+        for name in (*sorted(moved, key=[prefix + one for one in self._order].index), *later):
+            state[name] = state.pop(name)
+
+
+class _Load:
+    """Rename a parameter in a state dict to load, if it has its plain name."""
+
+    def __init__(self, leaf: str) -> None:
+        self._leaf = leaf
+
+    def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        """Rename the parameter, as a hook of Module.load_state_dict."""
+        if prefix + self._leaf in state:
+            state[prefix + _held(self._leaf)] = state.pop(prefix + self._leaf)

@@ -1,0 +1,366 @@
+"""Test that a model trains with the values that loaders decode from the converted checkpoint, bit for bit."""
+
+import copy
+import dataclasses
+import importlib
+import json
+
+import numpy as np
+import pytest
+import served
+from tensors import to_numpy
+
+import fp4kit
+from fp4kit.checkpoint import CheckpointError, convert
+from fp4kit.checkpoint.plan.request import Request
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.recipes import RECIPES
+
+torch = pytest.importorskip("torch")
+safetensors = pytest.importorskip("safetensors.torch")
+ft = importlib.import_module("fp4kit.torch")
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 96, "vocab_size": 64}
+UNSTORABLE = "mxfp6-compressed-tensors"  # no format of convert stores it
+FORMATS = ("compressed-tensors", "modelopt", "sglang-mxfp8", "mlx", "comfy")
+
+
+def a_llama(dtype=None, seed=0):
+    """Return a module with the parameters of a Llama of two layers, whose layers have different amaxes."""
+    torch.manual_seed(seed)
+
+    def linear(columns, rows):
+        layer = torch.nn.Linear(columns, rows, bias=False)
+        with torch.no_grad():
+            layer.weight.mul_(torch.rand(()) * 3)
+        return layer
+
+    def decoder_layer():
+        attention = {name: linear(64, 64) for name in ("q_proj", "k_proj", "v_proj", "o_proj")}
+        mlp = {"gate_proj": linear(64, 96), "up_proj": linear(64, 96), "down_proj": linear(96, 64)}
+        norms = {"input_layernorm": torch.nn.RMSNorm(64), "post_attention_layernorm": torch.nn.RMSNorm(64)}
+        both = {"self_attn": torch.nn.ModuleDict(attention), "mlp": torch.nn.ModuleDict(mlp)}
+        return torch.nn.ModuleDict({**both, **norms})
+
+    body = {
+        "embed_tokens": torch.nn.Embedding(64, 64),
+        "layers": torch.nn.ModuleList([decoder_layer() for _ in range(2)]),
+        "norm": torch.nn.RMSNorm(64),
+    }
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict(body), "lm_head": linear(64, 64)})
+    return model.to(dtype)
+
+
+def save(model, folder, config=CONFIG):
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    safetensors.save_file(model.state_dict(), folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def pairs():
+    """Yield (recipe id, format) of everything that convert can write for a Llama."""
+    for name, recipe in RECIPES.items():
+        for form in FORMATS:
+            try:
+                Request(recipe, form).form_for(CONFIG)
+            except CheckpointError:
+                continue
+            yield name, form
+
+
+def check_served(model, names, folder, recipe, form, config=CONFIG):
+    """Check that the model reads what loaders decode from its converted checkpoint. Return the number of layers."""
+    needs = 1.0 if (recipe, form) == ("fp8-modelopt", "modelopt") else None
+    convert(save(model, folder / "trained", config), folder / "served", recipe, format=form, input_scale=needs)
+    decoded = served.weights(folder / "served", fp4kit.recipe(recipe))
+    assert sorted(f"{module}.weight" for module in decoded) == sorted(names)
+    for module, values in decoded.items():
+        assert_same_bits(to_numpy(model.get_submodule(module).weight), values)
+    return len(decoded)
+
+
+EVERY_RUN = (
+    ("nvfp4-te", "compressed-tensors"),
+    ("nvfp4-te", "modelopt"),
+    ("nvfp4-compressed-tensors", "compressed-tensors"),
+    ("nvfp4-modelopt", "modelopt"),
+    ("nvfp4-te-2d", "comfy"),
+    ("nvfp4-mlx-cpu", "mlx"),
+    ("mxfp4-ocp", "compressed-tensors"),
+    ("mxfp8-te", "sglang-mxfp8"),
+    ("fp8-modelopt", "modelopt"),
+)
+
+
+OTHERS = [pytest.param(*pair, marks=pytest.mark.exhaustive) for pair in pairs() if pair not in EVERY_RUN]
+
+
+@pytest.mark.parametrize(("recipe", "form"), [*EVERY_RUN, *OTHERS])
+def test_trained_values_are_served_values(tmp_path, recipe, form):
+    model = a_llama()
+    names = ft.fake_quantize_model(model, recipe, format=form, config=CONFIG)
+    assert check_served(model, names, tmp_path, recipe, form) == 14
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "mxfp4-ocp"])
+def test_16_bits_are_rounded_once(tmp_path, recipe, dtype):
+    model = a_llama(dtype)
+    ft.fake_quantize_model(model, recipe, format="compressed-tensors", config=CONFIG)
+    convert(save(model, tmp_path / "trained"), tmp_path / "served", recipe, format="compressed-tensors")
+    for module, values in served.weights(tmp_path / "served", fp4kit.recipe(recipe)).items():
+        assert torch.equal(model.get_submodule(module).weight, torch.from_numpy(values).to(dtype))
+
+
+def test_the_default_format_is_that_of_convert(tmp_path):
+    model = a_llama()
+    names = ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
+    assert check_served(model, names, tmp_path, "nvfp4-te", None) == 14
+    assert names.plan.format == "compressed-tensors"
+
+
+class Experts(torch.nn.Module):
+    """Hold two stacks of experts, as modules of transformers do."""
+
+    def __init__(self, transposed):
+        super().__init__()
+        torch.manual_seed(1)
+        shapes = {"gate_up_proj": (4, 192, 64), "down_proj": (4, 64, 96)}
+        for name, (experts, rows, columns) in shapes.items():
+            shape = (experts, columns, rows) if transposed else (experts, rows, columns)
+            sizes = torch.arange(1.0, 5).reshape(4, 1, 1)
+            setattr(self, name, torch.nn.Parameter(torch.randn(shape) * sizes))
+
+
+@pytest.mark.parametrize(("kind", "transposed"), [("qwen3_moe", False), ("llama4_text", True)])
+@pytest.mark.parametrize(("recipe", "form"), [("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors")])
+def test_stacks_of_experts(tmp_path, kind, transposed, recipe, form):
+    """Each expert has its own tensor scale, which its gate and up share. Routers stay unquantized."""
+    config = {"model_type": kind, "num_hidden_layers": 1, "num_experts": 4, "num_local_experts": 4}
+    mlp = torch.nn.ModuleDict({"experts": Experts(transposed), "gate": torch.nn.Linear(64, 4, bias=False)})
+    layers = torch.nn.ModuleList([torch.nn.ModuleDict({"mlp": mlp})])
+    model = torch.nn.ModuleDict({"model": torch.nn.ModuleDict({"layers": layers})})
+    names = ft.fake_quantize_model(model, recipe, format=form, config=config)
+    assert names == ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"]
+    assert {row.reason for row in names.plan.rows} == {"routed expert", "MoE router"}
+    convert(save(model, tmp_path / "trained", config), tmp_path / "served", recipe, format=form)
+    decoded, experts = served.weights(tmp_path / "served", fp4kit.recipe(recipe)), mlp["experts"]
+    assert len(decoded) == 12
+    for module, values in decoded.items():
+        *_, number, leaf = module.split(".")
+        stack = experts.down_proj if leaf == "down_proj" else experts.gate_up_proj
+        matrix = (stack.mT if transposed else stack)[int(number)]
+        rows = {"gate_proj": slice(96), "up_proj": slice(96, None)}.get(leaf, slice(None))
+        assert_same_bits(to_numpy(matrix[rows].contiguous()), values)
+
+
+def test_separate_stacks_share_the_amax_of_each_expert():
+    class Separate(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate_proj = torch.nn.Parameter(torch.full((2, 16, 32), 1.0) * torch.tensor([1.0, 8]).reshape(2, 1, 1))
+            self.up_proj = torch.nn.Parameter(torch.full((2, 16, 32), 4.0))
+
+    model = torch.nn.ModuleDict({"experts": Separate()})
+    ft.fake_quantize_model(model, "nvfp4-te", format="modelopt")
+    alone = [
+        fp4kit.fake_quantize(np.full((16, 32), v, np.float32), "nvfp4-te", tensor_amax=a) for v, a in ((1, 4), (8, 8))
+    ]
+    for expert, values in enumerate(alone):
+        np.testing.assert_allclose(to_numpy(model["experts"].gate_proj)[expert], values, rtol=1e-6)
+    shared = model["experts"].parametrizations.up_proj[0]._amax(torch.ones(2, 16, 32))
+    assert shared.tolist() == [1, 8]
+
+
+def test_rows_of_a_stack_must_hold_whole_blocks():
+    model = torch.nn.ModuleDict({"experts": torch.nn.Module()})
+    model["experts"].gate_up_proj = torch.nn.Parameter(torch.ones(2, 48, 32))
+    with pytest.raises(ValueError, match=r"experts.gate_up_proj holds gate and up of 24 rows each, and blocks of"):
+        ft.fake_quantize_model(model, "nvfp4-te-2d", format="modelopt")
+
+
+def test_zeros_stay_zeros(tmp_path):
+    for recipe in ("nvfp4-te", "nvfp4-modelopt", "nvfp4-torchao"):
+        model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False))
+        torch.nn.init.zeros_(model[0].weight)
+        ft.fake_quantize_model(model, recipe)
+        assert not model[0].weight.any() and not model[0].weight.isnan().any()
+
+
+def test_state_dicts_are_those_of_the_plain_model():
+    """Names, order and values are kept. Both kinds of names load, and save_pretrained thus writes plain names."""
+    model, plain = a_llama(), a_llama()
+    ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
+    before, after = plain.state_dict(), model.state_dict()
+    assert list(before) == list(after) and all(torch.equal(before[name], after[name]) for name in before)
+    other = a_llama(seed=1)
+    ft.fake_quantize_model(other, "nvfp4-te", config=CONFIG)
+    assert other.load_state_dict(after).missing_keys == []
+    layer = "model.layers.1.mlp.up_proj"
+    assert torch.equal(other.get_submodule(layer).weight, model.get_submodule(layer).weight)
+    long = {name.replace("proj.weight", "proj.parametrizations.weight.original"): v for name, v in before.items()}
+    other.load_state_dict(long)
+    with pytest.raises(RuntimeError, match="Missing key"):
+        other.load_state_dict({name: v for name, v in before.items() if "up_proj" not in name})
+    biased = torch.nn.Sequential(torch.nn.Linear(32, 16), torch.nn.Linear(16, 16))
+    names = list(biased.state_dict())
+    ft.fake_quantize_model(biased, "nvfp4-te")
+    assert list(biased.state_dict()) == names
+    ft.remove_fake_quantization(biased)
+    assert list(biased.state_dict()) == names
+
+
+def test_copies_share_amaxes_among_themselves():
+    model = a_llama()
+    ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
+    other = copy.deepcopy(model)
+    q, k = (model.get_submodule(f"model.layers.0.self_attn.{name}_proj") for name in "qk")
+    before = q.weight.clone(), other.get_submodule("model.layers.0.self_attn.q_proj").weight
+    with torch.no_grad():
+        k.parametrizations.weight.original.mul_(7.3)
+    assert not torch.equal(q.weight, before[0])
+    assert torch.equal(other.get_submodule("model.layers.0.self_attn.q_proj").weight, before[1])
+    assert list(other.state_dict()) == list(a_llama().state_dict())
+
+
+def test_training_updates_the_originals():
+    model, x = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False)), torch.randn(4, 32)
+    original = model[0].weight
+    ft.fake_quantize_model(model, "nvfp4-te")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    y = model(x)
+    y.sum().backward()
+    assert torch.equal(original.grad, x.sum(0).expand(16, 32))  # the gradient passes straight through
+    before = original.detach().clone()
+    optimizer.step()
+    assert torch.equal(original.detach(), torch.add(before, original.grad, alpha=-0.1))
+
+
+def test_compiled_models_read_the_same_bits():
+    model, x = a_llama(), torch.randn(4, 64)
+    ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
+    attention = model["model"]["layers"][0]["self_attn"]
+
+    def read(x):
+        return torch.cat([attention[name](x) for name in ("q_proj", "k_proj")])
+
+    assert torch.equal(torch.compile(read, fullgraph=True, backend="aot_eager")(x), read(x))
+
+
+@pytest.mark.parametrize("keep", ["original", "quantized"])
+def test_remove_fake_quantization(keep):
+    model, plain = a_llama(), a_llama()
+    parameters = dict(model.named_parameters())
+    names = ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
+    values = {name: model.get_submodule(name.removesuffix(".weight")).weight.detach().clone() for name in names}
+    assert ft.remove_fake_quantization(model, keep=keep) == list(names)
+    for name, parameter in model.named_parameters():
+        assert parameter is parameters[name]
+        expected = values.get(name) if keep == "quantized" else None
+        assert torch.equal(parameter, plain.get_parameter(name) if expected is None else expected)
+    assert ft.remove_fake_quantization(model) == []
+    assert ft.fake_quantize_model(model, "mxfp4", config=CONFIG) == names
+
+
+def test_other_parametrizations_stay():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16, bias=False))
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    normed = model[0].weight.detach().clone()
+    ft.fake_quantize_model(model, "nvfp4-te", format="modelopt")
+    assert_same_bits(to_numpy(model[0].weight), to_numpy(served_values(normed)))
+    with pytest.raises(ValueError, match=r'0.weight has other parametrizations too; .* keep="original"'):
+        ft.remove_fake_quantization(model, keep="quantized")
+    ft.remove_fake_quantization(model)
+    assert torch.equal(model[0].weight, normed)
+
+
+def served_values(w):
+    """Return the values that Model-Optimizer's container gives for the codes of nvfp4-te."""
+    product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
+    return torch.from_numpy(fp4kit.fake_quantize(to_numpy(w), product))
+
+
+def test_removing_takes_a_model_and_a_known_word():
+    with pytest.raises(TypeError, match=r"^remove_fake_quantization: model is 'x'; needs a Module"):
+        ft.remove_fake_quantization("x")
+    with pytest.raises(ValueError, match=r"^remove_fake_quantization: keep is 'all'; needs \"original\" or \"quant"):
+        ft.remove_fake_quantization(a_llama(), keep="all")
+
+
+def test_convolutions_and_embeddings():
+    def model():
+        layers = {
+            "embed": torch.nn.Embedding(8, 32),
+            "conv": torch.nn.Conv2d(32, 8, 3),
+            "thin": torch.nn.Conv1d(3, 8, 3),
+        }
+        return torch.nn.ModuleDict({**layers, "norm": torch.nn.LayerNorm(32), "fc": torch.nn.Linear(32, 8)})
+
+    a = model()
+    names = ft.fake_quantize_model(a, "nvfp4-te", format="modelopt")
+    assert names == ["conv.weight", "fc.weight"]
+    reasons = {row.name: row.reason for row in names.plan.rows}
+    assert reasons["thin.weight"] == "K = 9 is not a multiple of 16"
+    assert reasons["embed.weight"] == "embedding; convert with --keep 'embed'"
+    assert reasons["norm.weight"] == "1-D: a norm or a bias" and reasons["fc.bias"] == "not a weight"
+    w = a["conv"].parametrizations.weight.original
+    assert torch.equal(a["conv"].weight, served_values(w.flatten(1)).view(w.shape))
+    b = model()
+    assert ft.fake_quantize_model(b, "nvfp4-te", include=("embed.*",), config={}) == ["embed.weight", "fc.weight"]
+
+
+def test_wildcards():
+    names = ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters=("*.mlp.*",), exclude=("*layers.1*",))
+    assert names == [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
+    with pytest.raises(
+        ValueError,
+        match=r"parameters='\*.mpl.up_proj.weight' matches no parameter; its parameters are '\S+up_proj.weight'",
+    ):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters=("*.mlp.*", "*.mpl.up_proj.weight"))
+    with pytest.raises(
+        ValueError, match=r"exclude='lm_haed' matches no parameter; its parameters are 'lm_head.weight'"
+    ):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("lm_haed",))
+    with pytest.raises(ValueError, match=r"no parameter is left to quantize: .*\(exclude '\*'\)"):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("*",))
+    with pytest.raises(TypeError, match=r"parameters is '\*'; needs a tuple of wildcards, such as"):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters="*")
+    with pytest.raises(
+        ValueError, match=r"include= names model.norm.weight, which has shape \(64,\); needs two dimensi"
+    ):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", include=("model.norm.weight",))
+    with pytest.warns(UserWarning, match=r"self_attn.\(q_proj\|k_proj\|v_proj\): v_proj stays unquantized"):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("*.v_proj.weight",))
+
+
+def test_formats_that_do_not_fit():
+    with pytest.raises(CheckpointError, match=r"^format modlopt: unknown; use one of modelopt"):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", format="modlopt")
+    with pytest.raises(CheckpointError, match=r"mlx"):
+        ft.fake_quantize_model(a_llama(), "nvfp4-te", format="mlx", config=CONFIG)
+    model = a_llama()
+    names = ft.fake_quantize_model(model, UNSTORABLE, parameters=("*.o_proj.weight",))
+    layer = model.get_submodule("model.layers.0.self_attn.o_proj")
+    assert f"no checkpoint: recipe {UNSTORABLE}: cannot be stored in a checkpoint" in str(names)
+    original = to_numpy(layer.parametrizations.weight.original)
+    assert_same_bits(to_numpy(layer.weight), fp4kit.fake_quantize(original, UNSTORABLE))
+
+
+def test_the_table():
+    names = ft.fake_quantize_model(a_llama(), "nvfp4-te", config=CONFIG)
+    lines = str(names).splitlines()
+    assert (
+        lines[0] == "14 of 21 parameters fake-quantized by nvfp4-te; values as served from --format compressed-tensors"
+    )
+    assert len(lines) == 14 and repr(names) == str(list(names))
+    shared = "shares the amax of model.layers.*.mlp.(gate_proj|up_proj)"
+    assert f"yes 2 model.layers.*.mlp.up_proj.weight 96 x 64 dense MLP; {shared}" in [
+        " ".join(x.split()) for x in lines
+    ]
+
+
+def test_a_model_that_is_quantized_already():
+    model = a_llama()
+    ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
+    with pytest.raises(ValueError, match=r"q_proj.weight is already fake-quantized; .*remove_fake_quantization first"):
+        ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
