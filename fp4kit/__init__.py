@@ -49,6 +49,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import moved_to, rows_of, same_bits
 from fp4kit.recipes import Recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
+from fp4kit.storage.open_checkpoint import open_checkpoint
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
@@ -125,6 +126,7 @@ __all__ = [
     "load",
     "matmul",
     "num_threads",
+    "open_checkpoint",
     "pack",
     "partial_amax",
     "partial_cast",

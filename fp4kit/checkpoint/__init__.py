@@ -2,6 +2,7 @@
 
 ``make_plan`` decides what happens to each tensor of a model directory or GGUF file; ``execute`` runs the plan.
 ``convert`` does both. ``assign_recipes`` finds the recipes of smallest error within a budget of bits.
+``open_checkpoint`` reads the quantized layers of a checkpoint as Quantized objects.
 ``convert_tensors`` and ``TensorConverter`` apply the rules of a conversion to tensors that are already in memory.
 """
 
@@ -9,6 +10,7 @@ from fp4kit.checkpoint.convert.convert import ConversionReport, Options, convert
 from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
 from fp4kit.checkpoint.delta.apply import apply
 from fp4kit.checkpoint.delta.diff import diff
+from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers, open_checkpoint
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.assign_recipes import Assignment, assign_recipes
 from fp4kit.checkpoint.plan.make_plan import make_plan
@@ -24,6 +26,7 @@ __all__ = [
     "ConversionReport",
     "Options",
     "Plan",
+    "QuantizedLayers",
     "Rules",
     "ScaleSearch",
     "TensorConverter",
@@ -35,4 +38,5 @@ __all__ = [
     "diff",
     "execute",
     "make_plan",
+    "open_checkpoint",
 ]

@@ -6,7 +6,7 @@ import argparse
 from dataclasses import asdict
 from typing import Any
 
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifference, compare_checkpoints
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
@@ -35,7 +35,7 @@ def register(subparsers: Any) -> None:
 
 def _compare(args: argparse.Namespace, out: Output) -> int:
     """Run the command compare. Return 0 if the checkpoints are equal, otherwise 1."""
-    total = sum(nbytes for _, nbytes in open_checkpoint(args.a).totals.values())
+    total = sum(nbytes for _, nbytes in inspect_checkpoint(args.a).totals.values())
     with out.progress("comparing", total) as tick:
         comparison = compare_checkpoints(args.a, args.b, tick, args.ignore)
     out.document("compare/1", {"a": args.a, "b": args.b, **_body(comparison)})

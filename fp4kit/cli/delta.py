@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from fp4kit.checkpoint.delta.apply import apply
 from fp4kit.checkpoint.delta.diff import PatchReport, diff
 from fp4kit.checkpoint.delta.patch_file import open_patch
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.storage.errors import shown
@@ -59,7 +59,7 @@ def register(subparsers: Any) -> None:
 
 def _diff(args: argparse.Namespace, out: Output) -> int:
     """Run the command diff: write the patch, and print the changes of each layer. Return 0."""
-    total = sum(file.size for file in open_checkpoint(args.b).files)
+    total = sum(file.size for file in inspect_checkpoint(args.b).files)
     with out.progress("comparing", total) as tick:
         report = diff(args.a, args.b, args.output, tick)
     out.document("diff/1", asdict(report))

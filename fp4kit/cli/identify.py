@@ -7,7 +7,7 @@ from typing import Any
 
 from fp4kit.checkpoint.identify.identify import CheckpointVerdict
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
@@ -43,7 +43,7 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     The result is also 1 if a layer can be explained only with a mishap (a fault between quantizer and file), or if a
     quantized layer has no counterpart in the source.
     """
-    total = sum(weight.nbytes for weight in open_checkpoint(args.path).layers.values())
+    total = sum(weight.nbytes for weight in inspect_checkpoint(args.path).layers.values())
     with out.progress("identifying", total) as tick:
         verdict = identify_checkpoint(args.path, args.source, tick, args.ignore)
     out.document("identify/1", _body(verdict))

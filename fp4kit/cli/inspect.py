@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.filesize import decimal
 
-from fp4kit.checkpoint.model.inspect import Checkpoint, open_checkpoint, quantization_summary
+from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
 from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
@@ -37,7 +37,7 @@ def register(subparsers: Any) -> None:
 
 def _inspect(args: argparse.Namespace, out: Output) -> int:
     """Run the command inspect: print what a checkpoint contains. Return 0."""
-    checkpoint = open_checkpoint(args.path)
+    checkpoint = inspect_checkpoint(args.path)
     out.document("inspect/1", _body(checkpoint))
     if out.text:
         _print(out, checkpoint)

@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.reconcile import Reconciliation, reconcile
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
@@ -46,7 +46,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
     if args.dry_run == (args.destination is not None):
         got = "--dry-run and DST" if args.dry_run else "neither DST nor --dry-run"
         raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to look")
-    total = sum(nbytes for _, nbytes in open_checkpoint(args.source).totals.values())
+    total = sum(nbytes for _, nbytes in inspect_checkpoint(args.source).totals.values())
     with out.progress("writing", total) as tick:
         found = reconcile(args.source, args.destination, tick, args.ignore)
     out.document("reconcile/1", {**vars(found), "repairs": [vars(repair) for repair in found.repairs]})

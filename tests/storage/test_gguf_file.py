@@ -19,7 +19,7 @@ import fp4kit
 from fp4kit.checkpoint.containers.container import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, SCALES, Container
 from fp4kit.checkpoint.containers.ggml_names import SCALING
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.reconcile import reconcile
@@ -134,7 +134,7 @@ def test_not_a_file(tmp_path: Path) -> None:
     (tmp_path / "d.gguf").mkdir()
     assert not is_gguf(tmp_path / "d.gguf") and is_gguf(tmp_path / "none.gguf")
     with refused("none.gguf: does not exist"):
-        open_checkpoint(tmp_path / "none.gguf")
+        inspect_checkpoint(tmp_path / "none.gguf")
 
 
 def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -142,7 +142,7 @@ def test_a_header_is_read_as_it_was_written(tmp_path: Path) -> None:
     found = {name: gguf_files.plain(x) for name, x in tensors.items()}
     gguf_files.write(tmp_path / "m.gguf", found, {"general.alignment": 64, "n": 7, "long": "x" * 5000, "t": ["a"]}, 64)
     (tmp_path / "m.gguf").rename(tmp_path / "renamed")  # the file's name does not matter
-    model = open_checkpoint(tmp_path / "renamed")
+    model = inspect_checkpoint(tmp_path / "renamed")
     assert {name: entry.shape for name, (_, entry) in model.tensors.items()} == {
         name: x.shape for name, x in tensors.items()
     }
@@ -193,7 +193,7 @@ def test_values_are_those_that_llama_cpp_reads(kind: str, form: Container, tmp_p
         }
     )
     gguf_files.write(tmp_path / "m.gguf", {**infos, **scales})
-    model = open_checkpoint(tmp_path / "m.gguf")
+    model = inspect_checkpoint(tmp_path / "m.gguf")
     assert [weight.container for weight in model.layers.values()] == [form, form] and not model.unrecognised
     with Readers() as readers, np.errstate(over="ignore", invalid="ignore"):
         for name, (_, raw, shape) in infos.items():

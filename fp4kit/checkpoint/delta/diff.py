@@ -26,7 +26,7 @@ from fp4kit.checkpoint.delta.patch_file import (
     metadata_of,
 )
 from fp4kit.checkpoint.delta.version_files import files_of
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.layouts import GGUF_BLOCKS
 from fp4kit.storage.errors import CheckpointError
@@ -149,7 +149,7 @@ def _check_kinds(old: Path, new: Path) -> None:
     """
     for root in (old, new):
         if not root.exists():
-            open_checkpoint(root)  # raises, with advice
+            inspect_checkpoint(root)  # raises, with advice
     kinds = ["a directory" if root.is_dir() else "a GGUF model" if is_gguf(root) else "a file" for root in (old, new)]
     if kinds[0] != kinds[1]:
         raise CheckpointError(
@@ -157,7 +157,7 @@ def _check_kinds(old: Path, new: Path) -> None:
             " are needed"
         )
     if old.is_file():
-        open_checkpoint(old)
+        inspect_checkpoint(old)
 
 
 def _facts_of(path: Path) -> FileFacts:
@@ -296,7 +296,7 @@ class _Flips:
     """
 
     def __init__(self, root: Path, paths: Mapping[str, Path]) -> None:
-        self._model = open_checkpoint(root)
+        self._model = inspect_checkpoint(root)
         self._counts: dict[tuple[str, str], int] = {}
         self._parts = {
             place.entry.name: (weight, part)

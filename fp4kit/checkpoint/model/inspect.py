@@ -90,7 +90,7 @@ class Checkpoint:
         return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
 
-def open_checkpoint(path: str | Path) -> Checkpoint:
+def inspect_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file.
 
     Raises:

@@ -20,7 +20,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.identify.match_layers import Origin, origins
 from fp4kit.checkpoint.model.closed_world import items_of
 from fp4kit.checkpoint.model.decode import codes_of, row_chunks
-from fp4kit.checkpoint.model.inspect import Checkpoint, natural_order, open_checkpoint
+from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
 from fp4kit.checkpoint.model.items import REFUSED, Item
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
@@ -105,7 +105,7 @@ def compare_checkpoints(
     Raises:
         CheckpointError: a or b does not exist or is malformed, or their configs are nested too deeply to compare.
     """
-    left, right = open_checkpoint(a), open_checkpoint(b)
+    left, right = inspect_checkpoint(a), inspect_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)
     items = (item for model in (left, right) for item in items_of(model, model.weights, patterns))
     refused = tuple(item for item in items if item.group == REFUSED)

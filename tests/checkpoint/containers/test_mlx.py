@@ -19,7 +19,7 @@ import fp4kit
 from fp4kit.checkpoint import Rules, Wishes, convert, convert_tensors, make_plan
 from fp4kit.checkpoint.containers.mlx import FORMS
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
-from fp4kit.checkpoint.model.inspect import Checkpoint, open_checkpoint
+from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
@@ -93,7 +93,7 @@ def mixtral(root: Path) -> synthetic.Tensors:
 
 
 def arrays_of(root: Path) -> tuple[Checkpoint, dict[str, np.ndarray]]:
-    model = open_checkpoint(root)
+    model = inspect_checkpoint(root)
     with Readers() as readers:
         found = {name: readers.of(file).read(entry) for name, (file, entry) in model.tensors.items()}
     return model, found
@@ -144,7 +144,7 @@ def test_it_becomes_another_format_and_numbers(recipe: str, tmp_path: Path) -> N
         and not {"quantization", "quantization_config"} & set(model.config)
         and not model.layers
     )
-    for name in open_checkpoint(tmp_path / "a").layers:
+    for name in inspect_checkpoint(tmp_path / "a").layers:
         q = fp4kit.quantize(tensors[f"{name}.weight"], recipe)
         values = fp4kit.dequantize(q, np.float32).astype(ml_dtypes.bfloat16)
         assert found[f"{name}.weight"].tobytes() == values.tobytes()
@@ -197,7 +197,7 @@ def test_mlx_lm_loads_it(model: Any, recipe: str, tmp_path: Path) -> None:
             wanted = np.stack([stored[f"{one}.{part}"] for one in names]) if parent else stored[f"{name}.{part}"]
             assert np.array(getattr(module, part)).tobytes() == wanted.tobytes()
             seen += len(names)
-    assert seen == 2 * len(open_checkpoint(tmp_path / "out").layers)
+    assert seen == 2 * len(inspect_checkpoint(tmp_path / "out").layers)
     assert mx.isfinite(loaded(mx.array([[1, 2, 3]]))).all().item()
 
 
@@ -224,7 +224,7 @@ def test_global_scales(tmp_path: Path) -> None:
     Converting to another format stores that scale, and converting back stores the bits of the amax.
     """
     tensors = with_global_scales(tmp_path / "q")
-    model = open_checkpoint(tmp_path / "q")
+    model = inspect_checkpoint(tmp_path / "q")
     assert [layer.dtype for layer in model.layers.values()] == ["mlx nvfp4 global"]
     assert verify(tmp_path / "q").issues == ()
     convert(tmp_path / "q", tmp_path / "b", format="bf16")
@@ -329,7 +329,7 @@ def test_affine_layers_are_no_form_that_is_known(tmp_path: Path) -> None:
         "a.biases": np.ones((8, 1), np.float16),
     }
     synthetic.write_model(tmp_path / "m", config("llama"), parts)
-    assert open_checkpoint(tmp_path / "m").unrecognised == ("a.scales", "a.weight")
+    assert inspect_checkpoint(tmp_path / "m").unrecognised == ("a.scales", "a.weight")
     with refused("packed weights or scales in a format that fp4kit does not know"):
         make_plan(tmp_path / "m")
 
@@ -361,7 +361,7 @@ def test_experts_get_the_names_of_hugging_face(tmp_path: Path) -> None:
         convert(root / "q", root / "bf16", format="bf16")
         assert set(arrays_of(root / "bf16")[1]) == {f"{module}.weight" for module in wanted}
         convert(root / "q", root / "ct", "nvfp4-te", format="compressed-tensors")  # a tensor scale of 1: same codes
-        model = open_checkpoint(root / "ct")
+        model = inspect_checkpoint(root / "ct")
         assert set(model.layers) == wanted
         assert verify(root / "ct", root / "q").clean
         convert(root / "ct", root / "again", format="bf16")
@@ -420,7 +420,7 @@ def test_kv_b_proj_is_put_together(id: str | None, format: str, tmp_path: Path) 
 def test_verify_finds_a_changed_part_of_kv_b_proj(tmp_path: Path) -> None:
     mla(tmp_path / "q", "mxfp4-mlx-cpu")
     convert(tmp_path / "q", tmp_path / "out", format="bf16")
-    model = open_checkpoint(tmp_path / "out")
+    model = inspect_checkpoint(tmp_path / "out")
     file, entry = model.tensors[f"{ATTENTION}.kv_b_proj.weight"]
     data = bytearray(file.path.read_bytes())
     for row in (0, NOPE + VALUE + NOPE):  # a row of embed_q of head 0, and one of unembed_out of head 1

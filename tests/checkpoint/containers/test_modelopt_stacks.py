@@ -18,7 +18,7 @@ from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model import slabs
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -131,7 +131,7 @@ def test_decoded(tmp_path: Path, each: bool) -> None:
 @pytest.mark.parametrize("experts", [1, 3])
 def test_read(tmp_path: Path, experts: int) -> None:
     q = made(tmp_path, experts)
-    model = open_checkpoint(tmp_path / "q")
+    model = inspect_checkpoint(tmp_path / "q")
     assert not model.unrecognised
     assert {w.name: (w.dtype, w.shape) for w in model.layers.values()} == {
         f"{EXPERTS}.{leaf}": ("modelopt NVFP4 stacks", (experts, *shape)) for leaf, shape in SHAPES.items()

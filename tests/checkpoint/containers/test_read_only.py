@@ -14,7 +14,7 @@ from synthetic import BF16, E4M3, refused
 
 import fp4kit
 from fp4kit.checkpoint import convert, make_plan
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 
 NAME = "model.layers.0.mlp.down_proj"
@@ -41,7 +41,7 @@ def check(model: Path, wanted: np.ndarray, container: str) -> None:
 
     The values are compared in bfloat16, bit for bit except for the sign of 0.
     """
-    assert [layer.dtype for layer in open_checkpoint(model).layers.values()] == [container]
+    assert [layer.dtype for layer in inspect_checkpoint(model).layers.values()] == [container]
     convert(model, model.parent / "bf16", format="bf16")
     found = oracle.arrays(oracle.load(model.parent / "bf16"))[f"{NAME}.weight"]
     zero = BF16.type(0)

@@ -18,7 +18,7 @@ from kill_points import files_of
 from synthetic import refused
 
 from fp4kit.checkpoint.convert.convert import Options, check, convert, execute
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection.selection import Wishes
@@ -40,7 +40,7 @@ def test_nonfinite_values(tmp_path: Path, value: float, name: str) -> None:
     _nothing_left(tmp_path)
     layer = name.rsplit(".", 2)[0]
     report = convert(tmp_path / "m", tmp_path / "out", wishes=Wishes(keep=(f"{layer}.*",)))
-    assert name in open_checkpoint(report.destination).tensors
+    assert name in inspect_checkpoint(report.destination).tensors
 
 
 @pytest.mark.parametrize("nonfinite", ["keep", "saturate"])

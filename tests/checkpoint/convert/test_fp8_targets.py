@@ -18,7 +18,7 @@ import fp4kit
 from fp4kit.__main__ import main
 from fp4kit.checkpoint import Rules, convert_tensors
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 
 TENSOR, ROWS = "fp8-modelopt", "fp8-modelopt-channel"
@@ -73,7 +73,7 @@ def test_identify_names_the_recipe(model: Path, tmp_path: Path, target: Any, cap
 
 def test_verify_finds_a_changed_byte(model: Path, tmp_path: Path) -> None:
     convert(model, tmp_path / "out", ROWS, format="modelopt")
-    checkpoint = open_checkpoint(tmp_path / "out")
+    checkpoint = inspect_checkpoint(tmp_path / "out")
     file, entry = checkpoint.tensors[f"{UP}.weight_scale"]
     with file.path.open("r+b") as stream:
         stream.seek(entry.start + 5)

@@ -15,7 +15,7 @@ from synthetic import refused
 
 from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -170,7 +170,7 @@ def test_verify_finds_a_layer_that_the_config_does_not_declare(models: Path, tmp
 
 def test_a_changed_scale_of_an_fp8_layer_is_found(models: Path, tmp_path: Path) -> None:
     convert(models / "dense", tmp_path / "out", recipes=[(DOWN, "fp8-modelopt-channel")])
-    file, entry = open_checkpoint(tmp_path / "out").tensors[f"{LAYER}.mlp.down_proj.weight_scale"]
+    file, entry = inspect_checkpoint(tmp_path / "out").tensors[f"{LAYER}.mlp.down_proj.weight_scale"]
     with file.path.open("r+b") as stream:
         stream.seek(entry.start)
         stream.write(np.float32(-1).tobytes())

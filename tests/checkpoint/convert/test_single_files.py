@@ -10,7 +10,7 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.reconcile import reconcile
@@ -71,7 +71,7 @@ def test_other_commands_read_a_file(source: Path) -> None:
     assert identify_checkpoint(quantized, source).layers
     assert not reconcile(quantized, None).repairs
     assert compare_checkpoints(quantized, quantized).equal
-    assert [*open_checkpoint(quantized).layers] == ["blocks.0.qkv"]
+    assert [*inspect_checkpoint(quantized).layers] == ["blocks.0.qkv"]
 
 
 def test_what_the_config_would_say_is_printed(source: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,7 @@ from synthetic import refused
 
 from fp4kit.checkpoint import ConversionReport, Options, convert, make_plan
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.leftovers import remove_leftovers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
@@ -277,7 +277,7 @@ def test_other_models_are_not_split(tmp_path: Path) -> None:
 def test_the_name_of_the_model_leads_to_its_first_file(tmp_path: Path) -> None:
     gguf_files.write_model(tmp_path / "m.gguf")
     split(tmp_path)
-    for command in (verify, open_checkpoint, make_plan):
+    for command in (verify, inspect_checkpoint, make_plan):
         with refused(f"out.gguf: is stored in several files; pass the first one, {tmp_path / NAMES[0]}"):
             command(tmp_path / "out.gguf")
 

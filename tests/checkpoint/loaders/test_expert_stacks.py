@@ -15,7 +15,7 @@ import fp4kit
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.loaders import exclusions, support
 from fp4kit.checkpoint.loaders.observations import SPLIT_EXPERTS
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
@@ -100,7 +100,7 @@ def test_split_experts_are_warned_of(tmp_path: Path, model_type: str, recipe: st
         issues = verify(tmp_path / out, tmp_path / source).issues
         assert any(SPLIT_EXPERTS in issue.text for issue in issues if issue.severity == "warning") == expected
         assert not [issue for issue in issues if issue.severity == "error"]
-    names = open_checkpoint(tmp_path / "b").tensors
+    names = inspect_checkpoint(tmp_path / "b").tensors
     assert any(name.endswith(".mlp.experts.gate_up_proj") for name in names) == is_stacked
     assert any(".mlp.experts.0." in name for name in names) != is_stacked
 
@@ -178,7 +178,7 @@ def assert_experts(loaded: dict[str, Any], quantized: Path, transposed: bool) ->
 
     transposed: True if transformers holds the stacks as [E, K, N].
     """
-    layers = open_checkpoint(quantized).layers
+    layers = inspect_checkpoint(quantized).layers
     found = [name for name in layers if ".experts." in name]
     with Readers() as readers:
         for name in found:
@@ -213,7 +213,7 @@ def test_experts_that_become_no_stacks(shape: str, model_type: str, tmp_path: Pa
     convert(tmp_path / "m", tmp_path / "q", "mxfp8-te", format="compressed-tensors", wishes=Wishes(keep=keep))
     plan = convert(tmp_path / "q", tmp_path / "b", format="bf16").plan
     stacked = shape == "complete" or (shape == "square" and model_type == "llama4_text")
-    names = set(open_checkpoint(tmp_path / "b").tensors)
+    names = set(inspect_checkpoint(tmp_path / "b").tensors)
     stacks = {f"{LAYER}.mlp.experts.{leaf}" for leaf in ("gate_up_proj", "down_proj")}
     assert names == (stacks if stacked else {*tensors})
     assert any(SPLIT_EXPERTS in line for line in plan.warnings) == (not stacked)
@@ -233,7 +233,7 @@ def test_stacks_of_mlx_become_the_stacks_of_transformers(tmp_path: Path) -> None
     synthetic.write_model(tmp_path / "q", {"model_type": "llama4_text", "num_local_experts": 3, **own}, parts)
     convert(tmp_path / "q", tmp_path / "b", format="bf16")
     wanted = np.concatenate([values["gate_proj"], values["up_proj"]], axis=2), values["down_proj"]
-    model = open_checkpoint(tmp_path / "b")
+    model = inspect_checkpoint(tmp_path / "b")
     with Readers() as readers:
         for leaf, value in zip(("gate_up_proj", "down_proj"), wanted, strict=True):
             file, entry = model.tensors[f"{LAYER}.feed_forward.experts.{leaf}"]

@@ -21,7 +21,7 @@ from synthetic import refused
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.items import CARRIED, IGNORED, REFUSED, UNDERSTOOD
 from fp4kit.checkpoint.model.manifest import MANIFEST
 from fp4kit.checkpoint.plan.make_plan import make_plan
@@ -170,7 +170,7 @@ def test_a_change_is_refused_or_does_not_change_values(
     changed = [name for name, tensor in start.values.items() if values.get(name) != tensor]
     assert not changed, what
     extra = set(values) - set(start.values)
-    items = {item.name: item for item in open_checkpoint(model).items}
+    items = {item.name: item for item in inspect_checkpoint(model).items}
     assert all(items[name].group == CARRIED for name in extra), what
 
 
@@ -204,7 +204,7 @@ def test_every_command_refuses_an_unknown_tensor_by_name(
     assert any(issue.severity == "error" and LAYER + suffix in issue.subject for issue in verify(model).issues)
     comparison = compare_checkpoints(model, source)
     assert [item.name for item in comparison.refused] == [LAYER + suffix] and not comparison.layers
-    assert open_checkpoint(model).unrecognised == (LAYER + suffix,)
+    assert inspect_checkpoint(model).unrecognised == (LAYER + suffix,)
 
 
 def test_ignore_insists_and_is_recorded(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
@@ -519,7 +519,7 @@ def test_mlx_config_that_contradicts_its_tensors(sound: Callable[[str, str], Sou
 
 
 def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) -> None:
-    """open_checkpoint refuses no item of a valid checkpoint: it understands it, or carries it over unread.
+    """inspect_checkpoint refuses no item of a valid checkpoint: it understands it, or carries it over unread.
 
     Biases and scales of key-value caches are carried.
     """
@@ -531,7 +531,7 @@ def test_the_three_groups(sound: Callable[[str, str], Sound], tmp_path: Path) ->
         "model.layers.0.self_attn.v_scale": one,
     }
     model = write(tmp_path / "m", {**start.tensors, **more}, start.config, start.metadata)
-    found = {item.name: item for item in open_checkpoint(model).items}
+    found = {item.name: item for item in inspect_checkpoint(model).items}
     assert {found[name].group for name in more} == {CARRIED}
     assert found[f"{LAYER}.weight"].why == "codes of modelopt NVFP4"
     assert {item.group for item in found.values()} == {UNDERSTOOD, CARRIED} and REFUSED not in found

@@ -20,7 +20,7 @@ import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.container import CONTAINERS, MODELOPT_AWQ, Container
 from fp4kit.checkpoint.model.doubtful_codes import doubt_about_rows
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Slab
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.layouts import swizzle_scales
@@ -179,7 +179,7 @@ def test_reciprocal_factors_per_column() -> None:
 
 @pytest.mark.parametrize("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
 def test_files_of_other_tools_cause_no_warning(folder: str, tmp_path: Path) -> None:
-    if open_checkpoint(FOREIGN / folder).unrecognised:
+    if inspect_checkpoint(FOREIGN / folder).unrecognised:
         assert folder == "modelopt--gpt_oss-MXFP4_MLP_WEIGHT_ONLY_CFG"
         return
     texts = [issue.text for issue in verify(FOREIGN / folder).issues]

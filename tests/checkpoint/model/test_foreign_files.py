@@ -17,7 +17,7 @@ from synthetic import refused
 
 from fp4kit import formats
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.safetensors_file import read_header
@@ -53,7 +53,7 @@ def test_every_folder_is_tested_and_small() -> None:
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_containers(name: str) -> None:
-    model = open_checkpoint(ROOT / name)
+    model = inspect_checkpoint(ROOT / name)
     assert Counter(str(weight.container) for weight in model.layers.values()) == LAYERS[name]
     assert not model.unrecognised
 
@@ -168,7 +168,7 @@ def wide(part: tuple[str, tuple[int, ...], bytes]) -> Array:
 @pytest.mark.parametrize("name", sorted(LAYERS.keys() - DECODED.keys()))
 def test_values_are_as_stated(name: str, tmp_path: Path) -> None:
     have, parts = decoded(name, tmp_path / "out"), oracle.load(ROOT / name)
-    for module, weight in open_checkpoint(ROOT / name).layers.items():
+    for module, weight in inspect_checkpoint(ROOT / name).layers.items():
         expected = stated(parts, module)
         values = have[f"{module}.weight" if f"{module}.weight" in have else module]
         assert values.size == expected.size and weight.shape == expected.shape

@@ -12,7 +12,7 @@ import synthetic
 from synthetic import refused
 
 from fp4kit.checkpoint import make_plan
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.items import REFUSED
 from fp4kit.checkpoint.model.layer_sizes import misfits, named_twice
 from fp4kit.checkpoint.model.weights import Weight
@@ -141,7 +141,7 @@ def test_layers_under_two_names_are_refused(is_quantized: bool, tmp_path: Path) 
     with refused(text):
         make_plan(tmp_path / "m", "mxfp4-ocp", format="bf16" if is_quantized else "compressed-tensors")
     assert any(text in issue.text for issue in verify(tmp_path / "m").issues if issue.severity == "error")
-    assert [item.name for item in open_checkpoint(tmp_path / "m").items if item.group == REFUSED] == [
+    assert [item.name for item in inspect_checkpoint(tmp_path / "m").items if item.group == REFUSED] == [
         f"{MLP}.experts.0.w1.weight"
     ]
     sound = {name: x for name, x in tensors.items() if "gate_proj" not in name}
@@ -151,12 +151,12 @@ def test_layers_under_two_names_are_refused(is_quantized: bool, tmp_path: Path) 
 
 @pytest.mark.parametrize("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
 def test_files_of_other_tools_fit(folder: str) -> None:
-    model = open_checkpoint(FOREIGN / folder)
+    model = inspect_checkpoint(FOREIGN / folder)
     assert misfits(model.weights.values(), model.config or {}) == []
 
 
 @pytest.mark.parametrize("name", [*synthetic.MODELS, *synthetic.QUANTIZED])
 def test_sound_models_fit(name: str, tmp_path: Path) -> None:
     {**synthetic.MODELS, **synthetic.QUANTIZED}[name](tmp_path / "m")
-    model = open_checkpoint(tmp_path / "m")
+    model = inspect_checkpoint(tmp_path / "m")
     assert misfits(model.weights.values(), model.config or {}) == []

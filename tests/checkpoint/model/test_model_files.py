@@ -18,7 +18,7 @@ from seconds import TEN, cpu_seconds
 from synthetic import refused
 
 from fp4kit.checkpoint.containers import OutputTensor
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import check_shard_name, open_source
 from fp4kit.storage.errors import CheckpointError, shown
 from fp4kit.storage.json_object import parse_object
@@ -350,7 +350,7 @@ def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyP
         needed = f"a Hugging Face model directory is needed; for the hub's {hub}, run hf download {hub} --local-dir DIR"
         _refused(Path(name), f"does not exist; {needed} and pass DIR")
         with refused(f"run hf download {hub} --local-dir DIR and pass DIR"):
-            open_checkpoint(name)
+            inspect_checkpoint(name)
     shard = next((tmp_path / "m").glob("*.safetensors")).relative_to(tmp_path)
     for file in (str(shard), "m/config.json"):
         _refused(Path(file), f"{file}: is a file; a Hugging Face model directory is needed; pass its directory, m")
@@ -420,7 +420,7 @@ def test_directories_around_a_model(tmp_path: Path) -> None:
             (pipeline / "model_index.json").write_text("{}")
         _refused(pipeline, f"this is {kind}; {needed}")
         with refused(f"this is {kind}; {needed}"):
-            open_checkpoint(pipeline)
+            inspect_checkpoint(pipeline)
     # FLUX.1-dev has the original release's files beside its pipeline.
     synthetic.write_file(pipeline / "flux1-dev.safetensors", {"a.weight": np.ones((4, 4), np.float32)})
     _refused(pipeline, f"has no config.json; this is a pipeline; {needed}")
@@ -438,7 +438,7 @@ def test_files_of_other_kinds(tmp_path: Path) -> None:
     ):
         (tmp_path / name).write_bytes(b"PK\3\4" + b"0" * 64)
         with pytest.raises(CheckpointError, match="is not a safetensors or GGUF file") as found:
-            open_checkpoint(tmp_path / name)
+            inspect_checkpoint(tmp_path / name)
         assert text in str(found.value)
 
 

@@ -17,7 +17,7 @@ from gguf_files import EXPERTS
 from synthetic import refused
 
 from fp4kit.checkpoint import ConversionReport, Wishes, convert, make_plan
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
@@ -103,7 +103,7 @@ def test_input_scales_go_along(format: str, tmp_path: Path) -> None:
 
 def stored_scalars(path: Path) -> dict[str, np.ndarray]:
     with Readers() as readers:
-        tensors = open_checkpoint(path).tensors
+        tensors = inspect_checkpoint(path).tensors
         return {name: readers.of(file).read(entry) for name, (file, entry) in tensors.items() if entry.dtype == "F32"}
 
 

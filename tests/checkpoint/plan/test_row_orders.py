@@ -18,7 +18,7 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import Wishes, convert, make_plan
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.layouts import pack_gguf
 
@@ -173,7 +173,7 @@ def test_stacks_of_a_file_in_a_directory_of_stacks(recipe: str, format: str, tmp
     parts = 3 if recipe == "mxfp4-ocp" else 2
     assert report.actions["rename"] == EXPERTS * parts and set(report.actions) <= {"rename", "copy"}
     assert {f"model.layers.1.mlp.experts.{e}.{part}_proj" for e in range(EXPERTS) for part in ("gate", "up")} <= set(
-        open_checkpoint(tmp_path / "d").layers
+        inspect_checkpoint(tmp_path / "d").layers
     )
     convert(tmp_path / "m.gguf", tmp_path / "again.gguf", recipe, codes=tmp_path / "d")
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "q.gguf").read_bytes()

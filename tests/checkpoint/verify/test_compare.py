@@ -20,14 +20,14 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
 from fp4kit.checkpoint.containers.container import MODELOPT_NVFP4
-from fp4kit.checkpoint.model.inspect import natural_order, open_checkpoint, quantization_summary
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint, natural_order, quantization_summary
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 
 
 def test_inspect_directory(tmp_path: Path) -> None:
     synthetic.moe(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
-    checkpoint = open_checkpoint(tmp_path / "out")
+    checkpoint = inspect_checkpoint(tmp_path / "out")
     assert set(checkpoint.layers) == {tensor.name.removesuffix(".weight") for tensor in report.plan.converted}
     assert checkpoint.layers["model.layers.0.mlp.gate_proj"].shape == (96, 64)
     assert {layer.container for layer in checkpoint.layers.values()} == {MODELOPT_NVFP4}
@@ -43,13 +43,13 @@ def test_inspect_directory(tmp_path: Path) -> None:
 def test_inspect_recognises_mx_formats(tmp_path: Path, recipe: str) -> None:
     synthetic.bert(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", recipe)
-    layers = open_checkpoint(tmp_path / "out").layers
+    layers = inspect_checkpoint(tmp_path / "out").layers
     assert len(layers) == 5 and {layer.container for layer in layers.values()} == {report.plan.form}
 
 
 def test_inspect_file_without_configs(tmp_path: Path) -> None:
     synthetic.write_file(tmp_path / "x.safetensors", {"a.weight_scale": np.zeros((4, 4), np.uint8)})
-    checkpoint = open_checkpoint(tmp_path / "x.safetensors")
+    checkpoint = inspect_checkpoint(tmp_path / "x.safetensors")
     assert checkpoint.unrecognised == ("a.weight_scale",) and not checkpoint.layers
     assert quantization_summary(checkpoint) == []
 
@@ -61,13 +61,13 @@ def test_inspect_tells_configs_that_disagree(tmp_path: Path) -> None:
     text = json.loads(path.read_text())
     text["quantization"]["quant_algo"] = "NVFP4"
     path.write_text(json.dumps(text))
-    lines = dict(quantization_summary(open_checkpoint(tmp_path / "out")))
+    lines = dict(quantization_summary(inspect_checkpoint(tmp_path / "out")))
     assert lines["disagree"] == "config.json says W4A16_NVFP4, hf_quant_config.json NVFP4"
 
 
 def test_inspect_of_nothing(tmp_path: Path) -> None:
     with refused("none: does not exist; a model directory, a .safetensors or a GGUF file is needed"):
-        open_checkpoint(tmp_path / "none")
+        inspect_checkpoint(tmp_path / "none")
 
 
 @pytest.mark.parametrize("name", ["config.json", "hf_quant_config.json", "model.safetensors"])
@@ -77,11 +77,11 @@ def test_inspect_follows_no_link_out_of_the_directory(tmp_path: Path, name: str)
     (tmp_path / "out" / name).rename(tmp_path / "elsewhere")
     (tmp_path / "out" / name).symlink_to(tmp_path / "elsewhere")
     with refused(f"{name}: links to a file outside {tmp_path / 'out'}; replace the link by the file"):
-        open_checkpoint(tmp_path / "out")
+        inspect_checkpoint(tmp_path / "out")
     (tmp_path / "elsewhere").rename(tmp_path / "out" / "kept")
     (tmp_path / "out" / name).unlink()
     (tmp_path / "out" / name).symlink_to("kept")
-    assert open_checkpoint(tmp_path / "out").layers
+    assert inspect_checkpoint(tmp_path / "out").layers
 
 
 LOOP = "its symbolic links form a cycle; replace the link by the file itself"
@@ -97,7 +97,7 @@ def test_loops_of_links(tmp_path: Path, name: str) -> None:
     path.symlink_to("b")
     (tmp_path / "m" / "b").symlink_to(name)
     with refused(f"{path}: {LOOP}"):
-        open_checkpoint(tmp_path / "m")
+        inspect_checkpoint(tmp_path / "m")
     if name != "hf_quant_config.json":
         with refused(f"{path}: {LOOP}"):
             convert(tmp_path / "m", tmp_path / "out", format="modelopt")
@@ -109,7 +109,7 @@ def test_loops_of_links_to_directories(tmp_path: Path) -> None:
     loop.symlink_to("loop")
     for path in (loop, loop / "m"):
         with refused(f"{path}: {LOOP}"):
-            open_checkpoint(path)
+            inspect_checkpoint(path)
         with refused(f"{path}: {LOOP}"):
             convert(path, tmp_path / "out")
     with refused(f"{loop}: {LOOP}"):
@@ -128,7 +128,7 @@ def test_compare_equal(tmp_path: Path) -> None:
     convert(tmp_path / "m", tmp_path / "a", format="modelopt")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     comparison = compare_checkpoints(tmp_path / "a", tmp_path / "b")
-    assert comparison.equal and comparison.same == len(open_checkpoint(tmp_path / "a").tensors)
+    assert comparison.equal and comparison.same == len(inspect_checkpoint(tmp_path / "a").tensors)
 
 
 def config_differences(a: Path, b: Path) -> list[tuple[str, str, str, str]]:
@@ -265,7 +265,7 @@ def test_compare_does_not_read_what_is_one_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("fp4kit.storage.safetensors_file.TensorReader.read_bytes", read)
     ticks: list[int] = []
     assert compare_checkpoints(tmp_path / "a", tmp_path / "b", ticks.append).equal
-    assert sum(ticks) == sum(nbytes for _, nbytes in open_checkpoint(tmp_path / "a").totals.values())
+    assert sum(ticks) == sum(nbytes for _, nbytes in inspect_checkpoint(tmp_path / "a").totals.values())
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
@@ -350,7 +350,7 @@ def test_compare_one_flipped_code(tmp_path: Path) -> None:
     synthetic.bert(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "a", format="modelopt")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
-    file, entry = open_checkpoint(tmp_path / "b").tensors["encoder.layer.0.intermediate.dense.weight"]
+    file, entry = inspect_checkpoint(tmp_path / "b").tensors["encoder.layer.0.intermediate.dense.weight"]
     data = bytearray(file.path.read_bytes())
     data[entry.start] ^= 0x80
     file.path.write_bytes(data)

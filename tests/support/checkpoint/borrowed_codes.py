@@ -10,7 +10,7 @@ import synthetic
 from gguf_files import EXPERTS
 
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.storage.gguf_file import read_gguf
 
@@ -54,7 +54,7 @@ def directory(
 def stored(root: Path) -> dict[str, np.ndarray]:
     """Return all tensors of a checkpoint directory by name, as they are stored."""
     with Readers() as readers:
-        return {name: readers.of(file).read(entry) for name, (file, entry) in open_checkpoint(root).tensors.items()}
+        return {name: readers.of(file).read(entry) for name, (file, entry) in inspect_checkpoint(root).tensors.items()}
 
 
 def out_bytes(path: Path, name: str) -> bytes:
