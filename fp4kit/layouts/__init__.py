@@ -1,8 +1,10 @@
-"""Convert between memory layouts of codes and scales: nibble order, scale swizzles, file formats and padding.
+"""Convert between memory layouts of codes and scales: nibble order, scale swizzles, file formats, KV caches, padding.
 
-The functions rearrange the bytes of NumPy and CuPy arrays. They do not change any value.
+The functions rearrange the bytes of NumPy and CuPy arrays. They do not change any value. The module kv has the pages of
+KV caches.
 """
 
+from fp4kit.layouts import kv
 from fp4kit.layouts.files import GGUF_BLOCKS, MLX_WORD, GgufBlock, pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
 from fp4kit.layouts.nibbles import check_pairs, pack, packed, unpack, unpacked, write_codes
 from fp4kit.layouts.padding import pad, shuffle_rows
@@ -24,6 +26,7 @@ __all__ = [
     "check_layout",
     "check_pairs",
     "check_size",
+    "kv",
     "pack",
     "pack_gguf",
     "pack_mlx",
