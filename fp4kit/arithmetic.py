@@ -116,7 +116,10 @@ def environment() -> Environment | None:
 
 
 def _refusal(op: str) -> str:
-    """Return the error message for a thread whose floating-point mode is wrong and cannot be corrected."""
+    """Return the error message for a thread whose floating-point mode is wrong and cannot be corrected.
+
+    op: the public function that the message begins with.
+    """
     return (
         f"{op}: this thread treats subnormal numbers as zero, or does not round to nearest; fp4kit needs IEEE"
         f" arithmetic, which it cannot set on {sys.platform} {platform.machine()}; call torch.set_flush_denormal(False)"

@@ -254,7 +254,7 @@ class ElementFormat:
 
     @lazy_property
     def midpoints(self) -> np.ndarray:
-        """The midpoints of neighbouring magnitudes, where rounding to nearest has a tie: float64, exact, read-only."""
+        """The midpoints of neighboring magnitudes, where rounding to nearest has a tie: float64, exact, read-only."""
         magnitudes = self.magnitudes.astype(np.float64)
         midpoints = (magnitudes[1:] + magnitudes[:-1]) / 2
         midpoints.setflags(write=False)
@@ -274,7 +274,7 @@ class ElementFormat:
         - "rz": toward zero
         - "rp": up
         - "rm": down
-        - "rs": stochastic. A magnitude between two neighbouring values is rounded up if (magnitude - lower) /
+        - "rs": stochastic. A magnitude between two neighboring values is rounded up if (magnitude - lower) /
           (upper - lower) is at least 1 - random / 2^n, where n is the number of bits of `random`.
 
         Args:

@@ -31,7 +31,8 @@ COMMAND = is_command(getattr(sys, "argv", []), sys.orig_argv)
 def _interrupted(number: int, frame: FrameType | None) -> None:
     """Handle Ctrl-C while the command starts: print a message and end the process at once.
 
-    No cleanup is needed, because nothing has been started yet. number is the signal number.
+    No cleanup is needed, because nothing has been started yet. number is the signal number; the exit status is 128 +
+    number.
     """
     os.write(2, b"fp4kit: interrupted while it started; nothing was written\n")
     os._exit(128 + number)
@@ -40,7 +41,8 @@ def _interrupted(number: int, frame: FrameType | None) -> None:
 def _open_standard_streams() -> None:
     """Open the null device for each of the descriptors 0, 1 and 2 that is closed.
 
-    Otherwise a file opened later would get such a descriptor and receive the program's output.
+    Otherwise a file opened later would get such a descriptor and receive the program's output. If sys.stdout or
+    sys.stderr is None, it becomes a stream on descriptor 1 or 2.
     """
     for descriptor in (0, 1, 2):
         try:

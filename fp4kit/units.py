@@ -262,7 +262,11 @@ def unit(id: str) -> Unit:
 
 
 def unit_of(op: str, given: Any) -> Unit:
-    """Return a Unit that was given as such or by its id. op: the public function that error messages name."""
+    """Return a Unit that was given as such or by its id.
+
+    op: the public function that error messages name. Raise TypeError if `given` is neither a Unit nor a str, and
+    ValueError if no unit has this id.
+    """
     if type(given) is Unit:
         return given
     if type(given) is not str:
@@ -288,7 +292,10 @@ def to_spec(u: Unit) -> str:
 
 @lru_cache(256)
 def from_spec(spec: str) -> Unit:
-    """Return the Unit that a string describes: a string made by to_spec, or the id of a listed unit."""
+    """Return the Unit that a string describes: a string made by to_spec, or the id of a listed unit.
+
+    Raise KeyError if an id is not listed.
+    """
     if not spec.startswith("{"):
         return UNITS[spec]
     fields = json.loads(spec)

@@ -98,16 +98,27 @@ class _Memory:
 def read(x: Any, name: str) -> np.ndarray[Any, np.dtype[Any]]:
     """Return a NumPy array on the memory of x, an object in host memory that exports DLPack.
 
-    name: how error messages call x. Raises TypeError for a dtype that is not in DTYPES, and BufferError if the memory
-    cannot be read.
+    The array is read-only if the capsule says so, and if the capsule is unversioned (before DLPack 1.0). If x has no
+    elements, return a new, empty array of its shape and dtype.
+
+    Args:
+        x: the exporter. The caller must have checked that its memory is on the host.
+        name: how error messages call x.
+
+    Raises:
+        TypeError: the dtype is not in DTYPES.
+        BufferError: x exports no memory (as a traced tensor), DLPack 2.0 or later, or something that is not an
+            unconsumed capsule.
+        Exception: any error of x.__dlpack__.
     """
     return _from_capsule(_export(x), name)
 
 
 def _export(x: Any) -> object:
-    """Return the DLPack capsule of x: a versioned one (DLPack 1.0) if x can make it.
+    """Return the DLPack capsule of x: a versioned one (DLPack 1.0) if x can make it, and otherwise an unversioned one.
 
-    Only a versioned capsule can be marked read-only.
+    Only a versioned capsule says whether its memory may be written, so this module treats unversioned capsules as
+    read-only. Errors of x.__dlpack__ are passed on, except a TypeError because of the argument max_version.
     """
     try:
         return x.__dlpack__(max_version=_VERSION)
@@ -116,7 +127,10 @@ def _export(x: Any) -> object:
 
 
 def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
-    """Return a NumPy array on the memory that a capsule describes. name: how error messages call the exporter."""
+    """Return a NumPy array on the memory that a capsule describes, or a new array if its shape has no elements.
+
+    name: how error messages call the exporter. Errors are those of `read`, except for errors of x.__dlpack__.
+    """
     tensor, read_only = _read(capsule, name)
     dtype = _dtype(tensor.dtype, name)
     if 0 in _shape(tensor):  # the exporter's data pointer may be NULL
@@ -131,8 +145,10 @@ def _from_capsule(capsule: object, name: str) -> np.ndarray[Any, np.dtype[Any]]:
 def _read(capsule: object, name: str) -> tuple[_DLTensor, bool]:
     """Return the DLTensor structure in a capsule, and whether its memory is read-only.
 
-    The memory counts as read-only if the capsule cannot say so. The structure is valid as long as the capsule lives.
-    Raise BufferError if the capsule cannot be read. name: how error messages call the exporter.
+    The memory of an unversioned capsule counts as read-only. The structure is valid as long as the capsule lives.
+
+    name: how error messages call the exporter. Raise BufferError if the version is DLPack 2.0 or later, or if `capsule`
+    is no DLPack capsule or was consumed already.
     """
     if _capsule_is_valid(capsule, b"dltensor_versioned"):
         pointer = _capsule_pointer(capsule, b"dltensor_versioned")

@@ -351,7 +351,7 @@ def cupy() -> Any:
 
 
 def to_device(host: np.ndarray) -> Any:
-    """Return a copy of a NumPy array as a CuPy array on the current device.
+    """Return a copy of a NumPy array as a CuPy array on the current device. Raise RuntimeError if there is no GPU.
 
     A 0-d array is copied with one axis and reshaped, because CuPy would otherwise compile a kernel, which takes
     seconds.
@@ -381,8 +381,19 @@ def making_current(device: int) -> AbstractContextManager[Any]:
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
     """Return the given arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays.
 
-    Nothing is copied. Raises ValueError unless all arrays are on one device. op: the function that error messages begin
-    with.
+    Nothing is copied.
+
+    Args:
+        op: the function that error messages begin with.
+        **named: the arrays by the names that error messages use. None is not allowed.
+
+    Returns:
+        The arrays, in the order of the arguments.
+
+    Raises:
+        ValueError: the arrays are on more than one device.
+        RuntimeError: an array is on a CUDA device, and CuPy or the driver is missing.
+        TypeError, ValueError, NotImplementedError, BufferError: as for `as_array` and `device_name`.
     """
     if _one_cupy_device(named.values()):
         return tuple(named.values())

@@ -43,7 +43,7 @@ JAX = ArrayLibrary("jax", jax_arrays.call_context, False)
 def library_of(a: Any) -> ArrayLibrary | None:
     """Return TORCH or JAX if an array belongs to that library; return None for NumPy, CuPy and every other library.
 
-    The library of a sequence is that of its first array. The library of a Quantized is that of its codes.
+    The library of a list or tuple is that of its first array. The library of a Quantized is that of its codes.
     """
     if isinstance(a, np.ndarray) or type(a).__module__ == "cupy":
         return None
@@ -58,7 +58,8 @@ def library_of(a: Any) -> ArrayLibrary | None:
 def first_array(a: Any) -> Any:
     """Return the array that determines the library and device of an argument.
 
-    It is the first array of a sequence, the codes of a Quantized, or the argument itself.
+    It is the first array of a list or tuple, also of a nested one, the codes of a Quantized, or the argument itself. An
+    empty list or tuple is returned unchanged.
     """
     while isinstance(a, (list, tuple)) and a:
         a = a[0]
@@ -95,7 +96,8 @@ def convert_arrays(result: Any, give: Give) -> Any:
 def returns_in_library(function: Callable[P, T]) -> Callable[P, T]:
     """Decorate a public function so that it returns arrays in the library of its first argument.
 
-    If the caller passed `out`, that very object is returned.
+    Results are NumPy or CuPy arrays if that library is neither PyTorch nor JAX. If the caller passed `out` by name,
+    that very object is returned. An iterator that is the first argument is first made a list.
     """
     first = next(iter(signature(function).parameters))
 

@@ -70,7 +70,10 @@ def numpy_dtype(op: str, dtype: Any) -> np.dtype:
 
 
 def dtype_named(name: str) -> Any:
-    """Return the PyTorch dtype with the given name, such as "float8_e4m3fn"."""
+    """Return the PyTorch dtype with the given name, such as "float8_e4m3fn".
+
+    Raise AttributeError if this version of PyTorch lacks it.
+    """
     return getattr(_module(), name)
 
 
@@ -108,7 +111,10 @@ def call_context(x: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def tensor_of(array: Any) -> Any:
-    """Return a tensor on the memory of a NumPy or CuPy array. Return anything else unchanged."""
+    """Return a tensor on the memory of a NumPy or CuPy array. Return anything else unchanged.
+
+    A read-only NumPy array is copied. Raise KeyError if this version of PyTorch lacks the dtype of the array.
+    """
     if isinstance(array, np.ndarray):
         return _host_tensor(array)
     return _device_tensor(array) if type(array).__module__ == "cupy" else array

@@ -53,10 +53,18 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
     """Return the caller's tensor_amax as float32 in its canonical shape, or None if the caller passed none.
 
     The head of this file lists the canonical shapes. Values on the host are checked. Values on a device are not,
-    because reading them would wait for the device.
+    because reading them would wait for the device. On the host, -0 becomes 0.
 
-    given: the tensor_amax as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
-    axis last. on_device: whether that array is on a GPU; the result is in the memory of that array.
+    Args:
+        op: the public function that error messages begin with.
+        given: the tensor_amax as the caller passed it.
+        moved_shape: the shape of the array to quantize, with the quantized axis last.
+        recipe: the recipe.
+        on_device: whether that array is on a GPU; the result is in the memory of that array.
+
+    Raises:
+        TypeError: the tensor_amax is not real, or is an array on a device that is not float32.
+        ValueError: the recipe has no tensor scale; no canonical shape fits; or a value on the host is NaN or negative.
     """
     if given is None:
         return None
@@ -72,10 +80,11 @@ def parse_tensor_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe:
 
 
 def check_tensor_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe) -> Any:
-    """Return a tensor_amax in host memory as float32 in its canonical shape (see the head of this file).
+    """Return a tensor_amax in host memory as float32 in its canonical shape (see the head of this file), with -0 as 0.
 
     Raise ValueError for NaN or negative values, or if the shape does not fit moved_shape, the shape of the array to
-    quantize with the quantized axis last.
+    quantize with the quantized axis last. Raise TypeError if it is not real. The values of an AbstractArray are not
+    checked.
     """
     amax = reshape_amax(op, as_real(op, "tensor_amax", amax), moved_shape, recipe)
     if isinstance(amax, AbstractArray):
@@ -114,7 +123,7 @@ def as_real(op: str, name: str, amax: Any) -> Any:
 def check_clip_amax(op: str, amax: Any) -> Any:
     """Return the clip limit of a gradient as float32. Raise ValueError for negative values.
 
-    NaN is allowed: no |x| is below it, so the gradient is 0.
+    NaN is allowed: no |x| is below it, so the gradient is 0. Raise TypeError if the limit is not real.
     """
     amax = as_real(op, "amax", amax)
     if isinstance(amax, AbstractArray):
@@ -165,9 +174,18 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
 def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
     """Return the caller's block amaxes as float32 (..., K/block), or None if the caller passed none.
 
-    given: the block_amax as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
-    axis last. on_device: whether that array is on a GPU. If so, the block amaxes must be a float32 CuPy array, whose
-    values are not checked. Otherwise the result is a NumPy array with checked values.
+    Args:
+        op: the public function that error messages begin with.
+        given: the block_amax as the caller passed it.
+        moved_shape: the shape of the array to quantize, with the quantized axis last.
+        recipe: the recipe.
+        on_device: whether that array is on a GPU. If so, the block amaxes must be a float32 CuPy array, whose values
+            are not checked. Otherwise the result is a NumPy array with checked values, in which -0 is 0.
+
+    Raises:
+        TypeError: the block amaxes are not real.
+        ValueError: the recipe does not accept block amaxes; the shape does not fit; a value on the host is NaN or
+            negative; or on_device is set and they are not a float32 CuPy array.
     """
     if given is None:
         return None
@@ -199,8 +217,15 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 def clip_amax(call: Any, given: Any) -> Any:
     """Return the clip limit of a gradient, checked and in the memory (host or device) of x; None if `given` is None.
 
-    Its shape is the one that reshape_clip_amax gives it. call: the parsed call. given: the limit as the caller passed
-    it.
+    Its shape is the one that reshape_clip_amax gives it. Values on a device are not read.
+
+    Args:
+        call: the parsed call.
+        given: the limit as the caller passed it.
+
+    Raises:
+        TypeError: the limit is not real, or is an array on a device that is not float32.
+        ValueError: a value is negative, or the shape does not fit.
     """
     if given is None:
         return None

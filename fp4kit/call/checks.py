@@ -26,7 +26,10 @@ def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
 
 
 def check_axis(op: str, axis: int, ndim: int) -> int:
-    """Return an axis as a non-negative int. Raise ValueError if an array of ndim axes has no such axis."""
+    """Return an axis as a non-negative int. Raise ValueError if an array of ndim axes has no such axis.
+
+    A 0-d array has no axis, so it always raises ValueError. Raise TypeError if the axis is not an int.
+    """
     if ndim == 0:
         raise ValueError(
             f"{op}: x is 0-d; blocks run along an axis, so it needs at least one; pass the elements of at least one"
@@ -41,7 +44,8 @@ def check_axis(op: str, axis: int, ndim: int) -> int:
 def check_axes(op: str, axis: Any, ndim: int) -> tuple[int, ...] | None:
     """Return the axes of a reduction, an int or a tuple, as a tuple of non-negative ints.
 
-    If axis is None, return None. Raise ValueError if an axis does not exist or is named twice.
+    If axis is None, return None. Raise ValueError if an axis does not exist or is named twice, and TypeError if an axis
+    is not an int. A list is not accepted.
     """
     if axis is None:
         return None
@@ -78,7 +82,7 @@ def check_values_dtype(op: str, dtype: Any) -> None:
 def check_quantized(op: str, q: Any, name: str = "q") -> Quantized:
     """Return q with NumPy or CuPy arrays that share its memory. Raise TypeError if q is not a Quantized.
 
-    name: the name of q in the message.
+    name: the name of q in the message. Errors of Quantized.imported are passed on.
     """
     check_is_quantized(op, q, name)
     return q.imported(op)

@@ -55,11 +55,19 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
 def parse_tensor_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, on_device: bool) -> Any:
     """Return the caller's tensor_scale as float32 in its canonical shape, or None if the recipe has no tensor scale.
 
-    The head of amaxes.py lists the canonical shapes. Raise ValueError for negative values, and for NaN if the recipe
-    never gives NaN. Values on a device are not read.
+    The head of amaxes.py lists the canonical shapes. Values on a device are not read.
 
-    given: the tensor_scale as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
-    axis last. on_device: whether that array is on a GPU; the result is in the memory of that array.
+    Args:
+        op: the public function that error messages begin with.
+        given: the tensor_scale as the caller passed it.
+        moved_shape: the shape of the array to quantize, with the quantized axis last.
+        r: the recipe.
+        on_device: whether that array is on a GPU; the result is in the memory of that array.
+
+    Raises:
+        TypeError: the scale is not real, or is an array on a device that is not float32.
+        ValueError: no canonical shape fits; a value on the host is negative; or it is NaN, and the recipe's tensor rule
+            never gives NaN.
     """
     if r.tensor_scaling == "none":
         return None

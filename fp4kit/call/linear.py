@@ -90,7 +90,11 @@ def linear_settings(
 
 
 def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
-    """Return the recipe of w. Raise an error if it is missing, or differs from that of a w that is a Quantized."""
+    """Return the recipe of w: recipe_w, or that of a w that is a Quantized if recipe_w is None.
+
+    Raise TypeError if there is neither, and ValueError if both are given and differ. op: the public function that
+    messages begin with. weight: the recipe and the scale layout of a w that is a Quantized; None for an unquantized w.
+    """
     if recipe_w is None and weight is None:
         raise TypeError(f"{op}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
     r = recipe_of(op, weight[0] if recipe_w is None and weight else recipe_w)
@@ -131,9 +135,12 @@ def check_weight(w: Quantized) -> None:
 
 
 def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractArray, AbstractArray]:
-    """Raise an error unless a unit can multiply x (..., K) and w (N, K) after they were quantized along K.
+    """Return the AbstractArrays x and w, with x (..., K) reshaped to a matrix (M, K).
 
-    op: the public function that error messages begin with. x, w: AbstractArrays. Return them with x as a matrix (M, K).
+    Raise an error unless the unit can multiply x and w (N, K) after they were quantized along K: TypeError for the
+    dtype of x or w, and ValueError otherwise.
+
+    op: the public function that error messages begin with. s: the settings of the layer.
     """
     checks.check_float(op, x)
     checks.check_float(op, w, "w")
@@ -152,7 +159,8 @@ def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractA
 def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
     """Raise an error unless y = x w^T and its gradients can be computed. Nothing is computed.
 
-    x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed.
+    x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed, which is only allowed
+    if s.backward is "quantized".
     """
     x, w = check_product(OP, s, x, w)
     if s.backward == "quantized":

@@ -149,7 +149,10 @@ class Decoding(NamedTuple):
 
 @lru_cache
 def decoding_of(element: str) -> Decoding:
-    """Return the Decoding of the element format with a name, such as "E2M1" or "bfloat16"."""
+    """Return the Decoding of the element format with a name, such as "E2M1" or "bfloat16".
+
+    Raise AttributeError if there is no such format.
+    """
     if element in _DTYPES:
         dtype = np.dtype(_DTYPES[element])
         codes = np.arange(1 << 8 * dtype.itemsize, dtype=f"u{dtype.itemsize}")
@@ -166,7 +169,10 @@ def scale_decoding_of(scale: ElementFormat) -> Decoding:
 
 
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
-    """Check the arguments of fp4kit.matmul. Return the call and the shape of its result, (..., M, N)."""
+    """Check the arguments of fp4kit.matmul. Return the call and the shape of its result, (..., M, N).
+
+    Errors are those of fp4kit.matmul. Block scales must be in the linear layout.
+    """
     op = "matmul"
     u, dtype = unit_of(op, unit), numpy_dtype(op, out_dtype)
     if dtype not in FLOATS:
@@ -212,7 +218,10 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def _first_sums(op: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c as contiguous float32. Raise an error unless it is a float array of the shape of the result."""
+    """Return c as contiguous float32. Raise TypeError unless its dtype is float32, float16 or bfloat16.
+
+    Raise ValueError unless its shape is `shape`, the shape of the result.
+    """
     (c,) = import_arrays(op, c=c)
     if c.dtype not in FLOATS:
         raise TypeError(f"{op}: c is {c.dtype}; needs float32, float16 or bfloat16")
@@ -222,7 +231,11 @@ def _first_sums(op: str, c: Any, shape: tuple[int, ...]) -> Any:
 
 
 def _operand(op: str, name: str, x: Any) -> Operand:
-    """Return an argument as an Operand whose batch axes are those of the argument. name: "a" or "b"."""
+    """Return an argument of matmul as an Operand whose batch axes are those of the argument. name: "a" or "b".
+
+    Raise TypeError unless x is a Quantized or an array of a dtype in _ARRAY_ELEMENTS. Raise ValueError if an array has
+    less than two dimensions, or if no matrix unit multiplies a Quantized of this recipe.
+    """
     if isinstance(x, Quantized):
         return quantized_operand(op, name, x.imported(op))
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
@@ -241,7 +254,10 @@ def _operand(op: str, name: str, x: Any) -> Operand:
 
 
 def check_axis(op: str, name: str, q: Quantized) -> None:
-    """Raise ValueError unless the quantized axis of an operand, which is K, is one of its last two axes."""
+    """Raise ValueError unless the quantized axis of an operand, which is K, is one of its last two axes.
+
+    op, name: the public function and the operand, as the message names them.
+    """
     ndim = len(q.shape)
     if ndim < 2 or q.axis < ndim - 2:
         raise ValueError(
@@ -250,7 +266,11 @@ def check_axis(op: str, name: str, q: Quantized) -> None:
 
 
 def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
-    """Return a Quantized of NumPy or CuPy arrays, with scales in the linear layout, as an Operand."""
+    """Return a Quantized of NumPy or CuPy arrays, with scales in the linear layout, as an Operand.
+
+    Its batch axes are those of q. Raise ValueError if K, the quantized axis, is none of the last two axes, or if no
+    matrix unit multiplies the recipe. op, name: the public function and the operand, as the message names them.
+    """
     check_axis(op, name, q)
     r = q.recipe
     _check_multiplied(op, name, r)
@@ -271,7 +291,10 @@ def _check_multiplied(op: str, name: str, r: Recipe) -> None:
 
 
 def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]) -> None:
-    """Raise ValueError unless a unit multiplies operands of two recipes. names: the operands in the message."""
+    """Raise ValueError unless a unit multiplies operands of two recipes. names: the operands in the message.
+
+    The unit "dequantized" accepts all recipes.
+    """
     if u.order != "dequantized":
         for name, r in zip(names, (a, b), strict=True):
             _check_multiplied(op, name, r)

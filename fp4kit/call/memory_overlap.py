@@ -75,7 +75,7 @@ def are_disjoint(read: Any, out: Any) -> bool:
 
     One of `read` and `out` is an array of NumPy, CuPy or PyTorch, and the other argument is a Quantized. If out is
     None, the result is True. Public functions make this check when a call is cached, because the cache's key holds
-    no addresses.
+    no addresses. On a device, spans are compared, so the result may be False for arrays that interleave.
     """
     if out is None:
         return True

@@ -18,7 +18,10 @@ ALIGNMENT = 16  # bytes: the largest store of a kernel
 
 
 def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) -> None:
-    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: its name in the message."""
+    """Raise an error unless out is a writable NumPy array of this shape and dtype. name: its name in the message.
+
+    The error is TypeError for anything that is not a NumPy array, and ValueError otherwise.
+    """
     if not isinstance(out, np.ndarray):
         raise TypeError(f"{op}: {name} is {type(out).__name__}; needs a NumPy array, as x is")
     if out.shape != tuple(shape) or out.dtype != dtype:
@@ -68,7 +71,8 @@ def _is_writeable(array: Any) -> bool:
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
     """Raise an error unless `out`, the output of dequantize, is None or fits.
 
-    It must have this shape and dtype, and be an array of the library and on the device of `like`.
+    It must have this shape and dtype, and be an array of the library and on the device of `like`, a NumPy or CuPy
+    array. The error is TypeError if `like` is a NumPy array and `out` is none, and ValueError otherwise.
     """
     if out is None:
         return
@@ -81,7 +85,12 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 
 
 def check_quantized_out(call: Any) -> None:
-    """Raise an error unless call.out fits the call: recipe, shape, dtype, axis, layout and every array."""
+    """Raise an error unless call.out, which is not None, fits the call: recipe, shape, dtype, axis, layout and arrays.
+
+    Raise TypeError if it is not a Quantized, or if the call is on the host and an array of it is no NumPy array. Raise
+    ValueError for anything else that does not fit, and if an array of out shares memory with an input or with another
+    array of out.
+    """
     op, out, r = call.op, call.out, call.recipe
     check_is_quantized(op, out, "out")
     wanted = {"recipe": r, "shape": call.x.shape, "dtype": call.x.dtype, "axis": call.axis, "scale_layout": call.layout}

@@ -96,7 +96,8 @@ class Call(NamedTuple):
 def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: Any) -> tuple[Call, dict[str, Any]]:
     """Import the arrays of a call. Return the Call, and the dict of the other arguments with their arrays imported.
 
-    The dtype, axis and length of x are checked. In the dict, None and numbers stay unchanged.
+    The dtype, axis and length of x are checked, with TypeError or ValueError if they do not fit. The other arguments
+    are not checked. In the dict, None and numbers stay unchanged. x may be an AbstractArray.
     """
     r = RECIPES.get(recipe) if type(recipe) is str else None
     r = recipe_of(op, recipe) if r is None else r
@@ -211,6 +212,7 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
     """Return the columnwise Call of quantize_both (axis -2), given its rowwise Call.
 
     options: those of the columnwise Call. It shares the tensor amax, because both directions cover the whole tensor.
+    Raise ValueError if axis -2 is missing or is not a whole number of blocks.
     """
     axis = checks.check_axis(call.op, -2, call.x.ndim)
     checks.check_length(call.op, axis, call.x.shape[axis], call.recipe)
@@ -218,7 +220,10 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
 
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
-    """Return the call with the caller's amaxes, checked and in the memory of x. None lets the engine compute them."""
+    """Return the call with the caller's amaxes, checked and in the memory of x. None lets the engine compute them.
+
+    Errors are those of parse_tensor_amax and parse_block_amax.
+    """
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
     op, shape, r = call.op, call.moved.shape, call.recipe
@@ -229,7 +234,8 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 def with_options(call: Call, options: QuantizeOptions) -> Call:
     """Return the call with its fields layout, random and mask set from the options.
 
-    Rounding, seed and hadamard are checked here; check_codes checks the layout.
+    Raise an error if rounding, seed or hadamard is invalid or does not fit the call. The layout is not checked here,
+    but in check_codes.
     """
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"
@@ -238,7 +244,10 @@ def with_options(call: Call, options: QuantizeOptions) -> Call:
 
 
 def check_codes(call: Call, layout: str) -> None:
-    """Raise ValueError unless the recipe of the call has codes, and x has enough dimensions for the scale layout."""
+    """Raise ValueError unless the recipe of the call has codes, the scale layout is known, and x has enough dimensions.
+
+    Tiled layouts need at least two dimensions.
+    """
     checks.check_has_codes(call.op, call.recipe)
     if type(layout) is str and layout == "linear":
         return
@@ -273,7 +282,8 @@ def _sign_mask(call: Call, hadamard: Hadamard) -> int | None:
 def _random_source(call: Call, rounding: str, seed: Any) -> Any:
     """Return the seed as an int, or the random bytes with the quantized axis last; None for nearest rounding.
 
-    Raise ValueError if rounding and seed do not fit each other, the recipe or x.
+    Raise ValueError if rounding and seed do not fit each other, the recipe or x. Raise TypeError if the seed is
+    neither an int nor an array.
     """
     op, r = call.op, call.recipe
     if not is_one_of(rounding, ("nearest", "stochastic")):
@@ -296,7 +306,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
 
 
 def _seed(op: str, seed: Any) -> int:
-    """Return a seed as an int. Raise TypeError if it is not an integer, and ValueError if it exceeds 64 bits."""
+    """Return a seed as an int. Raise TypeError if it is not an integer, and ValueError unless it is 0 to 2^64 - 1."""
     return check_seed(op, as_index(op, "seed", seed))
 
 

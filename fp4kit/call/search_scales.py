@@ -129,14 +129,18 @@ def is_searchable(r: Recipe) -> bool:
 
 
 def has_grid(r: Recipe) -> bool:
-    """Return whether a recipe has no block scales, so that multiples of its tensor or row amaxes are searched."""
+    """Return whether multiples of a recipe's tensor or row amaxes are searched.
+
+    True if the recipe has codes, no block scales, and one tensor scale per tensor or per row.
+    """
     return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
 
 
 def _grid(op: str, candidates: Any) -> tuple[float, float, float]:
     """Return (start, stop, step) of the multiples that `candidates` names: "all", or three numbers.
 
-    Raise an error for anything else.
+    Raise TypeError if one of three entries is not a number, and ValueError for anything else that is not such a grid: 0
+    < start <= stop, step > 0, all finite, and at most MAX_MULTIPLES multiples.
     """
     if isinstance(candidates, str) and candidates == "all":
         return GRID
@@ -166,7 +170,10 @@ def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
 
 
 def power_of(op: str, objective: Any) -> float:
-    """Return the power that an objective names: "mse", "mae", "max", or "p" and a number from 1 to 16."""
+    """Return the power that an objective names: "mse" 2, "mae" 1, "max" infinity, "p2.4" 2.4.
+
+    Raise ValueError unless it is one of these words, or "p" and a number from 1 to 16.
+    """
     if isinstance(objective, str):
         if objective in POWERS:
             return POWERS[objective]
@@ -196,8 +203,8 @@ def unfit_for_search(r: Recipe) -> str | None:
 def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
     """Return the smallest and largest offset that `candidates` names, or None if it is "all".
 
-    "near" gives NEAR_OFFSETS, and two ints (low, high) give themselves, cut to -MAX_OFFSET ... MAX_OFFSET. Raise
-    ValueError for anything else.
+    "near" gives NEAR_OFFSETS, and two ints (low, high) with low <= high give themselves, cut to -MAX_OFFSET ...
+    MAX_OFFSET. Raise TypeError if one of two entries is not an int, and ValueError for anything else.
     """
     if isinstance(candidates, str):
         if candidates in ("all", "near"):
@@ -213,8 +220,8 @@ def _offsets(op: str, candidates: Any) -> tuple[int, int] | None:
 def _float32(call: Call, name: str, given: Any, shape: tuple[int, ...]) -> Any:
     """Return `given` as a contiguous float32 array in the memory (host or device) of call.x.
 
-    If `given` is None, return None. Raise an error if its dtype or shape does not fit. name: the argument of
-    search_scales that the message names.
+    If `given` is None, return None. Raise TypeError if its dtype does not fit, and ValueError if its shape does not.
+    name: the argument of search_scales that the message names.
     """
     if given is None:
         return None

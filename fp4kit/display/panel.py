@@ -1,6 +1,6 @@
 """Define Panel: a title, facts, a table and a bar chart, as text for a terminal and as HTML for a notebook.
 
-The HTML takes its colours from the surrounding text (currentColor), so it is readable on light and dark pages, whatever
+The HTML takes its colors from the surrounding text (currentColor), so it is readable on light and dark pages, whatever
 the operating system prefers. It has no script, and all text is escaped.
 """
 
@@ -70,7 +70,10 @@ class Panel:
         return "".join(parts) + "</div>"
 
     def _totals(self) -> tuple[int, int]:
-        """Return (largest count of a bar, sum of all counts): the arguments `largest` and `total` of _bar."""
+        """Return (largest count of a bar, sum of all counts): the arguments `largest` and `total` of _bar.
+
+        There must be at least one bar.
+        """
         counts = [count for _, count in self.bars]
         return max(counts), sum(counts)
 

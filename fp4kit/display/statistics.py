@@ -61,7 +61,8 @@ def statistics(q: Quantized) -> Statistics:
 def _chunks(packed: Any, block_rows: int) -> Iterator[np.ndarray]:
     """Yield the stored codes in chunks (rows, bytes) of about CHUNK_BYTES, as NumPy arrays of whole rows of blocks.
 
-    block_rows: the rows per block.
+    A chunk contains at least one row of blocks, even if it is larger. Without codes, nothing is yielded. block_rows:
+    the rows per block.
     """
     *_, rows, width = packed.shape if packed.ndim > 1 else (1, *packed.shape)
     if not packed.size:
@@ -119,8 +120,10 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
 def by_exponent(scales: np.ndarray, counts: np.ndarray, max_bars: int = 16) -> tuple[tuple[str, int], ...]:
     """Return a histogram of the scales, grouped by floor(log2(|scale|)), as (label, count) bars in increasing order.
 
-    Zeros come first; inf and NaN come last. If there would be more than ``max_bars`` bars besides those, neighbouring
-    exponents share a bar. counts: how often each scale occurs.
+    Zeros come first; inf and NaN come last. If there would be more than ``max_bars`` bars besides those, neighboring
+    exponents share a bar. Without scales, the histogram is empty.
+
+    counts: how often each scale occurs.
     """
     sizes = np.abs(scales)
     nonzero = (sizes > 0) & np.isfinite(sizes)

@@ -111,7 +111,7 @@ def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, pa
 
     Args:
         out: the matrix, as the element format stores it.
-        codes: uint8 (m, n), one code per byte.
+        codes: uint8 (m, n) with n >= 1, one code per byte.
         rows: the m rows of out to write to.
         column: the index of the first code to write, counted in codes.
         packing: ElementFormat.packing.

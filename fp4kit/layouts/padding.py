@@ -42,7 +42,7 @@ def pad(x: Any, multiple: int, axis: int = -1) -> Any:
         A new array in the library of x, or x itself if its length already is a multiple.
 
     Raises:
-        TypeError: x is a masked array or not an array.
+        TypeError: x is a masked array or not an array, or axis is not an int.
         ValueError: multiple is not a positive int, or x does not have the axis.
 
     Examples:
@@ -76,14 +76,14 @@ def shuffle_rows(M: int, epilogue_tile: int) -> np.ndarray:
     epilogue_tile is a multiple of 128, otherwise 16.
 
     Args:
-        M: number of rows, a multiple of B.
+        M: number of rows, a multiple of B; 0 gives an empty array.
         epilogue_tile: FlashInfer's epilogue tile, a positive int.
 
     Returns:
         Row indices, int64 (M,).
 
     Raises:
-        ValueError: M is not a multiple of B, or epilogue_tile is not a positive int.
+        ValueError: M is not an int, is negative or is not a multiple of B; or epilogue_tile is not a positive int.
 
     Examples:
         >>> from fp4kit import layouts

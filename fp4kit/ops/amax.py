@@ -65,6 +65,8 @@ def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> t
     """Check the arguments of amax. Return whether x is a CuPy array, and the arguments for the engine.
 
     The engine's function to call with these arguments is plain_amax if recipe is None, and amax otherwise.
+
+    op: the public function that error messages begin with. Errors are those of amax.
     """
     if recipe is None:
         (x,) = import_arrays(op, x=x)

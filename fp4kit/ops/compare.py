@@ -62,7 +62,7 @@ class Comparison:
         sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if a and b are equal.
         first: index of the first differing value, and the two values; None if all are equal.
         names: the names of a and b in the table.
-        max_steps: largest distance between two codes at equal indices, counted in steps between neighbouring values of
+        max_steps: largest distance between two codes at equal indices, counted in steps between neighboring values of
             the element format. -0 counts as 0, and NaN is left out. None if codes are not compared.
         element: name of the element format that max_steps refers to.
 

@@ -63,7 +63,10 @@ def convert_and_call(function: Callable[..., T], x: Any, *args: Any, **kwargs: A
 
 
 def with_threads(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a public function so that its argument `threads` limits the CPU threads of the call."""
+    """Decorate a public function so that its argument `threads` limits the CPU threads of the call.
+
+    A call that Python rejects with TypeError gets a more helpful message for frequent mistakes (check_call).
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -207,7 +210,10 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 
 def _run_call(operation: str, call: Call, *arguments: Any) -> Any:
-    """Return the result of an operation on a parsed call, from the first engine that supports it."""
+    """Return the result of an operation on a parsed call, from the first engine that supports it.
+
+    operation: the name of the engine's function. It gets the call and then `arguments`. Errors are those of run.
+    """
     return run(call.op, operation, call.on_device, call, *arguments)
 
 

@@ -85,7 +85,10 @@ def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOpt
 
 
 def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
-    """Raise ValueError if a recipe with a fake_rule gets a rounding other than "nearest", or a seed."""
+    """Raise ValueError if a recipe with a fake_rule gets a rounding other than "nearest", or a seed.
+
+    Recipes without a fake_rule are not checked here. op: the public function that the message begins with.
+    """
     if r.fake_rule is not None and not is_one_of(rounding, ("nearest",)):
         raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
     if r.fake_rule is not None and seed is not None:
@@ -113,7 +116,7 @@ def fake_quantize_backward(
         pass_through: True returns grad unclipped. False sets it to 0 where |x| > amax.
 
     Returns:
-        grad itself if pass_through is True, otherwise a new array with the shape and dtype of grad.
+        grad itself if pass_through is True or grad is empty, otherwise a new array with the shape and dtype of grad.
 
     Raises:
         TypeError: grad or x has a dtype other than these three.

@@ -263,12 +263,15 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
 
 
 def _match(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard = False) -> Match:
-    """Return the match of a recipe on all bytes, with the best of the tensor amaxes that CandidateAmaxes finds."""
+    """Return the match of a recipe on all bytes of q, for the amax of CandidateAmaxes that makes most bytes equal."""
     return best_match(q, x, r, CandidateAmaxes(q, x).for_recipe(r, hadamard), hadamard)
 
 
 def _try_part(whole: CandidateAmaxes, r: Recipe, box: Box) -> RecipeTrial:
-    """Try a recipe on a box of an array with each candidate amax of the whole array, and return the best trial."""
+    """Try a recipe on a box of an array with each candidate amax of the whole array, and return the best trial.
+
+    If several amaxes make the largest number of bytes equal, the trial names all of them.
+    """
     q, x = whole.q, whole.x[box]
     best: RecipeTrial | None = None
     for amax in whole.for_recipe(r):
@@ -299,7 +302,9 @@ def _whole_tensor_amax(whole: CandidateAmaxes, r: Recipe) -> np.ndarray | None:
 def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> Iterator[Variation]:
     """Yield the variations (a recipe with a Hadamard transform or stochastic rounding) that reproduce q.
 
-    Variations with only a Hadamard transform come first, then those with stochastic rounding.
+    Variations with only a Hadamard transform come first, then those with stochastic rounding. Hadamard transforms are
+    tried only if the length of the quantized axis is a multiple of HADAMARD_BLOCK. Stochastic rounding is not tried for
+    integer elements and for 4over6.
     """
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), x[box]
@@ -322,8 +327,9 @@ def _variations(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> It
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
     """Return whether the codes of q have the signs of x after the given Hadamard transform.
 
-    A share of NEXT_TO_TIES may differ. Every recipe keeps signs, so a wrong transform is ruled out before anything is
-    quantized. Return True if x is not finite, because its transform then has no meaningful signs.
+    At most NEXT_TO_TIES (1/1024) of the signs may differ. Elements that are 0 or have the code of a zero are not
+    compared. Every recipe keeps signs, so a wrong transform is ruled out before anything is quantized. Return True if x
+    holds NaN or infinity, because its transform then has no meaningful signs.
     """
     if not np.isfinite(x).all():
         return True
@@ -337,14 +343,19 @@ def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:
 
 
 def _can_make_scale(r: Recipe, tensor_scale: np.ndarray | None) -> bool:
-    """Return whether a recipe can make a tensor scale: False if the scale is NaN and the recipe never makes NaN."""
+    """Return whether a recipe can make a tensor scale.
+
+    Return False if a tensor scale is NaN and the recipe's tensor rule never makes NaN. Return True otherwise, and if
+    `tensor_scale` is None.
+    """
     return r.tensor_rule not in NEVER_NAN or tensor_scale is None or not np.isnan(tensor_scale).any()
 
 
 def _box_at_start(q: Quantized, elements: int) -> Box:
     """Return a box at the start of an array, of whole blocks and with about `elements` elements.
 
-    It has the full length of the quantized axis, and the first rows along the other axes.
+    The box has the full length of the quantized axis, and the first rows along the other axes. It may have more than
+    `elements` elements if one row of blocks does. The box of a small array is the whole array.
     """
     lengths, remaining, rows = list(q.shape), max(elements // max(q.shape[q.axis], 1), 1), q.recipe.block_rows
     for axis in reversed(range(len(lengths))):
@@ -357,7 +368,8 @@ def _box_at_start(q: Quantized, elements: int) -> Box:
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
     """Return the codes, one per element, that a recipe gives x under the scales of q.
 
-    byte: the random byte of every element for stochastic rounding; None rounds to nearest.
+    byte: the random byte that every element gets for stochastic rounding. If it is None, the recipe's own rounding is
+    used.
     """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:
@@ -368,10 +380,13 @@ def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byt
 
 
 def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
-    """Return whether a recipe makes the codes of q from x under q's own scales. A share of NEXT_TO_TIES may differ.
+    """Return whether a recipe makes the codes of q from x under q's own scales.
 
-    For stochastic rounding, each code must be one of the two between which random bytes can choose. In addition, among
-    the elements that lie between two values, at least a share of ELSEWHERE must not have the nearest code.
+    At most NEXT_TO_TIES (1/1024) of the codes may be wrong. Return True for empty arrays.
+
+    If `stochastic`, a code is right if it is the code under random byte 0 or under random byte 255. In addition, enough
+    codes must differ from the nearest code: at least ELSEWHERE (1/8) of the number of elements for which random bytes 0
+    and 255 give different codes. Codes do not count as different if both are zeros.
     """
     codes = unpacked(q.packed, r.element.packing)
     if stochastic:
@@ -391,8 +406,8 @@ def _fits_probe(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stoc
 def _fits_all(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, stochastic: bool) -> bool:
     """Return whether a recipe makes every byte of q from x, with the given Hadamard transform.
 
-    If `stochastic`, return whether the recipe makes every scale, and each code is one of the two between which random
-    bytes can choose.
+    If `stochastic`, return whether the recipe makes every scale, and every code is the code under random byte 0 or
+    under random byte 255. No code may be wrong.
     """
     match = _match(q, x, r, hadamard)
     if not stochastic:

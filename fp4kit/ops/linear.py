@@ -13,7 +13,11 @@ from fp4kit.quantized.container import Quantized
 
 
 class Operations(NamedTuple):
-    """Hold three operations with the arguments of fp4kit's public functions. They differ in how they are traced."""
+    """Hold the operations quantize, transpose and matmul of one framework.
+
+    They take the arguments of fp4kit's public functions. fp4kit.torch and fp4kit.jax pass operations that their
+    compilers can trace.
+    """
 
     quantize: Callable[..., Quantized]
     transpose: Callable[..., Quantized]
@@ -23,7 +27,7 @@ class Operations(NamedTuple):
 def product(ops: Operations, s: LinearSettings, x: Any, w: Any) -> Any:
     """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
 
-    w may be a Quantized.
+    w may be a Quantized, which is used as it is. Both operands are rounded to nearest: s.rounding is not used here.
     """
     columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
     return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)
@@ -32,7 +36,8 @@ def product(ops: Operations, s: LinearSettings, x: Any, w: Any) -> Any:
 def gradient_of_x(ops: Operations, s: LinearSettings, grad: Any, w: Any, seed: Any, dtype: Any) -> Any:
     """Return grad w (M, K) in dtype, from grad (M, N) and w (N, K), both quantized along N.
 
-    A w that is a Quantized is transposed, so it has square blocks.
+    seed and s.rounding apply to the quantization of grad only. w is rounded to nearest. If w is a Quantized, it is
+    transposed instead of quantized, and must have square blocks.
     """
     rows = ops.quantize(grad, s.recipe_grad, rounding=s.rounding, seed=seed)
     columns = ops.transpose(w) if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w, axis=0)
@@ -42,8 +47,9 @@ def gradient_of_x(ops: Operations, s: LinearSettings, grad: Any, w: Any, seed: A
 def gradient_of_w(ops: Operations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
     """Return grad^T x (N, K) in dtype, from grad (M, N) and x (M, K), both quantized along M.
 
-    Both are first transformed along M if s.hadamard is set. The transform is orthogonal, so the product stays the same
-    except for rounding.
+    seed and s.rounding apply to the quantization of grad only. x is rounded to nearest. s.hadamard applies to both
+    operands, which are then transformed along M before they are quantized. The transform is orthogonal, so the product
+    stays the same except for rounding.
     """
     rows = ops.quantize(grad, s.recipe_grad, axis=0, rounding=s.rounding, seed=seed, hadamard=s.hadamard)
     columns = ops.quantize(x, s.recipe_x, axis=0, hadamard=s.hadamard)

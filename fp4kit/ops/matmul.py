@@ -1,4 +1,4 @@
-"""matmul: the product of two quantized arrays as a matrix unit adds it."""
+"""Implement fp4kit.matmul: the product of two quantized arrays, added up as a matrix unit does it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,10 @@ def matmul(
 
 
 def _decoded(name: str, x: Any) -> Any:
-    """Return a Quantized decoded to bfloat16, with the quantized axis last. Return an array unchanged."""
+    """Return a Quantized decoded to bfloat16, with the quantized axis last. Return an array unchanged.
+
+    Raise ValueError unless the quantized axis is one of the last two. name: how the message calls x.
+    """
     if not isinstance(x, Quantized):
         return x
     check_axis("matmul", name, x)

@@ -39,7 +39,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
         float32 (ceil(M / block rows), K / block), on the shard's device: 0 for blocks of which the shard owns nothing.
 
     Raises:
-        TypeError: shard has a dtype other than these three.
+        TypeError: shard has a dtype other than these three, or start is not an int.
         ValueError: the shard is not inside the matrix, K is not a whole number of blocks, or the recipe has no blocks.
 
     Numerics:
@@ -95,7 +95,7 @@ def partial_cast(
             counts only finite elements (nvfp4-flashinfer, ...).
 
     Raises:
-        TypeError: shard has a dtype other than these three.
+        TypeError: shard has a dtype other than these three, or start is not an int.
         ValueError: as for partial_amax, or the recipe chooses or searches scales.
         ValueError: out or block_amax does not have the shape and dtype above, or out shares memory with another
             argument.

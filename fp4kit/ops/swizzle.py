@@ -36,7 +36,8 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
 
     Raises:
         TypeError: the scales are not uint8.
-        ValueError: the layout is unknown, or an array has less than two dimensions.
+        ValueError: the layout is unknown, an array has less than two dimensions, a Quantized has no block scales, or
+            the layout is tiled and a Quantized is 1-d.
 
     Exact:
         unswizzle is the inverse.
@@ -71,7 +72,7 @@ def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -
     """Check the arguments of swizzle or unswizzle, and return `original` with its scales in the given layout.
 
     op: the public function that error messages name. key: the key under which to store a cached call for later calls;
-    None stores nothing.
+    None stores nothing. Raise ValueError if q has no block scales, or if it is 1-d and the layout is tiled.
     """
     layouts.check_layout(op, layout)
     q = original.imported()
@@ -110,8 +111,8 @@ def unswizzle(q_or_scales: Any, layout: ScaleLayout | None = None, shape: tuple[
 
     Raises:
         TypeError: the scales are not uint8.
-        ValueError: the array's size is not that of `shape` with its padding; layout or shape is missing for an array,
-            or given for a Quantized.
+        ValueError: the array's size is not that of `shape` with its padding; the layout is unknown; layout or shape is
+            missing for an array, or given for a Quantized; or a Quantized has no block scales.
 
     Examples:
         >>> import fp4kit, numpy as np

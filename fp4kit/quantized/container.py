@@ -223,8 +223,8 @@ class Quantized:
     def imported(self, op: str = "Quantized") -> Quantized:
         """Return a Quantized whose parts are NumPy or CuPy arrays that share the memory of the parts of this one.
 
-        If the parts already are NumPy or CuPy arrays, return the Quantized itself. op: the function that errors begin
-        with.
+        If the parts already are NumPy or CuPy arrays, return the Quantized itself. Errors are those of import_arrays,
+        for example for a tensor that requires grad. op: the function that errors begin with.
         """
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self
@@ -369,7 +369,7 @@ class Quantized:
             A Quantized. It may be self if nothing has to change.
 
         Raises:
-            ValueError: target is anything else.
+            ValueError: target is anything else, or there is no CUDA device of this number.
             RuntimeError: the library is not imported, or there is no GPU.
 
         Examples:
@@ -399,7 +399,7 @@ class Quantized:
             A Quantized; self if the slice covers all rows.
 
         Raises:
-            TypeError: rows is not a slice.
+            TypeError: rows is not a slice, or one of its ends is not an int.
             ValueError: the slice has a step, or cuts a block or a tile.
 
         Examples:

@@ -98,8 +98,12 @@ def _as_bytes(a: Any, name: str) -> Any:
 def codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_first: bool) -> Any:
     """Return stored codes as a Quantized stores them: uint8, with the even element of a pair in the low nibble.
 
-    Raises TypeError for a dtype that does not belong to the recipe's element format. Raises ValueError in three cases:
+    stored: the imported codes. high_nibble_first: True if the even element of a pair is stored in the high nibble.
 
+    Raises TypeError if `stored` is None, or for a dtype that does not belong to the recipe's element format. Raises
+    ValueError in four cases:
+
+    - the array is 0-d
     - an odd number of 4-bit codes is stored one per byte
     - high_nibble_first is set, but no codes share a byte
     - codes on the host have more bits than the format
@@ -144,7 +148,8 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
 
     shape: the shape of the scales in their layout, padding included. Scales with a different shape but as many
     elements are reshaped. None leaves the check of the shape to Quantized. Raises TypeError for a dtype that does
-    not belong to the recipe's scale format.
+    not belong to the recipe's scale format. If the recipe has no block scales, the array is returned unchanged, and
+    Quantized rejects it.
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array
@@ -231,8 +236,8 @@ def _reciprocal(op: str, scale: np.ndarray) -> np.ndarray:
 def shape_of(op: str, packed: Any, recipe: Recipe, axis: int) -> tuple[int, ...]:
     """Return the shape of x, the array that was quantized, from the shape of its packed codes.
 
-    The last axis of packed is the quantized one. axis: the position of the quantized axis in x. Raise ValueError if x
-    has no such axis.
+    The last axis of packed is the quantized one. axis: the position of the quantized axis in x, which may be negative.
+    Raise ValueError if x has no such axis.
     """
     ndim = packed.ndim
     if not -ndim <= axis < ndim:

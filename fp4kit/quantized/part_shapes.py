@@ -70,9 +70,11 @@ def _trimmed(shape: tuple[int, ...]) -> tuple[int, ...]:
 class PartShapes(NamedTuple):
     """Hold the shapes that the parts of a Quantized must have.
 
-    axis: the quantized axis as a non-negative number. packed: the shape of the codes. block_scale: the shape of the
-    block scales, or None if there are none. tensor_scale: the shapes that the tensor scale may have; empty if there is
-    none.
+    Attributes:
+        axis: the quantized axis as a non-negative number.
+        packed: the shape of the codes.
+        block_scale: the shape of the block scales, padding included; None if there are none.
+        tensor_scale: the shapes that the tensor scale may have; empty if there is none.
     """
 
     axis: int
@@ -85,9 +87,15 @@ class PartShapes(NamedTuple):
 def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> PartShapes:
     """Return the shapes that the parts of a Quantized of an array must have.
 
-    shape: the shape of the array. axis: its quantized axis. layout: the layout of the block scales, one of
-    SCALE_LAYOUTS. Raises ValueError if the axis does not exist, if its length is not a multiple that the recipe needs,
-    or if the layout needs a matrix.
+    Args:
+        shape: the shape of the array.
+        axis: its quantized axis, which may be negative.
+        r: the recipe.
+        layout: the layout of the block scales, one of SCALE_LAYOUTS.
+
+    Raises:
+        ValueError: the axis does not exist; its length is not a multiple that the recipe needs; or the layout needs a
+            matrix, and the array is 1-d.
     """
     if not -len(shape) <= axis < len(shape):
         raise ValueError(

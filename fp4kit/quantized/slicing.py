@@ -54,7 +54,11 @@ def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
 
 
 def rows_of(q: Quantized, rows: Any) -> Quantized:
-    """Return q[rows], for a slice of the first axis of x: the implementation of Quantized.__getitem__."""
+    """Return q[rows], for a slice of the first axis of x: the implementation of Quantized.__getitem__.
+
+    Return q itself if the slice covers all rows. Raise TypeError if rows is not a slice or an end is not an int, and
+    ValueError if it has a step, or cuts a block or a tile of scales.
+    """
     if not isinstance(rows, slice):
         raise TypeError(
             f"Quantized: q[{rows!r}] is not a slice; needs whole blocks of the first axis, such as q[0:{_multiple(q)}]"
@@ -110,7 +114,10 @@ def on_host(q: Quantized, op: str = "Quantized") -> Quantized:
 
 
 def same_bits(a: Quantized, b: Any) -> bool:
-    """Return whether two Quantized are equal in every field and every bit: the implementation of Quantized.equals."""
+    """Return whether two Quantized are equal in every field and every bit: the implementation of Quantized.equals.
+
+    They may be of different libraries or on different devices. Raise TypeError if b is not a Quantized.
+    """
     if not isinstance(b, Quantized):
         raise TypeError(
             f"equals: other is {type(b).__name__}; needs a Quantized; to compare with an array of values, use"
@@ -130,7 +137,11 @@ def _same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
 
 
 def moved_to(q: Quantized, target: Any) -> Quantized:
-    """Return q with its arrays in the library or on the device `target`: the implementation of Quantized.to."""
+    """Return q with its arrays in the library or on the device `target`: the implementation of Quantized.to.
+
+    Raise ValueError if target is unknown or names no existing device, and RuntimeError if its library is not imported
+    or there is no GPU.
+    """
     name, _, number = str(target).partition(":")
     if name not in ("numpy", "cupy", "torch", "jax", "cpu", "cuda") or (
         number and (name != "cuda" or not number.isdigit())
@@ -157,7 +168,8 @@ def _given_to(q: Quantized, name: str) -> Quantized:
 def _on_gpu(q: Quantized, device: int | None) -> Quantized:
     """Return q with CuPy arrays on a device, or q itself if they are there already.
 
-    If device is None, arrays on a GPU stay there, and arrays on the host are copied to the current device.
+    If device is None, arrays on a GPU stay there, and arrays on the host are copied to the current device. Raise
+    ValueError if there is no device of this number, and RuntimeError if CuPy or the driver is missing.
     """
     cupy, is_on_gpu = imports.cupy(), imports.on_device(q.packed)
     count = cupy.cuda.runtime.getDeviceCount()

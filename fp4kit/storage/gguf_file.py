@@ -92,7 +92,10 @@ def is_gguf(path: Path) -> bool:
 
 
 def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
-    """Return the checked header of a GGUF or safetensors file. name: as in read_gguf."""
+    """Return the checked header of a GGUF or safetensors file: a GgufFile if is_gguf(path), else a SafetensorsFile.
+
+    Errors are those of read_gguf and read_header. name: as in read_gguf.
+    """
     return read_gguf(path, name) if is_gguf(path) else read_header(path, name)
 
 
@@ -159,6 +162,7 @@ class _Reader:
         return version, tensors, keys
 
     def _unusable(self, why: str) -> CheckpointError:
+        """Return the CheckpointError for a file that is not a usable GGUF file. why: the reason in the message."""
         problem = other_file(self._path) if why == _NO_MAGIC else None
         return CheckpointError(
             f"{shown(self._name)}: not a usable GGUF file: {problem or f'{why}; download or copy it again'}"
@@ -173,6 +177,7 @@ class _Reader:
             raise self._unusable(f"its header announces {count} {what}, more than fit in the file")
 
     def _take(self, count: int) -> bytes:
+        """Read the next ``count`` bytes and return them. Raise CheckpointError if the file ends before."""
         if count > self._size - self._at:
             raise self._unusable("it ends inside its header")
         data = self._stream.read(count)
@@ -182,10 +187,14 @@ class _Reader:
         return data
 
     def _number(self, form: str) -> Any:
+        """Read the next number and return it. form: its format for struct.unpack, such as "<I"."""
         return struct.unpack(form, self._take(struct.calcsize(form)))[0]
 
     def _text(self, what: str) -> str:
-        """Read the name of a key or tensor, and return it. ``what`` is "a key" or "a tensor", for error messages."""
+        """Read the name of a key or tensor, and return it. Raise CheckpointError if it is too long or not UTF-8.
+
+        ``what`` is "a key" or "a tensor", for error messages.
+        """
         length = self._number("<Q")
         if length > 65535:
             raise self._unusable(f"{what} has a name of {length} bytes; at most 65535 are allowed")
@@ -197,7 +206,8 @@ class _Reader:
     def _value(self, kind: int, key: str) -> tuple[Any, str]:
         """Read the value of a key.
 
-        Return (value, its text for GgufFile.metadata). For an array or a string, the value is None.
+        Return (value, its text for GgufFile.metadata). For an array or a string, the value is None. Raise
+        CheckpointError if GGUF does not define the type.
 
         ``kind`` is the number of the value's type in GGUF. ``key`` is for error messages.
         """

@@ -78,8 +78,9 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
         arrays: {name: Quantized}, of any recipe, layout and shape.
 
     Raises:
-        TypeError: if a value is not a Quantized or a name is not a str.
-        ValueError: if a name is empty or contains a lone surrogate, which UTF-8 cannot encode.
+        TypeError: if path is not a path, arrays is not a mapping, a value is not a Quantized, or a name is not a str.
+        ValueError: if path does not end with a file name, or a name is empty or contains a lone surrogate, which UTF-8
+            cannot encode.
         OSError: if the file cannot be written.
 
     Examples:
@@ -174,6 +175,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
         {name: Quantized} with NumPy arrays, in the order in which save received them.
 
     Raises:
+        TypeError: if path is not a path.
         ValueError: if the file is not a usable safetensors file, was not written by save, has a wrong CRC-32, or holds
             a version, recipe, field, tensor, dtype, shape or metadata entry that does not fit. The message names the
             file and the fault. For a file from elsewhere, build a Quantized from its tensors with Quantized.from_parts.
@@ -205,7 +207,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
 def _sums(file: SafetensorsFile) -> Mapping[str, str] | None:
     """Return {tensor name: CRC-32}, or None if the file has no checksums.
 
-    Raises CheckpointError if the CRC-32 of the header differs from the stored one.
+    Raises CheckpointError if the CRC-32 of the header differs from the stored one. Raises it also if the metadata has
+    an entry that save does not write, or if the checksums do not list exactly the tensors of the file.
     """
     unlisted = [name for name in file.metadata if name not in _KNOWN]
     if unlisted and ENTRY in file.metadata:  # perhaps the entry fp4kit_crc32, with a changed bit in its name

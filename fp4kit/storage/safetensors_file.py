@@ -83,7 +83,8 @@ _PLAIN_WORDS = {
 def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the size of a tensor in bytes.
 
-    Elements below 8 bits are packed without padding. GGUF types are stored in blocks.
+    Elements below 8 bits are packed without padding. GGUF types are stored in blocks. Raise KeyError for a dtype that
+    neither safetensors nor GGUF has.
     """
     if dtype in BLOCKED:
         return ggml_nbytes(BLOCKED[dtype], shape)
@@ -163,6 +164,7 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
     """Return the checked header of the safetensors file at ``path``.
 
     Raises CheckpointError if the file is not regular, if the library rejects it, or if a tensor name occurs twice.
+    Raises OSError if the file is missing or cannot be read.
 
     name: the file's name in error messages; None for the last part of ``path``.
     """
@@ -182,7 +184,10 @@ def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
 
 
 class TensorReader:
-    """Read byte ranges of the tensors of an open safetensors file. Use it in a ``with`` statement."""
+    """Read byte ranges of the tensors of a safetensors or GGUF file. Use it in a ``with`` statement.
+
+    file: the checked header. CheckpointError is raised if the size of the file has changed since the header was read.
+    """
 
     def __init__(self, file: SafetensorsFile) -> None:
         self._file = file
@@ -205,7 +210,10 @@ class TensorReader:
         self._stream.close()
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
-        """Return ``count`` bytes of a tensor, beginning at the tensor's byte ``start``. None reads to its end."""
+        """Return ``count`` bytes of a tensor, beginning at the tensor's byte ``start``. None reads to its end.
+
+        Raise CheckpointError if the file ends before.
+        """
         count = entry.nbytes - start if count is None else count
         data = np.empty(count, np.uint8)
         self.read_into(data, entry, start)
@@ -228,10 +236,13 @@ class TensorReader:
             done += got
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor as an array of its shape. FP8, E8M0 and I8 tensors are returned as uint8 bit patterns."""
+        """Return a tensor as an array of its shape. FP8, E8M0 and I8 tensors are returned as uint8 bit patterns.
+
+        Raise KeyError if its dtype is not in NUMPY_DTYPES, and CheckpointError if the file ends before.
+        """
         return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
 
     def chunks(self, entry: TensorEntry, size: int = 16 << 20) -> Iterator[npt.NDArray[np.uint8]]:
-        """Yield the bytes of a tensor in chunks of at most ``size`` bytes."""
+        """Yield the bytes of a tensor in chunks of at most ``size`` bytes. An empty tensor yields nothing."""
         for start in range(0, entry.nbytes, size):
             yield self.read_bytes(entry, start, min(size, entry.nbytes - start))

@@ -38,7 +38,7 @@ def bytes_of_text(text: str) -> int:
 
 
 def name_of_part(index: int, count: int) -> str:
-    """Return how the name of a split model's file ends, such as "00001-of-00003.gguf" for index 0 of count 3."""
+    """Return how the name of a split model's file ends, such as "00001-of-00003.gguf" for index 0 and count 3."""
     return f"{index + 1:05}-of-{count:05}.gguf"
 
 
@@ -52,10 +52,10 @@ def whole_path(path: Path) -> Path:
 
 
 def first_parts_of(path: Path) -> list[Path]:
-    """Return the first file of a split model that was written as ``path``: "a-00001-of-00003.gguf" for "a.gguf".
+    """Return the first files of the split models that were written as ``path``: ["a-00001-of-00003.gguf"] for "a.gguf".
 
-    The result is a list of paths in the directory of ``path``: empty if there is no such model, and with several
-    entries if there are models of several counts.
+    The result is a sorted list of paths in the directory of ``path``. It is empty if there is no such model, and has
+    several entries if there are models of several counts.
     """
     found = path.parent.glob("*.gguf") if path.parent.is_dir() else ()
     named = ((one, _NAME.fullmatch(one.name)) for one in found)
@@ -66,7 +66,7 @@ def divide(sizes: Sequence[int], limit: int) -> list[slice]:
     """Divide tensors among the files of a split model, as llama-gguf-split --split-max-size does.
 
     Return one slice of the list of tensors per file. A file takes the next tensor as long as its tensors have at most
-    ``limit`` bytes. The header is not counted.
+    ``limit`` bytes. The header is not counted. Without tensors, there is one file with an empty slice.
 
     Args:
         sizes: the bytes of each tensor, in order.
