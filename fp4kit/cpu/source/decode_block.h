@@ -18,7 +18,8 @@ static __forceinline__ Value value_of(const u8* planes, u32 code) {
   return value;
 }
 
-// Store the values of `count` nibbles in `out`, as bits. All nibbles use the value table at `planes`.
+// Store the values of `count` nibbles in `out`, as bits. All nibbles use the value table at `planes`. The first nibble
+// is the low half of codes[0]. If `count` is odd, the high half of the last byte is ignored.
 template <class Value>
 static __forceinline__ void decode_nibbles(const u8* codes, i64 count, const u8* planes, Value* out) {
   i64 i = 0;
@@ -83,14 +84,15 @@ struct Decoder {
   Decoder(u32 code, TensorScale t) : uses_decode_scale(!R::kHasScales && t.amax < 0.0f), scale(scale_of(code, t)) {}
 
   // Return the Scale for a scale code and a tensor scale: the number or struct that the function `apply` of the decode
-  // rule takes.
+  // rule takes. Without block scales, return t.decode if the amax is unknown (t.amax < 0).
   static typename R::DecodeRule::Scale scale_of(u32 code, TensorScale t) {
     if constexpr (!R::kHasScales)
       if (t.amax < 0.0f) return t.decode;
     return stored_scale<R>(code, t);
   }
 
-  // Return the value of a code before scales are applied.
+  // Return the value of a code before scales are applied. NaN and infinity codes give the numbers that their bits would
+  // encode if the format had neither.
   //
   // `decode` of the rules multiplies subnormal float32 numbers, which takes some processors 150 cycles. Formats with a
   // small bias have many subnormal codes. For such formats this function builds a float32 that is one exponent higher.
@@ -107,8 +109,8 @@ struct Decoder {
     }
   }
 
-  // Return true if no finite element gets a NaN value under this scale. Rules without block scales may divide by the
-  // scale, so a scale of 0 is excluded for them.
+  // Return true if no finite element gets a NaN value under this scale, which is the case if the scale is finite. Rules
+  // without block scales may divide by the scale, so the scale must also not be 0 for them.
   bool is_supported() const {
     if constexpr (!R::kHasScales) return is_finite(scale) && scale != 0.0f;
     return is_finite(scale);
@@ -154,8 +156,9 @@ struct Decoder {
   // The bfloat16 exponent fields of the smallest positive and of the largest unscaled value.
   static constexpr int kMinField = 128 - Element::kBias - Element::kMantissaBits, kMaxField = 127 + Element::kEmax;
 
-  // Return the bfloat16 bits of the product of a code's value with a power of two. `min_bits` are the bits of the
-  // product for the smallest positive code. If kAllNormal, the code must be zero or normal.
+  // Return the bfloat16 bits of the product of a code's value with a power of two, with the sign of the code.
+  // `min_bits` are the bits of the product for the smallest positive code (see min_product_bits). The code must not be
+  // NaN or infinite. If kAllNormal, it must also be zero or normal.
   //
   // From code 2^k on (k = 0 ... kMantissaBits), the bits grow by 2^(7 - k) per code. Each k gives a line, and the bits
   // of a code are the smallest number on these lines. Normal codes are on the last line.
@@ -181,7 +184,8 @@ struct Decoder {
     return static_cast<u16>(is_valid ? (kMinField + power) << 7 : 0);
   }
 
-  // Store the values of `count` codes in `out`, as bits. The codes are stored one per byte.
+  // Store the values of `count` codes in `out`, as bits. The codes are stored one per byte. `out` must not overlap
+  // `codes`. NaN codes are not handled (see are_all_finite).
   __forceinline__ void decode_codes(const u8* __restrict codes, i64 count, Value* __restrict out) const {
     if constexpr (kHasBitwiseProducts)
       if (const u16 min_bits = min_product_bits()) {
@@ -191,7 +195,8 @@ struct Decoder {
     for (i64 i = 0; i < count; ++i) out[i] = (*this)(unscaled_value(codes[i]));
   }
 
-  // Return true if every code is zero or normal. The loop compares magnitude - 1, which wraps to 255 for zeros.
+  // Return true if every code is zero or normal, or if there are no codes. NaN and infinity count as normal. The loop
+  // compares magnitude - 1, which wraps to 255 for zeros.
   static bool are_all_normal(const u8* codes, i64 count) {
     u8 smallest = 0xFF;
     for (i64 i = 0; i < count; ++i)
@@ -199,8 +204,8 @@ struct Decoder {
     return smallest >= (1u << Element::kMantissaBits) - 1u;
   }
 
-  // Return true if no code decodes to NaN or infinity. The codes are not read, and the result is true, for formats
-  // without NaN and for rules that read NaN codes as numbers (kReadsNanAsNumber).
+  // Return true if no code decodes to NaN or infinity, or if there are no codes. The codes are not read, and the result
+  // is true, for formats without NaN and for rules that read NaN codes as numbers (kReadsNanAsNumber).
   static bool are_all_finite(const u8* codes, i64 count) {
     u8 largest = 0;
     if constexpr (!kIsNibble && Element::kHasNan && !R::DecodeRule::kReadsNanAsNumber)

@@ -26,6 +26,8 @@ template <class R>
 constexpr TensorScaleFunction kTensorScale[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>,
                                                        tensor_scale<R, Bfloat16>};
 
+// The rules of 4over6 have only a function that chooses between two scales, so their `scales` are nullptr. For all
+// other rules, `choose` is nullptr.
 constexpr BlockRuleEntry kBlockRuleEntries[] = {
 #define FP4KIT_BLOCK_RULE(key, R) {key, kBlockScales<R>, nullptr, false, !R::BlockRule::kReadsAmax},
 #define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false},

@@ -101,7 +101,9 @@ struct FactorSearch {
   }
 
   // Find the best multiple of each block amax in a row of `blocks` blocks, at most kPanelColumns elements, and store it
-  // in `out`. If several factors give the smallest error, the first one wins.
+  // in `out`. If several factors give the smallest error, the first one wins. Return false if the row needs the
+  // fallback: if an element is NaN or infinite, if the tensor's encode scale is needed but not usable, or if `measure`
+  // returns false for a trial.
   bool search_row(const Bits* x, i64 row, i64 blocks, float* out) const {
     u32 bits[kMaxPanelBlocks], largest = 0;
     u8 first_codes[kMaxPanelBlocks], last_codes[kMaxPanelBlocks], codes[kMaxPanelBlocks];
@@ -135,7 +137,8 @@ struct FactorSearch {
     return true;
   }
 
-  // Search the block amaxes of a tile and store them in call.out.
+  // Search the block amaxes of a tile and store them in call.out. Return false if search_row does so for a row. The
+  // amaxes of the tile in call.out are then incomplete.
   bool search_tile(const Rectangle& tile) const {
     const View<Bits> x = view<In>(call.x, tile);
     return for_each_panel(tile, call.block, 1, [&](Rectangle panel) {

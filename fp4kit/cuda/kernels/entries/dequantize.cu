@@ -84,7 +84,8 @@ FP4KIT_DEVICE void decode_end(const DequantizeArguments& a, i64 first, int count
   }
 }
 
-// Load kBytes bytes of codes at address `in` as one integer, with the first byte in the lowest bits.
+// Load kBytes bytes of codes (2, 4 or 8) at address `in`, a multiple of kBytes. Return them as one integer, with the
+// first byte in the lowest bits.
 template <int kBytes>
 FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   if constexpr (kBytes == 8) return load_streaming(reinterpret_cast<const u64*>(in));

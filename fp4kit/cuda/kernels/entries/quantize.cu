@@ -179,7 +179,8 @@ FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition
   return true;
 }
 
-// Return the amax of the block that contains run number `run`, by the recipe's rule for NaN and infinity.
+// Return the amax of the block that contains run number `run`, after the Hadamard transform if R::kHadamard. The block
+// is loaded from a.x again. R::kAmaxNan says what the amax is if elements are NaN. An infinite element gives infinity.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float block_amax_of(const QuantizeArguments& a, u32 run) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;

@@ -67,8 +67,14 @@ FP4KIT_DEVICE SearchBlock<kWeighted> load_block(const SearchArguments& a, u32 i,
   return block;
 }
 
-// Search all blocks of the matrix, and store their amaxes. If kAll, all codes 1 ... kLastCandidate are candidates. If
-// kEight, at least eight codes above and eight codes below a block's own code are candidates.
+// Search all blocks of the matrix, and store the amax of each block's best code in a.block_amax. The candidates are the
+// codes from a.lower to a.upper beside the block's own code, which is the code of its amax. Three cases are compiled:
+//
+//   kAll           all codes 1 ... kLastCandidate are candidates, whatever a.lower and a.upper are
+//   kEight         a.lower <= -8 and a.upper >= 8
+//   neither        any other a.lower and a.upper
+//
+// A block whose amax is 0, infinite or NaN gets its lowest candidate.
 template <class R, class In, bool kAligned, bool kWeighted, bool kAll, bool kEight>
 FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWeighted>& memory) {
   Candidates& shared = memory.candidates;

@@ -33,7 +33,8 @@ FP4KIT_DEVICE float qwix_reciprocal(float x) {
 }
 
 // Return qwix's block scale: amax * qwix_reciprocal(max), rounded to the input type, where max is the largest value of
-// the element format. Return 1 if that product is below the square root of the type's smallest normal number.
+// the element format. Return 1 if that product is below the square root of the type's smallest normal number. NaN gives
+// NaN, and infinity gives infinity.
 template <class R, class In>
 FP4KIT_DEVICE float qwix_scale(float amax) {
   const float scale = round_to<In>(amax * qwix_reciprocal<In>(max_of<typename R::Element>()));

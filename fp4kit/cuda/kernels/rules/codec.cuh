@@ -17,8 +17,9 @@
 //   rnz, rna   to nearest with ties toward zero; to nearest with ties away from zero
 //   rns        to nearest even of floor(v + 0.5): as rn, except that the float just below 0.5 steps becomes one step,
 //              because producers round the sum v + 0.5
-//   rnw        as rn, but without a largest value; codes beyond the largest wrap around
-//   first      to the first code of smallest error
+//   rnw        for E2M1 only: as rn, but without a largest value; a code beyond 7 keeps only its last four bits; NaN
+//              and infinity have the code kNan
+//   first      to the code with the smallest error, or the lowest one if several have it (function first_of_least)
 enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
 // Which codes get a sign bit:
 //   signbit        codes of elements whose sign bit is set

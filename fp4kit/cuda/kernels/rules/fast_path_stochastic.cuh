@@ -17,9 +17,10 @@ FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
   return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
 }
 
-// Encode a run of finite elements with random bytes, and pack its codes into words, with the result of exact_codes.
-// `random` holds four bytes per word. For every R::kSign, a code has the sign of the element times the factor, as in
-// encode_stochastic.
+// Encode a run of finite elements with random bytes, and pack its codes into words, the first code in the lowest bits.
+// takes_fast_path must have returned true for the block. `random` holds four random bytes per word, the byte of the
+// first element in the lowest bits. The codes are those of exact_codes. A code has the sign bit of the scaled element,
+// as in encode_stochastic, whatever R::kSign is.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {

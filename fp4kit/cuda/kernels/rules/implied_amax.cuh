@@ -127,6 +127,8 @@ FP4KIT_DEVICE typename R::DecodeRule::Scale stored_scale(u32 code, TensorScale t
 }
 
 // Return the element of a code that decodes to `value`, in a block with the scale code `code` under the tensor scale t.
+// Recipes without block scales ignore `code`. For them, the element is value * t.decode if the amax is unknown (t.amax
+// < 0).
 template <class R>
 FP4KIT_DEVICE float stored_value(float value, u32 code, TensorScale t) {
   if (!R::kHasScales && t.amax < 0.0f) return value * t.decode;

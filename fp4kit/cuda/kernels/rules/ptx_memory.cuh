@@ -3,7 +3,7 @@
 
 #include "types.cuh"
 
-// Load data that is read only once. The caches evict its lines before others.
+// Load a value of type T, of 2, 4 or 8 bytes, that is read only once. The caches evict its lines before others.
 template <class T>
 FP4KIT_DEVICE T load_streaming(const T* from) {
 #ifdef __CUDA_ARCH__
