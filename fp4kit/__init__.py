@@ -47,7 +47,7 @@ from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import moved_to, rows_of, same_bits
-from fp4kit.recipes import Recipe, recipe, recipes
+from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
 from fp4kit.storage.open_checkpoint import open_checkpoint
 from fp4kit.storage.quantized_file import load, save
@@ -115,6 +115,7 @@ __all__ = [
     "amax_grouped",
     "cast_master_weights",
     "compare",
+    "custom_recipe",
     "dequantize",
     "engine",
     "error_budget",

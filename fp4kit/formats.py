@@ -7,7 +7,8 @@ scales).
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, field
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
@@ -354,7 +355,208 @@ _NUMBERS = attrgetter("exponent_bits", "mantissa_bits", "bias", "specials", "sig
 
 def is_same(a: ElementFormat, b: ElementFormat) -> bool:
     """Return whether two formats give every code the same value. Their names may differ."""
+    if isinstance(a, Codebook) or isinstance(b, Codebook):
+        return isinstance(a, Codebook) and isinstance(b, Codebook) and a.table == b.table
     return bool(_NUMBERS(a) == _NUMBERS(b))
+
+
+MAX_MAGNITUDE_EXPONENT = 100  # the values of a Codebook are zeros, or magnitudes from 2^-100 to 2^100
+
+
+@dataclass(frozen=True)
+class Codebook(ElementFormat):
+    """A 4-bit element format whose sixteen values are a table, such as NF4 and the FP4 of bitsandbytes.
+
+    Code i stands for table[i]. The table may have any order and may repeat values. Recipes use a Codebook with the
+    amax rules only (fp4kit.custom_recipe), because the rules of producers are made for their own formats.
+
+    Args:
+        table: two to sixteen finite numbers, rounded to float32. Each is 0 or has a magnitude from 2^-100 to 2^100, and
+            at least one is not 0. In a shorter table, the codes that are left over repeat its last value. `encode`
+            never gives such a code.
+        name: a Python identifier that is not the name of another format of this module.
+
+    Raises:
+        TypeError: table is not a sequence of numbers, or name is not a str.
+        ValueError: the table has too few or too many values, a value is out of range, or the name is not allowed.
+
+    Numerics:
+        A number is encoded to the nearest value. If values v and w are neighbors in ascending order, numbers up to
+        float32((v + w) / 2) get the code of v, and larger numbers get the code of w. So a tie goes to the lower value.
+
+        Codes with equal values are neighbors in the order of their codes: numbers up to the value get the first of
+        them, and larger numbers the last. Numbers beyond the largest or smallest value get its code, infinities
+        included. -0 is encoded as 0 is. NaN gets the code of the largest value; Recipe.nan_code can name another code.
+
+        Roundings other than to nearest, and random bits, are rejected.
+
+    Exact:
+        Equals quantize_nf4 and quantize_fp4 of bitsandbytes 0.50.2 on a CPU.
+
+    Examples:
+        >>> from fp4kit.formats import Codebook
+        >>> thirds = Codebook([0, 1, -1, 1 / 3, -1 / 3], name="Thirds")
+        >>> thirds.encode([0.3, -0.9, 0.1]).tolist()
+        [3, 2, 0]
+        >>> thirds.decode([3, 2, 0]).tolist()
+        [0.3333333432674408, -1.0, 0.0]
+    """
+
+    exponent_bits: int = field(init=False, default=0, repr=False)
+    mantissa_bits: int = field(init=False, default=0, repr=False)
+    bias: int = field(init=False, default=0, repr=False)
+    specials: Literal["none", "nan", "ieee"] = field(init=False, default="none", repr=False)
+    signed: bool = field(init=False, default=True, repr=False)
+    has_zero: bool = field(init=False, default=True, repr=False)
+    table: tuple[float, ...] = ()
+    name: str = field(default="Codebook", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise TypeError(f"Codebook: name is {self.name!r}; needs a str")
+        object.__setattr__(self, "table", _as_table(self.name, self.table))
+        known = globals().get(self.name)
+        is_taken = isinstance(known, (ElementFormat, BlockFormat)) and getattr(known, "table", None) != self.table
+        if not self.name.isidentifier() or is_taken:
+            raise ValueError(
+                f"Codebook: name is {self.name!r}; needs an identifier that is not the name of another format"
+            )
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _codebook, (self.table, self.name)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    @property
+    def bits(self) -> int:
+        """Number of bits per code: 4, also if the table has fewer than sixteen values."""
+        return 4
+
+    @property
+    def is_integer(self) -> bool:
+        """False, because the format is not an integer."""
+        return False
+
+    @property
+    def sign_bit(self) -> int:
+        """0, because no bit of a code is a sign."""
+        return 0
+
+    @lazy_property
+    def values(self) -> np.ndarray:
+        """The float32 value of every code, in code order: sixteen entries, read-only."""
+        values = np.full(16, self.table[-1], np.float32)
+        values[: len(self.table)] = self.table
+        values.setflags(write=False)
+        return values
+
+    @lazy_property
+    def order(self) -> np.ndarray:
+        """The codes that `encode` gives, in ascending order of their values: uint8, read-only."""
+        order = np.argsort(self.values[: len(self.table)], kind="stable").astype(np.uint8)
+        order.setflags(write=False)
+        return order
+
+    @lazy_property
+    def midpoints(self) -> np.ndarray:
+        """The means of neighboring values in ascending order, rounded to float32: numbers above take the next code."""
+        ascending = self.values[self.order].astype(np.float64)
+        midpoints = ((ascending[1:] + ascending[:-1]) / 2).astype(np.float32)
+        midpoints.setflags(write=False)
+        return midpoints
+
+    @lazy_property
+    def magnitudes(self) -> np.ndarray:
+        """The distinct magnitudes of the values in ascending order: float32, read-only. An index is not a code."""
+        magnitudes = np.unique(np.abs(self.values))
+        magnitudes.setflags(write=False)
+        return magnitudes
+
+    @property
+    def max_code(self) -> int:
+        """The code of the largest value, which is also the code of numbers above it."""
+        return int(self.order[-1])
+
+    @property
+    def nan_code(self) -> int:
+        """The code that `encode` gives a NaN: that of the largest value."""
+        return self.max_code
+
+    @property
+    def min_subnormal(self) -> np.float32:
+        """The smallest magnitude that is not 0."""
+        return self.magnitudes[self.magnitudes > 0][0]
+
+    @property
+    def min_normal(self) -> np.float32:
+        """The smallest magnitude that is not 0."""
+        return self.min_subnormal
+
+    @property
+    def emin(self) -> int:
+        """Exponent of the smallest magnitude that is not 0."""
+        return int(np.frexp(np.float64(self.min_subnormal))[1]) - 1
+
+    @ieee("Codebook.encode")
+    def encode(self, x: Any, rounding: str = "rn", *, saturate: bool = True, random: Any = None) -> Any:
+        """Return the codes of numbers, each rounded to the nearest value as the class describes.
+
+        Args:
+            x: a number, or an array on the host, as in ElementFormat.encode.
+            rounding: "rn". Other roundings are rejected.
+            saturate: True or False, without effect: a table has neither an infinity nor a NaN.
+            random: None.
+
+        Returns:
+            uint8 codes in the shape of x; a NumPy scalar if x is a number.
+
+        Raises:
+            TypeError: x is not an array of numbers, or saturate is not a bool.
+            ValueError: rounding is not "rn", random is not None, or an integer is beyond 2^53.
+        """
+        op = f"{self.name}.encode"
+        as_flag(op, "saturate", saturate)
+        if rounding != "rn" or random is not None:
+            raise ValueError(f"{op}: {self.name} is a table of values; needs rounding 'rn' and no random bits")
+        return self.nearest(rounding_of.as_float64(op, x))[()]
+
+    def nearest(self, x: np.ndarray) -> np.ndarray:
+        """Return the codes of the values nearest to x, a float array, without checks: uint8, in the shape of x."""
+        return np.asarray(self.order[np.searchsorted(self.midpoints, x, side="left")])
+
+
+def _codebook(table: tuple[float, ...], name: str) -> Codebook:
+    """Return Codebook(table, name=name), for pickle, which passes no keywords."""
+    return Codebook(table, name=name)
+
+
+def _as_table(name: str, table: Any) -> tuple[float, ...]:
+    """Return the values of a Codebook as floats, rounded to float32.
+
+    Raise TypeError for an object that holds no numbers, and ValueError for numbers that Codebook does not allow. name
+    is the Codebook that the message names.
+    """
+    if isinstance(table, (str, bytes)) or not isinstance(table, Iterable):
+        raise TypeError(f"Codebook {name}: table is {table!r:.60}; needs two to sixteen numbers")
+    given = list(table)
+    numbers = (int, float, np.integer, np.floating, ml_dtypes.bfloat16)
+    wrong = next((v for v in given if isinstance(v, bool) or not isinstance(v, numbers)), None)
+    if wrong is not None:
+        raise TypeError(f"Codebook {name}: table holds {wrong!r:.60}; needs numbers")
+    if not 2 <= len(given) <= 16:
+        raise ValueError(f"Codebook {name}: table has {len(given)} values; needs two to sixteen")
+    with np.errstate(all="ignore"):
+        values = np.array([float(v) for v in given]).astype(np.float32)
+    size, bound = np.abs(values), 2.0**MAX_MAGNITUDE_EXPONENT
+    bad = ~((size == 0) & (np.array(given, np.float64) == 0) | (size >= 1 / bound) & (size <= bound))
+    if bad.any():
+        raise ValueError(
+            f"Codebook {name}: table holds {given[int(bad.argmax())]!r}; needs 0, or magnitudes from 2^-100 to 2^100"
+        )
+    if not size.any():
+        raise ValueError(f"Codebook {name}: every value of table is 0; needs one that is not 0")
+    return tuple((values + np.float32(0)).tolist())  # -0 becomes 0, which is equal
 
 
 E2M1 = ElementFormat("E2M1", 2, 1, 1)
@@ -436,3 +638,48 @@ MXFP8_E4M3 = BlockFormat("MXFP8_E4M3", E4M3, E8M0, 32)
 MXFP8_E5M2 = BlockFormat("MXFP8_E5M2", E5M2, E8M0, 32)
 
 BLOCK_FORMATS = (NVFP4, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, MXFP8_E5M2)
+
+# The tables of bitsandbytes 0.50.2, rounded to float32: quantiles of the normal distribution, and a float format whose
+# values are divided by 12.
+NF4 = Codebook(
+    (
+        -1.0,
+        -0.6961928,
+        -0.52507305,
+        -0.3949175,
+        -0.28444138,
+        -0.18477343,
+        -0.091050036,
+        0.0,
+        0.0795803,
+        0.1609302,
+        0.2461123,
+        0.33791524,
+        0.44070983,
+        0.562617,
+        0.72295684,
+        1.0,
+    ),
+    name="NF4",
+)
+BNB_FP4 = Codebook(
+    (
+        0.0,
+        0.0052083335,
+        0.6666667,
+        1.0,
+        0.33333334,
+        0.5,
+        0.16666667,
+        0.25,
+        0.0,
+        -0.0052083335,
+        -0.6666667,
+        -1.0,
+        -0.33333334,
+        -0.5,
+        -0.16666667,
+        -0.25,
+    ),
+    name="BNB_FP4",
+)

@@ -139,7 +139,7 @@ class _Direction(NamedTuple):
 def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> Any:
     """Return the codes of x. This implements ElementFormat.encode, which documents it. fmt is the ElementFormat."""
     op = f"{fmt.name}.encode"
-    numbers = _as_float64(op, x)
+    numbers = as_float64(op, x)
     direction = _direction(op, rounding, random, numbers)
     nan = np.isnan(numbers) | (numbers < 0 if not fmt.signed else False)
     numbers = np.where(nan, 1.0, numbers)
@@ -149,7 +149,7 @@ def encode(x: Any, fmt: Format, rounding: str, saturate: bool, random: Any) -> A
     return np.where(nan, fmt.nan_code, codes).astype(np.uint8)[()]
 
 
-def _as_float64(op: str, x: Any) -> np.ndarray:
+def as_float64(op: str, x: Any) -> np.ndarray:
     """Return x as float64, exactly. op, the public function, begins every error message.
 
     Accept floats of at most 64 bits, and integers up to 2^53. Raise TypeError for other dtypes and ValueError for

@@ -158,8 +158,8 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
 
-# The operations that accept block amaxes for E8M0 scales. Grouped kernels read block amaxes only for static recipes.
-OPERATIONS_WITH_E8M0_AMAXES = ("quantize", "fake_quantize")
+# The operations for which takes_block_amaxes counts. Grouped kernels read block amaxes only for static recipes.
+OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize")
 
 
 def takes_e8m0_amaxes(r: Recipe) -> bool:
@@ -169,6 +169,14 @@ def takes_e8m0_amaxes(r: Recipe) -> bool:
     """
     chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
+
+
+def takes_block_amaxes(r: Recipe) -> bool:
+    """Return whether a recipe that computes block amaxes from x accepts other ones, which search_scales finds.
+
+    These are recipes with E8M0 scales (takes_e8m0_amaxes), and recipes with an amax rule and blocks of one row.
+    """
+    return takes_e8m0_amaxes(r) or (r.is_custom and r.block_rule is not None and r.block_rows == 1)
 
 
 def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: Recipe, on_device: bool) -> Any:
@@ -189,7 +197,7 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
     """
     if given is None:
         return None
-    if not recipe.static and not (takes_e8m0_amaxes(recipe) and op in OPERATIONS_WITH_E8M0_AMAXES):
+    if not recipe.static and not (takes_block_amaxes(recipe) and op in OPERATIONS_WITH_BLOCK_AMAXES):
         raise ValueError(
             f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out, or use a recipe that"
             " accepts it, such as nvfp4-modelopt-static"

@@ -11,7 +11,7 @@ from fp4kit.arrays import imports
 from fp4kit.call.amaxes import as_real, reshape_amax
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.part_shapes import NEVER_NAN, scale_shape
+from fp4kit.quantized.part_shapes import NEVER_NAN, check_scale_codes, scale_shape
 from fp4kit.recipes import Recipe
 
 _FLOAT8 = {E4M3: np.dtype(ml_dtypes.float8_e4m3fn), E8M0: np.dtype(ml_dtypes.float8_e8m0fnu)}
@@ -42,13 +42,14 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     if r.scale is None:
         return None
     shape = padded_shape(scale_shape(moved_shape, r), layout)
-    if not hasattr(given, "dtype") or given.dtype not in (np.uint8, _FLOAT8[r.scale]):
+    float8 = _FLOAT8.get(r.scale)
+    if not hasattr(given, "dtype") or given.dtype not in ((np.uint8,) if float8 is None else (np.uint8, float8)):
         got = getattr(given, "dtype", None) or type(given).__name__
-        raise TypeError(
-            f"{op}: block_scale is {got}; {r.id} needs uint8 bit patterns of {r.scale}, or {_FLOAT8[r.scale]}"
-        )
+        needed = f"uint8 bit patterns of {r.scale}" + ("" if float8 is None else f", or {float8}")
+        raise TypeError(f"{op}: block_scale is {got}; {r.id} needs {needed}")
     if given.shape != shape:
         raise ValueError(f"{op}: block_scale has shape {given.shape}; {r.id} of {moved_shape} needs {shape}, {layout}")
+    check_scale_codes(op, given, r.scale)
     return given.view(np.uint8)
 
 

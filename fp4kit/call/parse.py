@@ -19,6 +19,7 @@ from fp4kit.call.abstract_array import AbstractArray
 from fp4kit.call.amaxes import parse_block_amax, parse_tensor_amax
 from fp4kit.call.given_scales import check_complete, parse_block_scale, parse_tensor_scale
 from fp4kit.call.outputs import check_quantized_out, import_out
+from fp4kit.formats import Codebook
 from fp4kit.layouts import check_layout
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
@@ -292,7 +293,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         if seed is not None:
             raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
         return None
-    if r.element.is_integer or r.four_over_six:
+    if r.element.is_integer or r.four_over_six or isinstance(r.element, Codebook):
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
     if getattr(seed, "ndim", 0) and hasattr(seed, "dtype"):
         if seed.dtype != np.uint8 or seed.shape != call.x.shape:

@@ -4,8 +4,8 @@ Depending on the recipe, one of three things is searched:
 
 - E4M3 block scales. The candidates are scale codes, given as offsets from the code that the block's amax gives.
 - E8M0 block scales. The candidates are amax * 2^j, where the offset j is an int.
-- Tensor amaxes, if the recipe has no block scales. The candidates are the multiples of the amax on a grid (start, stop,
-  step).
+- Tensor amaxes, if the recipe has no block scales, and block amaxes, if it has an amax rule. The candidates are the
+  multiples of the amax on a grid (start, stop, step).
 """
 
 from __future__ import annotations
@@ -129,10 +129,13 @@ def is_searchable(r: Recipe) -> bool:
 
 
 def has_grid(r: Recipe) -> bool:
-    """Return whether multiples of a recipe's tensor or row amaxes are searched.
+    """Return whether multiples of a recipe's amaxes are searched.
 
-    True if the recipe has codes, no block scales, and one tensor scale per tensor or per row.
+    True if the recipe has codes, no block scales, and one tensor scale per tensor or per row. True also if it has amax
+    rules (custom_recipe) and blocks of one row.
     """
+    if r.is_custom:
+        return r.block_rows == 1
     return r.scale is None and r.tensor_scaling in ("tensor", "row") and not r.fake_only
 
 
@@ -162,10 +165,10 @@ def _number(op: str, value: Any) -> float:
 
 
 def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
-    """Raise ValueError if hessian is not None. The recipe r has no E4M3 scales, so its search accepts no Hessian."""
+    """Raise ValueError if hessian is not None, because the search for the recipe r accepts no Hessian."""
     if hessian is not None:
         raise ValueError(
-            f"{op}: a hessian was given, but {r.id} has no blocks of 16 columns; leave it out, or pass weights"
+            f"{op}: a hessian was given, but the search for {r.id} has no use for it; leave it out, or pass weights"
         )
 
 

@@ -110,7 +110,7 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
     """
     r, x = call.recipe, _matrix(call)
     is_plain = all(a is None for a in (call.random, call.mask, call.block_amax)) and not r.search
-    if x is None or not is_plain or r.tensor_scaling == "block":
+    if x is None or not is_plain or r.tensor_scaling == "block" or r.is_custom:
         return None
     key, found = tensor_key(r), functions()
     tensor_rule = -1 if key is None else found.fp4kit_tensor_rule(key.encode())
@@ -244,7 +244,7 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
     r, tensors, size = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size, prod(q.shape)
     is_small = 0 < size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)
     moved = None if out is None else np.moveaxis(out, q.axis, -1)  # may be strided
-    if not (is_small and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved)):
+    if r.is_custom or not (is_small and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved)):
         return None
     found, rows, K = functions().fp4kit_dequantize, size // q.moved_shape[-1], q.moved_shape[-1]
     scales_step = 0 if q.block_scale is None else q.block_scale.shape[-1]

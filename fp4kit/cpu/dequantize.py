@@ -13,6 +13,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.cpu.coverage import decode_key
 from fp4kit.cpu.encode import INPUTS, TILE_ELEMENTS, Tiles, blocks_of, bytes_of
 from fp4kit.cpu.library import DecodeCall, address, functions, threads_for
+from fp4kit.cpu.own_format import tables_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding
@@ -26,7 +27,13 @@ TABLES_FROM = 256
 
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
-    """Return the library's index of the decoder for a recipe and an output dtype. Raise Declined if it has none."""
+    """Return the library's index of the decoder for a recipe and an output dtype, or -1 for amax rules.
+
+    Raise Declined if the library has no decoder for the recipe.
+    """
+    if r.is_custom:
+        functions()
+        return -1
     found = functions().fp4kit_decoder(decode_key(decoding(r, dtype)).encode())
     if found < 0:
         raise Declined(f"the CPU engine has no decoder for {r.id}")
@@ -81,7 +88,10 @@ def _decode(
     """
     steps = out.strides[0] // out.itemsize, packed.strides[0], 0 if scales is None else scales.strides[0]
     call = decode_call(out.shape, out.dtype, r, *steps)
-    tiles = Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns)
+    tiles, own = (
+        Tiles(call.rows, call.columns, call.tile_rows, call.tile_columns),
+        tables_of(r) if r.is_custom else None,
+    )
     for rows, columns in tiles.slabs():
         needs_fallback, blocks = np.zeros(tiles.count_tiles(rows, columns), np.uint8), blocks_of(columns, r)
         cut, codes, values = tensor.cut(rows, blocks), packed[rows, bytes_of(columns, r)], out[rows, columns]
@@ -89,7 +99,10 @@ def _decode(
         call.packed, call.scales = address(codes), address(None if scales is None else scales[rows, blocks])
         call.out, call.needs_fallback = address(values), address(needs_fallback)
         (call.rows, call.columns), call.threads = values.shape, threads_for(values.size, are_looked_up(r))
-        functions().fp4kit_decode(ctypes.byref(call))
+        if own is None:
+            functions().fp4kit_decode(ctypes.byref(call))
+        else:
+            functions().fp4kit_decode_own(ctypes.byref(call), ctypes.byref(own.struct))
         yield from tiles.marked(rows, columns, needs_fallback)
 
 

@@ -10,6 +10,7 @@ factors outside of its limits. The specification computes these tiles.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 from math import lcm
@@ -21,6 +22,7 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.coverage import PANEL_COLUMNS, SEGMENT, element_key, kept_factors, not_encoded, rule_key
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, AmaxCall, EncodeCall, SourceMatrix, address, functions, threads_for
+from fp4kit.cpu.own_format import Tables, tables_of
 from fp4kit.formats import Packing
 from fp4kit.recipes import Recipe
 from fp4kit.reference import four_over_six
@@ -44,6 +46,7 @@ class Kernels(NamedTuple):
     element: index of the compiled element arithmetic.
     block, block_rows: the columns and rows of a block.
     kept: for each input dtype, the smallest and the largest factor that the library may use (coverage.kept_factors).
+    own: the tables of a recipe with amax rules, which has no indices; None for other recipes.
     """
 
     block_rule: int
@@ -51,6 +54,7 @@ class Kernels(NamedTuple):
     block: int
     block_rows: int
     kept: tuple[tuple[float, float], ...]
+    own: Tables | None = None
 
 
 @lru_cache(256)
@@ -59,7 +63,11 @@ def kernels_of(r: Recipe) -> Kernels:
     found = functions()
     if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
-    block, key = r.block_size if r.block else SEGMENT, rule_key(r)
+    block = r.block_size if r.block else SEGMENT
+    if r.is_custom:
+        no_limits = ((0.0, math.inf),) * len(INPUTS)
+        return Kernels(-1 if r.block_rule is None else 0, -1, block, r.block_rows, no_limits, tables_of(r))
+    key = rule_key(r)
     block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
     element = found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and block_rule < 0):
@@ -346,7 +354,10 @@ def _encode(
             kernels.block_rows,
             threads_for(cut.size),
         )
-        functions().fp4kit_encode(ctypes.byref(call))
+        if kernels.own is None:
+            functions().fp4kit_encode(ctypes.byref(call))
+        else:
+            functions().fp4kit_encode_own(ctypes.byref(call), ctypes.byref(kernels.own.struct))
         yield from tiles.marked(rows, columns, needs_fallback)
 
 

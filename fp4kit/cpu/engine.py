@@ -83,7 +83,8 @@ def _check(call: Call, min_elements: int | None = None) -> None:
     # The sizes are checked first, because the other checks take time.
     if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
         raise Declined("the specification is as fast for so few elements")
-    encode.kernels_of(call.recipe)
+    if encode.kernels_of(call.recipe).own is not None and call.random is not None:
+        raise Declined("the CPU engine has no stochastic rounding for formats of one's own")
     encode.check_array(call.x)
 
 

@@ -66,6 +66,16 @@ class EncodeCall(ctypes.Structure):
     ]
 
 
+class OwnFormat(ctypes.Structure):
+    """The tables of a format of one's own. source/own_format.h describes the fields."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("bounds", "codes", "values", "scale_bounds", "scale_codes", "scale_values")),
+        ("largest", c_float),
+        *((name, c_int32) for name in ("is_nibble", "has_scales")),
+    ]
+
+
 class AmaxCall(ctypes.Structure):
     """The arguments of the C function fp4kit_amax. source/tensor_scale.h describes the fields."""
 
@@ -197,6 +207,8 @@ def _load(level: str) -> Any:
         ("quantize", c_int32, [POINTER(EncodeCall), *[c_void_p] * 6, c_int32, c_int32]),
         ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), *[c_void_p] * 3, c_int32, c_int32]),
         ("decode", None, [POINTER(DecodeCall)]),
+        ("encode_own", None, [POINTER(EncodeCall), POINTER(OwnFormat)]),
+        ("decode_own", None, [POINTER(DecodeCall), POINTER(OwnFormat)]),
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
         ("search_scales", None, [POINTER(SearchScalesCall)]),
         ("search_factors", None, [POINTER(SearchFactorsCall)]),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.formats import ElementFormat
+from fp4kit.formats import Codebook, ElementFormat
 from fp4kit.layouts import unswizzle_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -90,12 +90,23 @@ def _zero_blocks(codes: np.ndarray, recipe: Recipe) -> np.ndarray:
     codes: a chunk of stored codes, uint8 (rows, bytes).
     """
     fmt = recipe.element
+    if isinstance(fmt, Codebook):
+        pairs = np.array([fmt.values[byte & 15] != 0 or fmt.values[byte >> 4] != 0 for byte in range(256)])
+        return _zero_words(pairs[codes].reshape(len(codes), -1, fmt.packing.length(recipe.block_size)), recipe)
     zero = 0xFF if fmt.is_integer else ~fmt.sign_bit & 0xFF
     mask = zero & 0x0F | (zero & 0x0F) << 4 if fmt.packing.codes > 1 else zero
     length = fmt.packing.length(recipe.block_size)
     wide = np.uint64 if length % 8 == 0 else np.uint8  # a block of NVFP4 is one 8-byte word
     words = np.ascontiguousarray(codes).view(wide) & np.array([mask] * np.dtype(wide).itemsize, np.uint8).view(wide)
-    used = words.reshape(len(codes), -1, length // words.itemsize).any(-1)
+    return _zero_words(words.reshape(len(codes), -1, length // words.itemsize), recipe)
+
+
+def _zero_words(words: np.ndarray, recipe: Recipe) -> np.ndarray:
+    """Return which blocks have only words that are 0 or False: bool (rows of blocks, blocks per row).
+
+    words: (rows, blocks per row, words per block and row).
+    """
+    used = np.asarray(words.any(-1))
     if recipe.block_rows > 1:
         used = np.logical_or.reduceat(used, np.arange(0, len(used), recipe.block_rows), axis=0)
     return ~used

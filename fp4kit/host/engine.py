@@ -168,7 +168,10 @@ def search_scales(search: Search, functions: MatrixFunctions = MatrixFunctions()
     search: the parsed call of search_scales.
     functions: the functions of the engine that searches.
     """
-    return search_call(search, _tensor_amax(search.call, functions), functions.search, fake_quantize)
+    call = search.call
+    searches_blocks = search.terms.grid is not None and call.recipe.scale is not None
+    found = amax(call) if searches_blocks else _tensor_amax(call, functions)
+    return search_call(search, found, functions.search, fake_quantize)
 
 
 # ---- codes ----

@@ -14,7 +14,7 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.display.panel import Panel
-from fp4kit.formats import ElementFormat
+from fp4kit.formats import Codebook, ElementFormat
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare_values import Reader, boxes, compare_values
 from fp4kit.ops.dequantize import dequantize
@@ -273,8 +273,11 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
 def _positions(fmt: ElementFormat) -> np.ndarray:
     """Return an array that maps each code of fmt to the position of its value, counted in steps from zero: int16.
 
-    Negative values have negative positions. -0 has position 0, and NaN codes have _NAN_POSITION.
+    Negative values have negative positions. -0 has position 0, and NaN codes have _NAN_POSITION. In a Codebook, a step
+    leads from one value to the next larger one, and positions count from the smallest value.
     """
+    if isinstance(fmt, Codebook):
+        return np.unique(fmt.values, return_inverse=True)[1].astype(np.int16)
     codes = np.arange(2**fmt.bits)
     magnitude = codes & (fmt.sign_bit - 1)
     positions = np.where(codes & fmt.sign_bit, codes - 2**fmt.bits if fmt.is_integer else -magnitude, magnitude)

@@ -20,7 +20,7 @@ from fp4kit.arrays.returns import ArrayLibrary, library_of, numpy_dtype
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import check_layout
 from fp4kit.quantized import from_checkpoint
-from fp4kit.quantized.part_shapes import check_amounts, check_codes, scale_shape, wanted_parts
+from fp4kit.quantized.part_shapes import check_amounts, check_codes, check_scale_codes, scale_shape, wanted_parts
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.registered import FUNCTIONS
 from fp4kit.types import ScaleLayout
@@ -115,6 +115,7 @@ class Quantized:
         self._check("packed", packed, host)
         check_codes("Quantized", self.packed, self.recipe.element)
         self._check("block_scale", scales, host)
+        check_scale_codes("Quantized", self.block_scale, self.recipe.scale)
         self._check_tensor(covered, host)
 
     def __setstate__(self, state: dict[str, Any]) -> None:

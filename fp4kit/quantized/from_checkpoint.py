@@ -153,11 +153,12 @@ def block_scales(op: str, stored: Stored | None, recipe: Recipe, shape: tuple[in
     """
     if stored is None or recipe.scale is None:
         return stored and stored.array
-    scale_dtype = DTYPES[recipe.scale]
+    scale_dtype = DTYPES.get(recipe.scale)
     if stored.dtype not in (scale_dtype, *_BYTES):
+        needed = f"{scale_dtype}, or " * (scale_dtype is not None) + "uint8 or int8 of their bits"
         raise TypeError(
             f"{op}: block_scale is {stored.dtype}; {recipe.id} has block scales of {recipe.scale}; "
-            f"needs {scale_dtype}, or uint8 or int8 of their bits; name the recipe that made them"
+            f"needs {needed}; name the recipe that made them"
         )
     bits = _bits(stored.array)
     needs_reshape = shape is not None and bits.shape != shape and bits.size == _size(shape)

@@ -142,6 +142,19 @@ def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
         raise ValueError(f"{op}: packed holds bytes above {2**element.bits - 1}; {needed}")
 
 
+def check_scale_codes(op: str, block_scale: Any, scale: ElementFormat | None) -> None:
+    """Raise ValueError if block scales in a format of fewer than 8 bits have higher bits set.
+
+    block_scale: the scale codes, one per byte, or None. scale: their format. Codes on a device are not read, so they
+    always pass.
+    """
+    if scale is None or scale.bits == 8 or not isinstance(block_scale, np.ndarray):
+        return
+    if int(block_scale.view(np.uint8).max(initial=0)) >> scale.bits:
+        needed = f"needs codes of {scale}, which has {scale.bits} bits"
+        raise ValueError(f"{op}: block_scale holds bytes above {2**scale.bits - 1}; {needed}")
+
+
 def check_amounts(op: str, name: str, array: np.ndarray, tensor_scale: np.ndarray, r: Recipe) -> None:
     """Raise ValueError if a tensor scale or tensor amax holds a number that the recipe cannot give.
 

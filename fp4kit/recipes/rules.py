@@ -19,11 +19,16 @@ TENSOR_SCALINGS = ("none", "tensor", "row", "block")
 ERRORS = ("mae", "mse", "max")
 
 
+# The scale format of the amax rules, which belong to no producer. They write block scales in every float format, and
+# are the only rules that accept a Codebook or a scale format other than E4M3 and E8M0.
+ANY_FORMAT = "any"
+
+
 class BlockRuleTraits(NamedTuple):
     """Describe a block rule: which fields of a Recipe it needs, and how the factor of a block is computed and applied.
 
     Attributes:
-        scale: name of the scale format that the rule writes.
+        scale: name of the scale format that the rule writes, or ANY_FORMAT.
         apply: how the factor is applied to elements: "multiply", "divide" or "compare".
         six: True if the formula assumes elements whose largest value is 6, that of E2M1.
         needs_tensor: True if the formula reads tensor_amax itself, besides the scales made from it.
@@ -106,10 +111,14 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_sglang": _POWER_OF_AMAX,
     "e8m0_sglang_kv": _POWER_OF_AMAX,
     "e8m0_qwix": _POWER_OF_AMAX,
+    # Rules for formats of one's own: the scale is rounded to nearest, up or down
+    "amax": BlockRuleTraits(ANY_FORMAT),
+    "amax_up": BlockRuleTraits(ANY_FORMAT),
+    "amax_down": BlockRuleTraits(ANY_FORMAT),
 }
 
 # {tensor rule: what its tensor scale multiplies}. "E4M3": block scales in E4M3. "float" or "integer": elements of
-# such a format, in recipes without block scales.
+# such a format, in recipes without block scales. ANY_FORMAT: block scales of the amax rules, or elements of any format.
 TENSOR_RULES: dict[str, str] = {
     "te": "E4M3",
     "te_reference": "E4M3",
@@ -126,7 +135,16 @@ TENSOR_RULES: dict[str, str] = {
     "quark": "E4M3",
     "fouroversix": "E4M3",
     "fouroversix_4": "E4M3",
+    # Rules for formats of one's own: the scale is rounded to float32, or to a number of 16 bits
+    "amax": ANY_FORMAT,
+    "amax_float16": ANY_FORMAT,
+    "amax_float16_up": ANY_FORMAT,
+    "amax_float16_down": ANY_FORMAT,
+    "amax_bfloat16": ANY_FORMAT,
+    "amax_bfloat16_up": ANY_FORMAT,
+    "amax_bfloat16_down": ANY_FORMAT,
 }
+
 
 # {rule: element value to which the amax is scaled}, if that is not the largest value of the element format.
 TOPS = {"fouroversix_4": 4}

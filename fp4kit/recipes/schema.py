@@ -151,6 +151,13 @@ class Recipe:
         return producer_of(self.id)
 
     @property
+    def is_custom(self) -> bool:
+        """True if the rules are amax rules, which serve formats of one's own (custom_recipe) and no producer."""
+        if self.block_rule is not None:
+            return rules.BLOCK_RULES[self.block_rule].scale == rules.ANY_FORMAT
+        return self.tensor_rule is not None and rules.TENSOR_RULES[self.tensor_rule] == rules.ANY_FORMAT
+
+    @property
     def is_packed(self) -> bool:
         """True if several codes share a byte."""
         return self.element.packing.codes > 1

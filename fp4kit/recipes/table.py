@@ -139,7 +139,7 @@ def recipe_of(op: str, id: Any) -> Recipe:
 
 # {name that users may take for a recipe: end of the error message, which says what to do instead}
 _ELSEWHERE = {
-    "nf4": "NF4 is a table of 16 values, not a float format, and no recipe computes it",
+    "nf4": "make one: fp4kit.custom_recipe('my-nf4', fp4kit.formats.NF4, 'float32', block=64)",
     "gptq": "GPTQ chooses scales and codes; pass its scales to quantize as block_scale and tensor_scale",
     "awq": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
 }

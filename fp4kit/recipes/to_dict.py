@@ -5,10 +5,10 @@ Files that fp4kit saves contain this data. It may come from an untrusted file, s
 
 from __future__ import annotations
 
-from dataclasses import MISSING, asdict, fields
+from dataclasses import MISSING, fields
 from typing import Any
 
-from fp4kit.formats import ELEMENT_FORMATS, ElementFormat
+from fp4kit.formats import ELEMENT_FORMATS, Codebook, ElementFormat
 from fp4kit.recipes.schema import Recipe
 from fp4kit.recipes.table import is_listed, recipe
 
@@ -46,7 +46,9 @@ def from_data(data: Any) -> Recipe:
 def _field_data(value: Any) -> Any:
     """Return the value of a Recipe field as JSON data, as as_data describes. Most values are returned unchanged."""
     if isinstance(value, ElementFormat):
-        return value.name if _FORMATS.get(value.name) == value else asdict(value)
+        if _FORMATS.get(value.name) == value:
+            return value.name
+        return {f.name: _field_data(getattr(value, f.name)) for f in fields(value) if f.init}
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -62,7 +64,10 @@ def _format(data: Any) -> Any:
                 f"Recipe: no format has the name {data!r}; needs one of {', '.join(_FORMATS)}, or an object of fields"
             )
         return _FORMATS[data]
-    return data if data is None else ElementFormat(**_checked(data, ElementFormat))
+    if data is None:
+        return None
+    kind = Codebook if isinstance(data, dict) and "table" in data else ElementFormat
+    return kind(**_checked(data, kind))
 
 
 def _checked(data: Any, kind: type) -> dict[str, Any]:
@@ -73,7 +78,7 @@ def _checked(data: Any, kind: type) -> dict[str, Any]:
     """
     if not isinstance(data, dict):
         raise TypeError(f"{kind.__name__}: {data!r} is not an object; needs an object of fields")
-    is_required = {field.name: field.default is MISSING for field in fields(kind)}
+    is_required = {field.name: field.default is MISSING for field in fields(kind) if field.init}
     unknown = [name for name in data if name not in is_required]
     if unknown:
         raise ValueError(f"{kind.__name__}: unknown field {unknown[0]!r}; a later version of fp4kit may support it")

@@ -10,7 +10,8 @@ import operator
 from collections.abc import Collection
 from typing import Any, NoReturn
 
-from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat
+from fp4kit import formats
+from fp4kit.formats import E2M1, E4M3, E8M0, MAX_MAGNITUDE_EXPONENT, Codebook, ElementFormat
 from fp4kit.recipes import rules
 
 _TEXTS = ("source", "exact")
@@ -57,6 +58,7 @@ def check_recipe(r: Any) -> None:
     _check_fake_rule(r)
     _check_search(r)
     _check_options(r)
+    _check_amax_rules(r)
 
 
 def can_be_repacked(r: Any) -> bool:
@@ -141,16 +143,29 @@ def _check_element(r: Any) -> None:
         raise TypeError(f"Recipe {r.id}: scale is {r.scale!r}; needs fp4kit.formats.E4M3, E8M0, or None")
     if not r.element.signed or not r.element.has_zero:
         _refuse(r, "element", "needs a format with a sign and a zero")
-    if not r.element.is_integer and r.element.emin - r.element.mantissa_bits < -126:
+    is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
+    if is_float and r.element.emin - r.element.mantissa_bits < -126:
         _refuse(
             r,
             "element",
             "needs values that are normal in float32, in which recipes compute; its smallest value is subnormal there",
         )
-    if r.scale not in (None, E4M3, E8M0):
-        _refuse(r, "scale", "needs E4M3 or E8M0, the formats that rules write, or None")
+    if r.scale not in (None, E4M3, E8M0) and not (r.block_rule is not None and r.is_custom):
+        _refuse(
+            r,
+            "scale",
+            "needs E4M3 or E8M0, the formats that rules of producers write, or None; for another format"
+            " use block_rule 'amax'",
+        )
     if r.scale is not None and r.element.name == r.scale.name and r.element != r.scale:
         _refuse(r, "element", f"needs another name: the scale format {r.scale.name} has other fields")
+    if isinstance(r.element, Codebook) and not r.is_custom:
+        _refuse(
+            r,
+            "element",
+            "is a table of values; needs block_rule 'amax' or tensor_rule 'amax', because rules of"
+            " producers are for their own formats",
+        )
     if r.nan_code is not None and not 0 <= r.nan_code < 2**r.element.bits:
         _refuse(r, "nan_code", f"needs a code of {r.element}, 0 to {2**r.element.bits - 1}, or None")
 
@@ -185,12 +200,9 @@ def _check_block_rule(r: Any) -> None:
             _refuse(r, "block_rule", f"needs a rule that writes {r.scale} scales; or scale None")
         return
     rule = rules.BLOCK_RULES[r.block_rule]
-    if r.scale is None or r.scale.name != rule.scale:
-        _refuse(r, "scale", f"block_rule {r.block_rule!r} writes {rule.scale}")
+    _check_scale(r, rule)
     if r.block is None:
         _refuse(r, "block", f"block_rule {r.block_rule!r} needs (rows, columns)")
-    if r.element.is_integer:
-        _refuse(r, "element", f"block_rule {r.block_rule!r} needs a float format")
     if rule.six and r.element.max != E2M1.max:
         _refuse(r, "element", f"block_rule {r.block_rule!r} is for elements up to {E2M1.max:g}, such as E2M1")
     if r.apply != rule.apply:
@@ -211,6 +223,28 @@ def _check_block_rule(r: Any) -> None:
         )
 
 
+def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
+    """Raise ValueError unless the block rule writes the scale format, and accepts integer elements if there are some.
+
+    The amax rules write E8M0, and every float format whose values are from 2^-100 to 2^100. rule: the block rule.
+    """
+    f, bound = r.scale, MAX_MAGNITUDE_EXPONENT
+    if rule.scale != rules.ANY_FORMAT:
+        if f is None or f.name != rule.scale:
+            _refuse(r, "scale", f"block_rule {r.block_rule!r} writes {rule.scale}")
+        if r.element.is_integer:
+            _refuse(r, "element", f"block_rule {r.block_rule!r} needs a float format")
+        return
+    if f is None or f.is_integer or isinstance(f, Codebook):
+        other = "tensor_rule 'amax', for float32 scales"
+        _refuse(r, "scale", f"block_rule {r.block_rule!r} needs a float format, such as E4M3; or use {other}")
+    known = getattr(formats, f.name, None)
+    if isinstance(known, ElementFormat) and known != f:
+        _refuse(r, "scale", f"is not fp4kit.formats.{f.name}, although it has this name; needs another name")
+    if f.has_zero and not (f.emin - f.mantissa_bits >= -bound and f.emax <= bound):
+        _refuse(r, "scale", f"block_rule {r.block_rule!r} needs a format with values from 2^-100 to 2^100, or E8M0")
+
+
 def _check_tensor_rule(r: Any) -> None:
     """Raise ValueError unless the tensor rule fits tensor_scaling, scale, scale_max and element."""
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
@@ -226,6 +260,9 @@ def _check_tensor_rule(r: Any) -> None:
             _refuse(r, "scale_max", "needs 448 without a tensor_rule, because only tensor rules read it")
         return
     over = rules.TENSOR_RULES[r.tensor_rule]
+    if r.is_custom or over == rules.ANY_FORMAT:
+        _check_amax_tensor_rule(r)
+        return
     if over == "E4M3":
         if r.scale is None or r.scale.name != over:
             _refuse(r, "tensor_rule", f"scale is {r.scale}; this rule needs E4M3 block scales")
@@ -240,9 +277,23 @@ def _check_tensor_rule(r: Any) -> None:
         _refuse(r, "scale_max", "needs 448 without block scales, because it limits block scales")
 
 
+def _check_amax_tensor_rule(r: Any) -> None:
+    """Raise ValueError unless the tensor rule and scale_max of a recipe with an amax rule fit the block rule."""
+    if rules.TENSOR_RULES[r.tensor_rule] != rules.ANY_FORMAT:
+        _refuse(r, "tensor_rule", f"block_rule is {r.block_rule!r}; needs 'amax' or None")
+    if r.block_rule is not None and not r.is_custom:
+        _refuse(r, "tensor_rule", f"block_rule is {r.block_rule!r}, a producer's; needs a tensor rule of a producer")
+    if r.scale_max != 448:
+        _refuse(r, "scale_max", "needs 448, because tensor_rule 'amax' uses the largest value of the scale format")
+
+
 def _check_decode_rule(r: Any) -> None:
     """Raise ValueError unless the decode rule fits scale and tensor_rule."""
     rule = rules.DECODE_RULES[r.decode_rule]
+    if r.is_custom:
+        if r.decode_rule != "product":
+            _refuse(r, "decode_rule", "needs 'product' with the amax rules")
+        return
     if (r.scale and r.scale.name) not in rule.scales:
         _refuse(r, "decode_rule", f"scale is {r.scale}; this rule needs {' or '.join(map(str, rule.scales))}")
     if rule.needs_amax and r.tensor_rule is None:
@@ -422,3 +473,22 @@ def _check_comparison(r: Any) -> None:
         _refuse(r, "rounding", "apply 'compare' takes the first of the nearest values; needs 'first'")
     if r.round_scaled:
         _refuse(r, "round_scaled", "has no effect with apply 'compare', which does not scale elements; needs False")
+
+
+_AMAX_ROUNDINGS = ("rn", "rz", "rna", "rnz")  # roundings of elements that the amax rules accept
+
+
+def _check_amax_rules(r: Any) -> None:
+    """Raise ValueError if a field has a value that the amax rules, or a Codebook under them, do not support."""
+    if not r.is_custom:
+        return
+    plain = {"apply": "multiply", "fake_rule": None, "search": "", "round_scaled": False, "repacked": False}
+    if isinstance(r.element, Codebook):
+        plain |= {"rounding": "rn", "sign": "signbit"}
+        if r.nan_code is not None and r.nan_code >= len(r.element.table):
+            _refuse(r, "nan_code", f"needs a code of the {len(r.element.table)} values of {r.element}, or None")
+    for name, value in plain.items():
+        if getattr(r, name) != value:
+            _refuse(r, name, f"needs {value!r} with the amax rules and elements {r.element}")
+    if r.rounding not in _AMAX_ROUNDINGS:
+        _refuse(r, "rounding", f"needs one of {', '.join(_AMAX_ROUNDINGS)} with the amax rules")

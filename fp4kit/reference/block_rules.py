@@ -35,6 +35,7 @@ import numpy as np
 from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference import (
+    block_rules_amax,
     block_rules_e4m3_serving,
     block_rules_e8m0_serving,
     block_rules_gguf_mlx,
@@ -391,7 +392,13 @@ def _rounded_subnormals(amax: np.ndarray, mantissa_bits: int) -> np.ndarray:
 _FACTORS = {"E4M3": _product, "E8M0": _inverse}  # default factors, by scale format
 
 
-_MODULES = (block_rules_gguf_mlx, block_rules_e8m0_serving, block_rules_e4m3_serving, block_rules_torchao)
+_MODULES = (
+    block_rules_gguf_mlx,
+    block_rules_e8m0_serving,
+    block_rules_e4m3_serving,
+    block_rules_torchao,
+    block_rules_amax,
+)
 _FUNCTIONS = {name: value for module in _MODULES for name, value in vars(module).items()} | globals()
 
 
@@ -401,7 +408,7 @@ def _rule(name: str, scale: str) -> BlockRule:
     If there is no function factor_<name>, the default factor of the scale format is used. scale is the name of that
     format.
     """
-    return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}", _FACTORS[scale]))
+    return BlockRule(_FUNCTIONS[f"code_{name}"], _FUNCTIONS.get(f"factor_{name}") or _FACTORS[scale])
 
 
 BLOCK_RULES = {name: _rule(name, rule.scale) for name, rule in rules.BLOCK_RULES.items() if name != "four_over_six"}

@@ -11,7 +11,7 @@ from typing import Literal
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E2M1, E8M0, ElementFormat
+from fp4kit.formats import E2M1, E8M0, Codebook, ElementFormat
 from fp4kit.reference.arith import ONE
 from fp4kit.rounding import ROUNDINGS, Rounding, codes_of
 
@@ -110,7 +110,7 @@ def encode(
     Args:
         x: float32; float16 and bfloat16 are widened, exactly.
         fmt: the element format. For E8M0, which has no zero, this is encode_e8m0(x, rounding), and the other arguments
-            are ignored.
+            are ignored. A Codebook encodes to the nearest value (see there), and rounding, sign and step are ignored.
         rounding: a name from the list above; for E8M0 "rp", "rz" or "rn".
         sign: which elements get the sign bit: "signbit" (-0 has the code of -0), "negative" (only x < 0),
             "not_positive" (x <= 0, also +0) or "unsigned_zero" (x < 0, except if it rounds to zero). It applies to
@@ -129,6 +129,8 @@ def encode(
     if not fmt.has_zero:
         return encode_e8m0(x, rounding)
     x = np.asarray(x, np.float32)
+    if isinstance(fmt, Codebook):
+        return np.where(np.isnan(x), np.uint8(fmt.nan_code if nan_code is None else nan_code), fmt.nearest(x))
     nan = ~np.isfinite(x) if rounding == "rnw" else np.isnan(x)
     any_nan = bool(nan.any())
     if any_nan:
@@ -162,7 +164,23 @@ def _encode_integer(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndar
     return (value & (2**fmt.bits - 1)).astype(np.uint8)
 
 
-_E8M0_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "rn": ROUNDINGS["rn"]}
+_SCALE_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "rn": ROUNDINGS["rn"]}
+
+
+def encode_scale(x: np.ndarray, fmt: ElementFormat, rounding: str) -> np.ndarray:
+    """Return the codes of float32 x >= 0 in a scale format: uint8, in the shape of x.
+
+    Numbers beyond the largest value become that value, infinity included. NaN gives fmt.nan_code. For E8M0, this is
+    encode_e8m0, where numbers below 2^-127 become 2^-127.
+
+    rounding: "rp" up, "rz" down, "rn" to nearest even.
+    """
+    if not fmt.has_zero:
+        return encode_e8m0(x, rounding)
+    nan = np.isnan(x)
+    a = np.where(nan, np.float32(0), np.minimum(x, fmt.max))
+    codes = codes_of(a, fmt.emin, fmt.mantissa_bits, _SCALE_ROUNDINGS[rounding]).astype(np.uint8)
+    return np.where(nan, np.uint8(fmt.nan_code), codes)
 
 
 def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
@@ -181,9 +199,9 @@ def encode_e8m0(x: np.ndarray, rounding: str = "rp") -> np.ndarray:
         and x < 0 give 255.
     """
     x = np.asarray(x, np.float32)
-    if rounding not in _E8M0_ROUNDINGS:
+    if rounding not in _SCALE_ROUNDINGS:
         raise ValueError(f"encode_e8m0: rounding is {rounding!r}; needs 'rp', 'rz' or 'rn'")
     nan = np.isnan(x) | (x < 0)
     a = np.clip(np.where(nan, np.float32(1), x).astype(np.float64), E8M0.min_subnormal, E8M0.max)
-    codes = codes_of(a, E8M0.emin, 0, _E8M0_ROUNDINGS[rounding]) - 1  # E8M0 has no zero: codes are one lower
+    codes = codes_of(a, E8M0.emin, 0, _SCALE_ROUNDINGS[rounding]) - 1  # E8M0 has no zero: codes are one lower
     return np.where(nan, 255, codes).astype(np.uint8)

@@ -30,14 +30,14 @@ ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a nu
 
 
 def decode_product(values: np.ndarray, scales: np.ndarray | None, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
-    """Return values * (e4m3(scales) * tensor.decode), or values * tensor.decode if the recipe has no block scales.
+    """Return values * (s(scales) * tensor.decode), or values * tensor.decode if the recipe has no block scales.
 
-    e4m3() decodes scale codes, of which 0x7F and 0xFF are NaN. tensor.decode is the stored tensor_scale. This is the
-    decode rule of every recipe that names no other.
+    s() decodes scale codes, which are E4M3 codes except with the amax rules. tensor.decode is the stored tensor_scale.
+    This is the decode rule of every recipe that names no other.
     """
-    if scales is None:
+    if scales is None or recipe.scale is None:
         return values * tensor.decode
-    return values * (decode(scales, E4M3)[..., None] * tensor.decode)
+    return values * (decode(scales, recipe.scale)[..., None] * tensor.decode)
 
 
 def decode_te(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

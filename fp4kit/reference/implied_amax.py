@@ -13,7 +13,7 @@ from fp4kit.formats import FLT_MAX
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES, DECODE_RULES
 from fp4kit.reference.arith import ONE
-from fp4kit.reference.tensor_rules import TensorScale, full_range, tensor_scale
+from fp4kit.reference.tensor_rules import TensorScale, amax_range, full_range, reciprocal_of_scale, tensor_scale
 
 UNKNOWN = np.float32(-1)  # stands for the amax if no amax gives the scale
 # NEAR and FAR are search radii around tensor_scale * covered_range, in float32 steps. NEAR is tried first.
@@ -29,8 +29,11 @@ _LARGEST = int(FLT_MAX.view(np.int32))
 def covered_range(recipe: Recipe) -> np.float32:
     """Return the tensor amax for which the tensor scale is 1.
 
-    It is tensor_rules.full_range if the recipe has block scales, otherwise the largest element value.
+    It is tensor_rules.amax_range for amax rules. For others, it is tensor_rules.full_range if the recipe has block
+    scales, otherwise the largest element value.
     """
+    if recipe.is_custom:
+        return amax_range(recipe)
     return full_range(recipe) if recipe.scale is not None else recipe.element.max
 
 
@@ -199,6 +202,8 @@ def encoding_scale(scale: np.ndarray | None, recipe: Recipe, dtype: np.dtype) ->
     """
     if scale is None:
         return TensorScale(ONE, ONE, ONE)
+    if recipe.is_custom:  # the encode scale follows from the decode scale
+        return TensorScale(reciprocal_of_scale(scale), scale, ONE)
     if not encodes_by_amax(recipe):
         return TensorScale(ONE, scale, ONE)
     amax = implied_amax(scale, recipe, dtype)

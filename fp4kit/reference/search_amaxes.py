@@ -1,9 +1,10 @@
-"""Search tensor amaxes: for recipes without block scales, try a grid of multiples of each amax and keep the best.
+"""Search amaxes: try a grid of multiples of each amax and keep the best.
 
-The best multiple gives the smallest loss, that is the sum of a power of the errors of fake quantization. An amax may
-cover a tensor, an expert or a row. The grid and the choice are those of Model-Optimizer 0.47,
-torch/quantization/calib/mse.py MseCalibrator. That class sums float32 errors in PyTorch's order. Here the errors are
-exact and are summed in float64.
+It serves recipes without block scales, and recipes with amax rules. The best multiple gives the smallest loss, that is
+the sum of a power of the errors of fake quantization. An amax may cover a tensor, an expert, a row or a block.
+
+The grid and the choice are those of Model-Optimizer 0.47, torch/quantization/calib/mse.py MseCalibrator. That class
+sums float32 errors in PyTorch's order. Here the errors are exact and are summed in float64.
 """
 
 from __future__ import annotations
@@ -47,8 +48,8 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
 
     Args:
         search: the parsed call of search_scales, with the array, the grid and the loss.
-        amax: the tensor amaxes.
-        fake_quantize: a function that fake-quantizes a call with the tensor amaxes that the call holds.
+        amax: the tensor amaxes; the block amaxes if the recipe has block scales.
+        fake_quantize: a function that fake-quantizes a call with the amaxes that the call holds.
     """
     call, terms = search.call, search.terms
     assert terms.grid is not None
@@ -57,35 +58,39 @@ def search_amaxes(search: Search, amax: Any, fake_quantize: Callable[[Call], np.
     factors = multiples(terms.grid)
     if not x.size:
         return np.array(amax, np.float32)
+    is_per_block = call.recipe.scale is not None or call.recipe.tensor_scaling == "block"
+    columns = call.recipe.block_size if is_per_block else x.shape[call.axis]
     losses = []
     for factor in factors:
-        values = np.moveaxis(
-            fake_quantize(call._replace(tensor_amax=np.asarray(amax * factor, np.float32))), call.axis, -1
-        )
-        losses.append(_loss(call.moved, values, terms).reshape(*np.shape(amax), -1))
+        candidate = np.asarray(amax * factor, np.float32)
+        given = {"tensor_amax" if call.recipe.scale is None else "block_amax": candidate}
+        values = np.moveaxis(fake_quantize(call._replace(**given)), call.axis, -1)
+        losses.append(_loss(call.moved, values, terms, columns).reshape(*np.shape(amax), -1))
     joined = _combined(np.stack(losses), terms.power)
     best = np.where(np.isnan(joined), np.inf, joined).argmin(axis=0)
     return np.asarray(amax * factors[best], np.float32)
 
 
-def _loss(x: np.ndarray, values: np.ndarray, terms: Terms) -> np.ndarray:
-    """Return the loss of each row of x, in float64: the sum of weight * |x - values|^power.
+def _loss(x: np.ndarray, values: np.ndarray, terms: Terms, columns: int) -> np.ndarray:
+    """Return the loss of each part of a row of x, in float64: the sum of weight * |x - values|^power.
 
     If power is infinite, it is the maximum of weight * |x - values|. Without weights, each weight is 1.
 
     x: float32, with the quantized axis last.
     values: x after fake quantization, in the same shape.
-    terms: the power, and the weights (one per column) or None.
+    terms: the power, and the weights (one per column of x) or None.
+    columns: the length of a part: that of a block, or of a whole row.
     """
-    rows, quantized = (a.reshape(-1, a.shape[-1]) for a in (x, values))
-    result = np.empty(len(rows))
-    step = max(CHUNK // x.shape[-1], 1)
+    rows, quantized = (a.reshape(-1, columns) for a in (x, values))
+    result, parts = np.empty(len(rows)), x.shape[-1] // columns
+    weights = None if terms.weights is None else terms.weights.reshape(parts, columns)
+    step = max(CHUNK // x.shape[-1], 1) * parts  # whole rows of x
     for first in range(0, len(rows), step):
         d = np.abs(rows[first : first + step].astype(np.float64) - quantized[first : first + step])
         powers = d if terms.power == np.inf else power(d, terms.power)
-        result[first : first + step] = _combined(
-            powers if terms.weights is None else terms.weights * powers, terms.power
-        )
+        if weights is not None:
+            powers = (weights * powers.reshape(-1, parts, columns)).reshape(-1, columns)
+        result[first : first + step] = _combined(powers, terms.power)
     return result
 
 

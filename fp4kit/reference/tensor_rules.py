@@ -11,7 +11,7 @@ the input dtype, the dtype of the elements.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -259,6 +259,73 @@ def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pai
 
 
 tensor_fouroversix_4 = tensor_fouroversix  # its full_range is 4 * 448, from rules.TOPS
+
+
+# ---- rules for formats of one's own ----
+
+SMALLEST_SCALE = np.float32(1e-38)  # scales with a smaller magnitude count as 1e-38 when elements are encoded
+
+
+def reciprocal_of_scale(scale: np.ndarray) -> np.ndarray:
+    """Return 1 / scale, or the reciprocal of 1e-38 if the magnitude of scale is smaller. NaN stays NaN.
+
+    So the result is finite, and elements that are 0 stay 0. Source: bitsandbytes, absmax in quantize_4bit on a CPU.
+    """
+    return ONE / np.where(np.abs(scale) < SMALLEST_SCALE, SMALLEST_SCALE, scale)
+
+
+def amax_range(recipe: Recipe) -> np.float32:
+    """Return the tensor amax for which the tensor scale of an amax rule is 1.
+
+    It is the largest magnitude of an element, times the largest block scale if the recipe has block scales.
+    """
+    return recipe.element.max if recipe.scale is None else recipe.element.max * recipe.scale.max
+
+
+def _narrowed(x: np.ndarray, dtype: np.dtype, direction: int) -> np.ndarray:
+    """Return float32 x >= 0 rounded to float16 or bfloat16, as float32. Numbers beyond the largest become the largest.
+
+    direction: 0 to nearest even, 1 up, -1 down. NaN stays NaN.
+    """
+    x = np.minimum(x, np.float32(ml_dtypes.finfo(dtype).max))
+    narrow = np.ascontiguousarray(x).astype(dtype)
+    error = narrow.astype(np.float32) - x
+    step = np.where(np.sign(error) == -direction, direction, 0) if direction else 0
+    bits = np.where(np.isnan(x) | (step == 0), narrow.view(np.int16), narrow.view(np.int16) + step)
+    return bits.astype(np.int16).view(dtype).astype(np.float32).reshape(np.shape(x))
+
+
+def _amax_rule(dtype: Any = None, direction: int = 0) -> Callable[[np.ndarray, Recipe, np.dtype], Pair]:
+    """Return an amax rule whose decode scale is rounded to dtype; None keeps float32.
+
+    direction: how it is rounded; see _narrowed.
+    """
+    target = None if dtype is None else np.dtype(dtype)
+
+    def rule(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+        """Return the tensor scales (encode, decode) of an amax rule.
+
+            decode = D(amax / amax_range(recipe))
+            encode = 1 / decode, or 1e38 near 0
+
+        D rounds as the name of the rule says. For encode, see reciprocal_of_scale. In float32, an infinite amax gives
+        decode = inf and encode = 0; in 16 bits decode saturates. NaN gives NaN.
+        """
+        decode_scale = np.asarray(amax / amax_range(recipe), np.float32)
+        if target is not None:
+            decode_scale = _narrowed(decode_scale, target, direction)
+        return reciprocal_of_scale(decode_scale), decode_scale
+
+    return rule
+
+
+tensor_amax = _amax_rule()
+tensor_amax_float16 = _amax_rule(np.float16)
+tensor_amax_float16_up = _amax_rule(np.float16, 1)
+tensor_amax_float16_down = _amax_rule(np.float16, -1)
+tensor_amax_bfloat16 = _amax_rule(ml_dtypes.bfloat16)
+tensor_amax_bfloat16_up = _amax_rule(ml_dtypes.bfloat16, 1)
+tensor_amax_bfloat16_down = _amax_rule(ml_dtypes.bfloat16, -1)
 
 
 TENSOR_RULES: dict[str, Callable[[np.ndarray, Recipe, np.dtype], Pair]] = {

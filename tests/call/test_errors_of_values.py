@@ -251,7 +251,7 @@ FAMILIES = {
     "NVFP4": "did you mean 'nvfp4' or 'nvfp4-te'",
     "int4": "did you mean 'int4-modelopt' or 'int4-qat' or 'int4-modelopt-channel'?",
     "gguf": "did you mean 'nvfp4-gguf' or 'mxfp4-gguf'?",
-    "nf4": "NF4 is a table of 16 values, not a float format, and no recipe computes it",
+    "nf4": "make one: fp4kit.custom_recipe('my-nf4', fp4kit.formats.NF4, 'float32', block=64)",
     "AWQ": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
     "foo": "see fp4kit.recipes()",
 }

@@ -12,6 +12,7 @@ from together import together
 
 import fp4kit
 from fp4kit.cpu import library
+from fp4kit.formats import E2M1
 from fp4kit.training.communicators import SingleProcess, _check_gather
 
 X = np.ones((32, 64), np.float32)
@@ -28,6 +29,7 @@ RIGHT = {
     "fake_quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
     "fake_quantize_grouped_backward": {"grads": [X], "xs": [X], "recipe": "nvfp4", "pass_through": False},
     "GroupedPlan": {"xs": [X], "recipe": "nvfp4"},
+    "custom_recipe": {"id": "mine", "element": E2M1},
     "identify": {"q": Q, "x": X},
     "error_budget": {"x": X, "w": X, "recipe_x": "nvfp4-te", "recipe_w": "nvfp4-te"},
     "matmul": {"a": Q, "b": Q},

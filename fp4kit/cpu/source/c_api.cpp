@@ -5,6 +5,7 @@
 // it and repeats the call with new addresses (cpu/cached_calls.py).
 #include "decode_matrix.h"
 #include "matmul_vnni.h"
+#include "own_format.h"
 #include "search_factors.h"
 #include "search_scales.h"
 #include "tensor_scale.h"
@@ -87,6 +88,17 @@ FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
 
+// Do the work of fp4kit_encode in a format of one's own. In call->element there is no index, and block_rule says only
+// whether scales are computed (0) or not (-1).
+FP4KIT_EXPORT void fp4kit_encode_own(const EncodeCall* call, const OwnFormat* own) {
+  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
+  with_input_type(call->input, [&](auto in) {
+    const OwnEncoder<decltype(in)> encoder{*call, *own};
+    auto work = [&](i64 index) { call->needs_fallback[index] = !encoder.encode_tile(tiles.tile(index)); };
+    run_tiles(tiles.count(), call->threads, work);
+  });
+}
+
 // Quantize a matrix: find its tensor scales, and store its codes in `packed` and its block scales in `scales`. Return 0
 // on success. Return 1 if any tile needs the fallback; the outputs are then not valid.
 //   given         tensor amaxes, or nullptr to compute them from the elements
@@ -150,6 +162,17 @@ FP4KIT_EXPORT void fp4kit_decode(const DecodeCall* call) {
   const Tiles tiles{call->rows, call->columns, call->tile_rows, call->tile_columns};
   auto work = [&](i64 index) { call->needs_fallback[index] = !decode_tile(*call, tiles.tile(index), tables); };
   run_tiles(tiles.count(), call->threads, work);
+}
+
+// Do the work of fp4kit_decode in a format of one's own. call->decoder is not read.
+FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* own) {
+  const Tiles tiles{call->rows, call->columns, call->tile_rows, call->tile_columns};
+  with_input_type(call->output, [&](auto out) {
+    auto work = [&](i64 index) {
+      call->needs_fallback[index] = !decode_tile_own<decltype(out)>(*call, *own, tiles.tile(index));
+    };
+    run_tiles(tiles.count(), call->threads, work);
+  });
 }
 
 // Dequantize a matrix by a prototype and the addresses of its arrays. Return 0 on success. Return 1 if any tile needs

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fp4kit.call.parse import Declined
-from fp4kit.formats import E2M1, ElementFormat, is_same
+from fp4kit.formats import E2M1, Codebook, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 
 MAX_EXPONENT = 100  # the largest |exponent| of an element, so that encoding and decoding stay in float32's range
@@ -38,6 +38,11 @@ def unsupported(r: Recipe) -> str | None:
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
     e = r.element
+    yield isinstance(e, Codebook), f"elements {e}, a table of values", "a float or integer format"
+    if isinstance(e, Codebook):
+        return
+    rule = r.block_rule or f"{r.tensor_rule}"
+    yield r.is_custom, f"rule {rule!r} for formats of one's own", "a producer's rule"
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
     narrow = r.block is not None and r.block_size % 4 != 0
     yield narrow, f"blocks of {r.block_size} columns", "a multiple of 4"

@@ -1,0 +1,107 @@
+"""Make the tables by which the compiled library encodes and decodes formats of one's own.
+
+A recipe with amax rules may have element and scale formats that are known only at run time. A rounding to codes is
+monotone, so every code belongs to one interval of float32 numbers. This module finds these intervals by the
+specification, and the library looks numbers up in them (source/own_format.h). So results equal those of the
+specification in every bit.
+
+Key of a float: an integer whose order is that of floats, with -0 before 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+from fp4kit.cpu.library import OwnFormat, address
+from fp4kit.formats import Codebook, ElementFormat
+from fp4kit.recipes import Recipe
+from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.codec import decode
+from fp4kit.reference.quantize import encode_elements
+from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
+
+_LAST = 0x7F800000  # the key of infinity
+_UNUSED = 0x7FFFFFFF  # a bound above every key
+
+
+class Tables(NamedTuple):
+    """The tables of a recipe: the struct for the library, and the arrays to which it points."""
+
+    struct: OwnFormat
+    arrays: tuple[np.ndarray, ...]
+
+
+@lru_cache(64)
+def tables_of(r: Recipe) -> Tables:
+    """Return the tables of a recipe with an amax rule."""
+    size = 16 if r.element.bits == 4 else 256
+    bounds, codes = _pieces(lambda x: _element_codes(x, r), -_LAST - 1, size)
+    arrays = [bounds, codes, _values(r.element, size)]
+    if r.scale is not None:
+        arrays += [*_pieces(lambda x: _scale_codes(x, r), 0, 256), _values(r.scale, 256)]
+    addresses = [*map(address, arrays), *[None] * (6 - len(arrays))]
+    struct = OwnFormat(*addresses, float(r.element.max), size == 16, r.scale is not None)
+    return Tables(struct, tuple(arrays))
+
+
+def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
+    """Return the codes of scaled elements x, float32 (n,), by the specification."""
+    one = np.ones(1, np.float32)
+    tensor = tensor_scale(None, r, x.dtype)
+    return encode_elements(x.reshape(1, 1, -1), one, r, x.dtype, None, tensor).reshape(-1)
+
+
+def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
+    """Return the codes of scales x, float32 (n,), by the specification, to which the amax rules divide amaxes.
+
+    The rule is called with a largest element of 1 in place of the recipe's, so that x is the scale before rounding.
+    """
+    assert r.block_rule is not None
+    one = np.ones((), np.float32)
+    return BLOCK_RULES[r.block_rule].code(x, TensorScale(one, one, one), _with_unit_element(r), x.dtype)
+
+
+@lru_cache(64)
+def _with_unit_element(r: Recipe) -> Recipe:
+    """Return a copy of a recipe whose largest element is 1."""
+    return replace(r, element=Codebook((0.0, 1.0)), rounding="rn", sign="signbit", nan_code=None, narrow=False)
+
+
+def _values(f: ElementFormat, size: int) -> np.ndarray:
+    """Return the values of the codes from 0 to size - 1 in a format: float32. Higher bits than the format's count 0."""
+    return decode(np.arange(size, dtype=np.uint8), f)
+
+
+def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pieces of a rounding: (bounds, codes), int32 (size - 1,) and uint8 (size,).
+
+    Keys from bounds[i - 1] to bounds[i] - 1 have codes[i]. Bounds and codes beyond the last piece are not used.
+
+    encode: returns the codes of float32 numbers, and is monotone. first: the smallest key, that of 0 or of -infinity.
+    size: the largest number of pieces.
+    """
+    low, high = np.array([first], np.int64), np.array([_LAST], np.int64)  # intervals whose ends have different codes
+    found = []
+    while low.size:
+        differ = encode(_floats(low)) != encode(_floats(high))
+        low, high = low[differ], high[differ]
+        adjacent = high - low == 1
+        found.append(high[adjacent])
+        low, high = low[~adjacent], high[~adjacent]
+        middle = (low + high) // 2
+        low, high = np.concatenate([low, middle]), np.concatenate([middle, high])
+    starts = np.unique(np.concatenate([np.array([first], np.int64), *found]))
+    bounds, codes = np.full(size - 1, _UNUSED, np.int32), np.zeros(size, np.uint8)
+    bounds[: len(starts) - 1], codes[: len(starts)] = starts[1:], encode(_floats(starts))
+    return bounds, codes
+
+
+def _floats(keys: np.ndarray) -> np.ndarray:
+    """Return the float32 numbers that have the given keys."""
+    bits = keys.astype(np.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32)

@@ -1,0 +1,183 @@
+// Functions that encode and decode matrices in formats of one's own: element and scale formats that are known only at
+// run time, under the amax rules (reference/block_rules_amax.py). All formats are tables here, so one loop serves all.
+//
+// Key of a float: an integer whose order is that of floats, with -0 before 0. A rounding to codes is monotone, so the
+// keys of all floats divide into pieces, which are intervals of keys that get one code. Python finds the pieces by the
+// specification (cpu/own_format.py), which makes results equal in every bit.
+#pragma once
+
+#include "encode_matrix.h"
+#include "decode_matrix.h"
+
+// The tables of a recipe. cpu/library.py mirrors this struct.
+//   bounds, codes       of elements: bounds[i] is the smallest key of piece i + 1, and codes[i] is the code of piece i.
+//                       There are 16 codes and 15 bounds for 4-bit codes, otherwise 256 and 255. Unused bounds are
+//                       INT32_MAX
+//   values              the value of each element code, 16 or 256
+//   scale_bounds, scale_codes, scale_values
+//                       the tables of block scales, 255 bounds, 256 codes and values
+//   largest             the largest magnitude of an element
+//   is_nibble           1 if codes have 4 bits and are stored two per byte
+//   has_scales          1 if the recipe has block scales
+struct OwnFormat {
+  const i32* bounds;
+  const u8* codes;
+  const float* values;
+  const i32* scale_bounds;
+  const u8* scale_codes;
+  const float* scale_values;
+  float largest;
+  i32 is_nibble, has_scales;
+};
+
+namespace {
+
+constexpr float kSmallestScale = 1e-38f;  // SMALLEST_SCALE of reference/tensor_rules.py
+
+// Return the key of a float, which must not be NaN.
+__forceinline__ i32 key_of(float x) {
+  const i32 bits = static_cast<i32>(bits_of(x));
+  return bits ^ (bits >> 31 & 0x7FFFFFFF);
+}
+
+// Return the number of bounds, among 255 ascending ones, that are not above a key: the piece of the key.
+__forceinline__ u32 piece_of_256(i32 key, const i32* bounds) {
+  u32 piece = 0;
+  for (u32 step = 128; step; step /= 2) piece += key >= bounds[piece + step - 1] ? step : 0u;
+  return piece;
+}
+
+// Return the factor by which elements under a scale are multiplied: its reciprocal, or that of kSmallestScale if the
+// magnitude of the scale is smaller.
+__forceinline__ float reciprocal_of_scale(float scale) {
+  return 1.0f / (magnitude_of(scale) < kSmallestScale ? kSmallestScale : scale);
+}
+
+// Store the codes, one per byte, of `count` elements multiplied by a factor. Elements have type In.
+template <class In>
+void encode_pieces(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
+  if (own.is_nibble) {
+    i32 bounds[15];
+    std::memcpy(bounds, own.bounds, sizeof bounds);
+    for (i64 i = 0; i < count; ++i) {
+      const i32 key = key_of(Input<In>::value(x[i]) * factor);
+      i32 piece = 0;
+      for (int b = 0; b < 15; ++b) piece += key >= bounds[b];
+      out[i] = static_cast<u8>(piece);
+    }
+    i64 i = 0;
+#if FP4KIT_HAS_LOOK_UP
+    const Bytes codes = load(own.codes);
+    for (; i + 16 <= count; i += 16) ::store(out + i, look_up(codes, load(out + i)));
+#endif
+    for (; i < count; ++i) out[i] = own.codes[out[i]];
+  } else {
+    for (i64 i = 0; i < count; ++i)
+      out[i] = own.codes[piece_of_256(key_of(Input<In>::value(x[i]) * factor), own.bounds)];
+  }
+}
+
+// Encoder of the tiles of a call by the tables of a format. Member functions that return bool return false if the
+// elements need the fallback.
+template <class In>
+struct OwnEncoder {
+  using Bits = typename Input<In>::Bits;
+  const EncodeCall& call;
+  const OwnFormat& own;
+  const Encoder<In> encoder{call};
+
+  // Store the scale codes and the factors of a row of blocks, from their amaxes and the tensor scale t. Return false if
+  // an amax divided by the largest element is NaN.
+  bool find_scales(const float* amax, i64 blocks, TensorScale t, u8* codes, float* factors) const {
+    bool is_done = true;
+    for (i64 b = 0; b < blocks; ++b) {
+      const float scale = amax[b] / own.largest * t.encode;
+      is_done &= scale >= 0.0f;
+      codes[b] = own.scale_codes[piece_of_256(key_of(scale), own.scale_bounds)];
+      factors[b] = reciprocal_of_scale(own.scale_values[codes[b]] * t.decode);
+    }
+    return is_done;
+  }
+
+  // Encode a panel whose first element is x.data[0]: store its scales and codes.
+  bool encode_panel(View<Bits> x, const Rectangle& panel) const {
+    float amax[kMaxPanelBlocks], factors[kMaxPanelBlocks];
+    u8 codes[kPanelColumns], scales[kMaxPanelBlocks];
+    const i64 count = (panel.columns + call.block - 1) / call.block, first = panel.column / call.block;
+    const i64 given = panel.row / call.block_rows * call.block_step + first;
+    if (call.block_rule < 0) {
+      if (amax_bits<In>(x, panel.rows, panel.columns) >= Input<In>::kInfinity) return false;
+      for (i64 b = 0; b < count; ++b)
+        factors[b] = call.factors ? call.factors[given + b] : encoder.tensor(panel.row).encode;
+    } else {
+      if (!encoder.find_block_amaxes(x, panel.rows, count, amax)) return false;
+      const float* scale_amax = call.block_amax ? call.block_amax + given : amax;
+      if (!find_scales(scale_amax, count, encoder.tensor(panel.row), scales, factors)) return false;
+      for (i64 i = 0; call.scales && i < panel.rows; ++i)
+        std::memcpy(call.scales + (panel.row + i) * call.scales_step + first, scales, count);
+    }
+    for (i64 b = 0; b < count; ++b)
+      if (!is_usable(factors[b], true)) return false;
+    for (i64 i = 0; i < panel.rows; ++i) {
+      u8* out = call.packed + (panel.row + i) * call.packed_step + (own.is_nibble ? panel.column / 2 : panel.column);
+      for (i64 b = 0; b < count; ++b)
+        encode_pieces<In>(x.data + i * x.step + b * call.block, factors[b],
+                          minimum<i64>(call.block, panel.columns - b * call.block), own, codes + b * call.block);
+      own.is_nibble ? pack_codes(codes, panel.columns, out)
+                    : static_cast<void>(std::memcpy(out, codes, static_cast<size_t>(panel.columns)));
+    }
+    return true;
+  }
+
+  // Encode a tile, panel by panel.
+  bool encode_tile(const Rectangle& tile) const {
+    const View<Bits> x = view<In>(call.x, tile);
+    return for_each_panel(tile, call.block, call.block_rows, [&](Rectangle panel) {
+      return encode_panel({x.data + panel.row * x.step + panel.column, x.step},
+                          {tile.row + panel.row, panel.rows, tile.column + panel.column, panel.columns});
+    });
+  }
+};
+
+// Store the values of a block of `count` codes under one scale. Return false if one of them, or the scale, is NaN or
+// infinite.
+template <class Out>
+bool decode_block_own(const u8* codes, i64 count, float scale, const OwnFormat& own, typename Input<Out>::Bits* out) {
+  using Value = typename Input<Out>::Bits;
+  if (!is_finite(scale)) return false;
+  bool is_done = true;
+  if (own.is_nibble) {
+    Value values[16];
+    for (u32 code = 0; code < 16; ++code) values[code] = Input<Out>::narrow(own.values[code] * scale);
+    alignas(16) u8 planes[16 * sizeof(Value)];
+    for (unsigned byte = 0; byte < sizeof(Value); ++byte)
+      for (u32 code = 0; code < 16; ++code) planes[16 * byte + code] = static_cast<u8>(values[code] >> (8 * byte));
+    decode_nibbles(codes, count, planes, out);
+  } else {
+    for (i64 i = 0; i < count; ++i) {
+      const float value = own.values[codes[i]];
+      is_done &= is_finite(value);
+      out[i] = Input<Out>::narrow(value * scale);
+    }
+  }
+  return is_done;
+}
+
+// Decode a tile by the tables of a format, and store its values. Return false if the tile needs the fallback.
+template <class Out>
+bool decode_tile_own(const DecodeCall& call, const OwnFormat& own, const Rectangle& tile) {
+  bool is_done = true;
+  for (i64 i = tile.row; i < tile.row + tile.rows; ++i)
+    for (i64 j = tile.column; j < tile.column + tile.columns; j += call.block) {
+      const i64 block = j / call.block, end = tile.column + tile.columns;
+      const float tensor = call.tensors.at(i, block).decode;
+      const float scale =
+          own.has_scales ? own.scale_values[call.scales[i * call.scales_step + block]] * tensor : tensor;
+      auto* out = static_cast<typename Input<Out>::Bits*>(call.out) + i * call.out_step + j;
+      is_done &= decode_block_own<Out>(call.packed + i * call.packed_step + (own.is_nibble ? j / 2 : j),
+                                       minimum<i64>(call.block, end - j), scale, own, out);
+    }
+  return is_done;
+}
+
+}  // namespace

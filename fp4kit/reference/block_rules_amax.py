@@ -1,0 +1,51 @@
+"""Define the amax rules: block rules for formats of one's own, which belong to no producer.
+
+block_rules.py explains what a block rule is, and the arguments of its functions. In the docstrings, M is the largest
+magnitude of an element, and S() gives a code of the scale format of the recipe, which saturates at its largest value.
+All arithmetic is float32 and rounds to nearest even after every written operation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from fp4kit.recipes import Recipe
+from fp4kit.reference.codec import decode, encode_scale
+from fp4kit.reference.tensor_rules import TensorScale, reciprocal_of_scale
+
+Code = Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
+
+
+def _code(rounding: str) -> Code:
+    """Return the code function of an amax rule. rounding: how S() rounds, as codec.encode_scale takes it."""
+
+    def code(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+        """Return the scale code of each block: S(amax / M * tensor.encode).
+
+        tensor.encode is the encode scale of the tensor, or 1 without a tensor scale. A NaN amax gives the NaN of the
+        scale format, or its largest value if it has no NaN.
+        """
+        assert recipe.scale is not None
+        return encode_scale(amax / recipe.element.max * tensor.encode, recipe.scale, rounding)
+
+    return code
+
+
+code_amax, code_amax_up, code_amax_down = _code("rn"), _code("rp"), _code("rz")
+
+
+def factor_amax(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block: 1 / (scale * tensor.decode), or 1e38 near 0.
+
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. If the magnitude of their
+    product is below 1e-38, the factor is the reciprocal of 1e-38. A NaN scale gives NaN.
+    """
+    assert recipe.scale is not None
+    return reciprocal_of_scale(decode(codes, recipe.scale) * tensor.decode)
+
+
+factor_amax_up = factor_amax_down = factor_amax
