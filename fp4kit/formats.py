@@ -245,7 +245,7 @@ class ElementFormat:
 
     @property
     def min_subnormal(self) -> np.float32:
-        """The smallest positive value."""
+        """The smallest positive value. It equals min_normal in a format without subnormals, such as E8M0."""
         return self.magnitudes[1 if self.has_zero else 0]
 
     @property

@@ -65,7 +65,10 @@ def exponent_field(x: np.ndarray) -> np.ndarray:
 
 
 def power_of_two(exponent: np.ndarray, dtype: Any = np.float32) -> np.ndarray:
-    """Return 2^exponent, for exponents of normal numbers: -126 <= exponent <= 127 in float32."""
+    """Return 2^exponent, for exponents of normal numbers: -126 to 127 in float32, -1022 to 1023 in float64.
+
+    Exponents are not checked; others give a wrong number. dtype: float32 or float64, the dtype of the result.
+    """
     bits, mantissa, bias = _LAYOUTS[np.dtype(dtype)]
     return ((exponent.astype(bits) + bias) << mantissa).view(dtype)
 
@@ -196,9 +199,10 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
 
 
 def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
-    """Return the stochastic rounding of magnitudes a: floor(a + random / 2^n), with n bits per random integer.
+    """Return a function that rounds magnitudes stochastically: a to floor(a + random / 2^n), where random has n bits.
 
-    It is exact, because it compares a - floor(a) with a threshold instead of adding.
+    It is exact, because it compares a - floor(a) with a threshold instead of adding. Raise ValueError unless random is
+    uint8, uint16 or uint32 in the shape of x. op: the public function that the message begins with.
     """
     bits = np.asarray(random)
     if bits.dtype.kind != "u" or bits.dtype.itemsize > 4 or bits.shape != x.shape:

@@ -67,7 +67,10 @@ def first_array(a: Any) -> Any:
 
 
 def numpy_dtype(op: str, dtype: Any) -> np.dtype:
-    """Return a dtype of NumPy, ml_dtypes, PyTorch or JAX as NumPy's dtype. Raise TypeError for anything else."""
+    """Return a dtype of NumPy, ml_dtypes, PyTorch or JAX as NumPy's dtype. Raise TypeError for anything else.
+
+    Strings such as "bfloat16" are accepted too, and None gives float64, as in np.dtype.
+    """
     if type(dtype).__module__ == "torch":
         return torch_arrays.numpy_dtype(op, dtype)
     try:

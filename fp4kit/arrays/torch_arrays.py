@@ -46,7 +46,10 @@ def _module() -> Any:
 
 @cache
 def _dtypes() -> dict[Any, np.dtype]:
-    """Return a dict from PyTorch dtypes to NumPy dtypes, without those that this version of PyTorch lacks."""
+    """Return a dict from PyTorch dtypes to NumPy dtypes, without those that this version of PyTorch lacks.
+
+    float4_e2m1fn_x2, which has two codes per byte, gives uint8.
+    """
     dtypes = {
         getattr(_module(), name): np.dtype(getattr(ml_dtypes, name, name))
         for name in _NAMES

@@ -37,7 +37,8 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
 
     Raise TypeError unless its dtype is uint8 or the recipe's float8 type. Raise ValueError if its shape does not fit.
 
-    moved_shape: the shape of the array to quantize, with the quantized axis last.
+    given: the block_scale as the caller passed it. moved_shape: the shape of the array to quantize, with the quantized
+    axis last.
     """
     if r.scale is None:
         return None

@@ -70,8 +70,13 @@ def linear_settings(
 ) -> LinearSettings:
     """Return the LinearSettings of a call. Raise an error for an argument that is unknown or contradicts another.
 
-    op: the public function that error messages begin with. recipes: recipe_x, recipe_w and recipe_grad as the caller
-    passed them. weight: the recipe and the scale layout of a w that is a Quantized; None for an unquantized w.
+    Args:
+        op: the public function that error messages begin with.
+        recipes: recipe_x, recipe_w and recipe_grad as the caller passed them. A recipe_grad of None means recipe_x. A
+            recipe_w of None means the recipe of a w that is a Quantized.
+        weight: the recipe and the scale layout of a w that is a Quantized; None for an unquantized w.
+        unit, out_dtype, backward, rounding, hadamard: the arguments of fp4kit.torch.linear with these names, as the
+            caller passed them.
     """
     recipe_x, recipe_w = recipe_of(op, recipes[0]), _recipe_of_weight(op, recipes[1], weight)
     if not is_one_of(backward, BACKWARD):

@@ -59,7 +59,7 @@ _MEMORIES: WeakKeyDictionary[Quantized, _Memory] = WeakKeyDictionary()
 
 
 def _memory_of(q: Quantized) -> _Memory:
-    """Return the _Memory of a Quantized. It is computed at the first call, and then read from _MEMORIES."""
+    """Return the _Memory of a Quantized. It is computed at the first call with q, and then read from _MEMORIES."""
     memory = _MEMORIES.get(q)
     if memory is None:
         arrays = tuple(part for part in q.parts().values() if part is not None)

@@ -131,7 +131,8 @@ def quantize_call(
 ) -> Call:
     """Check the arguments of an operation that returns codes, such as quantize, and return its Call.
 
-    The arguments are those of quantize.
+    op is the public function that error messages begin with. The other arguments and the errors are those of quantize.
+    x may be an AbstractArray, of which no values are checked.
     """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -157,8 +158,8 @@ def call_with_scales(
 ) -> Call:
     """Check the arguments of quantize for a caller who passes scales, and return the Call.
 
-    The arguments are those of quantize. At least one of block_scale and tensor_scale is not None. out has been
-    imported already.
+    op is the public function that error messages begin with. The other arguments and the errors are those of quantize.
+    At least one of block_scale and tensor_scale is not None. out has been imported already.
     """
     arrays = {"block_scale": block_scale, "tensor_scale": tensor_scale, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -188,7 +189,8 @@ def fake_call(
 ) -> Call:
     """Check the arguments of an operation that returns fake-quantized values, and return its Call.
 
-    The arguments are those of fake_quantize.
+    op is the public function that error messages begin with. The other arguments and the errors are those of
+    fake_quantize.
     """
     arrays = {"tensor_amax": tensor_amax, "block_amax": block_amax, "seed": options.seed}
     call, imported = array_call(op, x, recipe, axis, **arrays)
@@ -199,7 +201,8 @@ def fake_call(
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
     """Check the arguments of fake_quantize_backward. Return its Call, and the imported amax, which is not checked yet.
 
-    The amax is None if the caller passed none.
+    The amax is None if the caller passed none. Raise TypeError if x or grad is not float32, float16 or bfloat16, and
+    ValueError if their shapes differ, or the axis or its length does not fit the recipe.
     """
     call, imported = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)

@@ -73,9 +73,10 @@ def fake_quantize(
 
 @returns_in_library
 def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
-    """Check the arguments of fake_quantize, and fake-quantize x. amaxes: the arguments tensor_amax and block_amax.
+    """Check the arguments of fake_quantize, and fake-quantize x. Errors are those of fake_quantize.
 
-    key: the key under which to store a cached call for later calls; None stores nothing.
+    options: the options rounding and seed. amaxes: the arguments tensor_amax and block_amax. key: the key under which
+    to store a cached call for later calls; None stores nothing.
     """
     op = "fake_quantize"
     call, cached = fake_call(op, x, recipe, axis, options, **amaxes), None

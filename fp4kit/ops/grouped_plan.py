@@ -206,7 +206,10 @@ class GroupedPlan:
         self._home = home
 
     def _make(self, values: dict[str, Any]) -> None:
-        """Parse the calls and allocate the outputs. values: the arguments xs, tensor_amax and block_amax, by name."""
+        """Parse the calls and allocate the outputs, which replace those of the plan.
+
+        values: the arguments xs, tensor_amax and block_amax, by name. Arguments that are not given are missing or None.
+        """
         arrays, stack = arrays_of(self._op, values["xs"])
         self._calls = self._parse(arrays, values)
         self._inputs = {name: PlanInput.of(name, value) for name, value in values.items()}

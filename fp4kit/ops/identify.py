@@ -226,7 +226,11 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
-    """Return whether the bytes of recipe b can be compared with those of recipe a: equal formats and block shapes."""
+    """Return whether the bytes of recipe b can be compared with those of recipe a.
+
+    They can if the formats of elements and scales are equal, and blocks have equally many columns. The number of rows
+    per block may differ. Return False if b is a fake quantizer, or if only a has blocks.
+    """
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
@@ -243,7 +247,10 @@ class RecipeTrial(NamedTuple):
 
 
 def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[Match]:
-    """Return one match per candidate recipe, for a small array: each recipe is compared on all bytes of q."""
+    """Return one match per candidate recipe, in the order of `candidates`, for a small array.
+
+    Each recipe is compared on all bytes of q, the result of quantizing x.
+    """
     amaxes = CandidateAmaxes(q, x)
     return [best_match(q, x, r, amaxes.for_recipe(r)) for r in candidates]
 
@@ -368,8 +375,8 @@ def _box_at_start(q: Quantized, elements: int) -> Box:
 def _codes_under(q: Quantized, x: np.ndarray, r: Recipe, hadamard: Hadamard, byte: int | None) -> np.ndarray:
     """Return the codes, one per element, that a recipe gives x under the scales of q.
 
-    byte: the random byte that every element gets for stochastic rounding. If it is None, the recipe's own rounding is
-    used.
+    r, hadamard: the recipe and the argument hadamard of quantize. byte: the random byte that every element gets for
+    stochastic rounding. If it is None, the recipe's own rounding is used.
     """
     options: dict[str, Any] = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale, "hadamard": hadamard}
     if byte is not None:

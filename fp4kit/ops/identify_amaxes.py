@@ -22,7 +22,8 @@ SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_s
 class CandidateAmaxes:
     """Find the amaxes that may have been the tensor amax of q, a quantized array made from x.
 
-    computed: the amaxes of x computed so far, by the recipe fields that they depend on.
+    computed: a cache of the amaxes of x. Its keys are the recipe fields and the Hadamard option on which an amax
+    depends.
     """
 
     def __init__(self, q: Quantized, x: np.ndarray) -> None:
@@ -30,7 +31,10 @@ class CandidateAmaxes:
         self.computed: dict[tuple[Any, ...], np.ndarray] = {}
 
     def amax_of_x(self, r: Recipe, hadamard: Hadamard = False) -> np.ndarray:
-        """Return the tensor amax of x, as a recipe computes it after the given Hadamard transform."""
+        """Return the tensor amax of x, as recipe r computes it after the given Hadamard transform.
+
+        It has one entry per tensor, row or block, as r.tensor_scaling says, and may be NaN if x holds NaN.
+        """
         key = (r.tensor_scaling, r.amax_nan, r.flush, r.block if r.tensor_scaling == "block" else None, hadamard)
         if key not in self.computed:
             self.computed[key] = compute_tensor_amax(np.moveaxis(self.x, self.q.axis, -1), r, SIGN_MASKS[hadamard])
@@ -82,7 +86,10 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the amax from which a recipe makes a tensor scale. If there is none, return scale * covered_range(r)."""
+    """Return the amax from which a recipe makes a tensor scale. If there is none, return scale * covered_range(r).
+
+    covered_range(r) is the amax that a tensor scale of 1 covers. The product may be infinite.
+    """
     implied = implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))

@@ -101,9 +101,10 @@ class Pair(NamedTuple):
 
 
 def pair_of(q: Quantized, x: Any) -> Pair:
-    """Return the Pair of q and x, which may be arrays of any library.
+    """Return the Pair of q and x, which may be arrays of any library. Swizzled scales of q become linear.
 
-    Arrays that are all on one GPU stay there; otherwise they are copied to the host.
+    Arrays that are all on one GPU stay there; otherwise they are copied to the host. Raise TypeError, ValueError,
+    RuntimeError or BufferError for arrays that cannot be imported.
     """
     imported, (array,) = q.imported("identify: q"), imports.import_arrays("identify", x=x)
     arrays = [a for a in (*imported.parts().values(), array) if a is not None]

@@ -110,7 +110,7 @@ def _decoded(name: str, x: Any) -> Any:
 
 @returns_in_library
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
-    """Check the arguments of matmul, and return the product."""
+    """Check the arguments of matmul, and return the product in the library of a. Errors are those of matmul."""
     u = unit_of("matmul", unit)
     if u.order == "dequantized":
         a, b = _decoded("a", a), _decoded("b", b)

@@ -149,9 +149,10 @@ def _is_out_disjoint(x: Any, tensor_amax: Any, out: Quantized | None) -> bool:
 
 @returns_in_library
 def _quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **given: Any) -> Quantized:
-    """Check the arguments of quantize, and quantize x. given: the arguments tensor_amax, block_amax and out.
+    """Check the arguments of quantize, and quantize x. Errors are those of quantize.
 
-    key: the key under which to store a cached call for later calls; None stores nothing.
+    options: the options scale_layout, rounding, seed and hadamard. given: the arguments tensor_amax, block_amax and
+    out. key: the key under which to store a cached call for later calls; None stores nothing.
     """
     call = quantize_call("quantize", x, recipe, axis, options, **given)
     cached = None
@@ -173,7 +174,11 @@ def _quantize_with_scales(
     *,
     out: Quantized | None,
 ) -> Quantized:
-    """Check the arguments of quantize for a caller who passes scales, and compute the codes of x under these scales."""
+    """Check the arguments of quantize for a caller who passes scales, and compute the codes of x under these scales.
+
+    Return a Quantized with these scales and no tensor_amax: `out` if it is given, otherwise a new one. options: the
+    options scale_layout, rounding, seed and hadamard.
+    """
     call = call_with_scales(
         "quantize", x, recipe, axis, options, block_scale, tensor_scale, import_out("quantize", out)
     )
@@ -247,9 +252,10 @@ def quantize_both(
 def _quantize_both(
     x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
-    """Check the arguments of quantize_both, and quantize x in both directions.
+    """Check the arguments of quantize_both, and return the pair (rowwise result, columnwise result).
 
-    key: the key under which to store a cached call for later calls; None stores nothing.
+    options: the options of the rowwise result. The columnwise result uses seed + 1, and it alone uses hadamard. key:
+    the key under which to store a cached call for later calls; None stores nothing. Errors are those of quantize_both.
     """
     op, seed = "quantize_both", options.seed
     row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)

@@ -55,14 +55,21 @@ def swizzle(q_or_scales: Any, layout: ScaleLayout) -> Any:
 
 @returns_in_library
 def _swizzle_scales(scales: Any, layout: str) -> Any:
-    """Return an array of linear block scales in the given layout."""
+    """Return an array of linear block scales in the given layout.
+
+    Raise TypeError unless the scales are uint8. Raise ValueError if the layout is unknown, or the array has less than
+    two dimensions.
+    """
     layouts.check_layout("swizzle", layout)
     scales = _scales("swizzle", scales, 2)
     return change_layout(scales, "linear", layout, scales.shape)
 
 
 def _change(op: str, q: Quantized, layout: ScaleLayout) -> Quantized:
-    """Return a Quantized with its block scales in the given layout, by a cached call if there is one."""
+    """Return a Quantized with its block scales in the given layout, by a cached call if there is one.
+
+    op: "swizzle" or "unswizzle", the public function that error messages name.
+    """
     key, cached = find(op, (q,), layout)
     return _change_fully(q, op, layout, key) if cached is None else cached(q)
 

@@ -51,7 +51,7 @@ def transpose(q: Quantized) -> Quantized:
 
 @returns_in_library
 def _transpose(q: Quantized, key: Any) -> Quantized:
-    """Check the argument of transpose, and transpose q.
+    """Check the argument of transpose, and transpose q. Errors are those of transpose.
 
     key: the key under which to store a cached call for later calls; None stores nothing.
     """

@@ -148,7 +148,10 @@ class _Reader:
         )
 
     def _preamble(self) -> tuple[int, int, int]:
-        """Read the beginning of the file. Return its version, its number of tensors and its number of keys."""
+        """Read the beginning of the file. Return its version, its number of tensors and its number of keys.
+
+        Raise CheckpointError unless it is a little-endian GGUF file of version 2 or 3 that can hold these numbers.
+        """
         if self._take(len(MAGIC)) != MAGIC:
             raise self._unusable(_NO_MAGIC)
         version = self._number("<I")
@@ -246,7 +249,10 @@ class _Reader:
         return found.hexdigest()[:16]
 
     def _digest(self, count: int) -> str:
-        """Read ``count`` bytes. Return the first 16 hexadecimal digits of their SHA-256."""
+        """Read ``count`` bytes. Return the first 16 hexadecimal digits of their SHA-256.
+
+        Raise CheckpointError if the file ends before.
+        """
         if count > self._size - self._at:
             raise self._unusable("it ends inside its header")
         found = hashlib.sha256()
@@ -266,7 +272,10 @@ class _Reader:
         return int(value)
 
     def _info(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Read the description of a tensor. Return (name, shape, type number, offset in the data section)."""
+        """Read the description of a tensor. Return (name, shape, type number, offset in the data section).
+
+        Raise CheckpointError if it has more than four axes. The other numbers are checked by _entries.
+        """
         name = self._text("a tensor")
         axes = self._number("<I")
         if axes > _MAX_AXES:
