@@ -19,11 +19,13 @@ from fp4kit.checkpoint.containers.container import MODELOPT_AWQ
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
+from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.declarations import without_declarations
 from fp4kit.checkpoint.model.manifest import MANIFEST, Digest, digest_of, manifest_of, names_in
 from fp4kit.checkpoint.model.model_files import CONFIG, DIFFUSERS_INDEX, HF_QUANT_CONFIG, INDEX
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
+from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.activations import Activations
 from fp4kit.checkpoint.plan.job import CARRY, REQUANTIZE, Changes, Done, Job, Measured
 from fp4kit.checkpoint.plan.make_plan import make_plan
@@ -485,11 +487,23 @@ class _Run:
         )
         with executor_of(executor_option, workers, by_threads) as executor:
             scheduler.run(executor, pending_limit(executor_option, workers))
+            self._doubt_order_of_columns()
             if not self.is_file:
                 self._write_beside()
                 digests = self._digests(scheduler.digests, executor)
                 write_file(self.folder / MANIFEST, dump_object(manifest_of(digests, _facts(self.plan))))
         return tuple(scheduler.done[job.key] for job in all_jobs)
+
+    def _doubt_order_of_columns(self) -> None:
+        """Store a warning about each quantized layer of the source whose nibbles seem to be swapped in ``doubts``."""
+        pieces = [piece for tensor in self.plan.tensors for piece in tensor.pieces]
+        read = {piece.weight.name for piece in pieces if piece.weight.container is not None}
+        if read:
+            tensors = self.plan.source.tensors
+            weights = weights_of(tensors, self.plan.source.config)
+            for one in swapped_layers(weights.values(), tensors):
+                if one.name in read:
+                    self.doubts.setdefault(one.tensor, f"{shown(one.tensor)}: {SWAPPED_NIBBLES}")
 
     def _workers(self) -> tuple[int, bool]:
         """Return the number of workers to use, and True if they are threads or False if they are processes.

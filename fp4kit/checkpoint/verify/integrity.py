@@ -28,6 +28,7 @@ from fp4kit.checkpoint.loaders.engines import Finding, finding
 from fp4kit.checkpoint.loaders.exclusion_semantics import READERS
 from fp4kit.checkpoint.model import wrapper_names
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
+from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declarations import with_declaration
 from fp4kit.checkpoint.model.declared_quantization import unfulfilled
@@ -88,6 +89,7 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     weights, config = [*model.weights.values()], model.config or {}
     found = [*lost_tensor_scales(model.layers.values()), *doubtful_layers(weights, config, model.tensors)]
     yield from (Issue("warning", "model", text) for text in found)
+    yield from (Issue("warning", one.name, SWAPPED_NIBBLES) for one in swapped_layers(weights, model.tensors))
     tied = tied_head(weights, config)
     if tied:
         yield Issue("error", "config.json", tied)
