@@ -1,4 +1,4 @@
-"""Checks of plain arguments: numbers, shapes, flags, names and paths.
+"""Check plain arguments: numbers, shapes, flags, names and paths.
 
 Each check returns the argument in its standard form or raises an error. `op` is the public function that the error
 message begins with, and `name` is its parameter.

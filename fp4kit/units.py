@@ -1,4 +1,4 @@
-"""Matrix units, and other orders of addition, as data: what fp4kit.matmul needs to give the bits of a product.
+"""Describe matrix units, and other orders of addition, as data: what fp4kit.matmul needs for the bits of a product.
 
 A *step* is what one instruction adds at once: D = C + sum over k of a_k * b_k. A Unit says how wide a step is and which
 bits it keeps, for each kind of operands. Source: MMA-Sim (arXiv 2511.10909, package mmasim 2.1.1).
@@ -92,7 +92,11 @@ class FloorDotAdd:
 
 
 def _check_ints(step: Any, limits: dict[str, tuple[int, int]]) -> None:
-    """Raise an error unless the named fields of a step are ints within their limits, which are inclusive."""
+    """Raise an error unless the named fields of a step are ints within their limits, which are inclusive.
+
+    The error is TypeError for a field that is not an int, bools included, and ValueError for a field out of range.
+    limits: {name of a field: (lowest, highest)}.
+    """
     name = type(step).__name__
     for field, (low, high) in limits.items():
         value = getattr(step, field)

@@ -30,7 +30,10 @@ class AbstractArray:
         return prod(self.shape)
 
     def reshape(self, *shape: Any) -> AbstractArray:
-        """Return an AbstractArray with the given shape, without a check that the number of elements agrees."""
+        """Return an AbstractArray with the given shape, without a check that the number of elements agrees.
+
+        shape: the lengths, or one tuple of them. A length of -1 is not replaced.
+        """
         return replace(self, shape=shape[0] if isinstance(shape[0], tuple) else shape)
 
     def repeat(self, count: Any, axis: int) -> AbstractArray:

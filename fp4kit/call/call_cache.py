@@ -96,8 +96,8 @@ def _facts(a: Any, facts_of: Callable[[Any], Hashable]) -> Hashable:
 def _facts_function(a: Any) -> tuple[Callable[[Any], Hashable], bool]:
     """Return the pair (function, is_host) for the library of `a`.
 
-    function: returns the facts (shape, dtype, strides, ...) of an array of that library. is_host: whether `a` is in
-    host memory.
+    function: returns the facts (shape, dtype, strides, ...) of an array of that library, and raises TypeError or
+    AttributeError for anything else. is_host: whether `a` is in host memory.
     """
     kind = type(a)
     if kind is np.ndarray:

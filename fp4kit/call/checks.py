@@ -1,4 +1,4 @@
-"""Checks that operations make before any work.
+"""Check the arguments of operations before any work.
 
 op is the public function that the error message begins with. Each message says what came, what is needed and what to
 do.

@@ -33,6 +33,8 @@ def check_out(op: str, name: str, out: Any, shape: tuple[int, ...], dtype: Any) 
 def import_out(op: str, out: Any) -> Any:
     """Return the caller's `out`, an array or a Quantized, as NumPy or CuPy arrays that share its memory.
 
+    Anything else, such as a list, is returned unchanged, because later checks reject it.
+
     Raise TypeError if the arrays of its library are immutable (JAX). Raise ValueError if elements share memory, as in
     an expanded tensor, because only the element that is written last would remain.
     """
@@ -136,7 +138,8 @@ def part_specs(call: Any) -> dict[str, tuple[tuple[int, ...], Any]]:
 def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dtype: np.dtype, x: Any) -> None:
     """Raise ValueError unless a kernel can write to `array`, the output with the given name.
 
-    The array must have this shape and dtype, be contiguous and aligned, and be on the device of x.
+    The array must have this shape and dtype, be contiguous, and be on the device of x. Its address must be a multiple
+    of ALIGNMENT (16) bytes, except for a 0-d array.
     """
     fits = isinstance(array, type(x)) and (array.shape, array.dtype, array.device) == (shape, dtype, x.device)
     if not fits or not array.flags.c_contiguous:

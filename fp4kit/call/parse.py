@@ -38,7 +38,7 @@ class Declined(NotImplementedError):
 
 
 class QuantizeOptions(NamedTuple):
-    """Hold the options of quantize besides recipe and axis, as the caller passed them, unchecked."""
+    """Hold the arguments of quantize with these names, as the caller passed them, unchecked."""
 
     scale_layout: ScaleLayout = "linear"
     rounding: RoundingMode = "nearest"

@@ -57,8 +57,9 @@ class Comparison:
         scales: count of block scales.
         tensor_scales: count of tensor scales.
         values: count of values, compared in every bit; NaN equals NaN.
-        max_ulp: largest distance in float32 steps, or in float64 steps if one of two arrays is float64.
-        max_error: largest |a - b|.
+        max_ulp: largest distance in float32 steps, or in float64 steps if one of two arrays is float64. Pairs with a
+            NaN are left out.
+        max_error: largest |a - b|; 0 if a and b are equal.
         sqnr: 10 log10(sum a^2 / sum (a - b)^2) in dB; inf if a and b are equal.
         first: index of the first differing value, and the two values; None if all are equal.
         names: the names of a and b in the table.
@@ -164,7 +165,8 @@ def compare(a: Any, b: Any) -> Comparison:
     Numerics:
         sqnr and max_error are computed in float64. Squares are summed pairwise in boxes of 2^16 values, and then the
         sums of the boxes are summed pairwise. If any value differs, then sqnr and max_error are NaN if a or b holds a
-        NaN, or if both hold the same infinity at one index.
+        NaN, or if both hold the same infinity at one index. If a is all zeros, sqnr is -inf, or NaN if b is all zeros
+        too. If only the signs of zeros differ otherwise, sqnr is inf.
 
         The call needs at most 64 MiB of memory beyond a and b, and a linear copy of swizzled scales.
 

@@ -77,8 +77,8 @@ class Differences:
     Attributes:
         scaled: whether the values are float64, so that squares may overflow or underflow.
         differing: how many values differ.
-        max_ulp: largest distance, in steps between neighboring floats.
-        max_error: largest |x - y|.
+        max_ulp: largest distance, in steps between neighboring floats. Pairs with a NaN are left out.
+        max_error: largest |x - y|; NaN if one of these differences is.
         first: index and values of the first difference; None if there is none.
         signal: sum of x^2.
         noise: sum of (x - y)^2.
@@ -120,7 +120,10 @@ class Differences:
         self.max_error = float(np.maximum(self.max_error, np.max(error)))
 
     def _add_differing(self, x: np.ndarray, y: np.ndarray, differ: np.ndarray, box: Box) -> None:
-        """Update `first` and `max_ulp` from x and y, the values of a box. differ: mask of the values that differ."""
+        """Update `first` and `max_ulp` from x and y, the values of a box.
+
+        differ: mask of the values that differ; at least one does. Pairs with a NaN do not change `max_ulp`.
+        """
         at = np.unravel_index(int(np.argmax(differ)), x.shape)
         place = tuple(int(i) + part.start for i, part in zip(at, box, strict=True))
         if self.first is None or place < self.first[0]:
@@ -132,7 +135,10 @@ class Differences:
 
     @property
     def sqnr(self) -> float:
-        """The ratio of signal to noise in dB: 10 log10(signal / noise)."""
+        """The ratio of signal to noise in dB: 10 log10(signal / noise).
+
+        It is inf if only the noise is 0, -inf if only the signal is 0, and NaN if both are 0 or one is not finite.
+        """
         (p, e), (q, f) = self.signal.total(), self.noise.total()
         return float(10 * np.log10(p / q) + 20 * np.log10(2.0) * (e - f))
 

@@ -196,6 +196,7 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
     """Return the results of an operation on N arrays, one per array.
 
     The CUDA engine computes them in one launch if it supports the group. Otherwise, the arrays are computed one by one.
+    Errors are those of run; their messages number the array, as in "xs[1]".
 
     op: the public function that error messages name. operation: the name of the engine's function. calls: one pair per
     array: whether it is a CuPy array, and the arguments of the engine's function.

@@ -66,15 +66,20 @@ class PlanInput(NamedTuple):
 
 
 def as_list(op: str, name: str, value: Any) -> Any:
-    """Return `value` as a sequence of arrays: a single array becomes a list of one. op, name: as messages name them."""
+    """Return `value` as a list or tuple of arrays: a single array becomes a list of one.
+
+    Raise TypeError if it is neither an array nor iterable. op, name: the public function and its argument, as the
+    message names them.
+    """
     return [value] if is_array(value) else as_entries(op, name, value)
 
 
 def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
     """Return a list with one entry per tensor: the items of a sequence, or views along an array's first axis.
 
-    If value is None, return `count` times None. Raise ValueError if the number of entries is not `count`, or if an
-    entry is None. op, name: the public function and its argument, as messages name them.
+    If value is None, return `count` times None. Raise ValueError if value is a number or a 0-d array, if the number of
+    entries is not `count`, or if an entry is None. op, name: the public function and its argument, as messages name
+    them.
     """
     if value is None:
         return [None] * count
@@ -94,7 +99,9 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
     """Import the arrays xs of a grouped call as NumPy or CuPy arrays. Return the pair (list of arrays, stack).
 
-    If xs is one stacked array, stack is that array, imported; otherwise it is None.
+    If xs is one stacked array, stack is that array, imported; otherwise it is None. Raise TypeError if xs is neither an
+    array nor iterable, and ValueError if a stacked array has less than two dimensions. Other errors are those of
+    import_arrays.
     """
     if not is_array(xs):
         return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None

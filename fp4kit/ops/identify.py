@@ -84,7 +84,11 @@ class Identification:
 
     @property
     def verdict(self) -> str:
-        """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes"."""
+        """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes".
+
+        It names the recipes that reproduce all bytes, or else the variations that do, or else the nearest recipe. If
+        there are no matches, it says that no recipe has this format.
+        """
         if self.exact:
             return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
         if self.variations:
@@ -208,8 +212,8 @@ def identify(q: Quantized, x: Any) -> Identification:
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`.
 
-    These are the table's recipes with own's format. If own is not in the table, also yield own, and the table's recipes
-    with the block of own.
+    These are the table's recipes with own's format. If own is a variant that is not in the table, also yield own, and
+    the table's recipes with the block of own, as far as they allow this block.
     """
     yield from (r for r in RECIPES.values() if _comparable(own, r))
     if own in RECIPES.values() or own.fake_only:
@@ -259,7 +263,8 @@ def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) ->
     """Return one match per candidate recipe, for a large array.
 
     All candidates are tried on a sample of `host`, the copy of the arrays on the host. The best candidates are compared
-    on all bytes of `whole`, the arrays on the caller's device.
+    on all bytes of `whole`, the arrays on the caller's device. The other matches have whole=False. Matches are in the
+    order of equal bytes of the sample.
     """
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]

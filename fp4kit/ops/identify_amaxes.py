@@ -15,7 +15,7 @@ from fp4kit.reference.implied_amax import NEAR, amax_interval, covered_range, im
 from fp4kit.reference.tensor_rules import tensor_scale
 from fp4kit.types import Hadamard
 
-MAX_NEIGHBOURS = 16  # the most amaxes that are tried for one tensor scale
+MAX_NEIGHBORS = 16  # the most amaxes that are tried for one tensor scale
 SIGN_MASKS: dict[Hadamard, int | None] = {False: None, True: TE_SIGN_MASK, "no_signs": 0}
 
 
@@ -42,6 +42,9 @@ class CandidateAmaxes:
 
     def for_recipe(self, r: Recipe, hadamard: Hadamard = False) -> Iterator[np.ndarray | None]:
         """Yield the amaxes to quantize with, the most likely first. None stands for the amax of x.
+
+        Yield only None in three cases: r makes no tensor scale; r and q's recipe differ in whether tensor scales belong
+        to tensors, rows or blocks; or q.tensor_scale or q.tensor_amax holds NaN.
 
         If q's recipe makes q.tensor_scale from q.tensor_amax, this amax is the only one. Otherwise, yield amaxes from
         which r makes q.tensor_scale. The first is the amax of x if it gives this scale, or else the amax that the scale
@@ -78,11 +81,11 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
     seen = [tensor_scale(amax, r, dtype).encode]
-    for neighbour in _neighbours(amax, scale, r, dtype):
-        encode = tensor_scale(neighbour, r, dtype).encode
+    for neighbor in _neighbors(amax, scale, r, dtype):
+        encode = tensor_scale(neighbor, r, dtype).encode
         if not any(np.array_equal(encode, other) for other in seen):
             seen.append(encode)
-            yield neighbour
+            yield neighbor
 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -95,15 +98,15 @@ def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
         return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
 
 
-def _neighbours(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
-    """Yield MAX_NEIGHBOURS arrays of float32 amaxes that all give `scale`, in ascending order.
+def _neighbors(amax: np.ndarray, scale: np.ndarray, r: Recipe, dtype: np.dtype) -> Iterator[np.ndarray]:
+    """Yield MAX_NEIGHBORS arrays of float32 amaxes that all give `scale`, in ascending order.
 
-    The arrays begin at the smallest amax that gives the scale. If fewer than MAX_NEIGHBOURS amaxes give it, the largest
+    The arrays begin at the smallest amax that gives the scale. If fewer than MAX_NEIGHBORS amaxes give it, the largest
     is repeated. Where no amax gives the scale, every array has the value of `amax`.
     """
     first, last = amax_interval(scale, r, dtype, NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
-    for step in range(MAX_NEIGHBOURS):
+    for step in range(MAX_NEIGHBORS):
         bits = np.minimum(first + step, last).astype(np.int32)
         yield np.where(has_interval, bits.view(np.float32), amax)
 

@@ -1,4 +1,4 @@
-"""Formulas of a linear layer with quantized operands, y = x w^T, and of its gradients from quantized operands.
+"""Define the formulas of a linear layer, y = x w^T, and of its gradients, all from quantized operands.
 
 fp4kit.torch.linear and fp4kit.jax.linear call them with their own quantize, transpose and matmul.
 """

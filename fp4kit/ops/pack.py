@@ -64,7 +64,7 @@ def unpack(packed: Any) -> Any:
 
 
 def _bytes(op: str, array: Any) -> Any:
-    """Return codes as a NumPy or CuPy array. Raise an error if they are not uint8 or have no axis."""
+    """Return codes as a NumPy or CuPy array. Raise TypeError if they are not uint8, and ValueError if they are 0-d."""
     (array,) = import_arrays(op, codes=array)
     if array.dtype != np.uint8:
         raise TypeError(f"{op}: codes are {array.dtype}; needs uint8")

@@ -1,4 +1,4 @@
-"""Quantized: the codes and scales of an array, and everything needed to read them.
+"""Define Quantized, which holds the codes and scales of an array, and everything needed to read them.
 
 A Quantized checks its fields once, when it is made. Its arithmetic is in other modules. The four fields that are arrays
 are its parts: packed, block_scale, tensor_scale and tensor_amax.
