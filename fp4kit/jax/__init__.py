@@ -1,6 +1,7 @@
 """fp4kit for JAX: differentiable operations under jit, grad and vmap. Import it by name: `import fp4kit.jax`.
 
 - fake_quantize and fake_quantize_grouped have gradients.
+- fake_quantize_model transforms a pytree of parameters to the values that the converted checkpoint serves.
 - linear multiplies quantized activations and weights as a matrix unit does, with gradients.
 - quantize returns a Quantized of JAX arrays, and dequantize takes one. A Quantized is a pytree.
 """
@@ -13,10 +14,19 @@ from fp4kit.jax.codes import dequantize, quantize
 from fp4kit.jax.functions import fake_quantize
 from fp4kit.jax.groups import fake_quantize_grouped
 from fp4kit.jax.linear import linear
+from fp4kit.jax.served_params import ServedParams, fake_quantize_model
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import flatten, unflatten
 
-__all__ = ["dequantize", "fake_quantize", "fake_quantize_grouped", "linear", "quantize"]
+__all__ = [
+    "ServedParams",
+    "dequantize",
+    "fake_quantize",
+    "fake_quantize_grouped",
+    "fake_quantize_model",
+    "linear",
+    "quantize",
+]
 
 
 def _with_keys(q: Quantized) -> tuple[Any, Any]:

@@ -214,8 +214,6 @@ def _decisions(
             yield weight, Decision(False, f"exclude {pattern!r}")
         elif not any(fnmatchcase(weight.name, p) for p in choice.parameters):
             yield weight, Decision(False, f"{_UNNAMED}{choice.parameters!r}")
-        elif weight.kind == "embedding":
-            yield weight, Decision(False, f"embedding; convert with --keep {_module(weight)!r}")
         else:
             name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
             if weight.kind == "convolution" and choice.config is not None:
@@ -224,6 +222,9 @@ def _decisions(
             decision = selector.decide(Candidate(name, _module(weight), dtype, weight.shape, facts))
             if decision.converted and weight.dtype not in _SAFETENSORS:
                 decision = replace(decision, converted=False, reason=f"dtype {weight.dtype}")
+            if decision.converted and weight.kind == "embedding":
+                why = f"embedding; fp4kit convert needs --keep {_module(weight)!r}"
+                decision = replace(decision, converted=False, reason=why)
             if decision.converted and weight.kind == "convolution":
                 decision = replace(decision, reason="convolution; fp4kit convert leaves it unquantized")
             yield weight, decision

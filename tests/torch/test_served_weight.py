@@ -301,7 +301,7 @@ def test_convolutions_and_embeddings():
     assert names == ["conv.weight", "fc.weight"]
     reasons = {row.name: row.reason for row in names.plan.rows}
     assert reasons["thin.weight"] == "K = 9 is not a multiple of 16"
-    assert reasons["embed.weight"] == "embedding; convert with --keep 'embed'"
+    assert reasons["embed.weight"] == "embedding (embed)"
     assert reasons["norm.weight"] == "1-D: a norm or a bias" and reasons["fc.bias"] == "not a weight"
     w = a["conv"].parametrizations.weight.original
     assert torch.equal(a["conv"].weight, served_values(w.flatten(1)).view(w.shape))

@@ -1,0 +1,182 @@
+"""Fake-quantize the weights of a pytree of parameters, so that a JAX model trains with the values that are served."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from fp4kit.arguments import as_flag
+from fp4kit.jax.functions import fake_quantize
+from fp4kit.qat.plan import Choice, QatPlan, TrainedWeight, make_plan
+from fp4kit.qat.table import table
+from fp4kit.recipes import Recipe
+from fp4kit.training.settings import naming
+from fp4kit.types import RecipeId
+
+_OP = "fake_quantize_model"
+
+
+class _Leaf(NamedTuple):
+    """Describe an array of a pytree.
+
+    Attributes:
+        weight: what the plan needs to know of it.
+        axis: the axis along which blocks run, from the end.
+    """
+
+    weight: TrainedWeight
+    axis: int
+
+
+class ServedParams:
+    """Transform a pytree of parameters: replace weights by their fake-quantized values.
+
+    fake_quantize_model makes instances. Call one with the parameters, also inside jax.jit, jax.grad and jax.checkpoint.
+    Gradients pass straight through. print() shows a table of all arrays with the reason why each is quantized or not.
+
+    Attributes:
+        names: the names of the arrays that are fake-quantized.
+        plan: the plan, with one row per array.
+    """
+
+    def __init__(self, leaves: Sequence[_Leaf], plan: QatPlan, pass_through: bool) -> None:
+        self.plan, self.names = plan, plan.names
+        self._leaves, self._pass_through = leaves, pass_through
+        self._members = {name: plan.members(name) for name in plan.names}
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        return table(self.plan)
+
+    def __call__(self, params: Any) -> Any:
+        """Return params with the served values in place of the weights, in the structure of params.
+
+        Args:
+            params: a pytree with the structure and shapes of the one that the instance was made for.
+
+        Raises:
+            ValueError: params has another number of arrays.
+            TypeError, ValueError: as for fake_quantize, with the name of the array in front.
+        """
+        arrays, structure = jax.tree.flatten(params)
+        if len(arrays) != len(self._leaves):
+            raise ValueError(f"ServedParams: params has {len(arrays)} arrays; needs {len(self._leaves)}, as planned")
+        by_name = {leaf.weight.name: array for leaf, array in zip(self._leaves, arrays, strict=True)}
+        kinds = {leaf.weight.name: leaf.weight.kind for leaf in self._leaves}
+        amaxes = {}
+        for members in self._members.values() if self.plan.shares else ():
+            for name in members:
+                if name not in amaxes:
+                    amaxes[name] = _largest(by_name[name], kinds[name] == "stack")
+        values = [self._values(leaf, by_name[leaf.weight.name], amaxes) for leaf in self._leaves]
+        return jax.tree.unflatten(structure, values)
+
+    def _values(self, leaf: _Leaf, w: Any, amaxes: Mapping[str, Any]) -> Any:
+        """Return the served values of one array, or the array itself if the plan leaves it unquantized.
+
+        amaxes: the name of every array in a group -> its own amax.
+        """
+        members = self._members.get(leaf.weight.name)
+        if members is None:
+            return w
+        amax = None
+        if self.plan.shares:
+            amax = jax.numpy.stack([amaxes[name].astype(w.dtype).astype("float32") for name in members]).max(0)
+            amax = jax.numpy.where(amax > 0, amax, 1)  # zeros have no usable scale; they stay zeros
+        with naming(leaf.weight.name):
+            return fake_quantize(w, self.plan.recipe, axis=leaf.axis, tensor_amax=amax, pass_through=self._pass_through)
+
+
+def fake_quantize_model(
+    params: Any,
+    recipe: RecipeId | Recipe,
+    *,
+    format: str | None = None,
+    parameters: Collection[str] = ("*",),
+    exclude: Collection[str] = (),
+    include: Collection[str] = (),
+    pass_through: bool = True,
+    config: Any = None,
+) -> ServedParams:
+    """Return a transform of a model's parameters to the values that the converted checkpoint serves.
+
+        served = fp4kit.jax.fake_quantize_model(params, "nvfp4-te")
+        loss = lambda params, x: model.apply(served(params), x)
+
+    The name of an array consists of the keys of its path in the pytree, joined by dots. These arrays are transformed,
+    if `fp4kit convert` quantizes the weight of this name, and if their rows consist of whole blocks:
+
+    - `kernel` of shape (K, N), as in Flax. Its checkpoint name ends in `weight`, and blocks run along axis 0.
+    - `weight` of shape (N, K), as in PyTorch and Equinox
+    - stacks of experts: (E, N, K), or (E, K, N) if they are called `kernel`
+
+    Layers that engines fuse (q, k and v; gate and up; w1 and w3) share one tensor amax, as in the converter.
+
+    Args:
+        params: a pytree of arrays, or of jax.ShapeDtypeStruct. It is not changed.
+        recipe: a recipe id or a Recipe.
+        format: as in fp4kit.torch.fake_quantize_model.
+        parameters: wildcards (fnmatch) of array names. Other arrays stay unquantized.
+        exclude: wildcards of arrays that stay unquantized.
+        include: wildcards of arrays that are quantized although they would stay unquantized.
+        pass_through: as in fake_quantize.
+        config: the content of the model's config.json, whose names and model type the converter uses; None for none.
+
+    Returns:
+        A ServedParams. Call it with parameters; print it for a table.
+
+    Warns:
+        UserWarning: some layers of a fused layer are quantized, and others are not.
+
+    Raises:
+        TypeError, ValueError: as for fp4kit.torch.fake_quantize_model.
+
+    Exact:
+        The values are those of fp4kit.torch.fake_quantize_model, bit for bit. XLA may flush a subnormal amax to 0.
+
+    Examples:
+        >>> params = {"Dense_0": {"kernel": jax.numpy.ones((32, 8)), "bias": jax.numpy.ones(8)}}
+        >>> served = fake_quantize_model(params, "nvfp4-te")
+        >>> served.names, served(params)["Dense_0"]["kernel"].shape
+        (['Dense_0.kernel'], (32, 8))
+    """
+    pass_through = as_flag(_OP, "pass_through", pass_through)
+    leaves = [_leaf(path, array) for path, array in jax.tree_util.tree_flatten_with_path(params)[0]]
+    wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
+    choice = Choice.of(_OP, recipe, format, config, **wildcards)
+    served = ServedParams(leaves, make_plan(_OP, [leaf.weight for leaf in leaves], choice), pass_through)
+    jax.eval_shape(served, params)
+    return served
+
+
+def _leaf(path: Sequence[Any], array: Any) -> _Leaf:
+    """Return the description of an array of a pytree. Raises TypeError if it is no array.
+
+    path: the keys of JAX that lead to the array.
+    """
+    parts = [str(getattr(key, "key", getattr(key, "idx", getattr(key, "name", key)))) for key in path]
+    if parts[1:] and parts[-1] == "value" and isinstance(path[-1], jax.tree_util.GetAttrKey):
+        del parts[-1]  # a variable of Flax NNX
+    name, leaf = ".".join(parts), parts[-1] if parts else ""
+    if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        raise TypeError(f"{_OP}: {name or 'params'} is {type(array).__name__}; needs a pytree of arrays")
+    shape, dtype = tuple(array.shape), str(array.dtype)
+    stack, kernel = len(shape) == 3 and "experts" in parts[:-1], leaf == "kernel"
+    parent = name.rpartition(".")[0]
+    if kernel and (stack or len(shape) == 2):
+        turned = (*shape[:-2], shape[-1], shape[-2])
+        return _Leaf(TrainedWeight(name, parent if stack else f"{parent}.weight", turned, dtype, _KIND[stack]), -2)
+    if leaf == "embedding" and len(shape) == 2:
+        return _Leaf(TrainedWeight(name, f"{parent}.weight", shape, dtype, "embedding"), -1)
+    return _Leaf(TrainedWeight(name, name, shape, dtype, _KIND[stack]), -1)
+
+
+_KIND: dict[bool, Any] = {False: "matrix", True: "stack"}
+
+
+def _largest(w: Any, stack: bool) -> Any:
+    """Return the largest |w|, float32 (); of each expert, (E,), for a stack. It has no gradient."""
+    size = jax.numpy.abs(jax.lax.stop_gradient(w))
+    return jax.numpy.max(size, axis=(1, 2) if stack else None, initial=0).astype("float32")

@@ -1,0 +1,128 @@
+"""Test that a JAX model trains with the values that loaders decode from the converted checkpoint, bit for bit."""
+
+import importlib
+import json
+
+import numpy as np
+import pytest
+import served
+import synthetic
+from inputs import BF16
+
+import fp4kit
+from fp4kit.checkpoint import convert
+from fp4kit.evidence.testing import assert_same_bits
+
+jax = pytest.importorskip("jax")
+fj = importlib.import_module("fp4kit.jax")
+CONFIG = {"model_type": "llama", "num_hidden_layers": 2}
+SHAPES = {f"self_attn.{name}_proj": (64, 64) for name in "qkvo"}
+SHAPES |= {"mlp.gate_proj": (96, 64), "mlp.up_proj": (96, 64), "mlp.down_proj": (64, 96)}
+
+
+def a_llama(leaf="kernel", dtype=np.float32):
+    """Return a pytree with the parameters of a Llama of two layers. Kernels are (K, N), weights (N, K)."""
+    rng = np.random.default_rng(0)
+
+    def array(rows, columns):
+        w = (rng.standard_normal((rows, columns)) * rng.uniform(0.1, 3)).astype(dtype)
+        return {leaf: jax.numpy.asarray(w.T if leaf == "kernel" else w)}
+
+    layers = []
+    for _ in range(2):
+        layer = {"self_attn": {}, "mlp": {}, "input_layernorm": {"scale": jax.numpy.ones(64, dtype)}}
+        for name, shape in SHAPES.items():
+            parent, _, child = name.partition(".")
+            layer[parent][child] = array(*shape)
+        layers.append(layer)
+    embedding = {"embedding": jax.numpy.ones((64, 64), dtype)}
+    return {"model": {"embed_tokens": embedding, "layers": layers}, "lm_head": array(64, 64)}
+
+
+def of_layer(tree, module):
+    """Return the array (N, K) of a layer in a pytree."""
+    for key in module.split("."):
+        tree = tree[int(key) if key.isdigit() else key]
+    return np.asarray(tree["kernel"]).T if "kernel" in tree else np.asarray(tree["weight"])
+
+
+@pytest.mark.parametrize("leaf", ["kernel", "weight"])
+@pytest.mark.parametrize(
+    ("recipe", "form"),
+    [("nvfp4-te", "compressed-tensors"), ("nvfp4-te", "modelopt"), ("nvfp4-compressed-tensors", None), ("mxfp4", None)],
+)
+def test_trained_values_are_served_values(tmp_path, recipe, form, leaf):
+    params = a_llama(leaf)
+    transform = fj.fake_quantize_model(params, recipe, format=form, config=CONFIG)
+    values = jax.jit(transform)(params)
+    modules = [f"model.layers.{i}.{name}" for i in range(2) for name in SHAPES]
+    assert sorted(transform.names) == sorted(f"{module}.{leaf}" for module in modules)
+    tensors = {f"{module}.weight": np.ascontiguousarray(of_layer(params, module)) for module in modules}
+    synthetic.write_model(tmp_path / "trained", CONFIG, tensors)
+    convert(tmp_path / "trained", tmp_path / "served", recipe, format=form)
+    decoded = served.weights(tmp_path / "served", fp4kit.recipe(recipe))
+    assert sorted(decoded) == sorted(modules)
+    for module, expected in decoded.items():
+        assert_same_bits(np.ascontiguousarray(of_layer(values, module)), expected)
+        assert_same_bits(np.ascontiguousarray(of_layer(transform(params), module)), expected)
+
+
+def test_gradients_pass_straight_through():
+    params = a_llama(dtype=BF16)
+    transform = fj.fake_quantize_model(params, "nvfp4-te")
+    total = lambda params: sum(leaf.astype(np.float32).sum() for leaf in jax.tree.leaves(transform(params)))  # noqa: E731
+    gradient = jax.jit(jax.grad(total))(params)
+    assert all((np.asarray(leaf) == 1).all() for leaf in jax.tree.leaves(gradient))
+    assert jax.tree.structure(gradient) == jax.tree.structure(params)
+
+
+@pytest.mark.parametrize("leaf", ["kernel", ""])
+def test_stacks_of_experts(leaf):
+    rng = np.random.default_rng(0)
+    stacks = {
+        name: rng.standard_normal((2, 32, 64), np.float32) * size for name, size in (("gate_proj", 1), ("up_proj", 9))
+    }
+    arrays = {name: {"kernel": w.swapaxes(1, 2)} if leaf else w for name, w in stacks.items()}
+    params = {"mlp": {"experts": arrays, "router": {"kernel": np.ones((32, 2), np.float32)}}}
+    transform = fj.fake_quantize_model(params, "nvfp4-te", format="modelopt")
+    assert transform.names == [f"mlp.experts.{name}{'.kernel' * bool(leaf)}" for name in stacks]
+    values = transform(params)["mlp"]["experts"]
+    amax = np.maximum(*(np.abs(w).max(axis=(1, 2)) for w in stacks.values()))
+    for name, w in stacks.items():
+        product = transform.plan.recipe
+        expected = np.stack([fp4kit.fake_quantize(w[e], product, tensor_amax=amax[e]) for e in range(2)])
+        found = np.asarray(values[name]["kernel"]).swapaxes(1, 2) if leaf else np.asarray(values[name])
+        assert_same_bits(np.ascontiguousarray(found), expected)
+
+
+def test_shapes_without_values():
+    shapes = jax.eval_shape(a_llama)
+    transform = fj.fake_quantize_model(shapes, "nvfp4-te", config=CONFIG)
+    assert len(transform.names) == 14
+    assert "no  1     lm_head.kernel" in str(transform) and "output head (lm_head)" in str(transform)
+    assert "embedding (embed_tokens)" in str(transform)
+
+
+def test_errors():
+    params = a_llama()
+    with pytest.raises(ValueError, match=r"parameters='\*.mpl.\*' matches no parameter; its parameters are '"):
+        fj.fake_quantize_model(params, "nvfp4-te", parameters=("*.mpl.*",))
+    with pytest.raises(TypeError, match=r"^fake_quantize_model: a is str; needs a pytree of arrays"):
+        fj.fake_quantize_model({"a": "x"}, "nvfp4-te")
+    transform = fj.fake_quantize_model(params, "nvfp4-te", include=("lm_head.*",))
+    assert "lm_head.kernel" in transform.names
+    with pytest.raises(ValueError, match=r"^ServedParams: params has 1 arrays; needs 18, as planned"):
+        transform({"w": np.ones((16, 16), np.float32)})
+    with pytest.raises(ValueError, match=r"^lm_head.kernel: fake_quantize: axis 0 has length 24"):
+        transform(jax.tree.map(lambda w: w[:24], params))
+
+
+def test_zeros_stay_zeros():
+    params = {"fc": {"kernel": np.zeros((32, 16), np.float32)}}
+    values = fj.fake_quantize_model(params, "nvfp4-modelopt")(params)
+    assert not np.asarray(values["fc"]["kernel"]).any()
+
+
+def test_the_config_is_a_mapping():
+    with pytest.raises(TypeError, match=r"config is str; needs a dict, the content of config.json"):
+        fj.fake_quantize_model(a_llama(), "nvfp4-te", config=json.dumps(CONFIG))
