@@ -27,6 +27,7 @@ from fp4kit.checkpoint.convert.convert import (
     paths_to_write,
 )
 from fp4kit.checkpoint.convert.demo import demo_source
+from fp4kit.checkpoint.convert.demo_encoder import SENTENCES, cosines_of_embeddings
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan import scale_search
 from fp4kit.checkpoint.plan.activations import Activations
@@ -40,6 +41,7 @@ from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.run.executors import cluster
 from fp4kit.checkpoint.run.leftovers import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes
+from fp4kit.cli import conversion_summary
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
 from fp4kit.cli.render import shape_text
@@ -324,12 +326,28 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         report = execute(
             plan, destination, Options(args.workers, executor, devices_of(args), args.resume, tick, processes=True)
         )
-    out.document("convert/1", {**_report_body(report), "assignment": _assignment_body(assignment)})
+    body = {**_report_body(report), "assignment": _assignment_body(assignment)}
+    summary = None if out.quiet and not out.json else conversion_summary.summary_of(report)
+    if summary is None:
+        return 0
+    out.document("convert/1", {**body, **conversion_summary.body_of(summary)})
     _print_assignment(out, assignment)
     _print_gains(out, report)
     _print_outcome(out, plan, destination, f"wrote {shown(str(destination))}", report.actions)
     _print_losses(out, report)
+    for line in conversion_summary.lines_of(report, summary):
+        out.line(line)
+    if args.demo and out.text:
+        _print_cosines(out, plan, destination)
     return 0
+
+
+def _print_cosines(out: Output, plan: Plan, destination: Path) -> None:
+    """Print how much the embeddings of the demo model have changed."""
+    middle, worst = cosines_of_embeddings(plan.source.root, destination)
+    out.line(
+        f"embeddings of {len(SENTENCES)} sentences, before and after: cosine {middle:.4f} (median), {worst:.4f} (worst)"
+    )
 
 
 def _remove_stale(args: argparse.Namespace, destination: Path, out: Output) -> list[Path]:

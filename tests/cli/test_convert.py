@@ -93,6 +93,43 @@ def test_convert(tmp_path: Path, run: Run) -> None:
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_convert_ends_with_a_summary(tmp_path: Path, run: Run) -> None:
+    """The last lines say recipe, activations, error, engines and the next commands."""
+    synthetic.dense(tmp_path / "m")
+    out = run("convert", tmp_path / "m", tmp_path / "out").out
+    lines = out.replace("\n  ", " ").splitlines()[-5:]
+    assert lines[0] == "recipe: nvfp4-te; weights only: activations stay in 16 bits"
+    assert re.match(
+        r"SQNR: median 20\.\d dB over 14 layers, which is an error of 9\.\d% of the weights; worst ", lines[1]
+    )
+    assert lines[2].startswith("engines that load ") and "vLLM" in lines[2]
+    assert lines[3] == f"serve: vllm serve {tmp_path / 'out'}"
+    assert lines[4] == f"next: fp4kit verify {tmp_path / 'out'} --source {tmp_path / 'm'}"
+    options = ("--input-scale", 1.0, "--json")
+    found = json.loads(run("convert", tmp_path / "m", tmp_path / "json", *options).out)
+    assert found["serve"] == f"vllm serve {tmp_path / 'json'}" and "vLLM" in found["engines"]
+    assert len(found["sqnr"]["layers"]) == found["sqnr"]["of"] == 14
+    assert "weights and activations" in run("convert", tmp_path / "m", tmp_path / "a", "--input-scale", 1.0).out
+    again = run("convert", tmp_path / "out", tmp_path / "moved", "--format", "modelopt").out
+    assert "recipe: that of the source, whose codes are kept" in again and "SQNR" not in again
+    bf16 = run("convert", tmp_path / "out", tmp_path / "bf16", "--format", "bf16").out
+    assert "recipe:" not in bf16 and "SQNR" not in bf16 and "next: fp4kit verify" in bf16
+
+
+def test_convert_advises_to_keep_layers_that_lose_much(tmp_path: Path, run: Run) -> None:
+    """A layer whose blocks have one large value each loses the others, so that its SQNR is far below the median."""
+    tensors = synthetic.dense(tmp_path / "good")
+    x = np.random.default_rng(0).standard_normal((64, 64)) * 1e-6
+    x[:, ::16] = 1e3
+    x[:, 5] = 290.0
+    tensors["model.layers.1.self_attn.o_proj.weight"] = x.astype(synthetic.BF16)
+    synthetic.write_model(tmp_path / "m", json.loads((tmp_path / "good" / "config.json").read_text()), tensors)
+    good = run("convert", tmp_path / "good", tmp_path / "a", "--recipe", "mxfp4").out
+    bad = run("convert", tmp_path / "m", tmp_path / "b", "--recipe", "mxfp4").out
+    assert "advice" not in good, good
+    assert "add --keep model.layers.1.self_attn.o_proj" in bad.replace("\n  ", " "), bad
+
+
 def test_convert_dry_run(tmp_path: Path, run: Run) -> None:
     synthetic.moe(tmp_path / "m")
     result = run("convert", tmp_path / "m", tmp_path / "out", "--dry-run", "--keep", "*.k_proj")
@@ -383,6 +420,8 @@ def test_demo(tmp_path: Path, run: Run) -> None:
     result = run("convert", "--demo", tmp_path / "out")
     assert result.code == 0 and ": 37 tensors converted, 67 copied, " in result.out
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
+    last = re.search(r"before and after: cosine (0\.\d+) \(median\), (0\.\d+) \(worst\)$", result.out.strip())
+    assert last is not None and 0.95 < float(last[2]) <= float(last[1]) < 0.999
 
 
 def test_identify_differs_if_all_layers_have_one_fault(tmp_path: Path, run: Run) -> None:

@@ -387,7 +387,7 @@ def look(check: Check, shared: Measured | None) -> ReencodedLayer:
 def _looked(check: Check, shared: Measured | None) -> ReencodedLayer:
     """Run one check as ``look`` does, but do not ask whether codes and scales belong together."""
     with Readers() as readers:
-        found = _tally(check, readers) if check.stored.container is not None else StoredCounts()
+        found = tally_of_rows(check, readers) if check.stored.container is not None else StoredCounts()
         if check.job is None:
             return ReencodedLayer(check, found, usual_db=usual_db(check, readers))
         kept = _compared(check, check.job, shared or Measured(check.key), found, readers)
@@ -422,13 +422,17 @@ def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, rea
     return ReencodedLayer(check, found, made.action, comparison.compared, comparison.differing)
 
 
-def _tally(check: Check, readers: Readers) -> StoredCounts:
-    """Count the stored values of a quantized matrix. If it has source rows, include the errors against them."""
+def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int] | None] = (None,)) -> StoredCounts:
+    """Count the stored values of a quantized matrix. If it has source rows, include the errors against them.
+
+    spans: the rows to count, as (first row, end row) pairs, which begin at whole blocks; None stands for all rows.
+    """
     form, origin = check.stored.container, check.origin
     assert form is not None
     height = 1 if origin is None or origin.weight.container is None else origin.weight.container.block[0]
     found = []
-    for slab in slabs(readers, check.stored, check.expert, None, height):
+    rows = (slab for span in spans for slab in slabs(readers, check.stored, check.expert, span, height))
+    for slab in rows:
         assert slab.codes is not None and slab.scales is not None
         x = None if origin is None else rows_of(origin, slab.start, len(slab.codes)).values(readers)
         found.append(_tally_of(form, slab, x))

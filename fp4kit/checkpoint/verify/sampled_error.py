@@ -1,0 +1,106 @@
+"""Measure the error of quantized layers on a sample of their rows, so that a conversion can report it at once.
+
+SQNR is the signal-to-quantization-noise ratio in decibels. It is 10 log10 of the sum of squares of the source, divided
+by the sum of squares of the differences.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.model.model_files import Source
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.verify.reencode import Check, Settings, checks_of, origins_of, tally_of_rows
+
+_MOST_MATRICES, _MOST_ELEMENTS = 256, 1 << 23  # both limit the time to about half a second
+_ROWS, _SPANS = 16, 4  # rows per span; spans per matrix if there are few matrices
+_OUTLIER_DB = 3.0  # a layer this far below the median loses much more than the others
+
+
+@dataclass(frozen=True)
+class SampledError:
+    """Report the SQNR of sampled layers.
+
+    layers: (name, SQNR in decibels) of the sampled layers, worst first. A matrix of a stack has its expert number in
+        brackets. Layers without error, such as those whose codes were kept, are left out.
+    total: the number of quantized matrices in the checkpoint.
+    """
+
+    layers: tuple[tuple[str, float], ...]
+    total: int
+
+    @property
+    def median(self) -> float:
+        """The median SQNR in decibels. There must be a layer."""
+        return median(db for _, db in self.layers)
+
+    @property
+    def outliers(self) -> tuple[str, ...]:
+        """The names of the layers whose SQNR is at least 3 dB, a factor of two, below the median; worst first."""
+        return tuple(name for name, db in self.layers if db <= self.median - _OUTLIER_DB)
+
+
+def sampled_error(destination: str | Path, source: Source) -> SampledError:
+    """Measure the SQNR of the layers of a checkpoint on some rows of each.
+
+    If there are more than 256 matrices, or if they are large, evenly spaced matrices are measured.
+
+    destination: the quantized checkpoint.
+    source: the model from which it was made.
+
+    Raises CheckpointError if a file cannot be read.
+    """
+    weights = list(inspect_checkpoint(destination).layers.values())
+    checks = [
+        check for check in checks_of(weights, origins_of(weights, source), Settings()) if check.origin is not None
+    ]
+    found: dict[str, float] = {}
+    with Readers() as readers:
+        for check, spans in _sample(checks):
+            db = tally_of_rows(check, readers, spans).sqnr_db
+            if db is not None and math.isfinite(db):
+                found[_name(check)] = db
+    return SampledError(tuple(sorted(found.items(), key=lambda item: item[1])), len(checks))
+
+
+def _sample(checks: Sequence[Check]) -> Iterator[tuple[Check, tuple[tuple[int, int], ...]]]:
+    """Yield (matrix, spans of rows) for the sample: evenly spaced matrices, at least one if there are any."""
+    if not checks:
+        return
+    mean = sum(_elements(check) for check in checks) / len(checks)
+    count = max(min(len(checks), _MOST_MATRICES, int(_MOST_ELEMENTS / mean)), 1)
+    spans = _SPANS if count * mean * _SPANS <= _MOST_ELEMENTS else 1
+    for i in range(count):
+        check = checks[i * len(checks) // count]
+        yield check, _spans(check, spans)
+
+
+def _elements(check: Check) -> int:
+    """Return how many elements must be read for one span of rows. A matrix that is stored transposed is read whole."""
+    rows, columns = check.stored.shape[-2:]
+    is_turned = check.stored.transposed or (check.origin is not None and check.origin.weight.transposed)
+    return columns * (rows if is_turned else min(rows, _ROWS))
+
+
+def _spans(check: Check, count: int) -> tuple[tuple[int, int], ...]:
+    """Return ``count`` evenly spaced spans (first row, end row) of a matrix, or all rows if it has few.
+
+    They begin at whole blocks of the matrix and of its source.
+    """
+    rows, origin = check.stored.shape[-2], check.origin
+    forms = (check.stored.container, None if origin is None else origin.weight.container)
+    height = max(_ROWS, *(form.block[0] for form in forms if form is not None))
+    if rows <= height * count:
+        return ((0, rows),)
+    starts = ((rows - height) * (2 * i + 1) // (2 * count) // height * height for i in range(count))
+    return tuple((start, start + height) for start in starts)
+
+
+def _name(check: Check) -> str:
+    """Return the name of a layer, with the number of the expert in brackets if the weight is a stack."""
+    return check.stored.name if check.stored.experts == 1 else f"{check.stored.name}[{check.expert}]"

@@ -1,0 +1,145 @@
+"""Say at the end of a conversion what was made: recipe, error, engines that load it, and the next commands."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
+from fp4kit.checkpoint.convert.convert import ConversionReport
+from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
+from fp4kit.checkpoint.loaders.engines import VERSIONS
+from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE
+from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.selection.diffusers_classes import class_of
+from fp4kit.checkpoint.verify.sampled_error import SampledError, sampled_error
+from fp4kit.storage.errors import CheckpointError, shown
+
+# format -> the engine for which it is made, for formats that support.py does not list
+_OWN_ENGINES = {"gguf": ggml_names.ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGINE}
+_SERVE = {
+    "vLLM": "vllm serve {}",
+    "SGLang": "python -m sglang.launch_server --model-path {}",
+    ggml_names.ENGINE: "llama-server -m {}",
+    mlx.ENGINE: "mlx_lm.server --model {}",
+}
+_LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r})"'
+_MOST_KEPT = 3  # how many layers the advice about --keep names
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Say what a conversion made.
+
+    engines: the names of the engines that load the result; () if none is known.
+    serve: the command that serves or loads the result; "" if none is known.
+    error: the sampled error of the layers; None if no layer was quantized, or if it cannot be measured.
+    """
+
+    engines: tuple[str, ...]
+    serve: str
+    error: SampledError | None
+
+
+def summary_of(report: ConversionReport) -> Summary:
+    """Return the summary of a conversion, for which some rows of the result and of the source are read."""
+    engines = _engines(report.plan, report.destination)
+    return Summary(engines, _serve(report.plan, report.destination, engines), _error(report))
+
+
+def _error(report: ConversionReport) -> SampledError | None:
+    """Return the sampled error of a conversion; None if it quantized no layer or if the files cannot be read again."""
+    if not {QUANTIZE, REQUANTIZE} & report.actions.keys():
+        return None
+    try:
+        found = sampled_error(report.destination, report.plan.source)
+    except (CheckpointError, OSError):
+        return None
+    return found if found.layers else None
+
+
+def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
+    """Return the names of the engines that load the result; () if none is known, or if it needs a config beside it."""
+    format = "bf16" if plan.form is None else plan.form.format
+    if format in _OWN_ENGINES:
+        return (_OWN_ENGINES[format],)
+    if plan.is_file or not destination.is_dir() or class_of(plan.source.config):
+        return ()
+    known = plan.format_name in CONTAINERS or plan.format_name in MIXTURES
+    return support.engines_for(plan.format_name, support.family_of(plan.source.config)) if known else ()
+
+
+def _serve(plan: Plan, destination: Path, engines: tuple[str, ...]) -> str:
+    """Return the command that serves or loads the result with the first engine that can; "" if there is none."""
+    classes = plan.source.config.get("architectures")
+    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    path = shlex.quote(str(destination))
+    if "transformers" in engines and not generates:
+        return _LOAD.format(str(destination))
+    return next((_SERVE[engine].format(path) for engine in engines if engine in _SERVE), "")
+
+
+def body_of(summary: Summary) -> dict[str, Any]:
+    """Return a summary as entries for the JSON document of a conversion."""
+    error = summary.error
+    sqnr = None
+    if error is not None:
+        layers = [{"name": name, "sqnr_db": db} for name, db in error.layers]
+        sqnr = {"median_db": error.median, "layers": layers, "of": error.total}
+    return {"sqnr": sqnr, "engines": summary.engines, "serve": summary.serve}
+
+
+def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
+    """Yield the lines to print about a conversion, without those that do not apply."""
+    plan = report.plan
+    if plan.form is not None:
+        yield _recipe_line(plan)
+    if summary.error is not None:
+        yield from _error_lines(summary.error)
+    if summary.engines:
+        names = (f"{name} {VERSIONS[name]}" if name in VERSIONS else name for name in summary.engines)
+        family = support.family_of(plan.source.config)
+        yield f"engines that load {plan.format_name} for {family} models: {', '.join(names)}"
+    if summary.serve:
+        yield f"serve: {summary.serve}"
+    paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
+    yield f"next: fp4kit verify {paths}"
+
+
+def _recipe_line(plan: Plan) -> str:
+    """Return the line about recipes, and about activations as far as the result determines them."""
+    ids = [plan.recipe.id, *(one.id for _, one in plan.request.recipes)]
+    start = f"recipe: {', '.join(dict.fromkeys(ids))}"
+    form = plan.form
+    assert form is not None
+    if plan.carries_codes:
+        start = "recipe: that of the source, whose codes are kept"
+    if plan.has_input_scale:
+        source = "measured" if plan.request.activations else "from the source or --input-scale"
+        return f"{start}; weights and activations: an input scale per layer is stored ({source})"
+    if form.kind in ("nvfp4", "mxfp4") or form.format in _OWN_ENGINES:
+        return f"{start}; weights only: activations stay in 16 bits"
+    return f"{start}; engines also quantize activations, to 8 bits"
+
+
+def _error_lines(error: SampledError) -> Iterator[str]:
+    """Yield the line about the error and, if some layers lose much more than the others, advice to keep them."""
+    (worst, db), count = error.layers[0], len(error.layers)
+    of = f"{count} layers" if count == error.total else f"{count} sampled layers of {error.total}"
+    noise = 100 * 10 ** (-error.median / 20)
+    yield (
+        f"SQNR: median {error.median:.1f} dB over {of}, which is an error of {noise:.1f}% of the weights; worst"
+        f" {db:.1f} dB, {shown(worst)}"
+    )
+    if error.outliers:
+        kept = error.outliers[:_MOST_KEPT]
+        options = " ".join(f"--keep {shlex.quote(name.partition('[')[0])}" for name in kept)
+        yield (
+            f"advice: {len(error.outliers)} layers are at least 3 dB below the median; to leave the worst unquantized,"
+            f" add {options}"
+        )
