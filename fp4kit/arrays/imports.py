@@ -122,7 +122,8 @@ def as_arrays(operation: str = "", /, **named: Any) -> tuple[Any, ...]:
 def check_one_device(operation: str = "", /, **named: Any) -> None:
     """Raise ValueError unless all arrays are on one device. The message names the device of each array.
 
-    Arguments that are None are ignored.
+    Arguments that are None are ignored. Other errors are those of device_name. operation: the function that messages
+    begin with.
     """
     prefix = f"{operation}: " if operation else ""
     devices = {name: device_name(x, prefix + name) for name, x in named.items() if x is not None}
@@ -216,10 +217,15 @@ def way_to_local(variable: str) -> str:
 
 
 def check_tensor(x: Any, name: str = "x") -> None:
-    """Raise TypeError or ValueError for a PyTorch tensor whose values cannot be read from its memory.
+    """Raise an error for a PyTorch tensor x whose values cannot be read from its memory, or that requires grad.
 
-    Such a tensor has no dense memory, or its memory does not hold its values. DLPack transfers only memory: a tensor
-    with the negative bit set would arrive with every sign flipped.
+    DLPack transfers only memory. For example, a tensor with the negative bit set would arrive with every sign flipped.
+    name: how the message calls x.
+
+    Raises:
+        TypeError: x is a DTensor, or a sparse, nested or quantized tensor.
+        ValueError: x is on the meta device, has the negative or the conjugate bit set, or requires grad in a case that
+            _check_grad rejects.
     """
     variable = _variable(name)
     if is_distributed(x):

@@ -141,7 +141,9 @@ class PlanLibrary:
 
     A plan is a GroupedPlan or a MasterWeightsPlan. It overwrites and returns the same arrays in every call. For PyTorch
     the arrays are converted once, and later calls return the same tensors. JAX arrays cannot be written to, so each
-    call returns new copies.
+    call returns new copies. For tensors of any other library, results are not converted.
+
+    arrays: the tensors of the plan, a sequence or one stacked array. The first one decides the library and the device.
     """
 
     def __init__(self, arrays: Any) -> None:

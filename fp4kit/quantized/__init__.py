@@ -1,4 +1,4 @@
-"""Quantized: the codes and scales of a quantized array, as quantize returns them or as a checkpoint stores them."""
+"""Define Quantized: the codes and scales of an array, as quantize returns them or as a checkpoint stores them."""
 
 from fp4kit.quantized.container import Quantized
 

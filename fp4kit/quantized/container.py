@@ -138,7 +138,8 @@ class Quantized:
     def _check(self, name: str, shape: tuple[int, ...] | None, host: bool) -> None:
         """Raise an error unless the part `name` is as needed: a uint8 array of this shape, or None if shape is None.
 
-        host: whether packed is a NumPy array.
+        The error is TypeError for an array of another library, and ValueError otherwise. host: whether packed is a
+        NumPy array.
         """
         array = getattr(self, name)
         if array is None and shape is None:
@@ -168,7 +169,8 @@ class Quantized:
     def _check_floats(self, name: str, shapes: tuple[tuple[int, ...], ...], host: bool) -> None:
         """Raise an error unless the part `name` is a float32 array with one of the given shapes.
 
-        host: whether packed is a NumPy array. If so, the numbers of the part are checked too.
+        The error is TypeError for another library or dtype, and ValueError otherwise. host: whether packed is a NumPy
+        array. If so, the numbers of the part are checked too, and a NumPy scalar is replaced by a 0-d array.
         """
         array = getattr(self, name)
         if host and isinstance(array, np.generic):
@@ -191,9 +193,10 @@ class Quantized:
         raise ValueError(f"Quantized: {name} is {got}; {self.recipe.id} of {self.shape} needs {needed}")
 
     def _check_kind(self, name: str, array: Any, host: bool) -> None:
-        """Raise an error unless a part is of the library (NumPy or CuPy) and on the device of packed.
+        """Raise TypeError unless a part is of the library (NumPy or CuPy) of packed.
 
-        name, array: the part. host: whether packed is a NumPy array.
+        Raise ValueError if it is a CuPy array on another device than packed. name, array: the part. host: whether
+        packed is a NumPy array.
         """
         kind, packed = type(array), self.packed
         if isinstance(array, np.ndarray) if host else kind is type(packed) and kind.__module__ == "cupy":
@@ -244,7 +247,7 @@ class Quantized:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all codes and scales."""
+        """Bytes of all codes and scales. tensor_amax is not counted."""
         parts = (self.packed, self.block_scale, self.tensor_scale)
         return sum(int(part.nbytes) for part in parts if part is not None)
 

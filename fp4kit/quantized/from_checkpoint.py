@@ -46,11 +46,14 @@ class Stored(NamedTuple):
 
 
 def import_parts(op: str, **named: Any) -> dict[str, Stored | None]:
-    """Return the arrays of a checkpoint by name, imported as NumPy or CuPy arrays without a copy.
+    """Return the arrays of a checkpoint by name, imported as NumPy or CuPy arrays, if possible without a copy.
 
-    All arrays must be on one device. An argument that is None stays None, and a Python float becomes a float64
-    array. A PyTorch tensor with one byte per element is imported as uint8, because CuPy and some PyTorch versions
-    do not export the narrow floats. So is a JAX array of 4-bit elements, which DLPack cannot describe byte by byte.
+    An argument that is None stays None, and a Python float becomes a float64 array. A PyTorch tensor with one byte per
+    element is imported as uint8, because CuPy and some PyTorch versions do not export the narrow floats. A JAX array of
+    4-bit elements is copied to uint8, because DLPack cannot describe it byte by byte.
+
+    Raise ValueError if the arrays are on several devices. Other errors are those of import_arrays. op: the function
+    that messages begin with.
     """
     names = [name for name, a in named.items() if a is not None and type(a) is not float]
     imported = import_arrays(op, **{name: _as_bytes(named[name], f"{op}: {name}") for name in names})

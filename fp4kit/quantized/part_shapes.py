@@ -131,7 +131,9 @@ def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...
 
 
 def check_codes(op: str, packed: Any, element: ElementFormat) -> None:
-    """Raise ValueError if codes of 5 to 7 bits, stored one per byte, have higher bits set.
+    """Raise ValueError if codes of fewer than 8 bits that are stored one per byte have higher bits set.
+
+    4-bit codes are stored two per byte, so they always pass.
 
     packed: the codes as a Quantized stores them. element: their format. Codes on a device are not read, so they always
     pass.

@@ -1,4 +1,4 @@
-"""CheckpointError, and helpers that show names from files in error messages."""
+"""Define CheckpointError, and helpers that show names from files in error messages."""
 
 from __future__ import annotations
 

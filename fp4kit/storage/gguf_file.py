@@ -63,7 +63,8 @@ class GgufFile(SafetensorsFile):
 
     Attributes:
         entries: the tensors. Their dtypes are names in GGML_TYPES; their shapes are in NumPy's order of axes.
-        metadata: the value of each key as text. An array is represented by its type, length and digest.
+        metadata: the value of each key as text. An array is represented by its type, length and digest, and a string of
+            more than 4096 bytes by its length and digest.
         version: the version of the GGUF format, 2 or 3.
         alignment: the number of bytes at whose multiples tensors begin.
         data_start: position in the file at which the bytes of the tensors begin.
@@ -77,7 +78,10 @@ class GgufFile(SafetensorsFile):
 
 
 def is_gguf(path: Path) -> bool:
-    """Return True if the path ends in .gguf and is not a directory, or if it is a file that begins with "GGUF"."""
+    """Return True if the path ends in .gguf and is not a directory, or if it is a file that begins with "GGUF".
+
+    A path that ends in .gguf need not exist. Return False for any other file that is missing or cannot be read.
+    """
     if path.is_dir():
         return False
     if path.suffix.lower() == ".gguf":
@@ -102,7 +106,8 @@ def read_any_header(path: Path, name: str | None = None) -> SafetensorsFile:
 def read_gguf(path: Path, name: str | None = None) -> GgufFile:
     """Return the checked header of the GGUF file at ``path``.
 
-    Raises CheckpointError if the file is missing or not regular, or if its header is one that llama.cpp rejects.
+    Raises CheckpointError if the file is missing or not regular, or if its header is one that llama.cpp rejects. Raises
+    OSError if it cannot be read.
 
     name: the file's name in error messages; None for the last part of ``path``.
     """
@@ -227,7 +232,10 @@ class _Reader:
         return None, f"{_NAMES[item]}[{count}] sha256 {self._array(item, count, key)}"
 
     def _string(self) -> str:
-        """Read a string value and return it. If it has more than 4096 bytes, return its length and digest as text."""
+        """Read a string value and return it. If it has more than 4096 bytes, return its length and digest as text.
+
+        Bytes that are not UTF-8 become backslash escapes. Raise CheckpointError if the file ends before.
+        """
         length = self._number("<Q")
         if length <= _MAX_SHOWN:
             return self._take(length).decode("utf-8", "backslashreplace")

@@ -93,7 +93,15 @@ def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Describe one tensor of a file: its name, dtype and shape, and where its bytes are."""
+    """Describe one tensor of a file: its name, dtype and shape, and where its bytes are.
+
+    Attributes:
+        name: the name of the tensor.
+        dtype: its dtype, as the file format spells it: "BF16", "F8_E4M3", "Q4_K", ...
+        shape: its shape, with the contiguous axis last.
+        start: the position of its first byte in the file.
+        nbytes: its size in bytes.
+    """
 
     name: str
     dtype: str
@@ -106,7 +114,12 @@ class TensorEntry:
 class SafetensorsFile:
     """Describe a safetensors file whose header has been checked.
 
-    ``size`` is the size of the file in bytes. ``entries`` are its tensors, in the order of their bytes.
+    Attributes:
+        path: where the file is; it may be the target of a link.
+        name: the name of the file in its directory, for messages.
+        size: the size of the file in bytes.
+        entries: its tensors, in the order of their bytes.
+        metadata: the entry __metadata__ of the header; empty if there is none.
     """
 
     path: Path

@@ -1,8 +1,8 @@
-"""Read the files of a split GGUF model, NAME-00001-of-00003.gguf and so on, as one model, and divide a model into such
-files.
+"""Read the files of a split GGUF model as one model, and divide a model into such files.
 
-Each file has three keys: split.no (its index, from 0), split.count, and split.tensors.count (of the whole model). The
-first file has all other keys. Source: llama.cpp 3e00f05f2, tools/gguf-split/gguf-split.cpp.
+The files are named NAME-00001-of-00003.gguf and so on. Each file has three keys: split.no (its index, from 0),
+split.count, and split.tensors.count (of the whole model). The first file has all other keys. Source: llama.cpp
+3e00f05f2, tools/gguf-split/gguf-split.cpp.
 """
 
 from __future__ import annotations
