@@ -11,7 +11,7 @@ from changed_bytes import change
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
-from fp4kit.checkpoint.model.inspect import open_checkpoint
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 
 SIZE = 256
@@ -39,7 +39,7 @@ def model(root: Path, strength: float, seed: int = 0) -> Path:
 
 def named(root: Path) -> set[str]:
     """Return the layers of a checkpoint that seem to have swapped nibbles. verify and convert must name them, too."""
-    found = open_checkpoint(root)
+    found = inspect_checkpoint(root)
     names = {weight.name: weight.tensor for weight in swapped_layers(found.weights.values(), found.tensors)}
     issues = [issue for issue in verify(root).issues if issue.text == SWAPPED_NIBBLES]
     assert {issue.subject for issue in issues} == set(names) and {issue.severity for issue in issues} <= {"warning"}
@@ -67,11 +67,11 @@ def test_swapped_nibbles_are_named(recipe: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_sound_layers_cause_no_warning(strength: float, seed: int, tmp_path: Path) -> None:
     convert(model(tmp_path / "s", strength, seed), tmp_path / "m", "nvfp4-te", format="modelopt")
-    found = open_checkpoint(tmp_path / "m")
+    found = inspect_checkpoint(tmp_path / "m")
     assert swapped_layers(found.weights.values(), found.tensors) == []
 
 
 @pytest.mark.parametrize("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
 def test_files_of_other_tools_cause_no_warning(folder: str) -> None:
-    found = open_checkpoint(FOREIGN / folder)
+    found = inspect_checkpoint(FOREIGN / folder)
     assert swapped_layers(found.weights.values(), found.tensors) == []
