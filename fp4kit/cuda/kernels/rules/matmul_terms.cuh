@@ -18,9 +18,9 @@
 enum class Adder : i32 { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
 
 // Return x truncated toward zero to an integer, with the sign of x. |x| must be below 2^52, infinite or NaN; infinities
-// and NaN are returned. The twin consists of operations that compilers vectorize.
+// and NaN are returned. Processors without an instruction for it get operations that compilers vectorize.
 FP4KIT_DEVICE double toward_zero(double x) {
-#ifdef __CUDA_ARCH__
+#if defined(__CUDA_ARCH__) || defined(__SSE4_1__)
   return trunc(x);
 #else
   const double magnitude = fabs(x), shifted = magnitude + 0x1p52, rounded = shifted - 0x1p52;
