@@ -26,7 +26,7 @@ FLT_MIN = np.finfo(np.float32).tiny  # smallest normal float32
 
 
 def unsigned(dtype: np.dtype) -> np.dtype:
-    """Return the unsigned integer dtype with as many bytes as dtype, for viewing the bits of an array."""
+    """Return the unsigned integer dtype with as many bytes as dtype, 1, 2, 4 or 8, to view the bits of an array."""
     return np.dtype(f"u{dtype.itemsize}")
 
 
@@ -111,7 +111,7 @@ class ElementFormat:
             self._check_float()
 
     def _check_types(self) -> None:
-        """Raise TypeError unless every field has its declared type. A bool is not accepted as an int."""
+        """Raise TypeError unless every field has its declared type: bools for flags, and no bools for ints."""
         kinds = (str, int, int, int, str, bool, bool)
         for (name, value), kind in zip(vars(self).items(), kinds, strict=True):
             if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):

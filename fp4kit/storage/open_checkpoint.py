@@ -26,7 +26,8 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Map
         CheckpointError: there is no checkpoint at this path, or it is malformed.
         ValueError: no recipe has this id.
 
-    Exact: codes and scales are the bytes of the file, in linear order with the even element in the low nibble.
+    Exact:
+        Codes and scales are the bytes of the file, in linear order with the even element in the low nibble.
 
     Examples:
         >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
