@@ -192,8 +192,8 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
 
     Raises:
         TypeError: the block amaxes are not real.
-        ValueError: the recipe does not accept block amaxes; the shape does not fit; a value on the host is NaN or
-            negative; or on_device is set and they are not a float32 CuPy array.
+        ValueError: the recipe, or the function op, does not accept block amaxes; the shape does not fit; a value on the
+            host is NaN or negative; or on_device is set and they are not a float32 CuPy array.
     """
     if given is None:
         return None

@@ -64,8 +64,8 @@ def quantize(
             along `axis`, and rounds the result to the dtype of x. Every amax is then computed from the transformed x.
             "no_signs" applies the transform without the random sign mask.
         block_amax: calibrated block amaxes, or those found by search_scales: float32 in the shape of the linear
-            block_scale, or flat in the same order. Accepted by static recipes, and by recipes with E8M0 scales of
-            blocks of one row.
+            block_scale, or flat in the same order. Accepted by static recipes, and, for blocks of one row, by recipes
+            with E8M0 scales and by recipes with an amax rule (fp4kit.custom_recipe).
         block_scale: block scales to encode with, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu.
         tensor_scale: tensor scale to encode with: float32, in any shape that tensor_amax may have. dequantize
             multiplies by it.
@@ -79,12 +79,14 @@ def quantize(
         bits; block_scale is uint8 (..., K/block); tensor_scale and tensor_amax are float32.
 
     Raises:
-        TypeError: x has a dtype other than these three.
-        ValueError: x is 0-d, or a length is not a whole number of blocks.
-        ValueError: the recipe or the layout is unknown.
-        ValueError: tensor_amax has the wrong shape, is NaN or negative.
-        ValueError: scales are incomplete, or passed together with an amax.
-        ValueError: out shares memory with x.
+        TypeError: x has a dtype other than these three, or another argument is of the wrong kind.
+        ValueError: x is 0-d, does not have the axis, or a length is not a whole number of blocks.
+        ValueError: the recipe or the layout is unknown, or the recipe has no codes.
+        ValueError: an amax has the wrong shape, is NaN or negative, or the recipe does not accept it.
+        ValueError: rounding, seed or hadamard is invalid, or does not fit the recipe, x or each other.
+        ValueError: scales are incomplete, have the wrong shape, or are passed together with an amax.
+        ValueError: out does not fit the result, or shares memory with another array of the call.
+        ValueError: arrays are on several devices.
         NotImplementedError: there is no CUDA kernel for the call.
 
     Numerics:
