@@ -10,6 +10,7 @@ from rich.filesize import decimal
 
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
 from fp4kit.checkpoint.model.items import CARRIED, REFUSED, UNDERSTOOD, Item
+from fp4kit.checkpoint.plan.layer_checks import all_doubts
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_path
 from fp4kit.cli.render import shape_text
@@ -58,7 +59,13 @@ def _body(checkpoint: Checkpoint) -> dict[str, Any]:
         "items": [item._asdict() for item in checkpoint.items],
         "totals": {dtype: {"tensors": count, "bytes": nbytes} for dtype, (count, nbytes) in checkpoint.totals.items()},
         "quantization": dict(quantization_summary(checkpoint)),
+        "warnings": _warnings(checkpoint),
     }
+
+
+def _warnings(checkpoint: Checkpoint) -> list[str]:
+    """Return warnings about layers that seem to be cut or transposed, and about a quantized head that is tied."""
+    return [*all_doubts(checkpoint.weights.values(), checkpoint.config or {}, checkpoint.tensors)]
 
 
 def _print(out: Output, checkpoint: Checkpoint) -> None:
@@ -74,6 +81,8 @@ def _print(out: Output, checkpoint: Checkpoint) -> None:
     out.line(f"total: {len(checkpoint.tensors)} tensors in {len(checkpoint.files)} file(s), {decimal(total)}")
     for key, value in quantization_summary(checkpoint):
         out.line(f"{key}: {shown(value)}")
+    for text in _warnings(checkpoint):
+        out.line(f"warning: {text}")
 
 
 def _print_items(out: Output, items: Iterable[Item]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 import synthetic
 from synthetic import refused
 
+from fp4kit.__main__ import main
 from fp4kit.checkpoint import make_plan
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.items import REFUSED
@@ -70,6 +72,15 @@ def test_layers_that_are_cut(layer: str, axis: int, tmp_path: Path) -> None:
 def test_sizes_that_models_have(layer: str, shape: tuple[int, ...], config: dict[str, Any], tmp_path: Path) -> None:
     synthetic.write_model(tmp_path / "m", {**CONFIG, **config}, fp8(SHAPES | {layer: shape}))
     assert texts(tmp_path / "m") == []
+
+
+def test_inspect_names_layers_that_are_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic.write_model(tmp_path / "m", CONFIG, fp8(SHAPES | {f"{MLP}.up_proj": (112, 64)}))
+    (text,) = texts(tmp_path / "m")
+    assert main(["inspect", str(tmp_path / "m"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["warnings"] == [text]
+    assert main(["inspect", str(tmp_path / "m")]) == 0
+    assert f"warning: {MLP}.up_proj [112, 64]:" in capsys.readouterr().out
 
 
 def test_a_transposed_layer_is_not_called_cut() -> None:
