@@ -112,9 +112,9 @@ def generate(root: Path, nbytes: int) -> None:
 
 
 def alone(function: Callable[..., T], calls: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Call the function once per tuple of arguments, each in a new process, all at the same time.
+    """Call the function once per tuple of arguments, all at the same time, each in a new process of its own.
 
-    Return the results in order.
+    Return the results in the order of ``calls``.
     """
     with ProcessPoolExecutor(len(calls), mp_context=multiprocessing.get_context("spawn")) as pool:
         return list(pool.map(function, *zip(*calls, strict=True)))

@@ -30,9 +30,9 @@ const char * ggml_type_name(int type) { abort(); }
 
 
 def build(folder: Path, target: Path) -> ctypes.CDLL:
-    """Compile ggml-quants.c from ggml's source folder, with the optimization flags of ggml's own build, and load it.
+    """Compile ggml-quants.c with the optimization flags of ggml's own build, and load the library.
 
-    The library is written to the target folder.
+    folder: the source folder of ggml. target: the folder to write the library to.
     """
     (target / "stubs.c").write_text(STUBS)
     out = target / "ggml.so"

@@ -26,7 +26,10 @@ MX_MODES = {  # recipe that torchao's to_mx computes: (element dtype, scale mode
 
 @cache
 def module(name: str) -> Any:
-    """Return a module, or None if it cannot be imported. Warnings during the import are suppressed."""
+    """Import a module and return it. If the import raises any error, print the error and return None.
+
+    Warnings during the import are suppressed.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         logging.getLogger("torchao").setLevel(logging.ERROR)

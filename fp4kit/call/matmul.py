@@ -285,7 +285,11 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
 
 
 def _check_multiplied(op: str, name: str, r: Recipe) -> None:
-    """Raise ValueError unless matrix units multiply the elements and the scales of a recipe."""
+    """Raise ValueError if no matrix unit multiplies tensors of a recipe.
+
+    This concerns integer elements, formats other than those of FP8, FP6 and FP4, and recipes with a tensor scale per
+    block.
+    """
     if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
         raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
 

@@ -90,7 +90,11 @@ class Call(NamedTuple):
         return self.block_scale is not None or self.tensor_scale is not None
 
     def with_array(self, x: Any, out: Quantized | None = None) -> Call:
-        """Return this call with another array and out. x must match the parsed array in all that the checks read."""
+        """Return a copy of this call with x and out replaced.
+
+        No argument is checked again. So x must have the shape and dtype of the array that was parsed, and be on its
+        device.
+        """
         return self._replace(x=x, moved=_axis_last(x, self.axis), out=out)
 
 

@@ -1,4 +1,4 @@
-"""Define the command verify: report what is wrong with a checkpoint, as a table, as JSON or as an HTML page."""
+"""Define the command verify, which reports what is wrong with a checkpoint as a table, as JSON or as an HTML page."""
 
 from __future__ import annotations
 

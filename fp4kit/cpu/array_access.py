@@ -40,8 +40,8 @@ class ArrayAccess(NamedTuple):
     def amax_pointer(self, amax: Any) -> Any:
         """Return a pointer to the caller's tensor_amax, for the C library.
 
-        It points to a c_float for a Python or NumPy number, and to the data of an array. Return None for an array that
-        the C library cannot read in place.
+        amax: a float of Python or NumPy, or an array. For a float, the pointer is to a c_float; for an array, to its
+            data. Return None for an array that is not float32, contiguous and aligned, which the C library cannot read.
         """
         if isinstance(amax, (float, np.floating)):
             return ctypes.byref(ctypes.c_float(float(amax)))

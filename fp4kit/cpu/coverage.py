@@ -49,7 +49,7 @@ def tensor_key(r: Recipe) -> str | None:
 
 
 def element_key(r: Recipe) -> str:
-    """Return the key of a recipe's element arithmetic: how a finite element becomes a code under a finite factor."""
+    """Return the key of a recipe's element arithmetic, which computes codes from finite elements and finite factors."""
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)] + ["then_encode"] * then_encodes(
         r
     )
@@ -57,7 +57,10 @@ def element_key(r: Recipe) -> str:
 
 
 def decode_key(r: Recipe) -> str:
-    """Return the key of a recipe's decoder: how a code becomes a value under a block scale and a tensor scale."""
+    """Return the key of a recipe's decoder, which computes a value from a code, a block scale and a tensor scale.
+
+    In the key, "none" stands for the format of the block scales if the recipe has none.
+    """
     scale = "none" if r.scale is None else _name(r.scale)
     return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
 

@@ -119,7 +119,15 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
 
 
 def _tensor_shapes(moved: tuple[int, ...], r: Recipe) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes that the tensor scale of an array may have. moved: its shape with the quantized axis last."""
+    """Yield the shapes that the tensor scale of an array may have, depending on the recipe's tensor_scaling.
+
+    - "row": one scale per row, moved[:-1].
+    - "block": one scale per block.
+    - "tensor": one scale, (). For a stack of matrices, one scale per entry of the first axis is also allowed.
+    - "none": nothing is yielded.
+
+    moved: the shape of the array with the quantized axis last.
+    """
     if r.tensor_scaling == "row":
         yield moved[:-1]
     elif r.tensor_scaling == "block":

@@ -112,9 +112,9 @@ def _refuse(r: Any, field: str, needed: str) -> NoReturn:
 
 
 def _check_types(r: Any) -> None:
-    """Raise an error if a field has the wrong type, or if a rule is unknown. Combinations of fields are not checked.
+    """Check the type of each field, and that names of rules are known. Combinations of fields are not checked.
 
-    It is TypeError for id, texts and flags of the wrong type, and ValueError for an empty id and unknown names.
+    Raise TypeError if id, a text or a flag has the wrong type. Raise ValueError for an empty id or an unknown name.
     """
     if not isinstance(r.id, str):
         raise TypeError(f"Recipe: id is {r.id!r}; needs a str, such as 'nvfp4-te'")
@@ -171,7 +171,12 @@ def _check_element(r: Any) -> None:
 
 
 def _check_block(r: Any) -> None:
-    """Raise ValueError unless block fits the element format, amax_nan and tensor_scaling."""
+    """Raise ValueError unless block fits the other fields.
+
+    - A block needs a block_rule or tensor_scaling "block", and tensor_scaling "block" needs a block.
+    - Its columns must be a multiple of the codes that share bytes, and even with amax_nan "lanes".
+    - It must have one row if each row or each block has a tensor scale.
+    """
     if r.block is None:
         if r.tensor_scaling == "block":
             _refuse(r, "tensor_scaling", "needs a block (rows, columns), but block is None")
@@ -194,7 +199,11 @@ def _check_block(r: Any) -> None:
 
 
 def _check_block_rule(r: Any) -> None:
-    """Raise ValueError unless all fields that the block rule constrains fit it."""
+    """Raise ValueError unless the other fields fit the block rule.
+
+    Without a block rule, scale must be None. With one, these fields must fit: scale, block, element, apply, flush,
+    static and tensor_scaling. Which of their values fit follows from rules.BLOCK_RULES.
+    """
     if r.block_rule is None:
         if r.scale is not None:
             _refuse(r, "block_rule", f"needs a rule that writes {r.scale} scales; or scale None")
@@ -246,7 +255,12 @@ def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
 
 
 def _check_tensor_rule(r: Any) -> None:
-    """Raise ValueError unless the tensor rule fits tensor_scaling, scale, scale_max and element."""
+    """Raise ValueError unless the tensor rule fits tensor_scaling, scale, scale_max and element.
+
+    - A rule is needed if tensor_scaling is not "none". Without a rule, block scales are needed.
+    - A rule for block scales needs E4M3 block scales. Only such a rule allows a scale_max other than 448.
+    - Any other rule needs scale None, and elements of the kind it scales: integers or floats.
+    """
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
         _refuse(
             r,
@@ -288,7 +302,10 @@ def _check_amax_tensor_rule(r: Any) -> None:
 
 
 def _check_decode_rule(r: Any) -> None:
-    """Raise ValueError unless the decode rule fits scale and tensor_rule."""
+    """Raise ValueError unless the recipe has the format of block scales that its decode rule needs.
+
+    A rule that decodes with the tensor amax also needs a tensor_rule.
+    """
     rule = rules.DECODE_RULES[r.decode_rule]
     if r.is_custom:
         if r.decode_rule != "product":
@@ -301,7 +318,12 @@ def _check_decode_rule(r: Any) -> None:
 
 
 def _check_four_over_six(r: Any) -> None:
-    """Raise ValueError unless four_over_six, and the fields that only 4over6 reads, fit the other fields."""
+    """Raise ValueError unless four_over_six fits the other fields.
+
+    Without it, block_rule "four_over_six" and the fields fast_error and lane_sums, which only 4over6 reads, are
+    rejected. With it, these fields must fit: block_rule, element, block, rounding, flush, fast_error, lane_sums, and
+    the fields that _need_plain checks.
+    """
     if (r.four_over_six is None) != (r.block_rule != "four_over_six"):
         needed = "'mae', 'mse' or 'max' with 'four_over_six', else None"
         _refuse(r, "four_over_six", f"block_rule is {r.block_rule!r}; needs {needed}")
@@ -329,7 +351,12 @@ def _check_four_over_six(r: Any) -> None:
 
 
 def _check_fake_rule(r: Any) -> None:
-    """Raise ValueError unless all fields that the fake rule constrains fit it."""
+    """Raise ValueError unless the other fields fit the fake rule.
+
+    Without a fake rule, fake_only must be False. With one, these fields must fit: scale, element, tensor_rule,
+    scale_max, block, four_over_six, and the fields that _need_plain checks. Which of their values fit follows from
+    rules.FAKE_RULES.
+    """
     if r.fake_rule is None:
         if r.fake_only:
             _refuse(r, "fake_only", "needs a fake_rule, which computes the values")
@@ -353,7 +380,7 @@ def _check_fake_rule(r: Any) -> None:
 
 
 def _check_search(r: Any) -> None:
-    """Raise ValueError unless the search fits scale, block, and the fields that it excludes.
+    """Raise ValueError unless the search is known and fits the other fields: scale, block, and those that it excludes.
 
     A search chooses the amax of each block of one row among several candidates, so no other field may choose it.
     """

@@ -46,6 +46,8 @@ class _Candidate(NamedTuple):
 def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
     """Quantize blocks with the block scales E4M3(min(base, 448)), and return the result as a _Candidate.
 
+    If recipe.lane_sums is set and the whole tensor is zero, all block scales are 0 instead.
+
     base: the block scales before they are encoded, (rows of blocks, blocks).
     blocks: the elements, float32 (m, blocks, 16).
     tensor: the tensor scale.

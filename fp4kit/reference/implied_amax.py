@@ -104,15 +104,15 @@ def _with_fewest_bits(first: np.ndarray, last: np.ndarray) -> np.ndarray:
 
 
 def implied_amax(scale: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
-    """Return the amax that a stored tensor scale was made from, as far as the scale reveals it.
+    """Return the amax from which a tensor scale was probably computed.
 
-    Candidates are the positive amaxes within FAR float32 steps of scale * covered_range whose tensor rule gives exactly
-    the scale. The result is the candidate with the fewest significant bits, that is the float32 that ends in the most
-    zero bits. For bfloat16 and float16 data this is the original amax, because two amaxes of such data rarely give
-    equal scales.
+    A candidate is a positive amax from which the tensor rule computes exactly the scale. Candidates are searched within
+    FAR float32 steps of scale * covered_range. The result is the candidate with the fewest significant bits, which is
+    the float32 that ends in the most zero bits. For bfloat16 and float16 data this is the original amax, because two
+    amaxes of such data rarely give equal scales.
 
-    If there is no candidate, the result is the first of 0, inf and NaN that gives the scale. If none of them does, the
-    result is -1 (UNKNOWN).
+    If there is no candidate, or if the scale is not positive and finite, 0, inf and NaN are tried in this order. The
+    first of them that gives the scale is the result. If none gives it, the result is -1 (UNKNOWN).
 
     Args:
         scale: float32, any shape.

@@ -64,7 +64,7 @@ def as_terms(values: np.ndarray, least: int) -> Terms:
 
 
 def terms_of_step(a: Factor, b: Factor, step: DotAdd | FloorDotAdd) -> Terms:
-    """Return the terms of a step without C: Terms (M, N, K / group). a and b have the K elements of one step.
+    """Return the terms of a step, except C: Terms (M, N, K / group). a and b are cut to the K elements of the step.
 
     A term is a product, times the block scales of its elements. Its significand is the product of the significands,
     which is not normalized again.
@@ -139,9 +139,15 @@ def floored_sum(t: Terms, c: Terms, step: FloorDotAdd) -> np.ndarray:
 
 
 def add_step(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Return D = C + the products of one step: float32 (M, N). a and b have the K elements of the step.
+    """Return C + the products of one step: float32 (M, N).
 
-    C: float32 (M, N). A DotAdd adds as truncated_sum says, and a FloorDotAdd as floored_sum says.
+    A DotAdd adds as truncated_sum does. A C of zero has the exponent step.zero_exponent.
+
+    A FloorDotAdd adds as floored_sum does. If it has one sum and no block scales, a product of 2^128 or more is
+    infinite.
+
+    a, b: the operands, cut to the K elements of the step.
+    c: C, float32 (M, N).
     """
     t, c_term = terms_of_step(a, b, step), as_terms(c, LEAST_EXPONENT)
     if isinstance(step, FloorDotAdd):
@@ -170,7 +176,10 @@ def _cut(f: Factor, start: int, stop: int) -> Factor:
 
 
 def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np.ndarray:
-    """Return C + A B^T in steps along K, ascending: D of a step is C of the next. The result is float32 (M, N).
+    """Return C + A B^T, added in steps along K, ascending: each step adds to the sums of the previous step.
+
+    The result is float32 (M, N).
+
 
     K is a multiple of step.k. If K is 0, c itself is returned.
     """
@@ -180,9 +189,10 @@ def chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd) -> np
 
 
 def promoted_chain(a: Factor, b: Factor, c: np.ndarray, step: DotAdd | FloorDotAdd, promote: int) -> np.ndarray:
-    """Return C + the sum of chains over `promote` elements of K, each from zero. The sum is float32, nearest even.
+    """Return C + A B^T, added in chains of `promote` elements of K.
 
-    The last chain may be shorter. If K is 0, c itself is returned.
+    Each chain starts at zero. The chains are added to C in float32, to nearest even. The last chain may be shorter.
+    If K is 0, c itself is returned.
 
     step: the step of the chains, whose k divides promote and K.
     """

@@ -101,9 +101,10 @@ def _is_linear(module: torch.nn.Module) -> bool:
 
 
 def _layers(names: Sequence[str], name: str) -> tuple[str, ...]:
-    """Return the layer names of tensors: their ``names`` in the checkpoint without ".weight" and without duplicates.
+    """Return the names that a layer has in the checkpoint, without duplicates.
 
-    If ``names`` is empty, return only ``name``, the name of the layer in the model.
+    names: the names of the tensors that the layer is saved as. Each gives a name, without ".weight" at its end.
+    name: the name of the layer in the model, which is returned alone if ``names`` is empty.
     """
     return tuple(dict.fromkeys(n.removesuffix(".weight") for n in names)) or (name,)
 

@@ -23,12 +23,12 @@ class FakeQuantSettings:
     """Describe what is fake-quantized in training: the parameters whose names match, with one recipe.
 
     Attributes:
-        recipe: an id or a Recipe. None: nothing is quantized.
-        block_size: the number of elements that share a scale, if it differs from the recipe's. None: that of the
-            recipe.
+        recipe: an id or a Recipe. If None, nothing is quantized.
+        block_size: the number of elements that share a scale. If None, it is the recipe's.
         parameters, exclude: wildcards (fnmatch; case matters) of parameter names. A parameter is quantized if it
             matches one of ``parameters`` and none of ``exclude``.
-        pass_through: True if the straight-through gradient passes everywhere. False: only where |w| <= amax.
+        pass_through: if True, the gradient passes unchanged everywhere. If False, it passes only where |w| <= amax, and
+            is 0 elsewhere.
 
     Raises:
         ValueError: for an unknown recipe, and for a block size that does not fit the recipe.

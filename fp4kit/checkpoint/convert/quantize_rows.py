@@ -147,7 +147,7 @@ def check_scales(job: Job, q: Quantized) -> None:
         return
     assert q.block_scale is not None
     bad = int(np.count_nonzero((q.block_scale & ~np.uint8(q.recipe.scale.sign_bit)) == q.recipe.scale.nan_code))
-    # In GGUF blocks, llama.cpp would read a NaN scale as a number.
+    # NaN is never accepted in GGUF blocks, because llama.cpp would read the code of NaN as a number.
     if bad and (job.nonfinite != "keep" or job.container.in_blocks):
         raise CheckpointError(
             f"{shown(job.name)}: {bad} block scales are NaN; leave the layer out with --keep, or use another recipe"

@@ -537,9 +537,13 @@ def _unexplained(text: str, tally: MatchCount) -> Explanation:
 
 
 def _variation(evidence: LayerEvidence, plain: Layout) -> str | None:
-    """Return the verdict of fp4kit.identify on a sample, if a Hadamard transform or stochastic rounding explains it.
+    """Return "on a sample, " and the verdict of fp4kit.identify, if it finds a transform or stochastic rounding.
 
-    Return None if neither does, or if codes, rows or scales are not in their places.
+    The sample is some rows and columns of the layer. Return None in these cases:
+
+    - Neither a Hadamard transform nor stochastic rounding explains the sample.
+    - The layout is not the usual one: it has a mishap, or the block scales are swizzled, or their number does not fit.
+    - The tensor scale is not one that the recipe can have (see _sampled).
 
     plain: the layout in which codes are read as declared and rows are in place.
     """
@@ -559,8 +563,8 @@ def _sampled(
 ) -> Quantized | None:
     """Return some rows and columns of a layer, read in the layout ``plain``, as a Quantized for fp4kit.identify.
 
-    Return None if the recipe needs a tensor scale, and the layer has none or one that is not a positive finite number.
-    Return None also if the layer has a tensor scale that the recipe does not need.
+    Return None if the layer's tensor scale is not a positive finite number. Return None also if the recipe needs a
+    tensor scale and the layer has none, or the reverse.
 
     dtype: the dtype of the source.
     """

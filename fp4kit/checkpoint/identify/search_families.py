@@ -197,7 +197,10 @@ def _tried(evidence: LayerEvidence, part: _Rows, tensor: TensorScale) -> Iterato
 
 
 def _is_nvfp4(evidence: LayerEvidence) -> bool:
-    """Return whether a layer has the elements, scales and blocks of NVFP4, and one tensor scale."""
+    """Return whether a layer has the elements, block scales and block size of NVFP4, and at most one tensor scale.
+
+    Return False for a layer with several tensor scales, such as one per expert.
+    """
     r = evidence.layer.recipe
     parts = r.element, r.scale, r.block_size
     return parts == (_STATIC.element, _STATIC.scale, _STATIC.block_size) and np.ndim(evidence.layer.tensor_scale) == 0

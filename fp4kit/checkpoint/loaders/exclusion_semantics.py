@@ -163,7 +163,7 @@ def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
 
 
 def _fnmatch_glob(pattern: str) -> str | None:
-    """Return the regular expression of an fnmatch glob, or None if the pattern has no ``*``, ``?`` or ``[``."""
+    """Translate an fnmatch glob into a regular expression. Return None for a pattern without ``*``, ``?`` or ``[``."""
     return translate(pattern) if re.search(r"[*?\[]", pattern) else None
 
 

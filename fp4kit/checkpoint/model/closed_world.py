@@ -254,15 +254,15 @@ _PART_NAMES = {
 
 
 def rest_of_kv(name: str) -> bool:
-    """Return whether a tensor is a scale of the KV cache or of attention. Its name tells, such as "attn.k_scale"."""
+    """Return whether a tensor has the name of a scale of the KV cache or of attention, such as "attn.k_scale"."""
     return name.rpartition(".")[2] in ("k_scale", "v_scale", "q_scale", "prob_scale")
 
 
 def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
-    """Yield a warning about layers without a tensor scale if most layers of their kind have one.
+    """Yield one warning that names the NVFP4 layers without a tensor scale, if fewer than half of them have none.
 
-    It concerns GGUF and torchao, whose NVFP4 layers are read without a tensor scale too. mlx-lm stores tensor scales
-    only for experts.
+    Only layers of GGUF and torchao are counted, because these formats allow NVFP4 layers without a tensor scale.
+    Layers of mlx-lm are not counted, although they may have none: mlx-lm stores tensor scales only for experts.
 
     Args:
         weights: the quantized layers of a checkpoint.
@@ -278,7 +278,7 @@ def lost_tensor_scales(weights: Iterable[Weight]) -> Iterator[str]:
 
 
 def _may_lack_scale(weight: Weight) -> bool:
-    """Return whether a layer is in a container that is also read without a tensor scale."""
+    """Return whether a layer is in GGUF or torchao, whose NVFP4 layers may have no tensor scale."""
     form = weight.container
     return form is not None and (form.in_blocks or form.method == "torchao")
 
@@ -619,7 +619,7 @@ def _metadata_items(tensors: Tensors, weights: Mapping[str, Weight]) -> Iterator
 
 
 def describes_stored_layers(key: str, tensors: Tensors, quantized: Collection[str]) -> bool:
-    """Return whether a metadata entry says how layers are stored: ComfyUI's entry, or one of torchao's per tensor.
+    """Return whether a metadata entry says how layers are stored: the entry of ComfyUI, or torchao's for a tensor.
 
     A conversion does not copy such entries, because its result stores the layers otherwise.
 

@@ -625,7 +625,7 @@ METHODS: dict[str, dict[str, _Entry]] = {
 _WHOLE: dict[str, Check] = {"quark": _quark_layers, "auto-round": _auto_round_layers}
 
 
-# Keys of config.json that may concern how weights are stored. They are refused, because none of them is known.
+# Unknown keys of config.json that may concern how weights are stored. They are refused.
 _DECLARES = re.compile(
     r"quant|rotation|hadamard|(\w+_)?(quant|rotation|hadamard|smoothquant|sparsity)"
     r"_(config|cfg|args|params|method|algo|algorithm|scheme|matrix|matrices)"
@@ -633,10 +633,14 @@ _DECLARES = re.compile(
 
 
 def config_items(config: Mapping[str, Any], weights: Mapping[str, Weight]) -> Iterator[Item]:
-    """Yield an item for each entry of config.json that concerns quantization.
+    """Yield the items of config.json: one for each entry that concerns quantization.
 
-    Entries that are null or empty are skipped. If no layer is quantized, nothing is yielded, because check_declared
-    then refuses a config that declares quantization.
+    - For quantization_config and other known entries, each key in the entry is an item.
+    - An unknown entry whose name sounds like quantization, such as rotation_config, is a refused item.
+    - Entries that are null or empty are skipped.
+
+    If no layer is quantized, nothing is yielded. In that case, check_declared refuses a config that declares
+    quantization.
 
     Args:
         config: the content of config.json.

@@ -342,9 +342,10 @@ def _shape(codes: TensorEntry, container: Container) -> tuple[int, ...] | None:
 
 
 def _plain(name: str, place: Located, places: Mapping[str, Located], config: Mapping[str, Any]) -> Weight | None:
-    """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a stack of experts.
+    """Return the unquantized weight that a tensor stores: a matrix ``P.weight`` or a 3-d stack of experts.
 
-    Return None for any other tensor, such as a vector, an empty tensor or integers.
+    The tensor's dtype is a float dtype or GGUF's Q8_0. A stack stored as [E, K, N] gives a Weight of shape (E, N, K)
+    that is marked as transposed. Return None for any other tensor, such as a vector, an empty tensor or integers.
 
     Args:
         name, place: the tensor.

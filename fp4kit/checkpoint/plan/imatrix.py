@@ -218,10 +218,10 @@ class Imatrix:
 
 
 def _was_never_called(values: np.ndarray, place: ChannelWeights) -> bool:
-    """Return whether the column weights of a matrix say that it saw no token.
+    """Return whether the imatrix says that a matrix saw no token.
 
-    They say so if the divisor is 0. They also do if all of several weights are 1, because a legacy file stores that for
-    an expert that saw no token.
+    That is so if the divisor is 0. It is also so if there are several weights and all are 1, because legacy files store
+    weights of 1 for an expert that saw no token.
 
     Args:
         values: the column weights, read from ``place``.

@@ -177,7 +177,7 @@ def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[flo
     name: the end of the chart's HTML id.
     title: the caption.
     points: the points; their kinds and layer numbers are used.
-    values: the height of each point; a point with NaN is not drawn.
+    values: the value of each point, drawn as its height. A point whose value is NaN is not drawn.
     colors: kind of layer -> color.
     """
     ticks = _ticks([value for value in values if math.isfinite(value)])

@@ -394,11 +394,14 @@ class MoveCall:
 
 
 def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
-    """Return a MoveCall that repeats a call of transpose, or None if no kernel supports it or arrays must be copied.
+    """Return a MoveCall that repeats a call of transpose.
+
+    Return None if no kernel supports the recipe's block size. Return None also if a kernel cannot read the codes and
+    scales in place: one of the arrays is empty, not contiguous, or not on the current device.
 
     Args:
         q: the Quantized with CuPy arrays.
-        given: the Quantized as the caller passed it, with CuPy arrays or PyTorch tensors.
+        given: q as the caller passed it, with CuPy arrays or PyTorch tensors.
         axis: the quantized axis of the result.
     """
     if q.recipe.block_size not in transpose_launcher.BLOCKS or not _are_contiguous_here(q.packed, q.block_scale):
@@ -416,11 +419,12 @@ def transpose(q: Quantized, given: Quantized, axis: int) -> MoveCall | None:
 def swizzle(q: Quantized, given: Quantized, layout: str) -> MoveCall | None:
     """Return a MoveCall that repeats a call of swizzle or unswizzle.
 
-    Return None if the scales must be copied first, or if they already have the given layout.
+    Return None if no kernel can read the scales in place: they are empty, not contiguous, or not on the current device.
+    Return None also if the scales already have the given layout.
 
     Args:
         q: the Quantized with CuPy arrays.
-        given: the Quantized as the caller passed it, with CuPy arrays or PyTorch tensors.
+        given: q as the caller passed it, with CuPy arrays or PyTorch tensors.
         layout: the layout of the result.
     """
     if not _are_contiguous_here(q.block_scale) or q.scale_layout == layout:

@@ -1,4 +1,7 @@
-"""Clip the gradients of a group of CuPy arrays, with one launch per pair of dtypes."""
+"""Clip the gradients of a group of CuPy arrays.
+
+One launch clips all arrays whose x have one dtype and whose gradients have one dtype.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +63,7 @@ class ClipGroup:
         return given
 
     def clip(self) -> list[Any]:
-        """Clip the gradients, by the current elements of all arrays, and return `outs`."""
+        """Clip the gradients, reading the current elements of all arrays, and return `outs`."""
         with self._device:
             clear(self._vector)
             launch_all(self._copies, self._launches)
@@ -68,6 +71,6 @@ class ClipGroup:
 
 
 def clip_launches(clips: Sequence[Clip]) -> list[GroupedLaunch]:
-    """Return the launches that clip gradients: one per pair of dtypes of x and gradient."""
+    """Return the launches that clip gradients: one per pair (dtype of x, dtype of the gradient)."""
     kinds = dict.fromkeys((c.x.dtype, c.grad.dtype) for c in clips)
     return [grouped.clip_group([c for c in clips if (c.x.dtype, c.grad.dtype) == kind]) for kind in kinds]

@@ -110,7 +110,7 @@ def contiguous_or_copy(a: Any, copies: list[tuple[Any, Any]]) -> Any:
 
 
 def launch_all(copies: list[tuple[Any, Any]], launches: Sequence[Callable[[], None]]) -> None:
-    """Update the contiguous copies of arrays, and then launch all launches in order.
+    """Copy the arrays to their contiguous copies, and then run all launches in order.
 
     copies: pairs (array, contiguous copy of it), as contiguous_or_copy appends them.
     """
@@ -185,9 +185,10 @@ class Group:
         return cut(self.vector, [a.shape for a in checked])
 
     def _find_searches(self) -> tuple[Sequence[Call], list[Callable[[], None]]]:
-        """Return the calls with arrays for their block amaxes, and the launches that search these block amaxes.
+        """Return the calls without their search, and the launches that search in their place.
 
-        If the recipe has no search, return the calls unchanged and no launches.
+        Each returned call has the recipe without search, and an array as its block_amax. The launches write the block
+        amaxes that they find to these arrays. If the recipe has no search, return the calls unchanged and no launches.
         """
         r, calls = self.recipe, self.calls
         if not r.search:

@@ -143,7 +143,10 @@ class DeviceStages:
         self._run_scales = self._by_dtype("partial_scales", np.maximum(self._blocks, 1), fields | places)
 
     def _prepare_shards(self) -> None:
-        """Prepare the launches of the stages amax and cast, which read the shards."""
+        """Prepare the launches of the two stages that read the shards: amax and cast.
+
+        Matrices of which this rank has no elements are left out.
+        """
         starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
         run_bytes = partial.run_bytes(self._recipe)
         common = {"values": np.array([v.data.ptr for v in self._values], np.uint64), "start": starts, "end": ends}

@@ -162,9 +162,10 @@ def _accepts(a: Operand, b: Operand, id: str) -> bool:
 
 
 def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
-    """Return one of the units ``ids``. A third of the matrix units are variants: other steps, and promotion.
+    """Return one of the units ``ids``, or in about a quarter of the draws a variant of it.
 
-    Units with an order of addition have no variants. Nor does any unit if the pool allows no changes.
+    A variant has other steps, another ``promote``, or both. If the unit has an order of addition, or if the pool allows
+    no changes, the unit itself is returned.
     """
     u = UNITS[d.pick(ids)]
     if u.order is not None or not d.pool.changes or not d.chance(0.35):
@@ -176,7 +177,7 @@ def draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
 
 
 def _other_step(d: Picks, step: Any) -> Any:
-    """Return the step with other bits and another length. k stays a multiple of 32, or of 2."""
+    """Return a step with random numbers of bits and a random zero_exponent. Its k is kept or, less often, doubled."""
     changes: dict[str, Any] = {"k": step.k * int(d.pick((1, 1, 2))), "zero_exponent": -int(d.pick((900, 139, 120, 2)))}
     if isinstance(step, DotAdd):
         changes |= {"fraction_bits": int(d.rng.integers(1, 41)), "output_bits": int(d.rng.integers(1, 24))}

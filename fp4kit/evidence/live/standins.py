@@ -109,8 +109,8 @@ cached = lru_cache(None)  # decorator for functions that load a file, so that ea
 
 @cached
 def packages(*names: str) -> dict[str, ModuleType]:
-    """Return {name: stand-in} for the given module names, to pass to ``load``.
+    """Return {name: stand-in} for modules with the given names, as the argument ``modules`` of ``load``.
 
-    A later call with equal names returns the same stand-ins.
+    The result is cached: calls with equal names return one and the same dict.
     """
     return {name: Anything(name) for name in names}

@@ -186,7 +186,7 @@ def moe(root: Path) -> Tensors:
 
 
 def fused(root: Path) -> Tensors:
-    """Write a mixture of experts whose experts are 3-D stacks without .weight in their names.
+    """Write a mixture-of-experts model whose experts are 3-D stacks with names that do not end in .weight.
 
     It is a single file without index.
     """
@@ -227,7 +227,10 @@ def deepseek(root: Path) -> Tensors:
 
 
 def bert(root: Path) -> Tensors:
-    """Write a sentence transformer: float32, query/key/value, position ids, and a folder 1_Pooling."""
+    """Write a sentence transformer with float32 weights, a classifier, and a tensor of position ids.
+
+    Its attention layers are query, key and value, with biases. The folder 1_Pooling holds a second config.json.
+    """
     tensors: Tensors = {"embeddings.position_ids": np.arange(16, dtype=np.int64)[None]}
     _linear(tensors, "embeddings.word_embeddings", (VOCABULARY, HIDDEN), dtype=np.dtype("f4"))
     tensors["embeddings.LayerNorm.weight"] = np.ones(HIDDEN, np.float32)
@@ -265,7 +268,7 @@ def vlm(root: Path) -> Tensors:
 
 
 def mixtral(root: Path) -> Tensors:
-    """Write a model with separate experts w1, w2 and w3 below block_sparse_moe."""
+    """Write a Mixtral-like model: the layers of each expert are w1, w2 and w3 in block_sparse_moe.experts."""
     tensors = _base()
     for i in range(2):
         _attention(tensors, f"model.layers.{i}.self_attn")
@@ -278,9 +281,9 @@ def mixtral(root: Path) -> Tensors:
 
 
 def vlm_moe(root: Path) -> Tensors:
-    """Write a vision-language model with one tensor per expert.
+    """Write a vision-language model whose text model has experts, with one tensor per expert and projection.
 
-    The layers of its tower are named like those of an MLP.
+    The vision tower has MLP layers with names that also occur in the text model: gate_proj, up_proj and down_proj.
     """
     tensors: Tensors = {}
     _linear(tensors, "model.language_model.embed_tokens", (VOCABULARY, HIDDEN))

@@ -36,7 +36,7 @@ def _observed(t: Any, config: Any) -> Any:
 
 
 def _exporter(t: Any, config: Any, quantizer: Any) -> Any:
-    """Return Quark's exporter object for a quantizer that has observed the weight ``t``."""
+    """Return the object with which Quark exports the weight ``t``. The quantizer must have observed ``t``."""
     import torch
     from quark.torch.export.nn.modules.realquantizer import get_real_quantizer
 
