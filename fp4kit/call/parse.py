@@ -205,8 +205,11 @@ def fake_call(
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:
     """Check the arguments of fake_quantize_backward. Return its Call, and the imported amax, which is not checked yet.
 
-    The amax is None if the caller passed none. Raise TypeError if x or grad is not float32, float16 or bfloat16, and
-    ValueError if their shapes differ, or the axis or its length does not fit the recipe.
+    The amax is None if the caller passed none.
+
+    Raises:
+        TypeError: x or grad is not float32, float16 or bfloat16.
+        ValueError: their shapes differ, x does not have the axis, or the axis is not a whole number of blocks.
     """
     call, imported = array_call(op, x, recipe, axis, grad=grad, amax=amax)
     (grad,) = (imported["grad"],) if isinstance(imported["grad"], type(call.x)) else import_arrays(op, grad=grad)

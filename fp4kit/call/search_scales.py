@@ -189,8 +189,11 @@ def power_of(op: str, objective: Any) -> float:
 def check_e4m3_search(op: str, r: Recipe) -> None:
     """Raise ValueError if the E4M3 block scales of a recipe cannot be searched.
 
-    Recipes can be searched if they round to the nearest E2M1 value, have E4M3 scales of amax / 6 for blocks of 16
-    columns, have one tensor scale, and accept block amaxes (or search them, as nvfp4-modelopt-mse does).
+    A recipe can be searched if all of this holds:
+
+    - It rounds to the nearest E2M1 value.
+    - It has E4M3 scales of amax / 6 for blocks of 16 columns, and one tensor scale.
+    - It accepts block amaxes, or searches them itself as nvfp4-modelopt-mse does.
     """
     check_has_codes(op, r)
     unfit = unfit_for_search(r)

@@ -56,8 +56,11 @@ def _in_layout(q: Quantized, index: tuple[slice, ...]) -> tuple[slice, ...]:
 def rows_of(q: Quantized, rows: Any) -> Quantized:
     """Return q[rows], for a slice of the first axis of x: the implementation of Quantized.__getitem__.
 
-    Return q itself if the slice covers all rows. Raise TypeError if rows is not a slice or an end is not an int, and
-    ValueError if it has a step, or cuts a block or a tile of scales.
+    Return q itself if the slice covers all rows.
+
+    Raises:
+        TypeError: rows is not a slice, or one of its ends is not an int.
+        ValueError: the slice has a step, or cuts a block or a tile of swizzled scales.
     """
     if not isinstance(rows, slice):
         raise TypeError(
