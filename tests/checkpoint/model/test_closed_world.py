@@ -174,6 +174,25 @@ def test_a_change_is_refused_or_does_not_change_values(
     assert all(items[name].group == CARRIED for name in extra), what
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+@pytest.mark.parametrize("is_half", [False, True])
+@pytest.mark.parametrize(("recipe", "form"), SOUND)
+def test_block_scales_that_became_16_bit_floats_are_refused(
+    recipe: str, form: str, is_half: bool, dtype: str, sound: Callable[[str, str], Sound], tmp_path: Path
+) -> None:
+    """Scales of 8 bits that were cast to 16 bits, or whose bytes were viewed as 16 bits, are refused by name."""
+    start = sound(recipe, form)
+    ends = (".weight_scale", ".weight_scale_inv", ".scales")
+    (name,) = (name for name in start.tensors if name.startswith(LAYER) and name.endswith(ends))
+    _, shape, data = start.tensors[name]
+    wide = np.frombuffer(data, np.uint8).astype(np.float16 if dtype == "F16" else synthetic.BF16)
+    retyped = (dtype, (*shape[:-1], shape[-1] // 2), data) if is_half else (dtype, shape, wide.tobytes())
+    model = write(tmp_path / "m", {**start.tensors, name: retyped}, start.config, start.metadata)
+    with refused(LAYER):
+        convert(model, tmp_path / "out", format="bf16")
+    assert any(LAYER in issue.subject for issue in verify(model).issues if issue.severity == "error")
+
+
 @pytest.mark.parametrize(
     ("suffix", "text"),
     [
