@@ -25,9 +25,11 @@ from fp4kit.display.quantized import html_of, text_of
 from fp4kit.display.recipe import panel
 from fp4kit.ops.amax import amax
 from fp4kit.ops.compare import Comparison, compare
+from fp4kit.ops.compare_recipes import RecipeComparison, compare_recipes
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.engines import engine, specification
 from fp4kit.ops.error_budget import ErrorBudget, error_budget
+from fp4kit.ops.explain import ExplainedStep, Explanation, explain
 from fp4kit.ops.fake_quantize import fake_quantize, fake_quantize_backward
 from fp4kit.ops.grouped import (
     amax_grouped,
@@ -102,12 +104,15 @@ __all__ = [
     "Comparison",
     "DotAdd",
     "ErrorBudget",
+    "ExplainedStep",
+    "Explanation",
     "FloorDotAdd",
     "GroupedPlan",
     "Identification",
     "MasterWeightsPlan",
     "Quantized",
     "Recipe",
+    "RecipeComparison",
     "Requantized",
     "Shard",
     "Unit",
@@ -115,10 +120,12 @@ __all__ = [
     "amax_grouped",
     "cast_master_weights",
     "compare",
+    "compare_recipes",
     "custom_recipe",
     "dequantize",
     "engine",
     "error_budget",
+    "explain",
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_grouped",

@@ -159,7 +159,7 @@ def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recip
 
 
 # The operations for which takes_block_amaxes counts. Grouped kernels read block amaxes only for static recipes.
-OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize")
+OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 
 
 def takes_e8m0_amaxes(r: Recipe) -> bool:

@@ -39,6 +39,7 @@ from fp4kit.reference.search_factors import searched
 from fp4kit.reference.search_scales import search_matrix
 from fp4kit.reference.stochastic import GivenBytes, RandomBytes, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
+from fp4kit.reference.trace import show, untraced
 from fp4kit.reference.transpose import transpose_codes, transpose_scales
 
 __all__ = [
@@ -400,14 +401,17 @@ def _fake_matrix(
     amax: the tensor amax; None if the recipe has no tensor scale.
     block_amax: the block amaxes that the caller passed; None computes them.
     """
-    tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
+    with untraced():  # fake rules read nothing but the amax
+        tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
     for rows, columns in tiles(x.shape, r.block):
         tile = np.ascontiguousarray(x[rows, columns], np.float32)
         cut = slice(columns.start // size, columns.stop // size)
         tile_block_amax = None if block_amax is None else block_amax[rows, cut]
         with np.errstate(all="ignore"):
-            y = FAKE_RULES[r.fake_rule or ""](tile, r, tensor.cut(rows, cut).amax, tile_block_amax, x.dtype)
-            values[rows, columns] = y.astype(x.dtype)
+            tensor_amax = tensor.cut(rows, cut).amax
+            tensor_amax = tensor_amax if amax is None else show("tensor amax", tensor_amax)
+            y = show("decoded value", FAKE_RULES[r.fake_rule or ""](tile, r, tensor_amax, tile_block_amax, x.dtype))
+            values[rows, columns] = show("result", y.astype(x.dtype))
 
 
 def clip_amax(call: Call) -> np.ndarray:

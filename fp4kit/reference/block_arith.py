@@ -7,14 +7,25 @@ import numpy as np
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE
-from fp4kit.reference.codec import decode
+from fp4kit.reference.codec import decode, encode, encode_e8m0
 from fp4kit.reference.tensor_rules import round_to
+from fp4kit.reference.trace import show
 from fp4kit.rounding import exponent_field
 
 
 def decode_scale(codes: np.ndarray) -> np.ndarray:
     """Return the float32 values of E4M3 scale codes. The codes 0x7F and 0xFF give NaN."""
     return decode(codes, E4M3)
+
+
+def encode_scale(scale: np.ndarray) -> np.ndarray:
+    """Return the E4M3 codes of block scales, rounded to nearest even and saturated at 448. NaN gives a NaN code."""
+    return encode(show("block scale before rounding", scale), E4M3)
+
+
+def encode_scale_up(scale: np.ndarray) -> np.ndarray:
+    """Return the E8M0 codes of block scales, rounded up to powers of two, as codec.encode_e8m0 does."""
+    return encode_e8m0(show("block scale before rounding", scale), "rp")
 
 
 def inverse_e8m0(codes: np.ndarray) -> np.ndarray:
@@ -32,6 +43,7 @@ def exponent_up(x: np.ndarray) -> np.ndarray:
 
     Nonzero subnormals are rounded up to 2^-126. Zero gives 0, inf gives 255, and NaN gives 256.
     """
+    x = show("block scale before rounding", x)
     return exponent_field(x) + ((x.view(np.int32) & 0x7FFFFF) != 0)
 
 

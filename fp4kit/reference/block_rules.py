@@ -42,9 +42,10 @@ from fp4kit.reference import (
     block_rules_torchao,
 )
 from fp4kit.reference.arith import INV6, ONE, ZERO, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
-from fp4kit.reference.block_arith import decode_scale, inverse_e8m0
-from fp4kit.reference.codec import decode, encode, encode_e8m0
+from fp4kit.reference.block_arith import decode_scale, encode_scale, encode_scale_up, inverse_e8m0
+from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TensorScale, round_to
+from fp4kit.reference.trace import show
 from fp4kit.rounding import exponent_field
 
 
@@ -93,7 +94,7 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
     inner parentheses is rounded first. If the product with amax is NaN, the code is that of 448, or NaN if
     recipe.amax_nan is "propagate". Source: TE core_nvfp4.cuh.
     """
-    return encode(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX), E4M3)
+    return encode_scale(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX))
 
 
 def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -116,7 +117,7 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     tensor.encode is the encode scale of the tensor, E4M3() gives a code, which saturates at 448, and rcp is PTX
     rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. NaN gives a NaN code.
     """
-    return encode(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))), E4M3)
+    return encode_scale(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))))
 
 
 def factor_flashinfer(
@@ -141,7 +142,7 @@ def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. Subnormal operands
     and results of every operation are flushed to zero. NaN gives a NaN code.
     """
-    return encode(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))), E4M3)
+    return encode_scale(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))))
 
 
 def factor_flashinfer_precise(
@@ -167,7 +168,7 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
     default, scale * tensor.decode, which divides the elements. NaN gives a NaN code.
     """
     ratio = amax / (recipe.element.max * tensor.decode)
-    return encode(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max), E4M3)
+    return encode_scale(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max))
 
 
 def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -180,7 +181,7 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
-    return encode(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max), E4M3)
+    return encode_scale(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max))
 
 
 def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -192,7 +193,7 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
     normal value of E4M3. So a block of zeros gets the code of 2^-6. NaN gives a NaN code.
     """
     ratio = amax / recipe.element.max / tensor.decode
-    return encode(np.clip(ratio, E4M3.min_normal, E4M3.max), E4M3)
+    return encode_scale(np.clip(ratio, E4M3.min_normal, E4M3.max))
 
 
 def factor_torchao(
@@ -214,7 +215,7 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     T rounds to dtype, the dtype of the elements. 6 stands for the largest element value, and tensor.encode is the
     encode scale of the tensor. Codes saturate at 448, and NaN gives a NaN code.
     """
-    codes = encode(round_to(amax / recipe.element.max, dtype) * tensor.encode, E4M3)
+    codes = encode_scale(round_to(amax / recipe.element.max, dtype) * tensor.encode)
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
 
 
@@ -248,7 +249,7 @@ def _shifted_exponent(rounded: np.ndarray, element: ElementFormat, up: np.ndarra
     rounded: amaxes, after the rounding of the rule.
     up: the number of exponents by which the scale is raised.
     """
-    field = exponent_field(np.asarray(rounded, np.float32))
+    field = exponent_field(show("amax, rounded by the rule", np.asarray(rounded, np.float32)))
     codes = np.where(field == 255, 255, np.clip(field + up - element.emax, 0, 255))
     return codes.astype(np.uint8)
 
@@ -300,7 +301,7 @@ def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 
     M is the largest element value. 0 gives code 0 (2^-127), inf gives 254, and NaN gives 255. Source: TE float_to_e8m0.
     """
-    return encode_e8m0(amax * (ONE / recipe.element.max), "rp")
+    return encode_scale_up(amax * (ONE / recipe.element.max))
 
 
 def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -327,7 +328,7 @@ def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Reci
     M is the largest element value, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation
     are flushed to zero. 0 gives code 0, inf gives 254, and NaN gives 255.
     """
-    return encode_e8m0(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)), "rp")
+    return encode_scale_up(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)))
 
 
 def factor_e8m0_flashinfer_fp4(
@@ -355,7 +356,7 @@ def code_e8m0_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     value saturates.
     """
     ratio = amax / recipe.element.max
-    exponent = np.ceil(log2(np.where(ratio > 0, ratio, np.float32(2.0**-127))))
+    exponent = np.ceil(show("log2 of the scale", log2(np.where(ratio > 0, ratio, np.float32(2.0**-127)))))
     return (np.clip(exponent, -127, 127) + 127).astype(np.uint8)
 
 

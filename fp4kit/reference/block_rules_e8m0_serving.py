@@ -20,6 +20,7 @@ from fp4kit.reference.arith import ONE, ZERO, log2
 from fp4kit.reference.block_arith import exponent_up, inverse_e8m0, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import TensorScale, round_to
+from fp4kit.reference.trace import show
 from fp4kit.rounding import exponent_field
 
 NAN = np.float32(np.nan)
@@ -40,8 +41,9 @@ def _even_exponent(amax: np.ndarray, recipe: Recipe) -> np.ndarray:
     r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
     value. The result may be negative. It is 255 if r is infinite or amax is NaN.
     """
-    bits = np.asarray(amax, np.float32).view(np.int32)
-    field = (bits + (1 << 22 - recipe.element.mantissa_bits) >> 23) & 255
+    bits = np.asarray(amax, np.float32).view(np.int32) + (1 << 22 - recipe.element.mantissa_bits)
+    show("amax plus half a step", np.asarray(bits, np.int32).view(np.float32))
+    field = (bits >> 23) & 255
     return np.where((field == 255) | np.isnan(amax), 255, field - recipe.element.emax)
 
 
@@ -101,7 +103,7 @@ def code_e8m0_triton_down(amax: np.ndarray, tensor: TensorScale, recipe: Recipe,
     M is the largest element value. If the quotient is below 2^-126, the code is 0. inf and NaN give 255. Source:
     triton_kernels mxfp.py.
     """
-    return exponent_field(amax / recipe.element.max).astype(np.uint8)
+    return exponent_field(show("block scale before rounding", amax / recipe.element.max)).astype(np.uint8)
 
 
 factor_e8m0_triton_down = factor_e8m0_triton_up
@@ -194,7 +196,9 @@ def code_e8m0_auto_round(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     127]. amax = 0 gives the code of 2^(1 - emax). An infinite or NaN amax gives code 0. Source: auto-round
     data_type/mxfp.py quant_mx.
     """
-    return _auto_round(np.floor(log2(amax)) - recipe.element.emax, amax, 1 - recipe.element.emax)
+    return _auto_round(
+        np.floor(show("log2 of the amax", log2(amax))) - recipe.element.emax, amax, 1 - recipe.element.emax
+    )
 
 
 def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -203,7 +207,7 @@ def code_e8m0_auto_round_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Re
     log2 is rounded to float32, and M is the largest element value. The exponent is clamped to [-127, 127]. amax = 0
     gives the code of 2. An infinite or NaN amax gives code 0.
     """
-    return _auto_round(np.ceil(log2(amax / recipe.element.max)), amax, 1)
+    return _auto_round(np.ceil(show("log2 of the scale", log2(amax / recipe.element.max))), amax, 1)
 
 
 def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -212,7 +216,7 @@ def code_e8m0_auto_round_rceil_v2(amax: np.ndarray, tensor: TensorScale, recipe:
     log2 is rounded to float32. The exponent is clamped to [-127, 127]. amax = 0 gives the code of 2. An infinite or NaN
     amax gives code 0.
     """
-    return _auto_round(np.ceil(log2(amax / np.float32(7.25))), amax, 1)
+    return _auto_round(np.ceil(show("log2 of the scale", log2(amax / np.float32(7.25)))), amax, 1)
 
 
 factor_e8m0_auto_round = _auto_round_factor
@@ -259,7 +263,8 @@ def _quark_scale(amax: np.ndarray, recipe: Recipe, dtype: np.dtype, rounded: np.
     rounded: the function R, np.floor or np.ceil.
     """
     is_finite = np.isfinite(amax)
-    exponent = np.clip(rounded(round_to(log2(np.where(is_finite, amax, ONE)), dtype)), -200, 200).astype(np.int32)
+    logarithm = show("log2 of the amax", round_to(log2(np.where(is_finite, amax, ONE)), dtype))
+    exponent = np.clip(rounded(logarithm), -200, 200).astype(np.int32)
     with np.errstate(all="ignore"):
         scale = round_to(np.ldexp(ONE, exponent - recipe.element.emax), dtype)
     return np.where(is_finite, np.where(scale == 0, QUARK_ZERO, scale), amax)
@@ -331,7 +336,8 @@ def code_e8m0_sglang(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtyp
     infinite or NaN amax gives code 0 too. Source: SGLang mxfp4_tensor.py MXFP4QuantizeUtil.
     """
     ratio = round_to(amax / recipe.element.max, dtype)
-    return _auto_round(np.ceil(np.maximum(round_to(log2(ratio), dtype), -127)), amax, -127)
+    logarithm = show("log2 of the scale", round_to(log2(ratio), dtype))
+    return _auto_round(np.ceil(np.maximum(logarithm, -127)), amax, -127)
 
 
 def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -342,7 +348,8 @@ def code_e8m0_sglang_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     kvfp4_tensor.py.
     """
     ratio = np.maximum(round_to(amax / recipe.element.max, dtype), round_to(np.full_like(amax, 1e-10), dtype))
-    return np.where(np.isfinite(amax), _clipped(np.ceil(round_to(log2(ratio), dtype))), np.uint8(0))
+    logarithm = show("log2 of the scale", round_to(log2(ratio), dtype))
+    return np.where(np.isfinite(amax), _clipped(np.ceil(logarithm)), np.uint8(0))
 
 
 factor_e8m0_sglang = factor_e8m0_sglang_kv = _auto_round_factor
@@ -361,7 +368,8 @@ def code_e8m0_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     log_of_2 = round_to(np.float32(np.log(2)), dtype)
     with np.errstate(all="ignore"):
         logarithm = round_to(np.log(scale.astype(np.float64)).astype(np.float32), dtype)
-        exponent = np.ceil(round_to(logarithm * qwix_reciprocal(log_of_2, dtype), dtype))
+        log2_of_scale = round_to(logarithm * qwix_reciprocal(log_of_2, dtype), dtype)
+        exponent = np.ceil(show("log2 of the scale", log2_of_scale))
     return np.where(np.isfinite(scale), _clipped(exponent), np.uint8(255))
 
 

@@ -19,8 +19,10 @@ import numpy as np
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
+from fp4kit.reference.block_arith import encode_scale
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TensorScale, round_to
+from fp4kit.reference.trace import show
 
 _MIN_NORMAL = 2.0**-126
 _FIRST_WRAPPED = 127 - 149 + 256  # the lowest byte that can be a wrapped one, because float32 exponents go down to -149
@@ -36,7 +38,7 @@ def code_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     min(int(d * 512 + 0.5), 7), so it never rounds up to 2^-6, the smallest normal value. From d = 248 on, the code is
     that of 448. NaN gives code 0.
     """
-    d = np.where(amax > 0, amax / recipe.element.max, ZERO)
+    d = show("block scale before rounding", np.where(amax > 0, amax / recipe.element.max, ZERO))
     low = np.minimum(d * np.float32(512) + np.float32(0.5), np.float32(7)).astype(np.int32)
     high = ((np.minimum(d, E4M3.max).view(np.int32) + 0x80000) >> 20) - (127 - E4M3.bias << E4M3.mantissa_bits)
     codes = np.where(d < E4M3.min_normal, low, high)
@@ -63,7 +65,9 @@ def code_e8m0_gguf(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype:
     quantize_row_mxfp4_ref.
     """
     positive = (amax > 0) & np.isfinite(amax)
-    exponent = np.floor(log2(np.where(positive, amax, ONE))).astype(np.int32) - recipe.element.emax
+    exponent = (
+        np.floor(show("log2 of the amax", log2(np.where(positive, amax, ONE)))).astype(np.int32) - recipe.element.emax
+    )
     return np.where(positive, exponent + 127 & 0xFF, 0).astype(np.uint8)
 
 
@@ -87,7 +91,7 @@ def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
     If amax is NaN, the code is that of 448. If `scaled` is NaN because it is 0 * inf, the code is that of -448, because
     x86-64 sets the sign bit of this NaN.
     """
-    codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode(scaled, E4M3))
+    codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode_scale(scaled))
     return np.where(np.isnan(amax), E4M3.max_code, codes).astype(np.uint8)
 
 
@@ -161,7 +165,7 @@ def code_e8m0_mlx(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
     otherwise 0.
     """
     s = round_to(amax / recipe.element.max, dtype)
-    significand, exponent = np.frexp(_defined(s))
+    significand, exponent = np.frexp(show("block scale before rounding", _defined(s)))
     return _wrapped(exponent - (significand == 0.5), s, dtype)
 
 
@@ -190,7 +194,7 @@ def code_e8m0_mlx_0321(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     saturate.
     """
     s = round_to(amax / recipe.element.max, dtype)
-    exponent = np.rint(round_to(log2(_defined(s)), dtype)).astype(np.int32)
+    exponent = np.rint(show("log2 of the scale", round_to(log2(_defined(s)), dtype))).astype(np.int32)
     return _wrapped(exponent, s, dtype)
 
 
@@ -203,6 +207,6 @@ def code_e8m0_mlx_metal_0321(amax: np.ndarray, tensor: TensorScale, recipe: Reci
     The logarithm is rounded to the nearest integer, ties away from zero, and clamped to [-127, 127]. So amax = 0 gives
     code 0, and inf gives 254. M is the largest element value. A NaN amax gives code 255.
     """
-    exponent = log2(amax / recipe.element.max).astype(np.float64)
+    exponent = show("log2 of the scale", log2(amax / recipe.element.max)).astype(np.float64)
     rounded = np.copysign(np.floor(np.abs(exponent) + 0.5), exponent)
     return np.where(np.isnan(amax), 255, np.clip(np.nan_to_num(rounded), -127, 127) + 127).astype(np.uint8)

@@ -18,6 +18,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
 from fp4kit.reference.block_arith import inverse_e8m0
 from fp4kit.reference.tensor_rules import TensorScale
+from fp4kit.reference.trace import show
 from fp4kit.rounding import exponent_field
 
 MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest scale that elements are divided by
@@ -33,7 +34,7 @@ def _shifted(amax: np.ndarray, rounded: np.ndarray, recipe: Recipe, up: np.ndarr
         rounded: the amaxes after the rounding of the rule. An infinite one counts as 2^128.
         up: the number of exponents by which the scale is raised.
     """
-    codes = np.clip(exponent_field(rounded) + up - recipe.element.emax, 0, 255)
+    codes = np.clip(exponent_field(show("amax, rounded by the rule", rounded)) + up - recipe.element.emax, 0, 255)
     return np.where(np.isnan(amax), 255, codes).astype(np.uint8)
 
 
@@ -87,7 +88,7 @@ def code_e8m0_rceil_018(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
     M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. So amax = 0
     gives code 0, and inf gives 254. NaN gives 255 (NaN). Source: torchao _to_mx_rceil.
     """
-    exponent = np.ceil(log2(np.where(np.isnan(amax), ONE, amax / recipe.element.max)))
+    exponent = np.ceil(show("log2 of the scale", log2(np.where(np.isnan(amax), ONE, amax / recipe.element.max))))
     return np.where(np.isnan(amax), 255, np.clip(exponent, -127, 127) + 127).astype(np.uint8)
 
 

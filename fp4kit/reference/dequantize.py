@@ -20,6 +20,7 @@ from fp4kit.reference.arith import ONE, reciprocal_approx_ftz, reciprocal_or_zer
 from fp4kit.reference.blocks import tiles
 from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, round_to
+from fp4kit.reference.trace import show
 
 HALF = np.dtype(np.float16)
 ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a number
@@ -259,13 +260,14 @@ def dequantize_tile(codes: np.ndarray, scales: np.ndarray | None, recipe: Recipe
     values = decode(codes, _read_as(recipe.element, recipe.decode_rule)).reshape(
         m, -1, recipe.block_size if recipe.block else k
     )
+    values = show("element value", values)
     expanded = TensorScale(*(np.asarray(part)[..., None] for part in tensor))
     with np.errstate(all="ignore"):
         decoded = DECODE_RULES[recipe.decode_rule](values, scales, expanded, recipe)
         unknown = expanded.amax < 0
         if unknown.any():
             decoded = np.where(unknown, decode_product(values, scales, expanded, recipe), decoded)
-        return decoded.reshape(m, k)
+        return show("decoded value", decoded.reshape(m, k))
 
 
 def dequantize_matrix(
@@ -287,4 +289,4 @@ def dequantize_matrix(
         tile_scales = None if scales is None else scales[rows, blocks]
         values = dequantize_tile(codes, tile_scales, recipe, tensor.cut(rows, blocks))
         with np.errstate(all="ignore"):
-            out[rows, columns] = values.astype(out.dtype)
+            out[rows, columns] = show("result", values.astype(out.dtype))

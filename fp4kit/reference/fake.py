@@ -22,11 +22,17 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import ONE, ZERO
-from fp4kit.reference.block_arith import inverse_e8m0
+from fp4kit.reference.block_arith import encode_scale, encode_scale_up, inverse_e8m0
 from fp4kit.reference.blocks import block_amax
-from fp4kit.reference.codec import decode, encode, encode_e8m0
+from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TINY_AMAX, round_to
+from fp4kit.reference.trace import show
 from fp4kit.rounding import power_of_two
+
+
+def _amax_of(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None) -> np.ndarray:
+    """Return the given block amaxes, or those of x if amax is None."""
+    return show("block amax", block_amax(x, recipe) if amax is None else amax)
 
 
 def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
@@ -35,12 +41,13 @@ def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
     Numbers beyond the largest value become that value. NaN gives NaN, or the value of the format's nan_code if the
     format has no NaN.
     """
-    return decode(encode(x, recipe.element), recipe.element)
+    codes = show("code of the magnitude", encode(show("scaled magnitude", x), recipe.element), recipe.element)
+    return show("magnitude of the element value", decode(codes, recipe.element))
 
 
 def _e4m3(x: np.ndarray) -> np.ndarray:
     """Return x rounded to the nearest E4M3 value, ties to even, as float32. It saturates at +-448. NaN gives NaN."""
-    return decode(encode(x, E4M3), E4M3)
+    return decode(show("block scale", encode_scale(x), E4M3), E4M3)
 
 
 def nvfp4_modelopt_triton(
@@ -54,11 +61,11 @@ def nvfp4_modelopt_triton(
     tensor whose scales are all below 1e-5 becomes zero. Zeros are +0. A NaN element gives -6 s.
     """
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
-    gs = np.where(gs <= 0, np.float32(1e-12), gs)
+    gs = show("tensor scale", np.where(gs <= 0, np.float32(1e-12), gs))
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = block_amax(x, recipe) if amax is None else amax
+    block = _amax_of(x, recipe, amax)
     scale = _e4m3(np.fmin(block / (E2M1.max * gs), E4M3.max)) * gs
-    scale = np.where(scale >= np.float32(1e-5), scale, ONE)[..., None]
+    scale = show("factor to divide by", np.where(scale >= np.float32(1e-5), scale, ONE)[..., None])
     y = _round(np.abs(blocks) / scale, recipe) * scale
     return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # Triton negates by 0 - y, so zeros are +0
 
@@ -77,11 +84,11 @@ def nvfp4_modelopt_static(
     is replaced by 1. Zeros are +0. A NaN element gives -6 s.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = block_amax(x, recipe) if amax is None else amax
+    block = _amax_of(x, recipe, amax)
     outer = tensor_amax * np.float32(E4M3.max / recipe.scale_max) / E2M1.max
-    encode_scale = ONE / np.where(outer <= TINY_AMAX, ONE, outer) * E4M3.max
-    scale = _e4m3(np.clip(block / E2M1.max * encode_scale, -E4M3.max, E4M3.max)) * (ONE / encode_scale)
-    scale = np.where(np.isfinite(scale), scale, ONE)[..., None]
+    tensor_encode = show("tensor encode scale", ONE / np.where(outer <= TINY_AMAX, ONE, outer) * E4M3.max)
+    scale = _e4m3(np.clip(block / E2M1.max * tensor_encode, -E4M3.max, E4M3.max)) * (ONE / tensor_encode)
+    scale = show("factor to divide by", np.where(np.isfinite(scale), scale, ONE)[..., None])
     y = _round(np.abs(blocks) / np.where(scale == 0, ONE, scale), recipe) * scale
     return np.where(blocks >= 0, y, ZERO - y).reshape(x.shape)  # Triton negates by 0 - y, so zeros are +0
 
@@ -98,11 +105,11 @@ def nvfp4_modelopt_cuda(
     replaced by 1. If s is 0, y is 0. -0 gives +0, and a NaN element gives 6 s.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
-    t = np.float64(448) * (E2M1.max / tensor_amax).astype(np.float64)
+    block = np.fmin(_amax_of(x, recipe, amax), FLT_MAX)
+    t = show("tensor encode scale", np.float64(448) * (E2M1.max / tensor_amax).astype(np.float64))
     u = _e4m3(((block / E2M1.max).astype(np.float64) * t).astype(np.float32)).astype(np.float64) / t
     valid = (block > 0) & np.isfinite(block) & (tensor_amax > 0) & np.isfinite(tensor_amax)
-    scale = np.where(valid, (1 / u).astype(np.float32), ONE)[..., None]
+    scale = show("factor to multiply by", np.where(valid, (1 / u).astype(np.float32), ONE)[..., None])
     unscale = np.where(valid, u.astype(np.float32), ONE)[..., None]
     y = np.where(unscale == 0, ZERO, _round(np.abs(blocks) * scale, recipe) * unscale)
     return np.where(blocks < 0, -y, y).reshape(x.shape)
@@ -119,9 +126,11 @@ def mx_modelopt(
     NaN.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = np.fmin(block_amax(x, recipe) if amax is None else amax, FLT_MAX)
-    codes = np.where(block == 0, np.uint8(127), encode_e8m0(block / recipe.element.max, "rp"))
-    y = _round(np.abs(blocks) * inverse_e8m0(codes)[..., None], recipe) * decode(codes, E8M0)[..., None]
+    block = np.fmin(_amax_of(x, recipe, amax), FLT_MAX)
+    codes = np.where(block == 0, np.uint8(127), encode_scale_up(block / recipe.element.max))
+    codes = show("block scale", codes, E8M0)
+    factor = show("factor to multiply by", inverse_e8m0(codes))
+    y = _round(np.abs(blocks) * factor[..., None], recipe) * decode(codes, E8M0)[..., None]
     return np.where(blocks < 0, -y, y).reshape(x.shape)
 
 
@@ -200,22 +209,22 @@ def _microxcaling(
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
-        block = block_amax(x, recipe) if amax is None else amax
+        block = _amax_of(x, recipe, amax)
         tiny = round_to(np.float32(2.0**-126), dtype)
         shared = _log2_floor(np.where(block == 0, block + tiny, block), dtype)
         blocks = np.where((shared <= -127)[..., None], ZERO, blocks) if flush else blocks
-        exponent = shared - np.float32(element.emax)
+        exponent = show("exponent of the scale", shared - np.float32(element.emax))
         exponent = np.where(exponent > 127, np.nan, np.maximum(exponent, -127))
         scale = np.where(np.isnan(exponent), np.nan, _exp2(np.nan_to_num(exponent), dtype)).astype(np.float32)[
             ..., None
         ]
-        scaled = round_to(blocks / scale, dtype)
+        scaled = show("element / factor", round_to(blocks / show("factor to divide by", scale), dtype))
         a = np.abs(scaled)
         private = _log2_floor(np.where(a == 0, ONE, a), dtype)
         private = np.nan_to_num(np.maximum(private, np.float32(element.emin)), posinf=127)
         step = power_of_two((private - element.mantissa_bits).astype(np.int32))
         rounded = round_to(round_magnitude(round_to(a / step, dtype), dtype) * step, dtype)
-        rounded = np.minimum(rounded, element.max)
+        rounded = show("magnitude of the element value", np.minimum(rounded, element.max))
         y = round_to(np.where(np.isinf(a), a, rounded) * scale, dtype)
         return np.where(scaled < 0, -y, y).reshape(x.shape)
 

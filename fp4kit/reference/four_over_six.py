@@ -20,6 +20,7 @@ from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.codec import decode, encode, nearest_unbounded
 from fp4kit.reference.summation_order import sum_lanes
 from fp4kit.reference.tensor_rules import TensorScale, full_range
+from fp4kit.reference.trace import show
 
 Operation = Callable[..., np.ndarray]
 # {value of recipe.flush: the functions that multiply and divide}
@@ -43,7 +44,7 @@ class _Candidate(NamedTuple):
     values: np.ndarray
 
 
-def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe) -> _Candidate:
+def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe: Recipe, top: int) -> _Candidate:
     """Quantize blocks with the block scales E4M3(min(base, 448)), and return the result as a _Candidate.
 
     If recipe.lane_sums is set and the whole tensor is zero, all block scales are 0 instead.
@@ -51,10 +52,15 @@ def _candidate(base: np.ndarray, blocks: np.ndarray, tensor: TensorScale, recipe
     base: the block scales before they are encoded, (rows of blocks, blocks).
     blocks: the elements, float32 (m, blocks, 16).
     tensor: the tensor scale.
+    top: the E2M1 value at which the scales put the amax, 6 or 4.
     """
-    scales = encode(zero_of_zeros(base, tensor) if recipe.lane_sums else base, E4M3)
-    scaled = _scaled(spread_rows(factor_of(scales, tensor, recipe), recipe, len(blocks)), blocks, recipe)
-    codes = _codes_of(scaled, recipe)
+    base = show(
+        f"block scale before rounding, amax at {top}", zero_of_zeros(base, tensor) if recipe.lane_sums else base
+    )
+    scales = show(f"block scale, amax at {top}", encode(base, E4M3), E4M3)
+    factor = show(f"factor to multiply by, amax at {top}", factor_of(scales, tensor, recipe))
+    scaled = show(f"element * factor, amax at {top}", _scaled(spread_rows(factor, recipe, len(blocks)), blocks, recipe))
+    codes = show(f"code, amax at {top}", _codes_of(scaled, recipe), E2M1)
     unbounded = recipe.rounding == "rnw"
     return _Candidate(
         scales, codes, nearest_unbounded(np.abs(scaled)) * np.sign(scaled) if unbounded else decode(codes, E2M1)
@@ -213,9 +219,13 @@ def quantize_four_over_six(
     """
     multiply, divide = ARITHMETIC[recipe.flush]
     base = multiply(divide(amax, E2M1.max), tensor.encode)
-    at_six = _candidate(base, blocks, tensor, recipe)
-    at_four = _candidate(multiply(base, np.float32(1.5)), blocks, tensor, recipe)
-    four = _error(blocks, at_four, tensor, recipe) < _error(blocks, at_six, tensor, recipe)
-    scales = spread_rows(np.where(four, at_four.scales, at_six.scales), recipe, len(blocks))
+    at_six = _candidate(base, blocks, tensor, recipe, 6)
+    at_four = _candidate(multiply(base, np.float32(1.5)), blocks, tensor, recipe, 4)
+    error_at_six = show("error of the block, amax at 6", _error(blocks, at_six, tensor, recipe))
+    error_at_four = show("error of the block, amax at 4", _error(blocks, at_four, tensor, recipe))
+    four = error_at_four < error_at_six
+    scales = show("block scale", np.where(four, at_four.scales, at_six.scales), E4M3)
+    scales = spread_rows(scales, recipe, len(blocks))
     codes = np.where(spread_rows(four, recipe, len(blocks))[..., None], at_four.codes, at_six.codes)
-    return _without_zero_blocks(codes, spread_rows(amax, recipe, len(blocks)), recipe), scales
+    codes = _without_zero_blocks(codes, spread_rows(amax, recipe, len(blocks)), recipe)
+    return show("code", codes, E2M1), scales

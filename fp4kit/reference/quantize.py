@@ -20,6 +20,15 @@ from fp4kit.reference.four_over_six import encode_under, quantize_four_over_six
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.stochastic import RandomBytes, encode_stochastic
 from fp4kit.reference.tensor_rules import TensorScale, round_to, tensor_scale
+from fp4kit.reference.trace import show, untraced
+
+# Names of the traced results, by recipe.apply.
+_FACTOR_NAMES = {
+    "multiply": "factor to multiply by",
+    "divide": "factor to divide by",
+    "compare": "factor of the compared values",
+}
+_SCALED_NAMES = {"multiply": "element * factor", "divide": "element / factor", "compare": "element / factor"}
 
 
 class EncodeOptions(NamedTuple):
@@ -102,13 +111,15 @@ def quantize_tile(
     if recipe.block_rule is None:
         return encode_tile(x, recipe, tensor, dtype, None, random), None
     blocks = x.reshape(m, -1, recipe.block_size)
-    amax = block_amax(x, recipe) if amax is None else amax
+    amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
     if recipe.four_over_six:
         codes, scales = quantize_four_over_six(blocks, amax, tensor, recipe)
     else:
         rule = BLOCK_RULES[recipe.block_rule]
-        scales = rule.code(amax, tensor, recipe, dtype)
-        factor = spread_rows(rule.factor(scales, amax, tensor, recipe, dtype), recipe, m)
+        scales = show("block scale", rule.code(amax, tensor, recipe, dtype), recipe.scale)
+        with untraced():  # some factor functions call a function of the scale again
+            factor = rule.factor(scales, amax, tensor, recipe, dtype)
+        factor = spread_rows(factor, recipe, m)
         scales = spread_rows(scales, recipe, m)
         codes = encode_elements(blocks, factor[..., None], recipe, dtype, random, tensor)
     return codes.reshape(m, k), scales
@@ -167,21 +178,26 @@ def encode_elements(
         random: bytes for stochastic rounding, one per element, or None.
         tensor: the tensor scale, of which some recipes apply the encode scale after the factor.
     """
+    factor = show(_FACTOR_NAMES[recipe.apply], factor)
     if recipe.apply == "compare" and random is None:
-        return encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
-    scaled = _scale_elements(blocks, factor, recipe)
+        codes = encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
+        return show("code", codes, recipe.element)
+    scaled = show(_SCALED_NAMES[recipe.apply], _scale_elements(blocks, factor, recipe))
     if recipe.round_scaled:
-        scaled = round_to(scaled, dtype)
+        scaled = show("scaled element, in the dtype of x", round_to(scaled, dtype))
     if recipe.block_rule is not None and rules.BLOCK_RULES[recipe.block_rule].then_encode:
-        scaled = scaled * tensor.encode[..., None]
+        scaled = show("scaled element times tensor encode scale", scaled * tensor.encode[..., None])
     if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
-        scaled = np.where(np.isnan(scaled), recipe.element.max, scaled)
+        scaled = show("scaled element without NaN", np.where(np.isnan(scaled), recipe.element.max, scaled))
     if random is not None:
-        return encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape))
+        return show("code", encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape)), recipe.element)
     if recipe.narrow:
-        scaled = np.maximum(scaled, -recipe.element.max)
+        scaled = show("scaled element, limited below", np.maximum(scaled, -recipe.element.max))
     codes = encode(scaled, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code)
-    return _repacked(codes, scaled, factor, recipe, dtype) if recipe.repacked else codes
+    if recipe.repacked:
+        show("code before packing", codes, recipe.element)
+        codes = _repacked(codes, scaled, factor, recipe, dtype)
+    return show("code", codes, recipe.element)
 
 
 def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -197,10 +213,12 @@ def _repacked(codes: np.ndarray, scaled: np.ndarray, factor: np.ndarray, recipe:
     export_to_autoround/qlinear_fp.py QuantLinear.pack.
     """
     inverse = reciprocal_or_zero(factor)
-    values = round_to(np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse), dtype)
+    decoded = np.where(np.isnan(scaled), np.float32(np.nan), decode(codes, recipe.element) * inverse)
+    values = show("value before packing", round_to(decoded, dtype))
     if recipe.scale != E8M0:
-        return encode(values * factor, recipe.element, "rn", recipe.sign, recipe.nan_code)
-    quotients = round_to(values / round_to(inverse, dtype), dtype)
+        scaled_again = show("value scaled again", values * factor)
+        return encode(scaled_again, recipe.element, "rn", recipe.sign, recipe.nan_code)
+    quotients = show("value scaled again", round_to(values / round_to(inverse, dtype), dtype))
     if recipe.element.specials == "none":
         quotients = np.where(np.isinf(quotients), np.copysign(np.float32(0), quotients), quotients)
     return encode(quotients, recipe.element, "rn", "signbit", recipe.nan_code)

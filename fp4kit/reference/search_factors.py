@@ -31,6 +31,7 @@ from fp4kit.reference.quantize import quantize_tile, widen
 from fp4kit.reference.search_scales import best_amaxes
 from fp4kit.reference.summation_order import sum_lanes
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
+from fp4kit.reference.trace import untraced
 
 AUTO_ROUND_POWERS = (1.0, 0.5, 2.0)
 AUTO_ROUND_PERCENTS = (1.0, *(percent / 100 for percent in range(50, 152) if percent != 100))
@@ -191,7 +192,8 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
     if not call.recipe.search or not call.x.size:
         return call
     search = partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
-    return call._replace(block_amax=chosen_amaxes(call, amax, search))
+    with untraced():
+        return call._replace(block_amax=chosen_amaxes(call, amax, search))
 
 
 def chosen_amaxes(call: Call, amax: np.ndarray | None, search: Callable[..., None]) -> np.ndarray:

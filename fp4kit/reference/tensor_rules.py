@@ -19,6 +19,7 @@ import numpy as np
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import ONE, reciprocal_or_zero
+from fp4kit.reference.trace import show
 
 Pair = tuple[np.ndarray, np.ndarray]  # (encode scale, decode scale)
 TINY_AMAX = np.float32(2.0**-24)  # Model-Optimizer's FP8 and INT fake quantizers treat an amax up to this specially
@@ -344,4 +345,5 @@ def tensor_scale(amax: np.ndarray | None, recipe: Recipe, dtype: np.dtype) -> Te
         return TensorScale(ONE, ONE, ONE)
     amax = np.asarray(amax, np.float32)
     with np.errstate(all="ignore"):
-        return TensorScale(*TENSOR_RULES[recipe.tensor_rule](amax, recipe, dtype), amax)
+        encode, decode = TENSOR_RULES[recipe.tensor_rule](show("tensor amax", amax), recipe, dtype)
+        return TensorScale(show("tensor encode scale", encode), show("tensor scale", decode), amax)

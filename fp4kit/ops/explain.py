@@ -1,0 +1,355 @@
+"""Implement fp4kit.explain, which shows how a recipe quantizes one element, step by step.
+
+The steps are recorded while the specification computes the block of the element (fp4kit/reference/trace.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arguments import as_index
+from fp4kit.arithmetic import ieee
+from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.call.amaxes import is_per_expert
+from fp4kit.call.parse import Call, QuantizeOptions, fake_call, quantize_call
+from fp4kit.display.panel import Panel
+from fp4kit.formats import ElementFormat
+from fp4kit.ops.engines import run, specification
+from fp4kit.recipes import Recipe
+from fp4kit.reference.quantize import tensor_amax as matrix_amax
+from fp4kit.reference.trace import Step, show, traced
+from fp4kit.types import Array, RecipeId
+
+OP = "explain"
+_ABSENT, _DIFFERS, _FIRST = "-", "  differs", "  <- they part here"
+
+
+@dataclass(frozen=True)
+class ExplainedStep:
+    """One intermediate result of quantizing an element.
+
+    Attributes:
+        name: what it is, such as "block amax". "code" is the stored code, and "result" is the dequantized value.
+        value: the number. For a code, it is the value that the code stands for.
+        bits: the bit pattern of the number or code, as an integer.
+        format: the format of the bits, such as "float32", "E4M3" or "E2M1".
+        width: the number of bits.
+    """
+
+    name: str
+    value: float
+    bits: int
+    format: str
+    width: int
+
+    def __str__(self) -> str:
+        """Return the number and its bits: binary for up to 8 bits, otherwise hexadecimal."""
+        bits = f"{self.bits:0{self.width}b}" if self.width <= 8 else f"0x{self.bits:0{self.width // 4}x}"
+        return f"{_decimal(self)}  {self.format} {bits}"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """How recipes quantize one element, step by step. It prints as a table with one column per recipe.
+
+    Attributes:
+        index: the index of the element.
+        recipes: the ids of the recipes.
+        steps: for each recipe, the steps in the order in which its producer computes them.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> x = np.linspace(-1, 1, 16, dtype=np.float32)
+        >>> found = fp4kit.explain(x, "nvfp4-te", 3)
+        >>> found["code"].value, found["code"].format, found["result"].value
+        (-4.0, 'E2M1', -0.6666666865348816)
+    """
+
+    index: tuple[int, ...]
+    recipes: tuple[str, ...]
+    steps: tuple[tuple[ExplainedStep, ...], ...]
+
+    def __getitem__(self, name: str) -> ExplainedStep:
+        """Return the step with a name, of the first recipe. Raise KeyError if it has no such step."""
+        return self._column(0)[name]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all steps. Steps that only a later recipe has follow the step after which it computes them."""
+        names: list[str] = []
+        for steps in self.steps:
+            at = 0
+            for step in steps:
+                if step.name not in names:
+                    names.insert(at, step.name)
+                at = names.index(step.name) + 1
+        return tuple(names)
+
+    @property
+    def parting(self) -> str | None:
+        """The name of the first step that all recipes have and whose bits differ; None if there is none."""
+        return next((name for name in self.names if self._differs(name) and not self._is_missing(name)), None)
+
+    def __str__(self) -> str:
+        """Return the steps as a table. Where several recipes are shown, differing steps are marked."""
+        return self._panel().text()
+
+    def __repr__(self) -> str:
+        """Return one line with the code and the result of each recipe."""
+        ends = (f"{id}: {steps[-1].value:g}" for id, steps in zip(self.recipes, self.steps, strict=True))
+        return f"Explanation(element {self.index}, {', '.join(ends)})"
+
+    def _repr_html_(self) -> str:
+        """Return the table as a notebook shows it."""
+        return self._panel().html()
+
+    def _column(self, i: int) -> dict[str, ExplainedStep]:
+        """Return {name: step} of recipe i."""
+        return {step.name: step for step in self.steps[i]}
+
+    def _is_missing(self, name: str) -> bool:
+        """Return whether some recipe has no step of this name."""
+        return any(name not in self._column(i) for i in range(len(self.recipes)))
+
+    def _differs(self, name: str) -> bool:
+        """Return whether two recipes have this step with different bits."""
+        found = {(step.bits, step.format) for steps in self.steps for step in steps if step.name == name}
+        return len(found) > 1
+
+    def _panel(self) -> Panel:
+        """Return the table: two cells per recipe and step, the number and its bits, and a mark for differing steps."""
+        columns = [self._column(i) for i in range(len(self.recipes))]
+        parting, rows = self.parting, []
+        for name in self.names:
+            cells = [cell for column in columns for cell in _cells(column.get(name))]
+            mark = _FIRST if name == parting else _DIFFERS if self._differs(name) else ""
+            rows.append((name, *cells, *((mark,) if len(columns) > 1 else ())))
+        heads = [cell for id in self.recipes for cell in (id, "bits")]
+        where = ", ".join(map(str, self.index))
+        return Panel(
+            f"Element [{where}], step by step",
+            columns=("step", *heads, *(("",) if len(columns) > 1 else ())),
+            rows=tuple(rows),
+        )
+
+
+def _cells(step: ExplainedStep | None) -> tuple[str, str]:
+    """Return the two cells of a step: the number, and the format with the bits."""
+    if step is None:
+        return _ABSENT, ""
+    number, _, bits = str(step).partition("  ")
+    return number, bits
+
+
+def _decimal(step: ExplainedStep) -> str:
+    """Return the number of a step as text that identifies it among the numbers of its format."""
+    return f"{step.value:.17g}" if step.format == "float64" else f"{np.float32(step.value)!s}".removesuffix(".0")
+
+
+@ieee(OP)
+def explain(
+    x: Array,
+    recipe: RecipeId | Recipe | Sequence[RecipeId | Recipe],
+    index: int | Sequence[int],
+    *,
+    axis: int = -1,
+    tensor_amax: Any = None,
+    block_amax: Any = None,
+) -> Explanation:
+    """Show how a recipe quantizes one element, step by step, as its producer computes it.
+
+    The steps are the amaxes, the tensor scale, the block scale before and after rounding, the factor, the quotient or
+    product, the code, and the decoded value. Each has its number and its bits. Several recipes are shown side by side,
+    and the step where they part is marked.
+
+    Args:
+        x: float32, float16 or bfloat16 array, as for fp4kit.quantize. It is quantized as a whole: its other elements
+            determine the amaxes.
+        recipe: a recipe id, an alias or a Recipe; or several of them.
+        index: the index of the element in x: one integer per axis, or an integer for x with one axis. Negative integers
+            count from the end.
+        axis: the axis along which blocks run.
+        tensor_amax: as for fp4kit.quantize; None computes it from x.
+        block_amax: as for fp4kit.quantize, for recipes that accept it.
+
+    Returns:
+        An Explanation. `explanation["code"]` is a step of the first recipe, and `explanation.steps` has all of them.
+
+    Raises:
+        TypeError: index does not consist of integers, or x has another dtype.
+        ValueError: x, axis, tensor_amax or block_amax do not fit the recipe, as for fp4kit.quantize.
+        ValueError: recipe is an empty sequence.
+        IndexError: x has no such element.
+
+    Numerics:
+        The last steps, "code" and "result", equal fp4kit.quantize and fp4kit.dequantize in every bit. For recipes that
+        only fake-quantize, "result" equals fp4kit.fake_quantize. Arithmetic is float32 unless a step names another
+        format. Steps that a recipe does not compute are left out.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> x = np.linspace(-1, 1, 32, dtype=np.float32)
+        >>> print(fp4kit.explain(x, "mxfp4", 3))
+        Element [3], step by step
+          step                        mxfp4-ocp                bits
+          element                    -0.8064516  float32 0xbf4e739d
+          block amax                          1  float32 0x3f800000
+          amax, rounded by the rule           1  float32 0x3f800000
+          block scale                      0.25       E8M0 01111101
+          factor to multiply by               4  float32 0x40800000
+          element * factor           -3.2258065  float32 0xc04e739d
+          code                               -3           E2M1 1101
+          result                          -0.75  float32 0xbf400000
+    """
+    recipes = [recipe] if isinstance(recipe, (str, Recipe)) else list(recipe)
+    if not recipes:
+        raise ValueError(f"{OP}: recipe is an empty sequence; needs at least one recipe")
+    (imported,) = import_arrays(OP, x=x)
+    array = to_host(imported)
+    at = _checked_index(index, array.shape)
+    amaxes = {"tensor_amax": _on_host(tensor_amax), "block_amax": _on_host(block_amax)}
+    calls = [_parsed(array, r, axis, amaxes) for r in recipes]
+    return Explanation(at, tuple(call.recipe.id for call in calls), tuple(tuple(_explained(c, at)) for c in calls))
+
+
+def _on_host(amax: Any) -> Any:
+    """Return the amaxes that the caller passed as an array on the host; None and numbers unchanged."""
+    return to_host(import_arrays(OP, amax=amax)[0]) if hasattr(amax, "shape") and np.ndim(amax) else amax
+
+
+def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return index as a tuple with one non-negative integer per axis. Raise an error if x has no such element."""
+    given = tuple(index) if isinstance(index, (tuple, list)) else (index,)
+    parts = tuple(as_index(OP, "index", part) for part in given)
+    if len(parts) != len(shape):
+        raise IndexError(
+            f"{OP}: index {given} has {len(parts)} integers; needs {len(shape)}, because x has shape {shape}"
+        )
+    if not all(-n <= i < n for i, n in zip(parts, shape, strict=True)):
+        raise IndexError(f"{OP}: index {given} is out of range; x has shape {shape}")
+    return tuple(i % n for i, n in zip(parts, shape, strict=True))
+
+
+def _parsed(x: np.ndarray, recipe: Any, axis: int, amaxes: dict[str, Any]) -> Call:
+    """Return the checked call of quantize, or of fake_quantize if the recipe has no codes."""
+    call = fake_call(OP, x, recipe, axis, QuantizeOptions(), **amaxes)
+    return call if call.recipe.fake_only else quantize_call(OP, x, recipe, axis, **amaxes)
+
+
+def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
+    """Yield the steps of one recipe."""
+    crop, row, column = _crop(call, index)
+    with specification(), np.errstate(all="ignore"), traced() as steps:
+        show("element", crop.x)
+        if crop.recipe.fake_only:
+            run(OP, "fake_quantize", False, crop)
+        else:
+            run(OP, "dequantize", False, run(OP, "quantize", False, crop), crop.x.dtype)
+    recorded = [_picked(step, crop.x.shape, row, column) for step in _first_scales(steps)]
+    return _readable(recorded)
+
+
+def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
+    """Return the call of the block that holds an element, and the element's row and column in the block.
+
+    The tensor amax of the whole array is passed to this call. Without blocks, the "block" consists of the codes that
+    fill whole bytes.
+    """
+    r, moved = call.recipe, call.moved
+    where = (*index[: call.axis], *index[call.axis + 1 :], index[call.axis])
+    if moved.ndim == 1:
+        moved, where = moved[None], (0, *where)
+    *lead, row, column = where
+    width = r.length_multiple
+    top, left = row // r.block_rows * r.block_rows, column // width * width
+    rows, columns = slice(top, top + r.block_rows), slice(left, left + width)
+    matrix = moved[tuple(lead)]
+    x = np.ascontiguousarray(matrix[rows, columns])
+    amax = _tensor_amax(call, moved, (tuple(lead), rows, columns))
+    block_amax = call.block_amax
+    if block_amax is not None:
+        shape = (*moved.shape[:-1], -1)
+        block_amax = block_amax.reshape(shape)[tuple(lead)][rows, left // width : left // width + 1]
+    crop = call._replace(x=x, moved=x, axis=1, tensor_amax=amax, block_amax=block_amax)
+    return crop, row - top, column - left
+
+
+def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice, slice]) -> np.ndarray | None:
+    """Return the tensor amaxes of a block: the caller's, or those of the whole array; None without a tensor scale.
+
+    moved: call.moved with at least two axes. at: the leading index, the rows and the columns of the block.
+    """
+    (lead, rows, columns), r, given = at, call.recipe, call.tensor_amax
+    if r.tensor_scaling == "none":
+        return None
+    matrix, width = moved[lead], r.block_size
+    if given is None:
+        covered = {"tensor": moved.reshape(prod(moved.shape[:-1]), -1), "row": matrix[rows]}
+        amax = matrix_amax(covered.get(r.tensor_scaling, matrix[rows, columns]), r)
+        return amax.reshape(-1) if r.tensor_scaling == "row" else amax
+    if is_per_expert(given, r):
+        return np.asarray(given[lead[0] if lead else rows.start])
+    if r.tensor_scaling == "row":
+        return np.asarray(given.reshape(moved.shape[:-1])[lead][rows])
+    if r.tensor_scaling == "block":
+        blocks = slice(columns.start // width, columns.stop // width)
+        return np.asarray(given.reshape(*moved.shape[:-1], -1)[lead][rows, blocks])
+    return np.asarray(given)
+
+
+def _first_scales(steps: list[Step]) -> Iterable[Step]:
+    """Yield the steps without tensor scales that are computed again for decoding, after the first block or code."""
+    tensor = set()
+    for step in steps:
+        if step.name.startswith("tensor"):
+            if step.name in tensor:
+                continue
+            tensor.add(step.name)
+        yield step
+
+
+def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
+    """Return the entry of a recorded step that belongs to one element of a block of the given shape."""
+    flat = step.result.reshape(-1)
+    m, k = shape
+    entry = flat[row * k + column if flat.size == m * k else row if flat.size == m else 0]
+    return _one_step(step.name, entry, step.format)
+
+
+def _one_step(name: str, entry: Any, fmt: ElementFormat | None) -> ExplainedStep:
+    """Return the step for one number, or for one code of a format."""
+    if fmt is not None:
+        return ExplainedStep(name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
+    width = 8 * entry.dtype.itemsize
+    bits = int(entry.reshape(1).view(f"u{entry.dtype.itemsize}")[0])
+    format = "bfloat16" if entry.dtype == ml_dtypes.bfloat16 else entry.dtype.name
+    return ExplainedStep(name, float(entry), bits, format, width)
+
+
+def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
+    """Yield the steps with unique names, without numbers that only repeat the step before.
+
+    A decoded value is left out if the result has the same format, and an element value if it is that of the code.
+    """
+    seen: dict[str, int] = {}
+    by_name = {step.name: step for step in steps}
+    for step in steps:
+        if step.name == "decoded value" and by_name["result"].format == step.format:
+            continue
+        code = by_name.get("code")
+        if step.name == "element value" and code and _same(code.value, step.value):
+            continue
+        seen[step.name] = seen.get(step.name, 0) + 1
+        name = step.name if seen[step.name] == 1 else f"{step.name} ({seen[step.name]})"
+        yield ExplainedStep(name, step.value, step.bits, step.format, step.width)
+
+
+def _same(a: float, b: float) -> bool:
+    """Return whether two numbers are equal in every bit; NaN equals NaN."""
+    return (a == b and np.signbit(a) == np.signbit(b)) or (a != a and b != b)

@@ -1,0 +1,68 @@
+"""Record the intermediate results of the specification, so that fp4kit.explain can show them.
+
+The functions of fp4kit.reference pass each result that a reader may want to see through show(), under a name. show()
+returns the result unchanged. Within `with traced() as steps`, it also appends a Step to the list `steps`. So the steps
+are what the specification computes, not a second computation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+
+from fp4kit.formats import ElementFormat
+
+T = TypeVar("T", bound=np.ndarray | np.generic)
+
+
+class Step(NamedTuple):
+    """Hold one recorded result.
+
+    Attributes:
+        name: what the result is, such as "block amax".
+        result: a number, an array with one entry per row or per block, or an array with one entry per element.
+        format: the format of codes, if the result consists of codes; None for numbers.
+    """
+
+    name: str
+    result: np.ndarray
+    format: ElementFormat | None
+
+
+_steps: ContextVar[list[Step] | None] = ContextVar("steps", default=None)
+
+
+def show(name: str, result: T, format: ElementFormat | None = None) -> T:
+    """Return result. If steps are being recorded, first append it to them under the given name.
+
+    format: the format of the codes that result consists of; None for numbers.
+    """
+    steps = _steps.get()
+    if steps is not None:
+        steps.append(Step(name, np.array(result), format))
+    return result
+
+
+@contextmanager
+def traced() -> Iterator[list[Step]]:
+    """Record what show() gets within a with block, in the current thread or task. Yield the list of steps."""
+    steps: list[Step] = []
+    token = _steps.set(steps)
+    try:
+        yield steps
+    finally:
+        _steps.reset(token)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Record nothing within a with block, for computations that repeat what was recorded before."""
+    token = _steps.set(None)
+    try:
+        yield
+    finally:
+        _steps.reset(token)

@@ -1,0 +1,154 @@
+"""Test fp4kit.explain: its last steps equal quantize, dequantize and fake_quantize in every bit, for every recipe."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exhaustive import every, exhaustive
+from searched import searched_blocks
+
+import fp4kit
+from fp4kit.formats import E2M1
+from fp4kit.recipes import RECIPES
+from fp4kit.reference.trace import show, traced, untraced
+
+DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
+
+
+def drawn(dtype, finite):
+    """Return 32 rows of 128 elements: random values, ties, zeros, -0 and subnormals; NaN and inf if not finite."""
+    x = np.tile(searched_blocks(np.float32)[:56].astype(np.float32), (1, 2))
+    x = np.concatenate([x[0:8], x[16:24], x[32:40], x[48:56]])
+    x[1, :32], x[2, 3], x[3] = 0, -0.0, x[3] * 1e-40
+    x[4, 40:72] = np.float32(5.9) * 2.0 ** (12 - np.arange(32))
+    if finite:
+        return np.where(np.isfinite(x), x, 1).astype(dtype)
+    x[5, 7], x[6, 9], x[7, 64:96] = np.nan, -np.inf, np.nan
+    return x.astype(dtype)
+
+
+def assert_last_steps_are_the_public_ones(x, recipe, count, seed, **options):
+    """Compare the steps of `count` drawn elements with the results of the public functions on the whole array."""
+    r = RECIPES[recipe]
+    if r.fake_only:
+        values = fp4kit.fake_quantize(x, recipe, **options)
+    else:
+        q = fp4kit.quantize(x, recipe, **options)
+        values = fp4kit.dequantize(q)
+        codes = np.moveaxis(np.arange(x.size).reshape(x.shape), q.axis, -1)  # index in x -> index among the codes
+        stored = fp4kit.unpack(q.packed) if r.is_packed else q.packed
+    rng = np.random.default_rng(seed)
+    for flat in rng.integers(x.size, size=count):
+        at = np.unravel_index(flat, x.shape)
+        found = fp4kit.explain(x, recipe, [int(i) for i in at], **options)
+        result, width = found["result"], x.dtype.itemsize
+        assert found.steps[0][-1] == result and found["element"].bits == int(x[at].view(f"u{width}"))
+        expected = values[at]
+        same = result.bits == int(expected.view(f"u{width}"))
+        assert same or (np.isnan(expected) and np.isnan(result.value)), f"{recipe} {at}: {expected} and\n{found}"
+        if not r.fake_only:
+            place = np.unravel_index(int(np.flatnonzero(codes.reshape(-1) == flat)[0]), codes.shape)
+            assert found["code"].bits == stored.reshape(codes.shape)[place], f"{recipe} {at}"
+            if q.block_scale is not None:
+                block = (*place[:-1], place[-1] // r.block_size)
+                assert found["block scale"].bits == q.block_scale[block], f"{recipe} {at}"
+            if q.tensor_scale is not None and q.tensor_scale.ndim == 0:
+                assert found["tensor scale"].bits == int(q.tensor_scale.view("u4")) or np.isnan(q.tensor_scale)
+
+
+@pytest.mark.parametrize("recipe", every(6, RECIPES))
+def test_last_steps_are_those_of_the_public_functions(recipe):
+    for i, dtype in enumerate(DTYPES):
+        assert_last_steps_are_the_public_ones(drawn(dtype, finite=i > 0), recipe, 3, i)
+
+
+@pytest.mark.parametrize("recipe", exhaustive(RECIPES))
+def test_last_steps_of_many_elements(recipe):
+    for dtype in DTYPES:
+        for finite in (True, False):
+            assert_last_steps_are_the_public_ones(drawn(dtype, finite), recipe, 150, 7)
+
+
+@pytest.mark.parametrize("recipe", every(11, [r.id for r in RECIPES.values() if r.tensor_scaling == "tensor"]))
+def test_a_given_tensor_amax_is_used(recipe):
+    x = drawn(np.float32, True)
+    assert_last_steps_are_the_public_ones(x, recipe, 3, 1, tensor_amax=np.float32(3.25))
+    stacked = x.reshape(2, 16, 128)
+    assert_last_steps_are_the_public_ones(stacked, recipe, 3, 2, tensor_amax=np.float32([1.5, 700]))
+
+
+@pytest.mark.parametrize("recipe", every(7, RECIPES))
+def test_another_axis_and_several_matrices(recipe):
+    x = np.ascontiguousarray(np.moveaxis(drawn(np.float32, True).reshape(2, 16, 128), -1, 0))
+    assert_last_steps_are_the_public_ones(x, recipe, 3, 3, axis=0)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-modelopt-static", "mxfp4-ocp"])
+def test_block_amaxes_from_a_search_are_used(recipe):
+    x = drawn(np.float32, True)
+    amax = fp4kit.search_scales(x, recipe)
+    assert_last_steps_are_the_public_ones(x, recipe, 8, 4, block_amax=amax)
+    at = (0, 5)
+    step = fp4kit.explain(x, recipe, at, block_amax=amax)["block amax"]
+    assert step.value == amax[0, 5 // RECIPES[recipe].block_size]
+
+
+def test_every_block_recipe_shows_its_scale_before_rounding():
+    """Each rule records at least one number between the block amax and the block scale."""
+    x = drawn(np.float32, True)
+    for recipe in (r for r in RECIPES.values() if r.scale is not None):
+        names = [step.name for step in fp4kit.explain(x, recipe, (0, 5)).steps[0]]
+        before = names.index("block amax") + 1
+        end = next((i for i, name in enumerate(names) if name.startswith(("block scale,", "factor"))), None)
+        assert end is not None and any("tensor" not in name for name in names[before:end]), (recipe, names)
+
+
+def test_two_recipes_part_where_their_bits_first_differ():
+    x = np.linspace(-1, 1, 32, dtype=np.float32)
+    found = fp4kit.explain(x, ["mxfp4-ocp", "mxfp4-te"], 3)
+    assert found.recipes == ("mxfp4-ocp", "mxfp4-te") and found.index == (3,)
+    assert found.parting is None and "they part here" not in str(found)
+    found = fp4kit.explain(x * np.float32(0.9), ["mxfp4-ocp", "mxfp4-te"], 3)  # amax 0.9: floor against ceil
+    assert found.parting == "block scale"
+    (line,) = [line for line in str(found).splitlines() if "they part here" in line]
+    assert line.strip().startswith("block scale ") and "they part here" in found._repr_html_()
+    values = [{step.name: step.value for step in steps}["block scale"] for steps in found.steps]
+    assert values == [0.125, 0.25]
+
+
+def test_steps_hold_numbers_and_bits():
+    x = np.linspace(-1, 1, 16, dtype=np.float32)
+    found = fp4kit.explain(x, "nvfp4-te", -13)
+    code = found["code"]
+    assert (code.value, code.bits, code.format, code.width) == (-4.0, 0b1110, "E2M1", 4)
+    assert str(code) == "-4  E2M1 1110" and str(found["block amax"]) == "1  float32 0x3f800000"
+    assert E2M1.decode(code.bits) == code.value
+    assert found["element"].value == float(x[3])
+    assert repr(found) == "Explanation(element (3,), nvfp4-te: -0.666667)"
+    with pytest.raises(KeyError):
+        found["no such step"]
+
+
+def test_errors_come_before_any_work():
+    x = np.zeros((16, 32), np.float32)
+    for index, error, text in (
+        (3, IndexError, r"index \(3,\) has 1 integers; needs 2, because x has shape \(16, 32\)"),
+        ((16, 0), IndexError, r"index \(16, 0\) is out of range; x has shape \(16, 32\)"),
+        ((1.5, 0), TypeError, "index"),
+    ):
+        with pytest.raises(error, match=text):
+            fp4kit.explain(x, "nvfp4-te", index)
+    with pytest.raises(ValueError, match="recipe is an empty sequence; needs at least one recipe"):
+        fp4kit.explain(x, [], (0, 0))
+    with pytest.raises(ValueError, match=r"explain: .*nvfp4"):
+        fp4kit.explain(x, "nvfp4-tea", (0, 0))
+    with pytest.raises(ValueError, match="explain: axis 1 has length 30"):
+        fp4kit.explain(x[:, :30], "nvfp4-te", (0, 0))
+
+
+def test_a_trace_records_only_within_its_block():
+    with traced() as steps:
+        assert show("a", np.float32(1)) == 1
+        with untraced():
+            show("b", np.float32(2))
+    show("c", np.float32(3))
+    assert [step.name for step in steps] == ["a"]
