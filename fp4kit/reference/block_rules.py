@@ -42,7 +42,7 @@ from fp4kit.reference import (
     block_rules_torchao,
 )
 from fp4kit.reference.arith import INV6, ONE, ZERO, divide_ftz, log2, multiply_ftz, reciprocal_approx_ftz
-from fp4kit.reference.block_arith import decode_scale, encode_scale, encode_scale_up, inverse_e8m0
+from fp4kit.reference.block_arith import decode_scale, encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TensorScale, round_to
 from fp4kit.reference.trace import show
@@ -94,7 +94,7 @@ def code_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dty
     inner parentheses is rounded first. If the product with amax is NaN, the code is that of 448, or NaN if
     recipe.amax_nan is "propagate". Source: TE core_nvfp4.cuh.
     """
-    return encode_scale(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX))
+    return encode_e4m3_scale(_minimum(recipe)(amax * (tensor.encode * INV6), FLT_MAX))
 
 
 def factor_te(codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -117,7 +117,7 @@ def code_flashinfer(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     tensor.encode is the encode scale of the tensor, E4M3() gives a code, which saturates at 448, and rcp is PTX
     rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. NaN gives a NaN code.
     """
-    return encode_scale(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))))
+    return encode_e4m3_scale(multiply_ftz(tensor.encode, multiply_ftz(amax, reciprocal_approx_ftz(np.float32(6)))))
 
 
 def factor_flashinfer(
@@ -142,7 +142,7 @@ def code_flashinfer_precise(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     tensor.encode is the encode scale of the tensor, and E4M3() gives a code, which saturates at 448. Subnormal operands
     and results of every operation are flushed to zero. NaN gives a NaN code.
     """
-    return encode_scale(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))))
+    return encode_e4m3_scale(np.where(_is_zero(amax), ZERO, multiply_ftz(amax, multiply_ftz(tensor.encode, INV6))))
 
 
 def factor_flashinfer_precise(
@@ -168,7 +168,7 @@ def code_modelopt(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: 
     default, scale * tensor.decode, which divides the elements. NaN gives a NaN code.
     """
     ratio = amax / (recipe.element.max * tensor.decode)
-    return encode_scale(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max))
+    return encode_e4m3_scale(np.clip(np.where(ratio == 0, ONE, ratio), E4M3.min_subnormal, E4M3.max))
 
 
 def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -181,7 +181,7 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)
-    return encode_scale(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max))
+    return encode_e4m3_scale(np.clip(ratio / (tensor.amax / recipe.element.max), E4M3.min_subnormal, E4M3.max))
 
 
 def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -193,7 +193,7 @@ def code_torchao(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
     normal value of E4M3. So a block of zeros gets the code of 2^-6. NaN gives a NaN code.
     """
     ratio = amax / recipe.element.max / tensor.decode
-    return encode_scale(np.clip(ratio, E4M3.min_normal, E4M3.max))
+    return encode_e4m3_scale(np.clip(ratio, E4M3.min_normal, E4M3.max))
 
 
 def factor_torchao(
@@ -215,7 +215,7 @@ def code_compressed_tensors(amax: np.ndarray, tensor: TensorScale, recipe: Recip
     T rounds to dtype, the dtype of the elements. 6 stands for the largest element value, and tensor.encode is the
     encode scale of the tensor. Codes saturate at 448, and NaN gives a NaN code.
     """
-    codes = encode_scale(round_to(amax / recipe.element.max, dtype) * tensor.encode)
+    codes = encode_e4m3_scale(round_to(amax / recipe.element.max, dtype) * tensor.encode)
     return np.where(codes == 0, encode(np.float32(0.125), E4M3), codes)
 
 
@@ -301,7 +301,7 @@ def code_e8m0_te(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: n
 
     M is the largest element value. 0 gives code 0 (2^-127), inf gives 254, and NaN gives 255. Source: TE float_to_e8m0.
     """
-    return encode_scale_up(amax * (ONE / recipe.element.max))
+    return encode_e8m0_scale(amax * (ONE / recipe.element.max))
 
 
 def code_e8m0_rceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -328,7 +328,7 @@ def code_e8m0_flashinfer_fp4(amax: np.ndarray, tensor: TensorScale, recipe: Reci
     M is the largest element value, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results of every operation
     are flushed to zero. 0 gives code 0, inf gives 254, and NaN gives 255.
     """
-    return encode_scale_up(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)))
+    return encode_e8m0_scale(multiply_ftz(amax, reciprocal_approx_ftz(recipe.element.max)))
 
 
 def factor_e8m0_flashinfer_fp4(

@@ -14,6 +14,7 @@ import numpy as np
 from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import decode, encode_scale
 from fp4kit.reference.tensor_rules import TensorScale, reciprocal_of_scale
+from fp4kit.reference.trace import show
 
 Code = Callable[[np.ndarray, TensorScale, Recipe, np.dtype], np.ndarray]
 
@@ -28,7 +29,8 @@ def _code(rounding: str) -> Code:
         scale format, or its largest value if it has no NaN.
         """
         assert recipe.scale is not None
-        return encode_scale(amax / recipe.element.max * tensor.encode, recipe.scale, rounding)
+        scale = show("block scale before rounding", amax / recipe.element.max * tensor.encode)
+        return encode_scale(scale, recipe.scale, rounding)
 
     return code
 

@@ -19,7 +19,7 @@ import numpy as np
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import INV6, ONE, ZERO, reciprocal_approx_ftz, reciprocal_or_zero
-from fp4kit.reference.block_arith import decode_scale, encode_scale, qwix_reciprocal, qwix_scale
+from fp4kit.reference.block_arith import decode_scale, encode_e4m3_scale, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import TensorScale
 
@@ -35,7 +35,7 @@ def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     tensor.encode is the encode scale of the tensor, and E4M3() gives a code. The product in the inner parentheses is
     rounded first. NaN gives a NaN code. Source: vLLM nvfp4_emulation_utils.py.
     """
-    return encode_scale(tensor.encode * (amax * INV6))
+    return encode_e4m3_scale(tensor.encode * (amax * INV6))
 
 
 def factor_vllm(
@@ -89,7 +89,7 @@ def code_quark(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.
     6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Codes saturate at 448,
     and NaN gives a NaN code.
     """
-    codes = encode_scale(amax / (recipe.element.max * tensor.decode))
+    codes = encode_e4m3_scale(amax / (recipe.element.max * tensor.decode))
     return np.where(codes == 0, encode(ONE, E4M3), codes)
 
 
@@ -116,8 +116,8 @@ def code_quark_file(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
     Codes saturate at 448, and NaN gives a NaN code.
     """
     scale = amax / recipe.element.max
-    scale = decode_scale(encode_scale(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode)) * tensor.decode
-    return encode_scale(scale / tensor.decode)
+    scale = decode_scale(encode_e4m3_scale(np.where(scale == 0, QUARK_ZERO, scale) / tensor.decode)) * tensor.decode
+    return encode_e4m3_scale(scale / tensor.decode)
 
 
 factor_quark_file = factor_quark
@@ -150,7 +150,7 @@ def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 
     ratio: the block amaxes divided by 6 (scale rule static_6 of fouroversix) or by 4 (static_4).
     """
-    return encode_scale(zero_of_zeros(ratio * tensor.encode, tensor))
+    return encode_e4m3_scale(zero_of_zeros(ratio * tensor.encode, tensor))
 
 
 def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
@@ -184,7 +184,7 @@ def code_qwix(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.d
     It is the code of block_arith.qwix_scale(amax, recipe, dtype), which is 1 for a very small amax and for 0. There is
     no tensor scale. Codes saturate at 448, and NaN gives a NaN code.
     """
-    return encode_scale(qwix_scale(amax, recipe, dtype))
+    return encode_e4m3_scale(qwix_scale(amax, recipe, dtype))
 
 
 def factor_qwix(

@@ -19,7 +19,7 @@ import numpy as np
 from fp4kit.formats import E4M3
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, log2
-from fp4kit.reference.block_arith import encode_scale
+from fp4kit.reference.block_arith import encode_e4m3_scale
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TensorScale, round_to
 from fp4kit.reference.trace import show
@@ -91,7 +91,7 @@ def _saturated(scaled: np.ndarray, amax: np.ndarray) -> np.ndarray:
     If amax is NaN, the code is that of 448. If `scaled` is NaN because it is 0 * inf, the code is that of -448, because
     x86-64 sets the sign bit of this NaN.
     """
-    codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode_scale(scaled))
+    codes = np.where(np.isnan(scaled), E4M3.sign_bit | E4M3.max_code, encode_e4m3_scale(scaled))
     return np.where(np.isnan(amax), E4M3.max_code, codes).astype(np.uint8)
 
 

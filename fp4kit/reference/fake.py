@@ -22,7 +22,7 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import ONE, ZERO
-from fp4kit.reference.block_arith import encode_scale, encode_scale_up, inverse_e8m0
+from fp4kit.reference.block_arith import encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TINY_AMAX, round_to
@@ -47,7 +47,7 @@ def _round(x: np.ndarray, recipe: Recipe) -> np.ndarray:
 
 def _e4m3(x: np.ndarray) -> np.ndarray:
     """Return x rounded to the nearest E4M3 value, ties to even, as float32. It saturates at +-448. NaN gives NaN."""
-    return decode(show("block scale", encode_scale(x), E4M3), E4M3)
+    return decode(show("block scale", encode_e4m3_scale(x), E4M3), E4M3)
 
 
 def nvfp4_modelopt_triton(
@@ -127,7 +127,7 @@ def mx_modelopt(
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
     block = np.fmin(_amax_of(x, recipe, amax), FLT_MAX)
-    codes = np.where(block == 0, np.uint8(127), encode_scale_up(block / recipe.element.max))
+    codes = np.where(block == 0, np.uint8(127), encode_e8m0_scale(block / recipe.element.max))
     codes = show("block scale", codes, E8M0)
     factor = show("factor to multiply by", inverse_e8m0(codes))
     y = _round(np.abs(blocks) * factor[..., None], recipe) * decode(codes, E8M0)[..., None]

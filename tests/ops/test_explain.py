@@ -7,7 +7,7 @@ from exhaustive import every, exhaustive
 from searched import searched_blocks
 
 import fp4kit
-from fp4kit.formats import E2M1
+from fp4kit.formats import E2M1, ElementFormat
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.trace import show, traced, untraced
 
@@ -61,6 +61,10 @@ def test_last_steps_are_those_of_the_public_functions(recipe):
         assert_last_steps_are_the_public_ones(drawn(dtype, finite=i > 0), recipe, 3, i)
 
 
+def test_the_row_within_a_square_block_counts():
+    assert_last_steps_are_the_public_ones(drawn(np.float32, True), "nvfp4-te-2d", 12, 5)
+
+
 @pytest.mark.parametrize("recipe", exhaustive(RECIPES))
 def test_last_steps_of_many_elements(recipe):
     for dtype in DTYPES:
@@ -90,6 +94,25 @@ def test_block_amaxes_from_a_search_are_used(recipe):
     at = (0, 5)
     step = fp4kit.explain(x, recipe, at, block_amax=amax)["block amax"]
     assert step.value == amax[0, 5 // RECIPES[recipe].block_size]
+
+
+UE5M3 = ElementFormat("UE5M3", 5, 3, 15, specials="nan", signed=False)
+CUSTOM = (
+    fp4kit.custom_recipe("nf4", fp4kit.formats.NF4, "float32", 32),
+    fp4kit.custom_recipe("e2m1_ue5m3", E2M1, UE5M3, 16, scale_rounding="up", tensor_scale=True),
+)
+
+
+@pytest.mark.parametrize("recipe", CUSTOM, ids=lambda r: r.id)
+def test_formats_of_ones_own(recipe):
+    x = drawn(np.float32, True)
+    q, at = fp4kit.quantize(x, recipe), (20, 70)
+    found = fp4kit.explain(x, recipe, at)
+    assert found["result"].value == fp4kit.dequantize(q)[at] != 0
+    assert found["code"].bits == fp4kit.unpack(q.packed)[at]
+    if recipe.scale is not None:
+        names = [step.name for step in found.steps[0]]
+        assert "block scale before rounding" in names and found["block scale"].format == "UE5M3"
 
 
 def test_every_block_recipe_shows_its_scale_before_rounding():
