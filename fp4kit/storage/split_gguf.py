@@ -139,7 +139,11 @@ def read_gguf_model(path: Path) -> tuple[GgufFile, ...]:
 
 
 def _check(files: tuple[GgufFile, ...]) -> None:
-    """Raise CheckpointError if the files of a split model contradict each other."""
+    """Raise CheckpointError if the files of a split model contradict each other.
+
+    Their keys split.no, split.count and split.tensors.count must fit the order of the files and the number of tensors.
+    No tensor may be in two files.
+    """
     count, total = files[0].metadata[_COUNT], files[0].metadata.get(_TENSORS, "")
     for i, file in enumerate(files):
         wanted = {_NUMBER: str(i), _COUNT: count, _TENSORS: total}
