@@ -196,7 +196,8 @@ struct PrunedSearch {
           is_doubtful[lane] && is_near_tie(blocks.block(lane), {scale[lane], reciprocal[lane]}) ? 0u : is_proven[lane];
   }
 
-  // Search all lanes. Afterwards, `code` is the first code of smallest loss in every lane where is_proven is 1.
+  // Search all lanes. Afterwards, in each lane where is_proven is 1, `code` is the code of smallest loss; if several
+  // codes have that loss, it is the first of them. In all other lanes, `code` may be wrong.
   __attribute__((noinline)) void run() {
     begin();
     search_upward();

@@ -26,7 +26,7 @@ struct by_code_or_zero {
 };
 
 // Return 1 / x, rounded to float16 for float16 elements, and to float32 for float32 and bfloat16 elements. qwix divides
-// by multiplying with this reciprocal, because XLA does so on a CPU.
+// by x, but XLA on a CPU multiplies by this reciprocal instead.
 template <class In>
 FP4KIT_DEVICE float qwix_reciprocal(float x) {
   return In::kMantissaBits == 10 ? round_to<In>(1.0f / x) : 1.0f / x;

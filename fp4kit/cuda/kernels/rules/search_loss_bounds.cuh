@@ -19,16 +19,16 @@ constexpr int kSteps = 64, kRows = 7 * kSteps + 1;
 constexpr float kUnits = 85.0f;   // units per 1, and the most units per element, so that three elements fit in a byte
 constexpr u32 kClosed = 0x4000u;  // added to the sum of a code that is not a candidate; more than eight times any sum
 
-// The eight tables, and the numbers of the codes in the order of EightBounds.
+// The eight tables, and the numbers j of the codes as EightBounds stores them.
 struct LossBounds {
   HalfChunk rows[8][kRows];  // by the mantissa of the first code; bytes for first + 0, 1, 4, 5, 2, 3, 6, 7
   Chunk codes[9];  // by the number of candidates: codes 0 to 7 in the order of EightBounds, plus kClosed for a code
                    // that is no candidate
 };
 
-// The bounds of the losses under codes first + 0 ... first + 7, in units (kUnits). Each 16-bit half holds eight times a
-// bound plus the number of its code (0 ... 7) in the last three bits. The low halves of the four words are the codes 0
-// ... 3, the high halves the codes 4 ... 7 (see LossBounds::codes).
+// Lower bounds of the losses of a block under eight codes: first + 0 ... first + 7. A 16-bit half of a word holds
+//   bound * 8 + j   where the bound is in units (see kUnits), and j (0 ... 7) stands for code first + j
+// Word i holds j = i in its low half and j = i + 4 in its high half.
 struct EightBounds {
   u32 pairs[4];
 };

@@ -113,7 +113,7 @@ FP4KIT_DEVICE constexpr bool has_one_scale() {
   return R::kTensorScaling == TensorScaling::tensor || R::kTensorScaling == TensorScaling::none;
 }
 
-// Return the largest power of two that is at most the tensor's amax, which must be a positive normal number.
+// Return the largest power of two that is not above the tensor's amax. The amax must be a positive normal number.
 FP4KIT_DEVICE float amax_power(TensorScale t) {
   return float_of(bits_of(t.amax) & kInfinityBits);
 }
