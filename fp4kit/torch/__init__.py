@@ -14,10 +14,11 @@ PyTorch 2.13, because earlier versions do not trace objects made without their c
 """
 
 from fp4kit.torch import trees
+from fp4kit.torch.fake_quantized import FakeQuantized
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
 from fp4kit.torch.input_hooks import collect
 from fp4kit.torch.linear import linear
-from fp4kit.torch.modules import FakeQuantized, fake_quantize_model
+from fp4kit.torch.modules import fake_quantize_model
 from fp4kit.torch.served_model import remove_fake_quantization
 from fp4kit.training.settings import FakeQuantSettings
 

@@ -1,4 +1,4 @@
-"""Fake-quantize the parameters of modules: a parametrization, and a function that applies it as settings say."""
+"""Provide fake_quantize_model: choose between a plan that follows the converter, and settings of the user."""
 
 from __future__ import annotations
 
@@ -16,54 +16,13 @@ from fp4kit.qat.plan import similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
 from fp4kit.torch.described_model import parameters_of
-from fp4kit.torch.functions import fake_quantize
+from fp4kit.torch.fake_quantized import FakeQuantized, check_kind
 from fp4kit.torch.operators import check_fake
 from fp4kit.torch.served_model import fake_quantize_served
 from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
 from fp4kit.types import RecipeId
 
 _OP = "fake_quantize_model"
-
-
-class FakeQuantized(torch.nn.Module):
-    """Parametrize a parameter so that the layer reads it fake-quantized, while the optimizer updates the original.
-
-    Register it with torch.nn.utils.parametrize.register_parametrization(layer, "weight", FakeQuantized(settings,
-    "layer.weight")). Remove it with remove_parametrizations(layer, "weight", leave_parametrized=...).
-
-    Args:
-        settings: a FakeQuantSettings: the recipe, its block size and the kind of gradient.
-        name: the name of the parameter. If the settings do not include it, the parameter is read unchanged.
-
-    Raises:
-        TypeError: settings is not a FakeQuantSettings; or it has a recipe, and name is not a string.
-
-    Examples:
-        >>> FakeQuantized(FakeQuantSettings("mxfp4"), "weight")(torch.full((1, 32), 0.3))[0, 0].item()
-        0.25
-    """
-
-    def __init__(self, settings: FakeQuantSettings, name: str) -> None:
-        super().__init__()
-        _check_kind("FakeQuantized", "settings", settings, FakeQuantSettings)
-        self.settings, self.name = settings, name
-        recipe = settings.resolved
-        self._spec = to_spec(recipe) if recipe is not None and settings.is_quantized(name) else None
-
-    def extra_repr(self) -> str:
-        """Return the text that print(model) shows: the name, the recipe and pass_through.
-
-        The recipe is None if the parameter is read unchanged.
-        """
-        return f"{self.name!r}, {self._spec}, pass_through={self.settings.pass_through}"
-
-    def forward(self, w: torch.Tensor) -> torch.Tensor:
-        """Return the weight that the layer computes with.
-
-        It is fake_quantize(w) with blocks along the last axis, or w itself if the settings do not include the
-        parameter. Raises as fake_quantize does.
-        """
-        return w if self._spec is None else fake_quantize(w, self._spec, pass_through=self.settings.pass_through)
 
 
 def fake_quantize_model(
@@ -150,7 +109,7 @@ def fake_quantize_model(
         no  1     0.bias    48      not a weight
         no  1     2.bias    16      not a weight
     """
-    _check_kind(_OP, "model", model, torch.nn.Module)
+    check_kind(_OP, "model", model, torch.nn.Module)
     given = recipe if settings is None else settings
     if isinstance(given, FakeQuantSettings):
         options = {"format": format, "activations": activations, "input_amaxes": input_amaxes, "config": config}
@@ -269,19 +228,6 @@ def _warn_of_vectors(names: list[str]) -> None:
             " biases and norms unquantized; leave them out with FakeQuantSettings(..., exclude=...)",
             stacklevel=4,
         )
-
-
-def _check_kind(op: str, name: str, value: Any, kind: type) -> None:
-    """Raise TypeError unless the argument `name` of the function `op` is an instance of kind.
-
-    For a recipe in place of a FakeQuantSettings, the message says how to make the settings.
-    """
-    if isinstance(value, kind):
-        return
-    text = f"{op}: {name} is {value!r:.60}; needs a {kind.__name__}"
-    if kind is FakeQuantSettings and isinstance(value, (str, Recipe)):
-        text += f"; pass fp4kit.torch.FakeQuantSettings({getattr(value, 'id', value)!r}, parameters=('*.weight',))"
-    raise TypeError(text)
 
 
 def _check(name: str, module: torch.nn.Module, leaf: str) -> None:

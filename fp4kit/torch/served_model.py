@@ -16,6 +16,7 @@ from fp4kit.qat.table import QuantizedNames
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.to_string import to_spec
 from fp4kit.torch.described_model import Place, config_of, parameters_of, places_of
+from fp4kit.torch.fake_quantized import FakeQuantized
 from fp4kit.torch.operators import check_fake
 from fp4kit.torch.served_inputs import Inputs, add_hook, remove_hook
 from fp4kit.torch.served_weight import Form, ServedWeight, parts_of
@@ -78,7 +79,7 @@ def _check(place: Place, form: Form, plan: QatPlan) -> None:
     """Raise ValueError or TypeError if a parameter cannot be fake-quantized, before the model is changed."""
     name, shape = place.weight.name, place.weight.shape
     for part in parts_of(place.module, place.leaf):
-        if isinstance(part, ServedWeight) or type(part).__name__ == "FakeQuantized":
+        if isinstance(part, (ServedWeight, FakeQuantized)):
             raise ValueError(
                 f"{OP}: {name} is already fake-quantized; leave it out with exclude=, or call"
                 " fp4kit.torch.remove_fake_quantization first"
@@ -190,7 +191,7 @@ def _fake_quantized(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Modu
     seen = set()
     for name, module, leaf in parameters_of(model):
         for part in parts_of(module, leaf):
-            if (isinstance(part, ServedWeight) or type(part).__name__ == "FakeQuantized") and id(part) not in seen:
+            if isinstance(part, (ServedWeight, FakeQuantized)) and id(part) not in seen:
                 seen.add(id(part))
                 yield name, module, leaf, part
 

@@ -8,7 +8,8 @@ import json
 import numpy as np
 import pytest
 import served
-from tensors import to_numpy
+import synthetic
+from tensors import to_numpy, to_torch
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
@@ -364,3 +365,57 @@ def test_a_model_that_is_quantized_already():
     ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
     with pytest.raises(ValueError, match=r"q_proj.weight is already fake-quantized; .*remove_fake_quantization first"):
         ft.fake_quantize_model(model, "nvfp4-te", config=CONFIG)
+
+
+def test_settings_are_removed_too():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 16))
+    ft.fake_quantize_model(model, ft.FakeQuantSettings("nvfp4-te", parameters=("*.weight",)))
+    with pytest.raises(ValueError, match=r"0\.weight is already fake-quantized"):
+        ft.fake_quantize_model(model, "nvfp4-te")
+    assert ft.remove_fake_quantization(model) == ["0.weight"]
+
+
+def test_amaxes_of_other_dtypes_are_rounded_as_the_weight_is():
+    """With mixed precision, FSDP gathers a weight in bfloat16 while others of its group are still in float32."""
+    model = torch.nn.ModuleDict({f"{name}_proj": torch.nn.Linear(32, 16, bias=False) for name in ("gate", "up")})
+    torch.nn.init.constant_(model["up_proj"].weight, 1.001)
+    ft.fake_quantize_model(model, "nvfp4-te", format="modelopt")
+    w, part = torch.randn(16, 32, dtype=torch.bfloat16) / 9, model["gate_proj"].parametrizations.weight[0]
+    product = dataclasses.replace(fp4kit.recipe("nvfp4-te"), decode_rule="product")
+    expected = fp4kit.fake_quantize(to_numpy(w), product, tensor_amax=np.float32(1))
+    assert_same_bits(to_numpy(part(w)), expected)
+
+
+def module_of(tensors):
+    """Return a module whose parameters have the names and values of tensors."""
+    root = torch.nn.Module()
+    for name, x in tensors.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in module._modules:
+                module.add_module(part, torch.nn.Module())
+            module = module._modules[part]
+        tensor = to_torch(x)
+        module.register_parameter(leaf, torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point()))
+    return root
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", pytest.param("nvfp4-compressed-tensors", marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("name", synthetic.MODELS)
+def test_published_models(tmp_path, name, recipe):
+    """Every layer that the converter writes as a matrix is one that the model reads, bit for bit."""
+    tensors = synthetic.MODELS[name](tmp_path / "trained")
+    config = json.loads((tmp_path / "trained" / "config.json").read_text())
+    model = module_of(tensors)
+    names = ft.fake_quantize_model(model, recipe, config=config)
+    convert(tmp_path / "trained", tmp_path / "served", recipe)
+    compared = 0
+    for module, values in served.weights(tmp_path / "served", fp4kit.recipe(recipe)).items():
+        tensor = f"{module}.weight"
+        if tensor in tensors:
+            assert tensor in names
+            found = model.get_submodule(module).weight
+            assert torch.equal(found, torch.from_numpy(values).to(found.dtype)), module
+            compared += 1
+    assert compared == sum(tensors[name].ndim == 2 for name in names)
