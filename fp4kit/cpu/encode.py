@@ -46,7 +46,7 @@ class Kernels(NamedTuple):
     element: index of the compiled element arithmetic.
     block, block_rows: the columns and rows of a block.
     kept: for each input dtype, the smallest and the largest factor that the library may use (coverage.kept_factors).
-    own: the tables of a recipe with amax rules, which has no indices; None for other recipes.
+    own: the tables of a recipe with amax rules, for which block_rule is 0 or -1; None for other recipes.
     """
 
     block_rule: int
@@ -65,8 +65,8 @@ def kernels_of(r: Recipe) -> Kernels:
         raise Declined(f"{r.id} has {reason}")
     block = r.block_size if r.block else SEGMENT
     if r.is_custom:
-        no_limits = ((0.0, math.inf),) * len(INPUTS)
-        return Kernels(-1 if r.block_rule is None else 0, -1, block, r.block_rows, no_limits, tables_of(r))
+        no_limits, own = ((0.0, math.inf),) * len(INPUTS), tables_of(r)
+        return Kernels(-1 if r.block_rule is None else 0, own.element, block, r.block_rows, no_limits, own)
     key = rule_key(r)
     block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
     element = found.fp4kit_element(element_key(r).encode())

@@ -17,7 +17,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit.cpu.library import OwnFormat, address
+from fp4kit.cpu.coverage import element_key
+from fp4kit.cpu.library import OwnFormat, address, functions
 from fp4kit.formats import Codebook, ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -30,23 +31,28 @@ _UNUSED = 0x7FFFFFFF  # a bound above every key
 
 
 class Tables(NamedTuple):
-    """The tables of a recipe: the struct for the library, and the arrays to which it points."""
+    """The tables of a recipe: the struct for the library, and the arrays to which it points.
+
+    element: the index of the compiled arithmetic of elements, which is faster than tables; 0 if there is none.
+    """
 
     struct: OwnFormat
     arrays: tuple[np.ndarray, ...]
+    element: int
 
 
 @lru_cache(64)
 def tables_of(r: Recipe) -> Tables:
-    """Return the tables of a recipe with an amax rule."""
+    """Return the tables of a recipe with an amax rule. Raise Declined if there is no usable library."""
     size = 16 if r.element.bits == 4 else 256
     bounds, codes = _pieces(lambda x: _element_codes(x, r), -_LAST - 1, size)
     arrays = [bounds, codes, _values(r.element, size)]
     if r.scale is not None:
         arrays += [*_pieces(lambda x: _scale_codes(x, r), 0, 256), _values(r.scale, 256)]
     addresses = [*map(address, arrays), *[None] * (6 - len(arrays))]
-    struct = OwnFormat(*addresses, float(r.element.max), size == 16, r.scale is not None)
-    return Tables(struct, tuple(arrays))
+    element = -1 if isinstance(r.element, Codebook) else functions().fp4kit_element(element_key(r).encode())
+    struct = OwnFormat(*addresses, float(r.element.max), element < 0, size == 16, r.scale is not None)
+    return Tables(struct, tuple(arrays), max(element, 0))
 
 
 def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:

@@ -9,11 +9,14 @@ import pytest
 from together import together
 from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, with_elements
 
+import fp4kit
 from fp4kit.call.parse import Declined
+from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.cuda import engine
+from fp4kit.cuda.engine.search_scales import check_search
 from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.supported import unsupported
-from fp4kit.formats import E1M2, E2M3, E3M0, ElementFormat
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E4M3, INT4, NF4, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -62,6 +65,37 @@ def test_dequantize_refuses_too(case):
     q = Quantized(np.zeros((2, 16), np.uint8), scales, None, None, (2, 32), np.float32, -1, r)
     with pytest.raises(Declined, match=f"mxfp4-ocp has {message}"):
         engine.dequantize(q, np.dtype(np.float32))
+
+
+CUSTOM = {  # maps a recipe for formats of one's own to the end of its error
+    fp4kit.custom_recipe(
+        "nf4", NF4, "float32", 32
+    ): "elements NF4, a table of values, which no CUDA kernel supports; needs a",
+    fp4kit.custom_recipe(
+        "nf4-e4m3", NF4, E4M3, 16
+    ): "elements NF4, a table of values, which no CUDA kernel supports; needs a",
+    fp4kit.custom_recipe(
+        "e4m3", E2M1, E4M3, 16
+    ): "rule 'amax' for formats of one's own, which no CUDA kernel supports; needs",
+    fp4kit.custom_recipe(
+        "int4", INT4, "float16", 32
+    ): "rule 'amax_float16' for formats of one's own, which no CUDA kernel",
+}
+
+
+@pytest.mark.parametrize("r", CUSTOM, ids=lambda r: r.id)
+def test_custom_recipes_are_rejected(r):
+    message = f"{r.id} has {CUSTOM[r]}.*; compute on the CPU with cupy.asnumpy"
+    for columns in (False, True):
+        work = LaunchRequest(r, np.dtype(np.float32), (32, 64), columns=columns)
+        assert find_kernel(work) is None
+        with pytest.raises(Declined, match=message):
+            kernel_for(work)
+    x = np.ones((2, 64), np.float32)
+    with pytest.raises(Declined, match=message):
+        engine.dequantize(fp4kit.quantize(x, r), np.dtype(np.float32))
+    with pytest.raises(Declined, match=message):
+        check_search(search_call("search_scales", x, r, -1, None, SearchRequest()))
 
 
 KEPT = [with_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, E2M3)]

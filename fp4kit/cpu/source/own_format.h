@@ -17,6 +17,7 @@
 //   scale_bounds, scale_codes, scale_values
 //                       the tables of block scales, 255 bounds, 256 codes and values
 //   largest             the largest magnitude of an element
+//   uses_tables         1 to encode elements by these tables, 0 to encode them by the entry of kElements in the call
 //   is_nibble           1 if codes have 4 bits and are stored two per byte
 //   has_scales          1 if the recipe has block scales
 struct OwnFormat {
@@ -27,7 +28,7 @@ struct OwnFormat {
   const u8* scale_codes;
   const float* scale_values;
   float largest;
-  i32 is_nibble, has_scales;
+  i32 uses_tables, is_nibble, has_scales;
 };
 
 namespace {
@@ -116,6 +117,7 @@ struct OwnEncoder {
       for (i64 i = 0; call.scales && i < panel.rows; ++i)
         std::memcpy(call.scales + (panel.row + i) * call.scales_step + first, scales, count);
     }
+    if (!own.uses_tables) return encode_by_entry(x, panel, call.block_rule < 0 ? nullptr : amax, factors, count);
     for (i64 b = 0; b < count; ++b)
       if (!is_usable(factors[b], true)) return false;
     for (i64 i = 0; i < panel.rows; ++i) {
@@ -126,6 +128,18 @@ struct OwnEncoder {
       own.is_nibble ? pack_codes(codes, panel.columns, out)
                     : static_cast<void>(std::memcpy(out, codes, static_cast<size_t>(panel.columns)));
     }
+    return true;
+  }
+
+  // Store the codes of a panel, by the entry of kElements in the call. `amax` are the amaxes of the elements of its
+  // `count` blocks, or nullptr if they are not known.
+  bool encode_by_entry(View<Bits> x, const Rectangle& panel, const float* amax, float* block_factors, i64 count) const {
+    float run_factors[kMaxPanelBlocks];
+    Factors factors{block_factors};
+    if (amax) factors.method = encoder.method_of(amax, block_factors, count);
+    factors.values = encoder.spread_factors(block_factors, count, run_factors);
+    if (!factors.values) return false;
+    for (i64 i = 0; i < panel.rows; ++i) encoder.encode_row(x.data + i * x.step, panel, panel.row + i, factors);
     return true;
   }
 
