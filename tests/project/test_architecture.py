@@ -35,7 +35,7 @@ LAYERS = (
     {"fp4kit"},
     {"checkpoint", "evidence"},
     {"qat"},
-    {"torch", "jax"},
+    {"torch", "jax", "plot"},
     {"cli"},
     {"__main__"},
 )

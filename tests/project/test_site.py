@@ -16,6 +16,7 @@ from tool_module import tool_module
 import fp4kit
 import fp4kit.calibration
 import fp4kit.checkpoint
+import fp4kit.plot
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -32,7 +33,16 @@ def test_pictures_are_current(name: str) -> None:
     assert path.read_text() == PICTURES[name](), "run python tools/pictures.py"
 
 
-@pytest.mark.parametrize("module", [fp4kit, fp4kit.calibration, fp4kit.checkpoint])
+PLOTS = tool_module("plots")
+
+
+@pytest.mark.parametrize("name", PLOTS.PLOTS)
+def test_plots_are_current(name: str) -> None:
+    text = (DOCS / "images" / f"plot-{name}.svg").read_text()
+    assert PLOTS.digest(PLOTS.PLOTS[name]()) in text, "run python tools/plots.py"
+
+
+@pytest.mark.parametrize("module", [fp4kit, fp4kit.calibration, fp4kit.checkpoint, fp4kit.plot])
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     assert {f"{module.__name__}.{name}" for name in module.__all__} <= DOCUMENTED
 

@@ -1,0 +1,124 @@
+"""Draw bars: the values that a quantized array uses, the quality of layers, and the error budget of a product."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fp4kit.layouts import unpacked
+from fp4kit.ops.error_budget import ErrorBudget
+from fp4kit.plot.style import BLUE, GREY, ORANGE, axes, without_frame
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import on_host
+
+
+def histogram(q: Quantized, *, ax: Any = None) -> Any:
+    """Draw how often a quantized array uses each value of its element format.
+
+    The bars of the largest magnitude, where elements may have been clipped, are hatched. Values that the array does not
+    use have no bar. NaN codes are left out.
+
+    Args:
+        q: the quantized array, such as the result of fp4kit.quantize.
+        ax: the Axes to draw on.
+
+    Returns:
+        The Axes, with one bar per value of the format. Its height is a share of all elements.
+    """
+    if not isinstance(q, Quantized):
+        raise TypeError(f"plot.histogram: q is {type(q).__name__}; needs a Quantized, the result of fp4kit.quantize")
+    element = q.recipe.element
+    codes = unpacked(on_host(q, "plot.histogram").packed, element.packing).reshape(-1)
+    counts = np.bincount(codes, minlength=2**element.bits)
+    values, inverse = np.unique(element.values, return_inverse=True)
+    shares = np.bincount(inverse, counts, len(values)) / max(codes.size, 1)
+    shares, values = shares[np.isfinite(values)], values[np.isfinite(values)]
+    ax = axes(ax, 8, 3.5)
+    few = len(values) <= 32
+    positions = np.arange(len(values)) if few else values
+    bars = ax.bar(positions, shares, width=0.85 if few else None, color=BLUE, edgecolor="black", linewidth=0.5)
+    top = np.abs(values).max()
+    for bar, value in zip(bars, values, strict=True):
+        if abs(value) == top:
+            bar.set(hatch="///", facecolor=ORANGE)
+    if few:
+        ax.set_xticks(positions, [f"{value:g}" for value in values])
+    ax.set(xlabel=f"value of {element.name} (hatched: the largest)", ylabel="share of elements", title=q.recipe.id)
+    without_frame(ax)
+    return ax
+
+
+def layers(ratios: Mapping[str, float], *, ax: Any = None) -> Any:
+    """Draw the SQNR of layers as bars, the worst layer on top.
+
+    SQNR is the signal-to-quantization-noise ratio: 6 dB more halve the error. The bars of layers more than 1 dB below
+    the median are hatched.
+
+    Args:
+        ratios: {name of the layer: SQNR in dB}, such as {name: fp4kit.compare(x, q).sqnr}. Infinite ratios, which
+            stand for layers without an error, have no bar.
+        ax: the Axes to draw on.
+
+    Returns:
+        The Axes, with one bar per layer from the worst to the best.
+
+    Raises:
+        ValueError: there are no layers.
+    """
+    if not ratios:
+        raise ValueError("plot.layers: ratios is empty; needs at least one layer")
+    names = sorted(ratios, key=lambda name: ratios[name])
+    heights = [ratios[name] if np.isfinite(ratios[name]) else 0.0 for name in names]
+    limit = float(np.median([ratios[name] for name in names])) - 1
+    ax = axes(ax, 8, 1.2 + 0.26 * len(names))
+    bars = ax.barh(np.arange(len(names)), heights, color=BLUE, edgecolor="black", linewidth=0.5)
+    for bar, name in zip(bars, names, strict=True):
+        if ratios[name] < limit:
+            bar.set(hatch="///", facecolor=ORANGE)
+    ax.bar_label(bars, [f"{ratios[name]:.1f}" for name in names], padding=3, fontsize=8)
+    ax.set_yticks(np.arange(len(names)), names, fontsize=8)
+    ax.invert_yaxis()
+    ax.set_xlabel("SQNR in dB (hatched: more than 1 dB below the median)")
+    ax.margins(x=0.08)
+    without_frame(ax)
+    return ax
+
+
+def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
+    """Draw the sources of the error of a quantized matrix product as bars of the relative error.
+
+    Args:
+        budget: the result of fp4kit.error_budget.
+        ax: the Axes to draw on.
+
+    Returns:
+        The Axes, with one bar per source. The scale is logarithmic. Hatched bars are sums of other bars.
+    """
+    if not isinstance(budget, ErrorBudget):
+        raise TypeError(f"plot.product: budget is {type(budget).__name__}; needs the result of fp4kit.error_budget")
+    sources = {
+        f"weight, {budget.recipe_w}": budget.weight,
+        f"activation, {budget.recipe_x}": budget.activation,
+        "interaction": budget.interaction,
+        "quantization (sum)": budget.quantization,
+        f"accumulation, {budget.unit}": budget.accumulation,
+        f"rounding to {budget.out_dtype}": budget.rounding,
+        "total (sum)": budget.total,
+    }
+    errors = [10 ** (-ratio / 20) for ratio in sources.values()]
+    ax = axes(ax, 8, 3.2)
+    bars = ax.barh(np.arange(len(errors)), errors, color=BLUE, edgecolor="black", linewidth=0.5)
+    for bar, name in zip(bars, sources, strict=True):
+        if name.endswith("(sum)"):
+            bar.set(hatch="///", facecolor=GREY)
+    labels = ["none" if error == 0 else f"{error:.1e}" for error in errors]
+    ax.bar_label(bars, labels, padding=3, fontsize=8)
+    ax.set_yticks(np.arange(len(errors)), list(sources))
+    ax.invert_yaxis()
+    smallest = min([error for error in errors if error > 0], default=1e-8)
+    ax.set(xscale="log", xlim=(smallest / 3, max([*errors, smallest]) * 8))
+    ax.set_xlabel("relative error of the product (hatched: sums)")
+    without_frame(ax)
+    return ax

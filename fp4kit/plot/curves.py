@@ -1,0 +1,125 @@
+"""Draw number lines, and the error of a block against its scale."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.formats import ElementFormat
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.quantize import quantize
+from fp4kit.plot.style import BLUE, GREY, MARKS, ORANGE, axes, without_frame
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.table import recipe_of
+from fp4kit.types import RecipeId
+
+
+def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any:
+    """Draw the values of an element format on a line, and where given numbers are rounded to.
+
+    Args:
+        element: the format, such as fp4kit.formats.E2M1.
+        x: numbers on the scale of the format. Each gets a mark, and an arrow to the value of its code, rounded to
+            nearest even. None draws the values alone.
+        ax: the Axes to draw on.
+
+    Returns:
+        The Axes. Its first line holds the values, and its second line the numbers x.
+    """
+    ax = axes(ax, 9, 2.2)
+    values = np.unique(element.values[np.isfinite(element.values)])
+    ax.plot(values, np.zeros(len(values)), "|", color="black", markersize=18, label=f"values of {element.name}")
+    if len(values) <= 32:
+        for lower, upper in pairwise(values):
+            ax.plot([(lower + upper) / 2] * 2, [-0.12, 0.12], ":", color=GREY)
+        ax.set_xticks(values, [f"{value:g}" for value in values], fontsize=8, rotation=90 if len(values) > 16 else 0)
+    if x is not None:
+        numbers = np.asarray(x, np.float32).reshape(-1)
+        rounded = element.decode(element.encode(numbers))
+        ax.plot(numbers, np.full(len(numbers), 0.6), "o", color=BLUE, markersize=6, label="numbers", clip_on=False)
+        for number, value in zip(numbers, rounded, strict=True):
+            ax.annotate("", (value, 0.15), (number, 0.52), arrowprops={"arrowstyle": "->", "color": ORANGE, "lw": 1.4})
+    ax.axhline(0, color="black", linewidth=0.8)
+    ax.set(ylim=(-0.5, 0.95), yticks=[], xlabel=f"value of {element.name} (dotted: midpoints, where ties lie)")
+    without_frame(ax)
+    ax.spines["left"].set_visible(False)
+    return ax
+
+
+def error_against_scale(
+    x: Any, recipes: RecipeId | Recipe | Sequence[RecipeId | Recipe], *, tensor_amax: Any = None, ax: Any = None
+) -> Any:
+    """Draw the error of a block under each possible block scale, and mark the scales that recipes choose.
+
+    The error is the mean squared error of the decoded values. The curve is that of the first recipe: the block is
+    quantized once under every positive scale of its format.
+
+    Args:
+        x: one block: a float32, float16 or bfloat16 array of the block size.
+        recipes: one or several recipes with equal element and scale formats, in blocks of one row.
+        tensor_amax: the amax of the tensor that the block comes from; None uses the amax of x.
+        ax: the Axes to draw on.
+
+    Returns:
+        The Axes. Its first line is the curve, the second the least error, and each further line marks a recipe.
+
+    Raises:
+        ValueError: x is not one block, or a recipe has no block scales, or its formats or block differ.
+    """
+    op = "plot.error_against_scale"
+    given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)
+    chosen = [recipe_of(op, r) for r in given]
+    array = to_host(import_arrays(op, x=x)[0])
+    first = _same_formats(op, chosen)
+    if array.shape != (first.block_size,):
+        raise ValueError(f"{op}: x has shape {array.shape}; needs one block, ({first.block_size},)")
+    assert first.scale is not None
+    codes = np.flatnonzero((first.scale.values > 0) & np.isfinite(first.scale.values)).astype(np.uint8)
+    found = [_quantized(array, r, tensor_amax) for r in chosen]
+    rows = np.broadcast_to(array, (len(codes), len(array)))
+    all_scales = quantize(rows, first, block_scale=codes[:, None], tensor_scale=found[0].tensor_scale)
+    errors = _mean_square(dequantize(all_scales, np.float32), array)
+    tensor = 1 if found[0].tensor_scale is None else float(found[0].tensor_scale)
+    scales = first.scale.values[codes].astype(np.float64) * tensor
+    order = np.argsort(scales)
+    near = order[(scales[order] > scales[errors.argmin()] / 6) & (scales[order] < scales[errors.argmin()] * 6)]
+    ax = axes(ax, 8, 4)
+    ax.plot(scales[near], errors[near], "-", color=GREY, marker=".", label="every scale")
+    best = int(errors.argmin())
+    ax.plot(scales[best], errors[best], "o", color="black", fillstyle="none", markersize=15, label="least error")
+    for i, (r, q) in enumerate(zip(chosen, found, strict=True)):
+        error = _mean_square(dequantize(q, np.float32), array)
+        factor = 1 if q.tensor_scale is None else float(q.tensor_scale)
+        at = float(r.scale.values[int(q.block_scale.reshape(-1)[0])]) * factor if r.scale else 1.0
+        ax.plot(at, error, MARKS[i % len(MARKS)], color=(BLUE, ORANGE)[i % 2], markersize=8, label=r.id)
+    ax.set(xscale="log", yscale="log", xlabel="block scale × tensor scale", ylabel="mean squared error")
+    ax.legend(frameon=False, fontsize=9)
+    without_frame(ax)
+    return ax
+
+
+def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
+    """Return the first recipe. Raise ValueError if the recipes do not have block scales in one and the same format."""
+    if not recipes:
+        raise ValueError(f"{op}: recipes is empty; needs at least one recipe")
+    first = recipes[0]
+    for r in recipes:
+        if r.scale is None or r.fake_only or r.block_rows > 1:
+            raise ValueError(f"{op}: {r.id} has no codes with block scales of one row; needs a recipe such as nvfp4-te")
+        if (r.element, r.scale, r.block) != (first.element, first.scale, first.block):
+            raise ValueError(f"{op}: {r.id} and {first.id} differ in format or block; draw them on two Axes")
+    return first
+
+
+def _quantized(x: np.ndarray, r: Recipe, tensor_amax: Any) -> Any:
+    """Return one quantized block. tensor_amax is used if the recipe has one tensor scale per tensor."""
+    return quantize(x, r, tensor_amax=tensor_amax if r.tensor_scaling == "tensor" else None)
+
+
+def _mean_square(values: np.ndarray, x: np.ndarray) -> np.ndarray:
+    """Return the mean squared difference along the last axis, in float64."""
+    return np.asarray(np.square(values.astype(np.float64) - x.astype(np.float64)).mean(axis=-1))

@@ -1,0 +1,25 @@
+"""Define what all pictures share: how Axes are made, and colors, marks and hatches that differ without color too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+BLUE, ORANGE, GREEN, GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"  # of Okabe and Ito, for color-blind readers
+MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+
+
+def axes(ax: Any, width: float, height: float) -> Any:
+    """Return ax, or the Axes of a new figure of this size in inches if ax is None.
+
+    Raise ImportError if matplotlib is not installed.
+    """
+    try:
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        raise ImportError('fp4kit.plot needs matplotlib; run pip install "fp4kit[plot]"') from error
+    return plt.subplots(figsize=(width, height), layout="constrained")[1] if ax is None else ax
+
+
+def without_frame(ax: Any) -> None:
+    """Remove the upper and right lines of the frame."""
+    ax.spines[["top", "right"]].set_visible(False)

@@ -1,0 +1,118 @@
+"""Test fp4kit.plot: the artists hold the numbers that the functions of fp4kit give."""
+
+import sys
+
+import matplotlib
+import numpy as np
+import pytest
+
+import fp4kit
+import fp4kit.plot
+
+matplotlib.use("Agg")
+plt = pytest.importorskip("matplotlib.pyplot")
+
+
+@pytest.fixture(autouse=True)
+def closed_figures():
+    yield
+    plt.close("all")
+
+
+@pytest.fixture
+def x():
+    return np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
+
+
+def test_number_line_has_every_value_and_rounds_as_encode_does():
+    element = fp4kit.formats.E2M1
+    ax = fp4kit.plot.number_line(element, [2.5, -0.3])
+    assert list(ax.lines[0].get_xdata()) == list(np.unique(element.values))
+    arrows = [(note.xyann[0], note.xy[0]) for note in ax.texts]
+    assert arrows == [(2.5, 2.0), (np.float32(-0.3), -0.5)]
+
+
+def test_block_shows_the_codes_values_and_errors_of_one_block(x):
+    ax = fp4kit.plot.block(x, "nvfp4-te", (3, 20))
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    texts = np.array([text.get_text() for text in ax.texts]).reshape(len(names), 16)
+    cut = (3, slice(16, 32))
+    q = fp4kit.quantize(x, "nvfp4-te")
+    codes = fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed)[cut])
+    assert [float(text) for text in texts[names.index("code")]] == list(codes)
+    values = fp4kit.dequantize(q)[cut]
+    shades = ax.images[0].get_array()[names.index("result")]
+    assert np.allclose(shades, np.abs(values) / np.abs(values).max())
+    assert np.allclose([float(t) for t in texts[names.index("error")]], values - x[cut], rtol=0.06, atol=1e-6)
+    assert "nvfp4-te" in ax.get_title(loc="left") and next(t.get_text() for t in ax.get_xticklabels()) == "16"
+
+
+def test_error_against_scale_contains_the_scales_that_recipes_choose(x):
+    ids = ["nvfp4-te", "nvfp4-te-4over6-mse-448"]
+    ax = fp4kit.plot.error_against_scale(x[0, :16], ids, tensor_amax=np.float32(3))
+    scales, errors = ax.lines[0].get_data()
+    assert float(ax.lines[1].get_ydata()[0]) == errors.min()
+    for line, id in zip(ax.lines[2:], ids, strict=True):
+        q = fp4kit.quantize(x[0, :16], id, tensor_amax=np.float32(3))
+        error = np.mean((fp4kit.dequantize(q).astype(np.float64) - x[0, :16]) ** 2)
+        at, height = float(line.get_xdata()[0]), float(line.get_ydata()[0])
+        assert height == pytest.approx(error)
+        assert errors[np.abs(scales / at - 1).argmin()] == pytest.approx(error, rel=1e-5)
+        assert line.get_label() == id
+
+
+def test_compare_recipes_shows_percents(x):
+    found = fp4kit.compare_recipes(x, ["nvfp4-te", "nvfp4-modelopt-fake", "mxfp4-ocp"])
+    ax = fp4kit.plot.compare_recipes(found)
+    assert np.array_equal(np.ma.filled(ax.images[0].get_array(), np.nan), 100 * found.codes, equal_nan=True)
+    assert [text.get_text() for text in ax.texts][1] == "n/a"
+    with pytest.raises(ValueError, match="part is 'bytes'; needs 'codes'"):
+        fp4kit.plot.compare_recipes(found, "bytes")
+
+
+def test_histogram_counts_values_and_hatches_the_largest(x):
+    q = fp4kit.quantize(x, "nvfp4-te")
+    ax = fp4kit.plot.histogram(q)
+    values = fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed))
+    for bar, value in zip(ax.patches, np.unique(fp4kit.formats.E2M1.values), strict=True):
+        assert bar.get_height() == np.mean(values == value) and bool(bar.get_hatch()) == (abs(value) == 6)
+
+
+def test_layers_are_sorted_and_the_bad_one_is_hatched():
+    ax = fp4kit.plot.layers({"a": 20.0, "b": 12.0, "c": 20.5, "d": float("inf")})
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "a", "c", "d"]
+    assert [bar.get_width() for bar in ax.patches] == [12.0, 20.0, 20.5, 0.0]
+    assert [bool(bar.get_hatch()) for bar in ax.patches] == [True, False, False, False]
+
+
+def test_product_shows_relative_errors(x):
+    budget = fp4kit.error_budget(x, x, "nvfp4-te", "nvfp4-te")
+    ax = fp4kit.plot.product(budget)
+    assert ax.patches[0].get_width() == 10 ** (-budget.weight / 20)
+    assert ax.patches[6].get_width() == 10 ** (-budget.total / 20) and ax.patches[6].get_hatch()
+
+
+def test_every_function_draws_on_a_given_axes(x):
+    ax = plt.figure().add_subplot()
+    assert fp4kit.plot.histogram(fp4kit.quantize(x, "mxfp4"), ax=ax) is ax
+
+
+def test_without_matplotlib_the_error_says_what_to_install(x, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+    with pytest.raises(ImportError, match=r'fp4kit.plot needs matplotlib; run pip install "fp4kit\[plot\]"'):
+        fp4kit.plot.number_line(fp4kit.formats.E2M1)
+
+
+def test_wrong_arguments_are_named(x):
+    with pytest.raises(TypeError, match="q is ndarray; needs a Quantized"):
+        fp4kit.plot.histogram(x)
+    with pytest.raises(TypeError, match="budget is float; needs the result"):
+        fp4kit.plot.product(1.0)
+    with pytest.raises(ValueError, match=r"x has shape \(16, 64\); needs one block, \(16,\)"):
+        fp4kit.plot.error_against_scale(x, "nvfp4-te")
+    with pytest.raises(ValueError, match="mxfp4-ocp and nvfp4-te differ in format or block"):
+        fp4kit.plot.error_against_scale(x[0, :16], ["nvfp4-te", "mxfp4"])
+    with pytest.raises(ValueError, match="fp8-modelopt has no blocks"):
+        fp4kit.plot.block(x, "fp8-modelopt", (0, 0))
+    with pytest.raises(ValueError, match="ratios is empty"):
+        fp4kit.plot.layers({})

@@ -1,0 +1,85 @@
+"""Draw the pictures of docs/guides/look-at-numbers.md into docs/images: python tools/plots.py
+
+Coordinates in the SVG files depend on the release of matplotlib. Therefore each file holds a digest of the data that it
+shows, and a test compares the digests.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import ml_dtypes
+import numpy as np
+
+import fp4kit
+import fp4kit.plot
+
+IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+
+
+def weights() -> np.ndarray:
+    """Return the bfloat16 weights (64, 256) that most pictures show."""
+    return (np.random.default_rng(0).standard_normal((64, 256)) * 0.02).astype(ml_dtypes.bfloat16)
+
+
+def number_line() -> Any:
+    """Draw seven numbers and the E2M1 values that they are rounded to."""
+    return fp4kit.plot.number_line(fp4kit.formats.E2M1, [-5.2, -2.5, 0.3, 1.25, 2.4, 5, 7.1])
+
+
+def block() -> Any:
+    """Draw one block through the steps of nvfp4-te."""
+    return fp4kit.plot.block(weights(), "nvfp4-te", (3, 5))
+
+
+def error_against_scale() -> Any:
+    """Draw the error of one block against its scale, with the choice of nvfp4-te and of 4over6."""
+    recipes = ["nvfp4-te", "nvfp4-te-4over6-mse-448"]
+    return fp4kit.plot.error_against_scale(weights()[3, :16], recipes, tensor_amax=0.08)
+
+
+def compare_recipes() -> Any:
+    """Draw the share of codes that differ between five recipes."""
+    ids = ["nvfp4-te", "nvfp4-flashinfer", "nvfp4-compressed-tensors", "nvfp4-modelopt", "mxfp4-ocp"]
+    return fp4kit.plot.compare_recipes(fp4kit.compare_recipes(weights(), ids))
+
+
+def histogram() -> Any:
+    """Draw how often each E2M1 value occurs."""
+    return fp4kit.plot.histogram(fp4kit.quantize(weights(), "nvfp4-te"))
+
+
+PLOTS: dict[str, Callable[[], Any]] = {
+    "number-line": number_line,
+    "block": block,
+    "error-against-scale": error_against_scale,
+    "compare-recipes": compare_recipes,
+    "histogram": histogram,
+}
+
+
+def digest(ax: Any) -> str:
+    """Return a digest of the data that an Axes shows: lines, bars, images and texts."""
+    data = [np.round(line.get_xydata().astype(float), 9).tolist() for line in ax.lines]
+    data += [[round(bar.get_height(), 9), round(bar.get_width(), 9)] for bar in ax.patches]
+    data += [np.round(np.asarray(image.get_array(), float), 9).tolist() for image in ax.images]
+    data += [text.get_text() for text in ax.texts]
+    return hashlib.sha256(repr(data).encode()).hexdigest()
+
+
+def main() -> None:
+    """Draw every picture of PLOTS, and write it to docs/images as an SVG file."""
+    matplotlib.use("Agg")
+    matplotlib.rcParams |= {"svg.hashsalt": "fp4kit", "svg.fonttype": "path"}
+    for name, draw in PLOTS.items():
+        ax = draw()
+        path = IMAGES / f"plot-{name}.svg"
+        ax.figure.savefig(path, metadata={"Date": None, "Description": digest(ax)})
+
+
+if __name__ == "__main__":
+    main()
