@@ -172,7 +172,11 @@ class Unit:
             self._check_step(kind, step)
 
     def _check_step(self, kind: str, step: Any) -> None:
-        """Raise an error unless the step of a kind has the right type and fits the other fields."""
+        """Check the step for a kind of operands.
+
+        Raise TypeError if the unit cannot have a step of this type for the kind. Raise ValueError if group or k has a
+        value that the kind does not allow, or if promote is not a positive multiple of k.
+        """
         if type(step) is not DotAdd and (type(step) is not FloorDotAdd or kind in ("mx", "fp4")):
             needed = "a DotAdd" if kind in ("mx", "fp4") else "a DotAdd or a FloorDotAdd"
             raise TypeError(f"Unit {self.id}: {kind} is {step!r:.60}; needs {needed}, or None")

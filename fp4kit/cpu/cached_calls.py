@@ -103,7 +103,12 @@ def _matrix(call: Call) -> np.ndarray | None:
 def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall | None:
     """Return the prototype of a call and the index of its tensor rule.
 
-    Return None if the call takes more than one call of the library, or has options that cached calls do not support.
+    Return None in these cases:
+
+    - The call takes more than one call of the library (see _matrix).
+    - It has stochastic rounding, a Hadamard transform, given block amaxes, a scale search or a tensor scale per block.
+    - The recipe has amax rules, or a tensor rule that is not compiled.
+
     Raise Declined if the library does not support the recipe, or if elements are not aligned.
 
     packed_step, scales_step: bytes from one row of codes or block scales to the next.
@@ -124,7 +129,10 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> _MatrixCall 
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return a QuantizeCall that repeats a parsed call of quantize, or None if it cannot be cached.
+    """Return a QuantizeCall that repeats a parsed call of quantize.
+
+    Return None if the scales are not linear, if an array of `out` is empty, not contiguous or not aligned, or in the
+    cases in which _matrix_call returns None. Raise Declined as _matrix_call does.
 
     x: the array as the caller passed it, of any library. both: True for quantize_both, which is not cached.
     """
@@ -187,7 +195,10 @@ def _result(access: ArrayAccess, values: Any, axis: int) -> Any:
 
 
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize, or None if it cannot be cached.
+    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize.
+
+    Return None if the recipe has a fake_rule, or in the cases in which _matrix_call returns None. Raise Declined as
+    _matrix_call does.
 
     x: the array as the caller passed it, of any library.
     """
@@ -237,7 +248,10 @@ class DequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray | None) -> DequantizeCall | None:
-    """Return a DequantizeCall that repeats a call of dequantize, or None if it cannot be cached.
+    """Return a DequantizeCall that repeats a call of dequantize.
+
+    Return None if the call cannot be cached: there are too many elements or tensor scales for one call of the library,
+    the scales are not linear, an array is not contiguous and aligned, or the recipe's rules are the amax rules.
 
     q: the Quantized with NumPy arrays. given: the Quantized as the caller passed it, with arrays of any library.
     """

@@ -258,8 +258,9 @@ def _check_tensor_rule(r: Any) -> None:
     """Raise ValueError unless the tensor rule fits tensor_scaling, scale, scale_max and element.
 
     - A rule is needed if tensor_scaling is not "none". Without a rule, block scales are needed.
-    - A rule for block scales needs E4M3 block scales. Only such a rule allows a scale_max other than 448.
-    - Any other rule needs scale None, and elements of the kind it scales: integers or floats.
+    - A producer's rule for block scales needs E4M3 block scales. Only such a rule allows a scale_max other than 448.
+    - A producer's rule for elements needs scale None, and elements of the kind it scales: integers or floats.
+    - With an amax rule (rules.ANY_FORMAT), the block rule must be None or an amax rule too, and the reverse.
     """
     if (r.tensor_rule is None) != (r.tensor_scaling == "none"):
         _refuse(
@@ -292,7 +293,10 @@ def _check_tensor_rule(r: Any) -> None:
 
 
 def _check_amax_tensor_rule(r: Any) -> None:
-    """Raise ValueError unless the tensor rule and scale_max of a recipe with an amax rule fit the block rule."""
+    """Raise ValueError unless tensor_rule is an amax rule, block_rule is one or None, and scale_max is 448.
+
+    The recipe r has an amax rule as its tensor_rule or as its block_rule.
+    """
     if rules.TENSOR_RULES[r.tensor_rule] != rules.ANY_FORMAT:
         _refuse(r, "tensor_rule", f"block_rule is {r.block_rule!r}; needs 'amax' or None")
     if r.block_rule is not None and not r.is_custom:
@@ -302,9 +306,10 @@ def _check_amax_tensor_rule(r: Any) -> None:
 
 
 def _check_decode_rule(r: Any) -> None:
-    """Raise ValueError unless the recipe has the format of block scales that its decode rule needs.
+    """Raise ValueError unless the recipe has what its decode rule needs.
 
-    A rule that decodes with the tensor amax also needs a tensor_rule.
+    This is a format of block scales that the rule decodes and, for a rule that uses the tensor amax, a tensor_rule.
+    Recipes with the amax rules need decode rule "product", which decodes all formats.
     """
     rule = rules.DECODE_RULES[r.decode_rule]
     if r.is_custom:
@@ -442,9 +447,9 @@ def _need_plain(r: Any, rule: str, flags: tuple[str, ...]) -> None:
 
 
 def _check_options(r: Any) -> None:
-    """Raise ValueError unless the remaining fields fit the element format and the rules.
+    """Raise ValueError if an option is set that the element format or the rules do not support.
 
-    These fields are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked and nan_is_max.
+    The options are sign, rounding, apply, narrow, static, flush, keep_infinity, repacked and nan_is_max.
     """
     if r.element.is_integer and r.sign != "signbit":
         _refuse(r, "sign", f"needs 'signbit' for {r.element}, which has one zero")
@@ -478,7 +483,7 @@ def _check_options(r: Any) -> None:
 
 
 def _check_first(r: Any) -> None:
-    """Raise ValueError unless element and nan_code fit rounding "first".
+    """Raise ValueError unless elements are floats and nan_code is 0, which rounding "first" needs.
 
     This rounding takes the first code in code order with the smallest error. For a NaN element this is code 0.
     """
@@ -489,10 +494,10 @@ def _check_first(r: Any) -> None:
 
 
 def _check_comparison(r: Any) -> None:
-    """Raise ValueError unless block_rule, rounding and round_scaled fit apply "compare".
+    """Raise ValueError unless there is a block_rule, rounding is "first" and round_scaled is False.
 
-    This option compares elements with the values of codes times a factor, instead of scaling the elements. So a field
-    that changes scaled elements has no effect and is rejected.
+    Apply "compare" needs these values. It compares elements with the values of codes times a factor, instead of scaling
+    the elements. So a field that changes scaled elements has no effect and is rejected.
     """
     if r.block_rule is None:
         _refuse(r, "apply", "needs a block_rule, because apply 'compare' multiplies the values of codes by its factor")

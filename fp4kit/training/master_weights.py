@@ -64,8 +64,8 @@ def cast_master_weights(
         shards: one Shard per matrix, in the same order on every process. For each matrix, the shards of the group must
             cover every element once. A shard may begin and end anywhere, also inside a byte, a block or a row, and may
             be empty.
-        comm: the group. Its processes all hold host arrays or all hold GPU arrays, of any library. Results belong to
-            the library of the shards.
+        comm: the group. Its processes all hold host arrays or all hold GPU arrays, of any library. Results are
+            arrays of that library.
         recipe: a recipe with blocks, with or without one tensor scale; not 4over6.
         columnwise: True to return transposed copies too. Blocks must be square, and M a multiple of their size.
 

@@ -79,9 +79,10 @@ class QuantizedResult(NamedTuple):
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
-    """Return whether one launch on the current device can quantize x in place, as one matrix.
+    """Return whether one launch on the current device can read x in place, as one matrix with at most one tensor scale.
 
-    x must be contiguous, and the recipe r and the caller's amax must give at most one tensor scale.
+    This holds if x is nonempty, contiguous and on the current device, and if the recipe r and the caller's amax have no
+    tensor scale per row, per block or per expert.
     """
     return _are_contiguous_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
 
@@ -230,9 +231,10 @@ class QuantizeCall:
 
 
 def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
-    """Return a QuantizeCall that repeats a parsed call of quantize, or None if the call takes several launches.
+    """Return a QuantizeCall that repeats a parsed call of quantize.
 
-    The call must round to nearest, without a Hadamard transform or block amaxes.
+    Return None if no kernel supports the call, or if x is not one matrix that a kernel reads in place (see
+    _is_one_matrix). The call must round to nearest, without a Hadamard transform or block amaxes.
 
     Args:
         x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
@@ -294,9 +296,10 @@ class FakeQuantizeCall:
 
 
 def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
-    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize, or None if it takes several launches.
+    """Return a FakeQuantizeCall that repeats a parsed call of fake_quantize.
 
-    The call must round to nearest, without block amaxes.
+    Return None if no kernel supports the call, if x is not one matrix that a kernel reads in place (see
+    _is_one_matrix), or if the quantized axis is not the last one. The call must round to nearest, without block amaxes.
 
     Args:
         x: the array as the caller passed it: a CuPy array or a PyTorch tensor.
@@ -344,9 +347,11 @@ class DequantizeCall:
 
 
 def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: Any) -> DequantizeCall | None:
-    """Return a DequantizeCall that repeats a call of dequantize, or None if the call takes several launches or copies.
+    """Return a DequantizeCall that repeats a call of dequantize.
 
-    Raise Declined if no kernel supports the recipe.
+    Return None if the codes are not one matrix that a kernel reads in place (see _is_one_matrix), if an array is not
+    contiguous or not aligned, or if the quantized axis is not the last one. Raise Declined if no kernel supports the
+    recipe.
 
     Args:
         q: the Quantized with CuPy arrays.
