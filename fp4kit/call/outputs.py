@@ -71,10 +71,12 @@ def _is_writeable(array: Any) -> bool:
 
 
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
-    """Raise an error unless `out`, the output of dequantize, is None or fits.
+    """Raise an error unless `out`, the output of dequantize, is None or an array to which the values can be written.
 
-    It must have this shape and dtype, and be an array of the library and on the device of `like`, a NumPy or CuPy
-    array. The error is TypeError if `like` is a NumPy array and `out` is none, and ValueError otherwise.
+    Raise TypeError if `like` is a NumPy array and `out` is not. Raise ValueError if `out` has another shape or dtype or
+    is read-only, or if `like` is a CuPy array and `out` is not one on its device.
+
+    like: the NumPy or CuPy array that is dequantized.
     """
     if out is None:
         return
@@ -87,11 +89,14 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 
 
 def check_quantized_out(call: Any) -> None:
-    """Raise an error unless call.out, which is not None, fits the call: recipe, shape, dtype, axis, layout and arrays.
+    """Check call.out, a Quantized to which the result of a call is to be written.
 
-    Raise TypeError if it is not a Quantized, or if the call is on the host and an array of it is no NumPy array. Raise
-    ValueError for anything else that does not fit, and if an array of out shares memory with an input or with another
-    array of out.
+    Raise TypeError if call.out is not a Quantized, or if the call is on the host and an array of call.out is not a
+    NumPy array. Raise ValueError in these cases:
+
+    - Its recipe, shape, dtype, axis, scale layout or one of its arrays is not as the call needs it.
+    - It has a tensor_amax, although the caller passed a tensor_scale.
+    - One of its arrays shares memory with an input or with another of its arrays.
     """
     op, out, r = call.op, call.out, call.recipe
     check_is_quantized(op, out, "out")

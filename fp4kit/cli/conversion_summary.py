@@ -112,7 +112,7 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
 
 
 def _recipe_line(plan: Plan) -> str:
-    """Return the line about recipes, and about activations as far as the result determines them."""
+    """Return the line that names the recipes and says whether engines also quantize activations."""
     ids = [plan.recipe.id, *(one.id for _, one in plan.request.recipes)]
     start = f"recipe: {', '.join(dict.fromkeys(ids))}"
     form = plan.form

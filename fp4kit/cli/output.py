@@ -33,7 +33,7 @@ class OutputError(OSError):
 
 @dataclass(frozen=True)
 class Output:
-    """Print the output of a command, as far as the options --json and --quiet allow.
+    """Print the output of a command in the form that the options --json and --quiet select.
 
     command: the name of the command, with which every note begins.
     json: True to print one JSON document instead of text.

@@ -372,9 +372,9 @@ def _named(items: Mapping[str, Any], op: str) -> dict[AmaxName, Any]:
 
 
 def _reshape(name: AmaxName, value: Any, shape: tuple[int, ...]) -> Any:
-    """Return an amax in the given shape. Raises ValueError, naming the key, if it does not fit.
+    """Return an amax in the given shape.
 
-    It fits if it has this shape already, or if both it and the shape have one element.
+    Raise ValueError, naming the key, unless the amax has this shape already or both shapes have one element.
     """
     if value.shape != shape and not value.size == prod(shape) == 1:
         raise ValueError(f"fit: {name.key()} has shape {value.shape}; needs {shape}")

@@ -285,7 +285,7 @@ function drawLine(asked, results, start, length) {
   });
   at("line").replaceChildren(picture);
   at("line-caption").textContent =
-    `Top: the ${numbers.length} numbers, from ${decimal(-largest)} to ${decimal(largest)}. Below: a tick per value that a recipe can give in this block, and a mark where numbers go.`;
+    `Top: the ${numbers.length} numbers, from ${decimal(-largest)} to ${decimal(largest)}. Below: a tick per value that a recipe can represent in this block, and a mark at each value to which a number is rounded.`;
 }
 
 /** Return the root mean square of the differences of two lists. */

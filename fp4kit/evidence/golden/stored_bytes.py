@@ -58,7 +58,7 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Yield Compared tuples for arrays that the producer computed but did not store, as far as they were recorded.
+    """Yield Compared tuples for recorded arrays that the producer computed but did not store.
 
     They are scales that the producer applied, and element values that were recorded instead of codes.
     """
