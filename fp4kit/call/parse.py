@@ -64,7 +64,8 @@ class Call(NamedTuple):
         out: a Quantized to write to, or None.
         block_scale: the caller's block scales, uint8 in `layout`; None if the recipe has none or they are to be
             computed.
-        tensor_scale: the caller's tensor scale, float32 in its canonical shape; None as for block_scale.
+        tensor_scale: the caller's tensor scale, float32 in its canonical shape; None if the recipe has none or it is to
+            be computed.
         on_device: whether the arrays are CuPy arrays. It decides which engines are tried.
     """
 
