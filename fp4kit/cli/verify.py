@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from fp4kit.checkpoint.run.executors import cluster
 from fp4kit.checkpoint.verify.input_scales import recorded_activations
 from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.report_html import write_report
+from fp4kit.checkpoint.verify.summary import summary_of, unchecked
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
 from fp4kit.cli.convert import activations_of, add_activations, add_scale_search, add_workers, devices_of, recipes_of
 from fp4kit.cli.guard import DIFFERENT, DONE
@@ -115,29 +116,41 @@ def _check_page(page: Path, model: Path) -> None:
 
 def _print(out: Output, report: VerifyReport) -> None:
     """Print a report: the table of layers, the issues, a note and the verdict."""
-    columns = ("layer", "format", "#SQNR dB", "#saturated", "#zero blocks", "#flushed", "#differing bytes")
+    columns = ("layer", "format", "#SQNR dB", "#clipped", "#zero blocks", "#flushed", "#differing bytes")
     out.table(columns, [_cells(layer) for layer in report.layers])
     for issue, subjects in grouped(report.issues):
         loader = f"{issue.loader}: " if issue.loader else ""
         out.line(f"{issue.severity}: {loader}{listed(subjects)}: {shown(issue.sentence)}")
-    note = _note(report)
-    if note:
-        out.line(f"note: {note}")
+    if not report.layers:
+        out.line(f"note: {_NO_LAYERS}")
+    for line in summary_of(report):
+        out.line(line)
+    missing = unchecked(report)
+    if missing:
+        out.line(f"not checked: {'; '.join(missing)}")
+    step = _next_step(report)
+    if step:
+        out.line(f"next: {step}")
     out.line(_verdict(report))
 
 
-def _note(report: VerifyReport) -> str:
-    """Return a note about what was not checked, or about how to find out why bytes differ; "" if neither applies."""
+_NO_LAYERS = (
+    "no quantized layer of a known format was found, so only the files were checked; fp4kit convert quantizes a model"
+)
+
+
+def _next_step(report: VerifyReport) -> str:
+    """Return the command to run next: to check the values, or to find out why bytes differ; "" if there is none."""
+    path = shlex.quote(str(report.path))
     if not report.layers:
-        return (
-            "no quantized layer of a known format was found, so only the files were checked; fp4kit convert quantizes a"
-            " model"
-        )
+        return ""
     if report.source is None:
-        return "the values were not checked; add --source SRC to check them"
-    if any(layer.differing for layer in report.layers):
-        paths = f"{shown(str(report.path))} --source {shown(str(report.source))}"
-        return f"fp4kit identify {paths} names the recipe that made the layers"
+        return f"fp4kit verify {path} --source SRC"
+    names = {layer.name for layer in report.layers}
+    if any(layer.differing for layer in report.layers) or any(
+        issue.severity == "error" and issue.subject in names for issue in report.issues
+    ):
+        return f"fp4kit identify {path} --source {shlex.quote(str(report.source))}, which says what made the layers"
     return ""
 
 
@@ -145,14 +158,14 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
     """Return the cells of one layer's row in the table of layers; "-" stands for counts that need a source."""
     found = layer.tally
     sqnr = "-" if found.sqnr_db is None else f"{found.sqnr_db:.2f}"
-    saturated, flushed = (str(n) if found.compared else "-" for n in (found.saturated, found.flushed_blocks))
+    clipped, flushed = (str(n) if found.compared else "-" for n in (found.saturated, found.flushed_blocks))
     name = f"{shown(layer.name)} {shape_text(layer.shape)}"
     differing = str(layer.differing) if layer.compared else "-"
-    return name, layer.format, sqnr, saturated, str(found.zero_blocks), flushed, differing
+    return name, layer.format, sqnr, clipped, str(found.zero_blocks), flushed, differing
 
 
 def _verdict(report: VerifyReport) -> str:
-    """Return the last line of the output: manifest, differing bytes, SQNR, and the numbers of errors and warnings."""
+    """Return the last line of the output: manifest, differing bytes, and the numbers of errors and warnings."""
     warnings = len(report.issues) - report.errors
     manifest = {
         "equal": "files match the manifest",
@@ -166,6 +179,4 @@ def _verdict(report: VerifyReport) -> str:
         recipe = (report.recipe or "its format") + (f" with scales {report.scales}" if report.scales else "")
         text += f"; {differing} of {compared} bytes differ from the source encoded with {recipe}"
         text += f"; {len(report.changed)} of {report.copied} copied tensors differ"
-        if report.total.sqnr_db is not None and math.isfinite(report.total.sqnr_db):
-            text += f"; SQNR {report.total.sqnr_db:.2f} dB"
     return f"{text}; errors: {report.errors}, warnings: {warnings}"

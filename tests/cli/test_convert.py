@@ -447,9 +447,13 @@ def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
     assert "note: no quantized layer of a known format was found, so only the files were checked" in unquantized.out
     assert run("convert", tmp_path / "m", tmp_path / "q").code == 0
     alone, compared = run("verify", tmp_path / "q"), run("verify", tmp_path / "q", "--source", tmp_path / "m")
-    assert "note: the values were not checked; add --source SRC to check them" in alone.out
-    assert "note:" not in compared.out
+    assert "not checked: the values, which need --source SRC" in alone.out
+    assert f"next: fp4kit verify {tmp_path / 'q'} --source SRC" in alone.out
+    words = " ".join(compared.out.split())
+    assert "5 of 5 layers as expected SQNR: median 20." in words and "an error of 9." in words
+    assert "not checked" not in words and "next:" not in words
     other = run("verify", tmp_path / "q", "--source", tmp_path / "m", "--recipe", "nvfp4-te-4over6-mae-448")
-    hint = f"note: fp4kit identify {tmp_path / 'q'} --source {tmp_path / 'm'} names the recipe that made the layers"
+    hint = f"next: fp4kit identify {tmp_path / 'q'} --source {tmp_path / 'm'}, which says what made the layers"
+    assert "0 of 5 layers as expected; the worst: encoder.layer.0." in " ".join(other.out.split())
     assert other.code == 1 and hint in " ".join(other.out.split())
     assert (unquantized.code, alone.code, compared.code) == (0, 0, 0)

@@ -19,13 +19,13 @@ from typing import NamedTuple
 from fp4kit import __version__
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.verify.integrity import grouped
+from fp4kit.checkpoint.verify.summary import DECIBELS, median_and_worst, summary_of, unchecked, worst_first
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
 from fp4kit.storage.errors import listed, shown
 from fp4kit.storage.whole_file import whole_file
 
 # Sizes of a chart in pixels: width, height, left margin, and the margin on the other three sides.
 _WIDTH, _HEIGHT, _LEFT, _EDGE = 900, 220, 48, 18
-_DOT = 2.5  # radius of a point of a chart, in pixels
 
 
 def write_report(report: VerifyReport, path: str | Path) -> None:
@@ -37,9 +37,11 @@ def write_report(report: VerifyReport, path: str | Path) -> None:
 def page(report: VerifyReport) -> str:
     """Return the whole HTML page of a report. Equal reports give equal pages."""
     style, script = (Path(__file__).with_name(f"report.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    columns = _columns(report)
+    style += _labels(columns)
     policy = f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'"
     title = f"fp4kit verify: {report.path.name}"
-    parts = [_head(report), _issues(report), *_charts(report), _table(report)]
+    parts = [_head(report), _summary(report), _issues(report), *_charts(report), _table(report, columns)]
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
@@ -69,7 +71,7 @@ def _head(report: VerifyReport) -> str:
     facts += [("scales", report.scales)] if report.scales else []
     facts += [("manifest", report.manifest), ("layers", len(report.layers))]
     if report.source is not None:
-        facts += [("SQNR", f"{_decibels(report.total.sqnr_db)} dB"), ("tensors copied", report.copied)]
+        facts.append(("tensors copied", report.copied))
         facts.append(
             ("differing bytes", sum(layer.differing for layer in report.layers) + sum(n for _, n in report.changed))
         )
@@ -78,6 +80,19 @@ def _head(report: VerifyReport) -> str:
         f'<h1>{_text(report.path.name)}</h1>\n<p id="verdict" class="{verdict}">{word}'
         f'<span class="soft">, fp4kit {_text(__version__)}</span></p>\n<dl>{items}</dl>\n'
     )
+
+
+def _summary(report: VerifyReport) -> str:
+    """Return the HTML of the summary in words: layers as expected, what the SQNR means, and what was not checked."""
+    lines = [*summary_of(report)]
+    if median_and_worst(report) is not None:
+        lines.append(DECIBELS)
+    missing = unchecked(report)
+    lines += [f"Not checked: {'; '.join(missing)}"] if missing else []
+    if not lines:
+        return ""
+    items = "".join(f"<li>{_text(line)}</li>" for line in lines)
+    return f'<h2>Summary</h2>\n<ul id="summary">{items}</ul>\n'
 
 
 def _counted(word: str, count: int) -> str:
@@ -110,20 +125,29 @@ class _Point(NamedTuple):
     tally: StoredCounts
 
 
-def _points(layers: Iterable[LayerReport]) -> list[_Point]:
-    """Return the points of the charts, sorted by layer number.
+def _points(layers: Iterable[LayerReport]) -> tuple[list[_Point], int | None]:
+    """Return (the points of the charts, sorted by layer number, the number that stands for layers without a number).
 
     A layer's number is the first number in its name. Its kind is its name without numbers and without the prefix that
-    all names share. Layers without a number or without counted elements have no point.
+    all names share. Layers without a number get the number after the last one. The second result is None if there are
+    no such layers. Layers without counted elements have no point. If no layer has a number, there are no points.
     """
-    found: dict[tuple[int, str], list[StoredCounts]] = defaultdict(list)
+    found: dict[tuple[int | None, str], list[StoredCounts]] = defaultdict(list)
     for layer in layers:
         parts = layer.name.split(".")
         number = next((int(part) for part in parts if part.isascii() and part.isdigit() and len(part) < 7), None)
-        if number is not None and layer.tally.elements:
+        if layer.tally.elements:
             found[number, ".".join(part for part in parts if not part.isdigit())].append(layer.tally)
-    start = _common_start({kind for _, kind in found})
-    return [_Point(number, kind[start:], total(tallies)) for (number, kind), tallies in sorted(found.items())]
+    numbers = [number for number, _ in found if number is not None]
+    if not numbers:
+        return [], None
+    other = max(numbers) + 1
+    start = _common_start({kind for number, kind in found if number is not None})
+    points = [
+        _Point(other if number is None else number, kind if number is None else kind[start:], total(tallies))
+        for (number, kind), tallies in found.items()
+    ]
+    return sorted(points, key=lambda point: point[:2]), other if len(numbers) < len(found) else None
 
 
 def _common_start(names: Iterable[str]) -> int:
@@ -141,70 +165,89 @@ def _share(count: int, of: int) -> float:
 
 
 def _charts(report: VerifyReport) -> Iterator[str]:
-    """Yield the HTML of the legend, then of each chart that has values.
+    """Yield the HTML of the legend, then of each chart whose values differ, and a sentence about the other values.
 
     Yield nothing if no layer name has a number.
     """
-    points = _points(report.layers)
+    points, other = _points(report.layers)
     if not points:
         return
-    colors = _colors(dict.fromkeys(point.kind for point in points))
-    keys = "".join(f"<li>{_patch(color)}{_text(kind)}</li>" for kind, color in colors.items())
+    marks = _marks(dict.fromkeys(point.kind for point in points))
+    keys = "".join(f"<li>{mark.sample()}{_text(kind)}</li>" for kind, mark in marks.items())
+    note = "" if other is None else ' Layers without a number are at "other".'
     yield f'<h2>Layer by layer</h2>\n<ul class="legend">{keys}</ul>\n'
-    for name, title, value in _VALUES:
+    yield f'<p class="soft">Horizontal axis: layer number.{note}</p>\n'
+    for name, title, least, value in _VALUES:
         values = [value(point.tally) for point in points]
-        if not all(map(math.isnan, values)):
-            yield _chart(name, title, points, values, colors)
-
-
-def _patch(color: str) -> str:
-    """Return the SVG of a small square in a color, for an entry of the legend."""
-    return f'<svg width="12" height="9"><rect width="9" height="9" fill="{color}"/></svg>'
+        known = [one for one in values if not math.isnan(one)]
+        if len(set(known)) == 1 and len(points) > 1:
+            yield f'<p id="same-{name}">{title}: {known[0]:.4g} in all layers</p>\n'
+        elif known:
+            yield _chart(name, title, points, values, marks, other, least)
 
 
 _NAN = math.nan
-_VALUES: tuple[tuple[str, str, Callable[[StoredCounts], float]], ...] = (
-    ("sqnr", "SQNR, dB", lambda t: _NAN if t.sqnr_db is None else t.sqnr_db),
-    ("saturated", "Saturated values, %", lambda t: _share(t.saturated, t.compared) if t.compared else _NAN),
-    ("largest", "Codes of the largest magnitude, %", lambda t: _NAN if t.compared else _share(t.at_max, t.elements)),
-    ("zero", "Blocks of zeros, %", lambda t: _share(t.zero_blocks, t.blocks)),
+# (end of the HTML id, caption, smallest span of the vertical axis, value)
+_VALUES: tuple[tuple[str, str, float, Callable[[StoredCounts], float]], ...] = (
+    ("sqnr", "SQNR, dB", 6.0, lambda t: _NAN if t.sqnr_db is None else t.sqnr_db),
+    ("clipped", "Clipped values, %", 1.0, lambda t: _share(t.saturated, t.compared) if t.compared else _NAN),
+    ("largest", "At the largest code, %", 1.0, lambda t: _NAN if t.compared else _share(t.at_max, t.elements)),
+    ("zero", "Blocks of zeros, %", 1.0, lambda t: _share(t.zero_blocks, t.blocks)),
 )
 
 
-def _chart(name: str, title: str, points: Sequence[_Point], values: Sequence[float], colors: Mapping[str, str]) -> str:
+def _chart(
+    name: str,
+    title: str,
+    points: Sequence[_Point],
+    values: Sequence[float],
+    marks: Mapping[str, _Mark],
+    other: int | None,
+    least: float,
+) -> str:
     """Return the HTML of one chart, with one line per kind of layer and the layer numbers on the horizontal axis.
 
     name: the end of the chart's HTML id.
     title: the caption.
     points: the points; their kinds and layer numbers are used.
     values: the value of each point, drawn as its height. A point whose value is NaN is not drawn.
-    colors: kind of layer -> color.
+    marks: kind of layer -> the mark of its points.
+    other: the number that is labelled "other"; None if there is none.
+    least: the smallest span of the vertical axis, so that small differences look small.
     """
-    ticks = _ticks([value for value in values if math.isfinite(value)])
+    ticks = _ticks([value for value in values if math.isfinite(value)], least)
     numbers = sorted({point.number for point in points})
     place = _Scale(numbers[0], max(numbers[-1], numbers[0] + 1), ticks[0], ticks[-1])
     lines: dict[str, list[tuple[float, float, str]]] = defaultdict(list)
     for point, value in zip(points, values, strict=True):
         if not math.isnan(value):
-            lines[point.kind].append(
-                (place.x(point.number), place.y(value), f"{point.kind} {point.number}: {value:.4g}")
-            )
-    drawn = "".join(_line(lines[kind], color) for kind, color in colors.items())
+            lines[point.kind].append((place.x(point.number), place.y(value), _tip(point, value, other)))
+    drawn = "".join(_line(lines[kind], mark) for kind, mark in marks.items())
     return (
         f'<figure id="chart-{name}"><figcaption>{title}</figcaption><svg viewBox="0 0 {_WIDTH} {_HEIGHT}"'
         f' width="{_WIDTH}" height="{_HEIGHT}" role="img"'
-        f' aria-label="{title}">{_axes(place, numbers, ticks)}{drawn}</svg></figure>\n'
+        f' aria-label="{title}">{_axes(place, numbers, ticks, other)}{drawn}</svg></figure>\n'
     )
 
 
-def _ticks(values: Sequence[float]) -> list[float]:
+def _tip(point: _Point, value: float, other: int | None) -> str:
+    """Return the tooltip of a point, such as "mlp.up_proj 3: 20.4"."""
+    number = "" if point.number == other else f" {point.number}"
+    return f"{point.kind}{number}: {value:.4g}"
+
+
+def _ticks(values: Sequence[float], least: float = 0.0) -> list[float]:
     """Return the numbers to label on a chart's vertical axis: at least two, usually about six.
 
     They are round and equally spaced, and enclose all values.
 
     values: finite numbers; if there are none, the axis is made for the value 0.
+    least: the smallest difference between the first and the last number.
     """
     low, high = min(values, default=0.0), max(values, default=0.0)
+    if values and high - low < least:
+        low = max(low - (least - (high - low)) / 2, min(low, 0.0))
+        high = max(high, low + least)
     rough = (high - low or abs(high) / 10 or 1.0) / 4
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough)
@@ -234,35 +277,70 @@ class _Scale(NamedTuple):
         return _HEIGHT - _EDGE - (_HEIGHT - 2 * _EDGE) * (inside - self.low) / (self.high - self.low)
 
 
-def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float]) -> str:
+def _axes(place: _Scale, numbers: Sequence[int], ticks: Sequence[float], other: int | None) -> str:
     """Return the SVG of a chart's horizontal grid lines and of the labels of both axes.
 
     place: maps numbers and values to positions.
     numbers: the layer numbers; at most 24 of them are labelled.
     ticks: the values that get a grid line and a label.
+    other: the number that is labelled "other"; None if there is none.
     """
     found = []
     for tick in ticks:
         y = place.y(tick)
         found.append(f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _EDGE}" y1="{y:.1f}" y2="{y:.1f}"/>')
         found.append(f'<text x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:.6g}</text>')
-    for number in numbers[:: -(-len(numbers) // 24)]:
-        found.append(f'<text x="{place.x(number):.1f}" y="{_HEIGHT - 3}" text-anchor="middle">{number}</text>')
+    plain = [number for number in numbers if number != other]
+    labels = [(number, str(number)) for number in plain[:: -(-len(plain) // 24)]]
+    for number, label in [*labels, *([] if other is None else [(other, "other")])]:
+        found.append(f'<text x="{place.x(number):.1f}" y="{_HEIGHT - 3}" text-anchor="middle">{label}</text>')
     return "".join(found)
 
 
-def _line(points: Sequence[tuple[float, float, str]], color: str) -> str:
+# Colors that remain distinct with color blindness, dashes, and shapes of points: kinds differ in all three.
+_COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#56b4e9", "#e69f00", "#8c8c8c")
+_DASHES = ("none", "7 3", "2 3", "9 3 2 3")
+_SHAPES = (
+    "M{x:.1f} {y:.1f}m-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z",
+    "M{x:.1f} {y:.1f}m-3-3h6v6h-6z",
+    "M{x:.1f} {y:.1f}m0-4l4 7h-8z",
+    "M{x:.1f} {y:.1f}m0-4l4 4l-4 4l-4-4z",
+    "M{x:.1f} {y:.1f}m0 4l4-7h-8z",
+)
+
+
+class _Mark(NamedTuple):
+    """Tell the lines of one kind of layer from others, also without color: by color, dashes, and shape of points."""
+
+    color: str
+    dash: str
+    shape: str
+
+    def sample(self) -> str:
+        """Return the SVG of a short line with one point, for an entry of the legend."""
+        return (
+            f'<svg width="30" height="10"><g fill="{self.color}"><path class="line" stroke="{self.color}"'
+            f' stroke-dasharray="{self.dash}" d="M0 5H30"/><path d="{self.shape.format(x=15, y=5)}"/></g></svg>'
+        )
+
+
+def _line(points: Sequence[tuple[float, float, str]], mark: _Mark) -> str:
     """Return the SVG of one line of a chart with its points. A point is (x, y, tooltip text), in pixels."""
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in points)
     dots = "".join(
-        f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{_DOT}"><title>{_text(t)}</title></circle>' for x, y, t in points
+        f'<path class="point" data-y="{y:.1f}" d="{mark.shape.format(x=x, y=y)}"><title>{_text(t)}</title></path>'
+        for x, y, t in points
     )
-    return f'<g fill="{color}" stroke="none"><polyline points="{path}" stroke="{color}"/>{dots}</g>'
+    line = f'<polyline points="{path}" stroke="{mark.color}" stroke-dasharray="{mark.dash}"/>'
+    return f'<g fill="{mark.color}" stroke="none">{line}{dots}</g>'
 
 
-def _colors(kinds: Iterable[str]) -> Mapping[str, str]:
-    """Return kind of layer -> CSS color. Successive kinds have very different hues."""
-    return {kind: f"hsl({i * 137.508 % 360:.0f} 60% 48%)" for i, kind in enumerate(kinds)}
+def _marks(kinds: Iterable[str]) -> Mapping[str, _Mark]:
+    """Return kind of layer -> mark. Any 140 successive kinds have different marks."""
+    return {
+        kind: _Mark(_COLORS[i % len(_COLORS)], _DASHES[i % len(_DASHES)], _SHAPES[i % len(_SHAPES)])
+        for i, kind in enumerate(kinds)
+    }
 
 
 def _decibels(value: float | None) -> str:
@@ -270,51 +348,81 @@ def _decibels(value: float | None) -> str:
     return "-" if value is None else f"{value:.2f}"
 
 
+class _Column(NamedTuple):
+    """Describe a column of the table of layers.
+
+    name: the heading.
+    cell: a function that returns the HTML of a layer's cell.
+    """
+
+    name: str
+    cell: Callable[[LayerReport], str]
+
+
+def _shape(layer: LayerReport) -> str:
+    """Return the cell with the shape of a layer, which sorts by the number of elements."""
+    return f'<td data-value="{math.prod(layer.shape)}">{"×".join(map(str, layer.shape))}</td>'
+
+
+def _clipped(layer: LayerReport) -> str:
+    """Return the cell with the share of clipped values, which is unknown without a source."""
+    found = layer.tally
+    return _number(_share(found.saturated, found.compared) if found.compared else None)
+
+
 _COLUMNS = (
-    "layer",
-    "format",
-    "shape",
-    "SQNR dB",
-    "saturated %",
-    "largest code %",
-    "zero blocks",
-    "flushed blocks",
-    "subnormal scales",
-    "tensor scale",
-    "differing bytes",
+    _Column("layer", lambda layer: f"<td>{_text(layer.name)}</td>"),
+    _Column("format", lambda layer: f'<td class="text">{_text(layer.format)}</td>'),
+    _Column("shape", _shape),
+    _Column("SQNR dB", lambda layer: _number(layer.tally.sqnr_db, _decibels(layer.tally.sqnr_db))),
+    _Column("clipped %", _clipped),
+    _Column("at the largest code %", lambda layer: _number(_share(layer.tally.at_max, layer.tally.elements))),
+    _Column("zero blocks", lambda layer: _number(layer.tally.zero_blocks)),
+    _Column("flushed blocks", lambda layer: _number(layer.tally.flushed_blocks if layer.tally.compared else None)),
+    _Column("subnormal scales", lambda layer: _number(layer.tally.subnormal_scales)),
+    _Column("tensor scale", lambda layer: _number(layer.tensor_scale)),
+    _Column("differing bytes", lambda layer: _number(layer.differing if layer.compared else None)),
 )
 
 
-def _table(report: VerifyReport) -> str:
-    """Return the HTML table of layers, or an empty string if there are none."""
+def _columns(report: VerifyReport) -> tuple[_Column, ...]:
+    """Return the columns of the table: all, without those in which all of several layers have equal cells."""
+    if len(report.layers) < 2:
+        return _COLUMNS
+    name, *others = _COLUMNS
+    return name, *(one for one in others if len({one.cell(layer) for layer in report.layers}) > 1)
+
+
+def _labels(columns: Sequence[_Column]) -> str:
+    """Return the style that shows the headings before the cells where the page is too narrow for a table."""
+    rules = "".join(
+        f'#layers td:nth-child({i + 1})::before{{content:"{column.name}"}}' for i, column in enumerate(columns) if i
+    )
+    return f"@media (max-width: 46rem) {{{rules}}}\n"
+
+
+def _table(report: VerifyReport, columns: Sequence[_Column]) -> str:
+    """Return the HTML table of layers, worst first, or an empty string if there are none.
+
+    Columns that are left out because all layers agree become a sentence.
+    """
     if not report.layers:
         return ""
-    heads = "".join(f'<th><button type="button">{name}</button></th>' for name in _COLUMNS)
-    rows = "".join(_row(layer) for layer in report.layers)
+    heads = "".join(f'<th><button type="button">{column.name}</button></th>' for column in columns)
+    layers = worst_first(report)
+    rows = "".join(f"<tr>{''.join(column.cell(layer) for column in columns)}</tr>\n" for layer in layers)
+    same = [f"{one.name} {_content(one.cell(layers[0]))}" for one in _COLUMNS if one not in columns]
+    note = f'<p id="same">All layers: {"; ".join(same)}.</p>\n' if same else ""
     return (
-        '<h2>Layers</h2>\n<p><label>Filter <input id="filter" type="search"></label> <span id="shown"'
-        ' class="soft"></span></p>\n<div class="scroll"><table'
+        f'<h2>Layers, worst first</h2>\n{note}<p><label>Filter <input id="filter" type="search"></label> <span'
+        ' id="shown" class="soft"></span></p>\n<div class="scroll"><table'
         f' id="layers"><thead><tr>{heads}</tr></thead><tbody>\n{rows}</tbody></table></div>\n'
     )
 
 
-def _row(layer: LayerReport) -> str:
-    """Return the HTML of the row of one layer in the table of layers."""
-    found = layer.tally
-    cells = [
-        _number(found.sqnr_db, _decibels(found.sqnr_db)),
-        _number(_share(found.saturated, found.compared) if found.compared else None),
-        _number(_share(found.at_max, found.elements)),
-        _number(found.zero_blocks),
-        _number(found.flushed_blocks if found.compared else None),
-        _number(found.subnormal_scales),
-        _number(layer.tensor_scale),
-        _number(layer.differing if layer.compared else None),
-    ]
-    shape = "×".join(map(str, layer.shape))
-    size = math.prod(layer.shape)
-    begin = f'<tr><td>{_text(layer.name)}</td><td>{_text(layer.format)}</td><td data-value="{size}">{shape}</td>'
-    return f"{begin}{''.join(cells)}</tr>\n"
+def _content(cell: str) -> str:
+    """Return the content of a table cell, given its HTML."""
+    return cell[cell.index(">") + 1 : cell.rindex("<")]
 
 
 def _number(value: float | None, text: str | None = None) -> str:

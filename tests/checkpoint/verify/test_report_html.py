@@ -17,7 +17,7 @@ from browser import Page, binary, browser
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.verify.integrity import Issue
-from fp4kit.checkpoint.verify.report_html import _ticks, page, write_report
+from fp4kit.checkpoint.verify.report_html import _marks, _ticks, page, write_report
 from fp4kit.checkpoint.verify.verify import VerifyReport, verify
 from fp4kit.cli import main
 
@@ -54,13 +54,23 @@ def shown(tab: Page, folder: Path, report: VerifyReport) -> None:
     )
 
 
-def cells(tab: Page, column: int) -> list[str]:
+def cells(tab: Page, name: str) -> list[str]:
+    """Return the texts of the column with this heading."""
+    column = headings(tab).index(name)
     rows = "Array.from(document.querySelectorAll('#layers tbody tr'))"
     found: list[str] = tab.run(f"{rows}.map((row) => row.cells[{column}].textContent)")
     return found
 
 
-def click(tab: Page, column: int) -> None:
+def headings(tab: Page) -> list[str]:
+    """Return the headings of the table of layers."""
+    found: list[str] = tab.run("Array.from(document.querySelectorAll('#layers th')).map((cell) => cell.textContent)")
+    return found
+
+
+def click(tab: Page, name: str) -> None:
+    """Sort the table by the column with this heading."""
+    column = headings(tab).index(name)
     tab.run(f"document.querySelectorAll('#layers th button')[{column}].click()")
 
 
@@ -68,17 +78,20 @@ def click(tab: Page, column: int) -> None:
 def test_the_table_has_every_layer_and_sorts(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
     shown(tab, tmp_path, report)
     names = [layer.name for layer in report.layers]
-    assert cells(tab, 0) == names and tab.run("document.getElementById('shown').textContent") == "23 of 23 layers"
-    click(tab, 3)
-    by_sqnr = [float(text) for text in cells(tab, 3)]
-    assert by_sqnr == sorted(by_sqnr) and by_sqnr[-1] == math.inf and cells(tab, 0) != names
-    click(tab, 3)
-    assert [float(text) for text in cells(tab, 3)] == sorted(by_sqnr, reverse=True)
+    by_name = {layer.name: layer for layer in report.layers}
+    first = [by_name[name].tally.sqnr_db for name in cells(tab, "layer")]
+    assert sorted(cells(tab, "layer")) == sorted(names) and first == sorted(first)  # no layer has a finding
+    assert tab.run("document.getElementById('shown').textContent") == "23 of 23 layers"
+    click(tab, "SQNR dB")
+    by_sqnr = [float(text) for text in cells(tab, "SQNR dB")]
+    assert by_sqnr == sorted(by_sqnr) and by_sqnr[-1] == math.inf and cells(tab, "layer") != names
+    click(tab, "SQNR dB")
+    assert [float(text) for text in cells(tab, "SQNR dB")] == sorted(by_sqnr, reverse=True)
     assert tab.run("document.querySelectorAll('th[aria-sort]').length") == 1
-    click(tab, 0)
-    assert cells(tab, 0) == sorted(names)
-    click(tab, 2)
-    sizes = [math.prod(map(int, text.split("×"))) for text in cells(tab, 2)]
+    click(tab, "layer")
+    assert cells(tab, "layer") == sorted(names)
+    click(tab, "shape")
+    sizes = [math.prod(map(int, text.split("×"))) for text in cells(tab, "shape")]
     assert sizes == sorted(sizes) and sizes[0] < sizes[-1]
 
 
@@ -91,10 +104,10 @@ def test_numbers_in_names_sort_as_numbers_and_unknown_values_come_last(
         replace(first, name=f"layers.{i}.x", tensor_scale=scale) for i, scale in ((10, None), (2, 3e-5), (1, 2e-5))
     )
     shown(tab, tmp_path, replace(report, layers=layers))
-    click(tab, 0)
-    assert cells(tab, 0) == ["layers.1.x", "layers.2.x", "layers.10.x"]
-    click(tab, 9)
-    assert cells(tab, 9) == ["2e-05", "3e-05", "-"]
+    click(tab, "layer")
+    assert cells(tab, "layer") == ["layers.1.x", "layers.2.x", "layers.10.x"]
+    click(tab, "tensor scale")
+    assert cells(tab, "tensor scale") == ["2e-05", "3e-05", "-"]
 
 
 @needs_browser
@@ -103,7 +116,7 @@ def test_filter(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
     tab.run(
         "const box = document.getElementById('filter'); box.value = 'EXPERTS.1'; box.dispatchEvent(new Event('input'))"
     )
-    assert cells(tab, 0) == [layer.name for layer in report.layers if "experts.1." in layer.name]
+    assert sorted(cells(tab, "layer")) == sorted(one.name for one in report.layers if "experts.1." in one.name)
     assert tab.run("document.getElementById('shown').textContent") == "3 of 23 layers"
 
 
@@ -113,12 +126,12 @@ def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> No
     shown(tab, tmp_path, report)
     parts = [layer.name.split(".") for layer in report.layers]
     kinds = {(each[2], ".".join(part for part in each if not part.isdigit())) for each in parts}
-    for chart in ("sqnr", "saturated", "zero"):
-        circles = f"Array.from(document.querySelectorAll('#chart-{chart} circle'))"
+    for chart in ("sqnr", "clipped", "zero"):
+        circles = f"Array.from(document.querySelectorAll('#chart-{chart} .point'))"
         assert tab.run(f"{circles}.length") == len(kinds)
         box = f"document.querySelector('#chart-{chart} svg').getBoundingClientRect()"
-        assert (tab.run(f"{box}.width"), tab.run(f"{box}.height")) == (900, 220)
-        points = tab.run(f"{circles}.map((c) => [+c.getAttribute('cy'), c.textContent])")
+        assert tab.run(f"{box}.height") == pytest.approx(tab.run(f"{box}.width") * 220 / 900, rel=0.01)
+        points = tab.run(f"{circles}.map((c) => [+c.dataset.y, c.textContent])")
         assert all(0 <= y <= 220 for y, _ in points)
         values = [(y, float(text.rpartition(" ")[2])) for y, text in points]
         assert [v for _, v in sorted(values, key=lambda pair: (-pair[0], pair[1]))] == sorted(v for _, v in values)
@@ -127,6 +140,60 @@ def test_charts_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> No
         tab.run(f"getComputedStyle({place}).color") for place in ("document.getElementById('verdict')", "document.body")
     ]
     assert colours[0] != colours[1]  # the style is applied
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [400, 1200])
+def test_the_page_fits_narrow_and_wide_windows(tab: Page, tmp_path: Path, report: VerifyReport, width: int) -> None:
+    """Neither the page nor the table is wider than the window, and every cell has its heading."""
+    shown(tab, tmp_path, report)
+    tab.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+    try:
+        assert tab.run("document.documentElement.scrollWidth") <= width
+        fits = "Array.from(document.querySelectorAll('.scroll')).every((each) => each.scrollWidth <= each.clientWidth)"
+        assert tab.run(fits)
+        label = "getComputedStyle(document.querySelector('#layers td:nth-child(2)'), '::before').content"
+        assert tab.run(label) == ('"shape"' if width == 400 else "none")
+    finally:
+        tab.send("Emulation.clearDeviceMetricsOverride")
+
+
+@needs_browser
+def test_equal_columns_and_charts_become_sentences(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    layers = [layer for layer in report.layers if not layer.tally.zero_blocks]
+    shown(tab, tmp_path, replace(report, layers=tuple(layers)))
+    assert "format" not in headings(tab) and "zero blocks" not in headings(tab)
+    assert tab.run("document.getElementById('same').textContent").startswith(f"All layers: format {layers[0].format}; ")
+    assert tab.run("document.getElementById('same-zero').textContent") == "Blocks of zeros, %: 0 in all layers"
+    assert tab.run("document.getElementById('chart-zero')") is None
+
+
+@needs_browser
+def test_layers_without_a_number_are_drawn(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    shown(tab, tmp_path, replace(report, layers=(*report.layers, replace(report.layers[0], name="pooler.dense"))))
+    tips = tab.run("Array.from(document.querySelectorAll('#chart-sqnr title')).map((each) => each.textContent)")
+    assert any(tip.startswith("pooler.dense: ") for tip in tips)
+    labels = tab.run("Array.from(document.querySelectorAll('#chart-sqnr text')).map((each) => each.textContent)")
+    assert labels[-1] == "other"
+
+
+@needs_browser
+def test_the_summary_names_the_worst_layer_first(tab: Page, tmp_path: Path, report: VerifyReport) -> None:
+    name = report.layers[7].name
+    shown(tab, tmp_path, replace(report, issues=(Issue("error", name, "codes that are NaN", count=3),)))
+    lines = tab.run("Array.from(document.querySelectorAll('#summary li')).map((each) => each.textContent)")
+    assert lines[0] == f"22 of 23 layers as expected; the worst: {name}: codes that are NaN: 3"
+    assert lines[1].startswith("SQNR: median ") and cells(tab, "layer")[0] == name
+
+
+def test_kinds_differ_without_color() -> None:
+    marks = [*_marks(map(str, range(20))).values()]
+    assert len({(mark.dash, mark.shape) for mark in marks}) == 20
+
+
+def test_small_differences_look_small() -> None:
+    assert _ticks([20.4, 20.8], 6.0)[-1] - _ticks([20.4, 20.8], 6.0)[0] >= 6
+    assert _ticks([0.0, 0.1], 1.0)[0] == 0 and _ticks([-3.0, 30.0], 6.0)[0] <= -3
 
 
 @needs_browser
@@ -141,7 +208,7 @@ def test_names_are_text(tab: Page, tmp_path: Path, report: VerifyReport) -> None
     )
     assert (tab.run("document.images.length"), tab.run("document.scripts.length")) == (0, 1)
     text = EVIL.replace("\u202e", "\\u202e").replace("\x1b", "\\x1b")
-    assert cells(tab, 0) == [f"model.layers.0.{text}"] and cells(tab, 1) == [text]
+    assert cells(tab, "layer") == [f"model.layers.0.{text}"] and cells(tab, "format") == [text]
     assert tab.run("document.title").startswith("fp4kit verify: <img")
     assert tab.run("document.querySelector('#issues tbody').rows[0].cells[3].textContent") == text
     assert tab.run("document.querySelector('.legend li').textContent") == text.rpartition(".")[2]
@@ -178,10 +245,10 @@ def test_a_large_model_is_quick(tab: Page, tmp_path: Path, report: VerifyReport)
     )
     in_order = sorted(names, key=lambda name: [int(part) if part.isdigit() else part for part in name.split(".")])
     start = tab.run("performance.now()")
-    click(tab, 0)
+    click(tab, "layer")
     assert tab.run("document.body.offsetHeight && performance.now()") - start < 5000
-    assert cells(tab, 0) == in_order[:1000]
-    assert tab.run("document.querySelectorAll('#chart-sqnr circle').length") == 48 * 3
+    assert cells(tab, "layer") == in_order[:1000]
+    assert tab.run("document.querySelectorAll('#chart-sqnr .point').length") == 48 * 3
 
 
 class _Links(HTMLParser):
@@ -210,7 +277,12 @@ def test_the_page_without_a_source_without_layers_and_with_infinities(tmp_path: 
     alone = verify(report.path)
     assert "chart-largest" in page(alone) and "chart-sqnr" not in page(alone)
     nothing = page(replace(report, layers=(), issues=(), formats=()))
-    assert "<table" not in nothing and "<svg" not in nothing and "0 errors, 0 warnings" in nothing
+    assert (
+        "<table" not in nothing
+        and "<svg" not in nothing
+        and "Summary" not in nothing
+        and "0 errors, 0 warnings" in nothing
+    )
     layer = next(layer for layer in report.layers if layer.tally.sqnr_db == math.inf)
     only = page(replace(report, layers=(replace(layer, name="layers.7.x", tensor_scale=math.nan),)))
     assert 'data-value="Infinity">inf<' in only and 'data-value="NaN">nan<' in only and "x 7: inf" in only
