@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import importlib
 import json
+import re
 
 import numpy as np
 import pytest
@@ -419,3 +420,47 @@ def test_published_models(tmp_path, name, recipe):
             assert torch.equal(found, torch.from_numpy(values).to(found.dtype)), module
             compared += 1
     assert compared == sum(tensors[name].ndim == 2 for name in names)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_modules_that_state_their_axis_order(transposed):
+    experts = torch.nn.Module()
+    experts.is_transposed, experts.down_proj = transposed, torch.nn.Parameter(torch.randn(2, 32, 48))
+    names = ft.fake_quantize_model(torch.nn.ModuleDict({"experts": experts}), "nvfp4-te", format="modelopt")
+    assert names.plan.rows[0].shape == ((2, 48, 32) if transposed else (2, 32, 48))
+    w = experts.parametrizations.down_proj.original.detach()
+    matrix = w[1].T.contiguous() if transposed else w[1]
+    assert torch.equal(experts.down_proj[1], served_values(matrix).T if transposed else served_values(matrix))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kind", ["Qwen3Moe", "Mixtral"])
+def test_experts_of_transformers(tmp_path, kind):
+    """transformers holds experts in stacks and saves them one by one, in Mixtral under other names."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "head_dim": 16, "num_experts_per_tok": 2}
+    more = {"num_experts": 4, "moe_intermediate_size": 96} if kind == "Qwen3Moe" else {"num_local_experts": 4}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **more)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).float()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + torch.rand(()))
+    names = ft.fake_quantize_model(model, "nvfp4-te", format="compressed-tensors")
+    assert sum(name.endswith((".gate_up_proj", ".down_proj")) for name in names) == 4
+    model(torch.arange(8)[None]).logits.sum().backward()
+    model.save_pretrained(tmp_path / "trained")
+    convert(tmp_path / "trained", tmp_path / "served", "nvfp4-te", format="compressed-tensors")
+    decoded = served.weights(tmp_path / "served", fp4kit.recipe("nvfp4-te"))
+    assert len(decoded) == 2 * (4 + 4 * 3)
+    for module, values in decoded.items():
+        found = re.fullmatch(r"model\.layers\.(\d+)\.\w+\.experts\.(\d+)\.(\w+)", module)
+        if found is None:
+            assert_same_bits(to_numpy(model.get_submodule(module).weight), values)
+            continue
+        layer, number, leaf = int(found[1]), int(found[2]), found[3]
+        experts = model.model.layers[layer].mlp.experts
+        both = experts.gate_up_proj[number].chunk(2)
+        parts = {"gate_proj": both[0], "w1": both[0], "up_proj": both[1], "w3": both[1]}
+        assert_same_bits(to_numpy(parts.get(leaf, experts.down_proj[number])), values)
