@@ -39,6 +39,8 @@ from fp4kit.ops.grouped import (
 )
 from fp4kit.ops.grouped_plan import GroupedPlan
 from fp4kit.ops.identify import Identification, identify
+from fp4kit.ops.identify_kv import KVIdentification, identify_kv
+from fp4kit.ops.kv_cache import dequantize_kv, quantize_kv
 from fp4kit.ops.matmul import matmul
 from fp4kit.ops.pack import pack, unpack
 from fp4kit.ops.partial import partial_amax, partial_cast
@@ -109,6 +111,7 @@ __all__ = [
     "FloorDotAdd",
     "GroupedPlan",
     "Identification",
+    "KVIdentification",
     "MasterWeightsPlan",
     "Quantized",
     "Recipe",
@@ -123,6 +126,7 @@ __all__ = [
     "compare_recipes",
     "custom_recipe",
     "dequantize",
+    "dequantize_kv",
     "engine",
     "error_budget",
     "explain",
@@ -131,6 +135,7 @@ __all__ = [
     "fake_quantize_grouped",
     "fake_quantize_grouped_backward",
     "identify",
+    "identify_kv",
     "load",
     "matmul",
     "num_threads",
@@ -141,6 +146,7 @@ __all__ = [
     "quantize",
     "quantize_both",
     "quantize_grouped",
+    "quantize_kv",
     "recipe",
     "recipes",
     "requantize",

@@ -36,6 +36,7 @@ def recipes() -> Iterator[Recipe]:
     yield from four_over_six(
         replace(precise, exact="FlashInfer with FLASHINFER_NVFP4_4OVER6=1 and fast math disabled"), "nvfp4-flashinfer"
     )
+    yield from _kv()
     yield of_format(
         MXFP4,
         "mxfp4-flashinfer",
@@ -55,4 +56,31 @@ def recipes() -> Iterator[Recipe]:
         flush=True,
         source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_mxfp8",
         exact="mxfp8_quantize, CUDA backend",
+    )
+
+
+def _kv() -> Iterator[Recipe]:
+    """Yield FlashInfer's recipes for KV caches: that of nvfp4_kv_quant, then that of the store into pages."""
+    kv = of_format(
+        NVFP4,
+        "nvfp4-flashinfer-kv",
+        tensor_rule="divided",
+        block_rule="flashinfer_kv",
+        decode_rule="flashinfer_kv",
+        flush=True,
+        source="FlashInfer fb28d72 csrc/fp4_kv_quantization.cu nvfp4_kv_quant and nvfp4_kv_dequantize",
+        exact="nvfp4_kv_quant, except for blocks with NaN; read from its source, not recorded. The tensor scale is its "
+        "global_scale",
+    )
+    yield kv
+    yield replace(
+        kv,
+        id="nvfp4-flashinfer-kv-page",
+        block_rule="flashinfer_kv_page",
+        flush=False,
+        nan_code=0,
+        source="FlashInfer fb28d72 include/flashinfer/page.cuh nvfp4_quantize_append_paged_kv_cache",
+        exact="nvfp4_quantize_append_paged_kv_cache with exact divisions; read from its source, not recorded. "
+        "FlashInfer compiles it with -use_fast_math, so that a quotient may be off by some ulp. The tensor scale is "
+        "its k_scale or v_scale",
     )

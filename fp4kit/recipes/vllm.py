@@ -1,6 +1,6 @@
-"""Define the recipes of vLLM 0.33: its emulation of NVFP4 and its MX quantizers.
+"""Define the recipes of vLLM: its emulation of NVFP4, its MX quantizers, and its store of NVFP4 KV caches.
 
-They run where vLLM has no CUDA kernel.
+The emulation and the MX quantizers, of vLLM 0.33, run where vLLM has no CUDA kernel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ VERSIONS = Versions("0.33", "0.33")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield vLLM's two NVFP4 recipes, then its two MXFP4 recipes."""
+    """Yield vLLM's NVFP4 recipes for weights and activations, that of its KV cache, then its two MXFP4 recipes."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-vllm-emulation",
@@ -37,6 +37,17 @@ def recipes() -> Iterator[Recipe]:
         decode_rule="vllm_cuda",
         source="vLLM 0.33 utils/nvfp4_emulation_utils.py _nvfp4_quant_dequant_kernel (Triton)",
         exact="values of the fused fake quantizer on an H200",
+    )
+    yield of_format(
+        NVFP4,
+        "nvfp4-vllm-kv",
+        tensor_rule="divided",
+        block_rule="vllm_kv",
+        decode_rule="flashinfer_kv",
+        source="vLLM 0cd789b csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu, without 4over6",
+        exact="the KV cache kernel, except for blocks of NaN alone; read from its source, not recorded. The tensor "
+        "scale is the checkpoint's k_scale or v_scale. Decodes as FlashInfer's nvfp4_kv_dequantize",
+        versions=Versions("0cd789b", "0cd789b"),
     )
     mxfp4 = of_format(
         MXFP4,

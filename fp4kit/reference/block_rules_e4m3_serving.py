@@ -1,4 +1,4 @@
-"""Define the E4M3 block rules of vLLM, auto-round, AMD Quark, fouroversix and qwix.
+"""Define the E4M3 block rules of vLLM, auto-round, AMD Quark, fouroversix, qwix, and of the stores of KV caches.
 
 A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
@@ -10,15 +10,16 @@ Arguments and notation are those of block_rules.py:
 - scale: the value of a scale code
 - E4M3(t): the code of t, rounded to nearest even and saturated at 448
 - fp32(t): t rounded to float32
+- rcp(t): the approximate reciprocal, PTX rcp.approx.ftz.f32
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.formats import E4M3
+from fp4kit.formats import E2M1, E4M3, FLT_MIN
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import INV6, ONE, ZERO, reciprocal_approx_ftz, reciprocal_or_zero
+from fp4kit.reference.arith import INV6, ONE, ZERO, multiply_ftz, reciprocal_approx_ftz, reciprocal_or_zero
 from fp4kit.reference.block_arith import decode_scale, encode_e4m3_scale, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import TensorScale
@@ -195,3 +196,79 @@ def factor_qwix(
     The scale is the value of the scale code. A scale of 0, which a caller may pass, gives an infinite factor.
     """
     return qwix_reciprocal(decode_scale(codes), dtype)
+
+
+# ---- stores of KV caches ----
+
+
+def code_vllm_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as vLLM's KV cache kernel computes it.
+
+        code = E4M3(tensor.encode * (amax * rcp(6)))
+
+    tensor.encode is 1 / k_scale or 1 / v_scale. NaN gives a NaN code. Source: vLLM nvfp4_utils.cuh
+    cvt_warp_fp16_to_fp4.
+    """
+    return encode_e4m3_scale(tensor.encode * (amax * reciprocal_approx_ftz(E2M1.max)))
+
+
+def factor_vllm_kv(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block in vLLM's KV cache kernel.
+
+        factor = rcp(scale * rcp(tensor.encode)), or 0 if scale is 0
+
+    scale is the value of the scale code. A NaN scale gives NaN. If the product is subnormal, the factor is infinite.
+    """
+    scale = decode_scale(codes)
+    return np.where(scale == 0, ZERO, reciprocal_approx_ftz(scale * reciprocal_approx_ftz(tensor.encode)))
+
+
+def code_flashinfer_kv(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as FlashInfer's nvfp4_kv_quant computes it.
+
+        code = E4M3(rcp(tensor.decode) * (amax * rcp(6)))
+
+    tensor.decode is the decode scale of the tensor. Subnormal operands and results of every operation are flushed to
+    zero. NaN gives a NaN code. Source: FlashInfer csrc/fp4_kv_quantization.cu.
+    """
+    return encode_e4m3_scale(
+        multiply_ftz(reciprocal_approx_ftz(tensor.decode), multiply_ftz(amax, reciprocal_approx_ftz(E2M1.max)))
+    )
+
+
+def factor_flashinfer_kv(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block in FlashInfer's nvfp4_kv_quant.
+
+        factor = rcp(scale * tensor.decode), or 0 if amax is 0 or subnormal
+
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. Subnormal operands and
+    results of every operation are flushed to zero. For scale 0 and any other amax, the factor is infinite.
+    """
+    factor = reciprocal_approx_ftz(multiply_ftz(decode_scale(codes), tensor.decode))
+    return np.where(np.abs(amax) < FLT_MIN, ZERO, factor)
+
+
+def code_flashinfer_kv_page(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return E4M3(amax / (6 * tensor.decode)), the scale code of each block in FlashInfer's store into pages.
+
+    tensor.decode is the decode scale of the tensor. Codes saturate at 448. Source: FlashInfer page.cuh
+    nvfp4_append_quantize_block.
+    """
+    return encode_e4m3_scale(amax / (E2M1.max * tensor.decode))
+
+
+def factor_flashinfer_kv_page(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block in FlashInfer's store into pages.
+
+        factor = 1 / (scale * tensor.decode), or 0 if scale is 0
+
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor.
+    """
+    scale = decode_scale(codes)
+    return np.where(scale == 0, ZERO, ONE / (scale * tensor.decode))

@@ -77,6 +77,14 @@ def decode_vllm_cuda(values: np.ndarray, scales: np.ndarray, tensor: TensorScale
     return values * (decode(scales, E4M3)[..., None] * reciprocal_approx_ftz(tensor.encode))
 
 
+def decode_flashinfer_kv(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """Return (values * e4m3(scales)) * tensor.decode, as FlashInfer's nvfp4_kv_dequantize does.
+
+    e4m3() decodes scale codes. The first product is exact, so the result is rounded once.
+    """
+    return values * decode(scales, E4M3)[..., None] * tensor.decode
+
+
 def decode_auto_round(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * R(R(e4m3(scales) * tensor.decode)), as auto-round does, where R(t) is 1 / t, or 0 if t is 0.
 

@@ -60,7 +60,7 @@ def test_a_factor_depends_on_the_code_and_on_zeros_alone(name):
         with np.errstate(all="ignore"):
             factors[amax] = BLOCK_RULES[name].factor(codes, np.full(256, amax, np.float32), tensor, r, F32)
     for amax, factor in factors.items():
-        is_zero = name.startswith("flashinfer") and amax < 2.0**-126
+        is_zero = name.startswith("flashinfer") and r.flush and amax < 2.0**-126
         if name in WRAPPING:
             is_zero = not np.isfinite(amax)
             # Leave out scale bytes that may have wrapped around, which test_block_rules_gguf_mlx.py tests.

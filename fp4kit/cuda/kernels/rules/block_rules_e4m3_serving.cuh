@@ -109,3 +109,38 @@ struct block_qwix : by_code {
     return qwix_reciprocal<In>(decode_scale<R>(code));
   }
 };
+
+struct block_vllm_kv : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(t.encode * (amax * rcp_approx_ftz(6.0f)));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code);
+    return scale == 0.0f ? 0.0f : rcp_approx_ftz(scale * rcp_approx_ftz(t.encode));
+  }
+};
+
+struct block_flashinfer_kv : by_code_or_zero {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(mul_ftz(rcp_approx_ftz(t.decode), mul_ftz(amax, rcp_approx_ftz(6.0f))));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return block_factor(amax, rcp_approx_ftz(mul_ftz(decode_scale<R>(code), t.decode)));
+  }
+};
+
+struct block_flashinfer_kv_page : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(amax / (6.0f * t.decode));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code);
+    return scale == 0.0f ? 0.0f : 1.0f / (scale * t.decode);
+  }
+};

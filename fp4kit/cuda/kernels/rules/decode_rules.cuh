@@ -100,6 +100,24 @@ struct decode_fouroversix {
     return s.amax < 0.0f ? value * s.scale : round_to<Float16>(value * s.scale) * s.amax / s.range;
   }
 };
+// A block scale and a tensor scale. An element is (value * scale) * tensor, of which the first product is exact.
+struct ScaleThenTensor {
+  float scale, tensor;
+};
+// Return true if both scales are finite.
+FP4KIT_DEVICE bool is_finite(ScaleThenTensor s) {
+  return is_finite(s.scale) && is_finite(s.tensor);
+}
+
+struct decode_flashinfer_kv {
+  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
+  using Scale = ScaleThenTensor;
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    return {decode_scale<R>(code), t.decode};
+  }
+  FP4KIT_DEVICE float apply(float value, Scale s) { return value * s.scale * s.tensor; }
+};
 struct decode_auto_round : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {

@@ -1,0 +1,342 @@
+"""Implement fp4kit.identify_kv, which finds the layout of a KV cache by the values that it should hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.display.panel import Panel
+from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVLayout, KVLayoutName, PageShape, as_layout, check_slots
+from fp4kit.layouts.nibbles import check_bytes
+from fp4kit.ops.kv_cache import dequantize_kv, kv_recipe, tensor_scale
+from fp4kit.recipes import Recipe
+from fp4kit.types import Array, RecipeId
+
+FITS = 0.16  # largest relative error of a reading that fits: NVFP4 gives about 0.1
+# A reading whose relative error is more than this times the smallest one does not fit. If the block scales of V are
+# exchanged, the error is at least about 0.2, that of normally distributed values without outliers.
+NEAR_BEST = 1.3
+SAMPLE = 1 << 18  # elements of keys that are compared, at most
+OFF = 0.05  # a tensor scale counts as wrong if another one that differs by more than this share fits
+_COLUMNS = ("layout", "error of keys", "error of values", "reading")
+
+
+class KVMatch(NamedTuple):
+    """Hold how well one reading of a KV cache gives the reference keys and values.
+
+    Attributes:
+        layout: the name of the layout.
+        fault: what the reading assumes besides the layout, such as "K and V are swapped". "": nothing.
+        key_error: the relative error of keys, ||read - reference|| / ||reference||. inf if a NaN was read.
+        value_error: the relative error of values.
+        fits: True if both errors are those of the format: at most 0.16, and at most 1.3 times that of the best reading.
+    """
+
+    layout: str
+    fault: str
+    key_error: float
+    value_error: float
+    fits: bool = False
+
+    @property
+    def error(self) -> float:
+        """The larger of the two relative errors."""
+        return max(self.key_error, self.value_error)
+
+
+@dataclass(frozen=True)
+class KVIdentification:
+    """Hold the result of identify_kv: readings of a KV cache, ranked by their errors.
+
+    It prints as the verdict and a table.
+
+    Attributes:
+        matches: one KVMatch per layout, best first. If no layout fits, readings with known faults are included.
+        assumed: the name of the layout that the caller assumed, or None.
+    """
+
+    matches: tuple[KVMatch, ...]
+    assumed: str | None = None
+
+    @property
+    def layouts(self) -> tuple[str, ...]:
+        """The names of the layouts that fit without a fault."""
+        return tuple(m.layout for m in self.matches if m.fits and not m.fault)
+
+    @property
+    def verdict(self) -> str:
+        """The layout that fits, and what is wrong with the assumed layout, in one sentence."""
+        best = self.matches[0]
+        if not best.fits:
+            return (
+                f"no known layout fits; the nearest is {best.layout} ({_errors(best)}); check that slots, keys and"
+                " values are those that were stored"
+            )
+        if best.fault:
+            return f"the pages fit {best.layout} if {best.fault} ({_errors(best)})"
+        if self.assumed is None or self.assumed in self.layouts:
+            fitting = " or ".join([self.assumed] if self.assumed else self.layouts)
+            same = ", which are the same for these sizes or this data" * (
+                self.assumed is None and len(self.layouts) > 1
+            )
+            return f"the pages fit {fitting}{same} ({_errors(best)})"
+        assumed = next(m for m in self.matches if m.layout == self.assumed and not m.fault)
+        differences = _differences(KV_LAYOUTS[self.assumed], KV_LAYOUTS[best.layout])
+        found = f"{best.layout} ({_errors(best)}): {differences}"
+        return f"the pages are not {assumed.layout} ({_errors(assumed)}) but {found}"
+
+    def __str__(self) -> str:
+        return Panel(self.verdict, columns=_COLUMNS, rows=self._rows()).text()
+
+    def __repr__(self) -> str:
+        """Return the verdict in one line."""
+        return f"KVIdentification({self.verdict})"
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and the table as a notebook shows them."""
+        return Panel(self.verdict, columns=_COLUMNS, rows=self._rows()).html()
+
+    def _rows(self) -> tuple[tuple[str, str, str, str], ...]:
+        """Return the rows of the table, one per match."""
+        return tuple((m.layout, f"{m.key_error:.3f}", f"{m.value_error:.3f}", m.fault or "-") for m in self.matches)
+
+
+def identify_kv(
+    arrays: Any,
+    keys: Array,
+    values: Array,
+    slots: Any,
+    *,
+    layout: KVLayoutName | KVLayout | None = None,
+    recipe: RecipeId | Recipe | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> KVIdentification:
+    """Find the layout of a KV cache by the keys and values that it should hold.
+
+    The bytes of the pages are read by each layout of the container. The right layout gives the error of the format,
+    about 0.1 of the norm. A wrong one gives more, such as 0.76 if swizzled scales of V are read as linear and values
+    have outliers. If you pass the layout that you assume, the verdict says how the right one differs.
+
+    If no layout fits, other faults are tried: K and V are swapped, the codes of each byte are swapped, or the tensor
+    scales are wrong.
+
+    Args:
+        arrays: the array of vLLM's pages, or the four arrays of FlashInfer's cache in the order of
+            KVLayout.array_shapes, uint8. Only the first axis, the pages, is taken from their shape, so they may be
+            shaped for a wrong layout.
+        keys: the reference keys (tokens, heads, head_dim), finite, of any float dtype that fp4kit takes.
+        values: the reference values, as keys.
+        slots: the slots of these tokens, integers (tokens,). Tokens with a negative slot are left out.
+        layout: the layout that you assume, or None.
+        recipe: the recipe by which codes are decoded, as in quantize_kv.
+        k_scale: the decode scale of all keys.
+        v_scale: the decode scale of all values.
+
+    Returns:
+        The KVIdentification. At most 2^18 elements of keys, of evenly spaced tokens, are compared.
+
+    Raises:
+        TypeError: arrays are not uint8 arrays of NumPy or CuPy.
+        ValueError: the bytes of a page are not a whole number of tokens, shapes do not fit, a reference is not finite
+            or zero, no slot is left, a slot is out of range, or the assumed layout does not fit the arrays.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> from fp4kit.layouts import kv
+        >>> keys, values = np.random.default_rng(0).standard_normal((2, 64, 2, 64), dtype=np.float32)
+        >>> cache = kv.KV_LAYOUTS["vllm-hnd-swizzled"].zeros(kv.PageShape(4, block_size=16, heads=2, head_dim=64))
+        >>> _ = fp4kit.quantize_kv(cache, keys, values, np.arange(64))
+        >>> found = fp4kit.identify_kv(cache.arrays, keys, values, np.arange(64), layout="vllm-hnd")
+        >>> found.layouts
+        ('vllm-hnd-swizzled',)
+        >>> found.verdict.partition(": ")[2]
+        'the scales of V are swizzled, not linear'
+    """
+    op = "identify_kv"
+    given = _arrays(op, arrays)
+    references = tuple(_reference(op, name, x) for name, x in (("keys", keys), ("values", values)))
+    shape = _size(op, given, references)
+    assumed = None if layout is None else as_layout(op, layout)
+    caches = {candidate.name: cache for candidate, cache in _readings(given, shape)}
+    if not caches or (assumed is not None and assumed.name not in caches):
+        raise ValueError(
+            f"{op}: {assumed.name if assumed else 'no layout'} fits {len(given)} array(s) of {tuple(shape)} (pages,"
+            f" block_size, heads, head_dim); needs one of {', '.join(caches) or 'the sizes of fp4kit.layouts.kv'}"
+        )
+    r = kv_recipe(op, next(iter(caches.values())), recipe)
+    scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
+    where, sampled = _sample(op, check_slots(op, slots, shape, writes=True), references)
+    matches, faults = [], []
+    for name, cache in caches.items():
+        read = _values(cache, where, r, scales)
+        matches.append(_match(name, "", read, sampled))
+        faults += [_match(name, fault, other, sampled) for fault, other in _faults(read, sampled, scales)]
+    matches = _judged(matches)
+    if not any(match.fits for match in matches):
+        matches += [match for match in _judged(faults) if match.fits]
+    ranked = sorted(matches, key=lambda match: (not match.fits, bool(match.fault), match.error))
+    return KVIdentification(tuple(ranked), assumed.name if assumed else None)
+
+
+def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
+    """Return the arrays of a cache as NumPy arrays of bytes. Raise TypeError or ValueError unless they are 1 or 4."""
+    given = tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
+    if len(given) not in (1, 4):
+        raise ValueError(f"{op}: got {len(given)} arrays; needs 1, vLLM's pages, or 4, those of FlashInfer's cache")
+    found: list[Any] = []
+    for array in given:
+        is_scales = len(given) == 4 and len(found) >= 2 and getattr(array, "dtype", None) == "float8_e4m3fn"
+        array = array.view(np.uint8) if is_scales else array
+        check_bytes(op, array, "arrays")
+        found.append(to_host(array))
+    return tuple(found)
+
+
+def _reference(op: str, name: str, x: Any) -> np.ndarray:
+    """Return reference keys or values as a NumPy array of float32.
+
+    Raise ValueError unless they are 3-d, finite and not all zero.
+    """
+    (array,) = import_arrays(op, **{name: x})
+    host = to_host(array).astype(np.float32)
+    if host.ndim != 3:
+        raise ValueError(f"{op}: {name} have shape {host.shape}; needs (tokens, heads, head_dim)")
+    if not np.isfinite(host).all() or not host.any():
+        raise ValueError(f"{op}: {name} are not finite, or all zero; needs reference values to compare with")
+    return host
+
+
+def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) -> PageShape:
+    """Return the size of a cache, which follows from the number of bytes, and from heads and head_dim of references.
+
+    Raise ValueError if the references differ in shape, or if the bytes of a page are not a whole number of tokens.
+    """
+    keys, values = references
+    if keys.shape != values.shape:
+        raise ValueError(f"{op}: keys have shape {keys.shape} and values {values.shape}; needs equal shapes")
+    _, H, D = keys.shape
+    pages = len(arrays[0])
+    codes, scales = D // 2, D // 16
+    per_token = (2 * H * (codes + scales),) if len(arrays) == 1 else (H * codes, H * codes, H * scales, H * scales)
+    sizes = {array.size / max(pages * n, 1) for array, n in zip(arrays, per_token, strict=True)}
+    block_size = int(min(sizes))
+    if len(sizes) > 1 or not block_size or sizes != {block_size}:
+        raise ValueError(
+            f"{op}: arrays {[array.shape for array in arrays]} do not hold a whole number of tokens per page for {H}"
+            f" heads and head_dim {D}; needs the arrays of KVLayout.array_shapes, with the pages along the first axis"
+        )
+    return PageShape(pages, block_size, H, D)
+
+
+def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLayout, KVCache]]:
+    """Yield (layout, cache) for each layout that supports the size: the bytes of the arrays, read by that layout."""
+    for layout in KV_LAYOUTS.values():
+        try:
+            shapes = layout.array_shapes(shape).values()
+        except ValueError:
+            continue
+        if len(shapes) == len(arrays):
+            read = (np.ascontiguousarray(array).reshape(each) for array, each in zip(arrays, shapes, strict=True))
+            yield layout, KVCache(layout, tuple(read))
+
+
+def _sample(
+    op: str, slots: np.ndarray, references: tuple[np.ndarray, ...]
+) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
+    """Return the slots to compare, and the reference values of their tokens: about SAMPLE elements at most.
+
+    Raise ValueError unless there is one slot per token and one of them is not negative.
+    """
+    tokens, H, D = references[0].shape
+    if len(slots) != tokens:
+        raise ValueError(f"{op}: got {len(slots)} slots for {tokens} tokens; needs one slot per token")
+    kept = np.flatnonzero(slots >= 0)
+    if not len(kept):
+        raise ValueError(f"{op}: all slots are negative; needs a token that is stored")
+    kept = kept[:: -(-len(kept) * H * D // SAMPLE)]
+    sampled = tuple(x[kept] for x in references)
+    if not all(x.any() for x in sampled):
+        raise ValueError(f"{op}: the keys or values of the stored tokens are all zero; needs values to compare with")
+    return slots[kept], sampled
+
+
+def _values(cache: KVCache, slots: np.ndarray, r: Recipe, scales: tuple[np.float32, ...]) -> tuple[np.ndarray, ...]:
+    """Return the keys and values of a cache at slots, in float32."""
+    return dequantize_kv(cache, slots, recipe=r, k_scale=float(scales[0]), v_scale=float(scales[1]))
+
+
+def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...]) -> KVMatch:
+    """Return the KVMatch of keys and values that were read, whose field `fits` is not filled in."""
+    key_error, value_error = map(_error, read, references)
+    return KVMatch(layout, fault, key_error, value_error)
+
+
+def _judged(matches: list[KVMatch]) -> list[KVMatch]:
+    """Return the matches with their field `fits` filled in."""
+    keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
+    limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)
+    return [m._replace(fits=m.key_error <= limits[0] and m.value_error <= limits[1]) for m in matches]
+
+
+def _error(read: np.ndarray, reference: np.ndarray) -> float:
+    """Return ||read - reference|| / ||reference||, or inf if the quotient is NaN."""
+    with np.errstate(all="ignore"):
+        error = float(
+            np.linalg.norm((read - reference).astype(np.float64)) / np.linalg.norm(reference.astype(np.float64))
+        )
+    return error if error == error else float("inf")
+
+
+def _faults(
+    read: tuple[np.ndarray, ...], references: tuple[np.ndarray, ...], scales: tuple[np.float32, ...]
+) -> Iterator[tuple[str, tuple[np.ndarray, ...]]]:
+    """Yield (fault, keys and values as they would be read without the fault), for each known fault.
+
+    read: the keys and values as a layout reads them. scales: the tensor scales by which they were read.
+    """
+    with np.errstate(all="ignore"):
+        ratio = scales[0] / scales[1]
+        yield "K and V are swapped", (read[1] * ratio, read[0] / ratio)
+        pairs = tuple(x.reshape(*x.shape[:-1], -1, 2)[..., ::-1].reshape(x.shape) for x in read)
+        yield "the codes of each byte are swapped (the even element is in the high nibble)", pairs
+        factors = [_best_factor(x, reference) for x, reference in zip(read, references, strict=True)]
+        wrong = [
+            _scale_fault(name, float(scale), float(scale) * factor)
+            for name, scale, factor in zip(("k_scale", "v_scale"), scales, factors, strict=True)
+            if abs(factor - 1) > OFF
+        ]
+        if wrong:
+            yield " and ".join(wrong), tuple(np.float32(f) * x for f, x in zip(factors, read, strict=True))
+
+
+def _best_factor(read: np.ndarray, reference: np.ndarray) -> float:
+    """Return the factor by which `read` comes nearest to the reference, or NaN if there is none."""
+    a, b = read.astype(np.float64).reshape(-1), reference.astype(np.float64).reshape(-1)
+    return float(a @ b / (a @ a))
+
+
+def _scale_fault(name: str, given: float, needed: float) -> str:
+    """Return a clause that says which tensor scale is needed in place of the given one."""
+    inverted = ", its reciprocal" if abs(needed * given - 1) <= OFF and abs(given - 1) > OFF else ""
+    return f"{name} is about {needed:.2g}{inverted}, not {given:.3g}"
+
+
+def _errors(match: KVMatch) -> str:
+    """Return the errors of a match as a verdict states them."""
+    return f"relative error {match.key_error:.2f} of keys and {match.value_error:.2f} of values"
+
+
+def _differences(assumed: KVLayout, found: KVLayout) -> str:
+    """Return how the layout that was found differs from the assumed one, as a clause per difference."""
+    clauses = []
+    if assumed.order != found.order:
+        clauses.append(f"the order is {found.order}, not {assumed.order}")
+    if assumed.swizzled != found.swizzled:
+        names = {True: "swizzled", False: "linear"}
+        clauses.append(f"the scales of V are {names[found.swizzled]}, not {names[assumed.swizzled]}")
+    return " and ".join(clauses)

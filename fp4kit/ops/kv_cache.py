@@ -1,0 +1,206 @@
+"""Implement fp4kit.quantize_kv and dequantize_kv, which quantize keys and values into KV caches and read them back."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
+from fp4kit.call import checks
+from fp4kit.formats import E2M1, NVFP4
+from fp4kit.layouts.kv import KVCache, KVParts, check_slots
+from fp4kit.ops.amax import amax
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.quantize import quantize
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import Recipe, rules
+from fp4kit.recipes.table import recipe_of
+from fp4kit.reference.arith import ONE
+from fp4kit.reference.block_rules import BLOCK_RULES
+from fp4kit.reference.tensor_rules import TensorScale
+from fp4kit.types import Array, RecipeId
+
+
+def quantize_kv(
+    cache: KVCache,
+    keys: Array,
+    values: Array,
+    slots: Any,
+    *,
+    recipe: RecipeId | Recipe | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+) -> KVCache:
+    """Quantize keys and values, and store them in a KV cache at slots, in place.
+
+        scale = block_rule(amax of the block, k_scale);   code = encode(key * factor(scale, k_scale))
+
+    Values are quantized with v_scale. Bytes of other slots do not change.
+
+    Args:
+        cache: the KVCache (fp4kit.layouts.kv), whose arrays are written.
+        keys: float32, float16 or bfloat16 (tokens, heads, head_dim), on the device of the cache.
+        values: as keys.
+        slots: integers (tokens,), in any memory. Tokens with a negative slot are skipped, as in vLLM. Slots on a GPU
+            are copied to the host.
+        recipe: a recipe id or a Recipe of E2M1 elements in blocks of 16. None: the recipe of the kernel that writes the
+            layout of the cache, nvfp4-vllm-kv, nvfp4-flashinfer-kv-page, or for swizzled FlashInfer caches
+            nvfp4-flashinfer-kv.
+        k_scale: the decode scale of all keys, a positive number, as in checkpoints; it is rounded to float32.
+        v_scale: the decode scale of all values.
+
+    Returns:
+        cache.
+
+    Raises:
+        TypeError: cache is not a KVCache, or keys or values have a dtype other than these three.
+        ValueError: shapes do not fit, a slot is out of range or occurs twice, a scale is not positive and finite, the
+            cache is read-only, or the recipe is unknown or makes no such blocks.
+
+    Numerics:
+        Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the recipe.
+
+    Exact:
+        Equals the kernel of the recipe, as recipe.exact says. On a GPU, block scales are computed on the host.
+
+    Source:
+        recipe.source.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> from fp4kit.layouts import kv
+        >>> cache = kv.KV_LAYOUTS["vllm-hnd"].zeros(kv.PageShape(4, block_size=16, heads=2, head_dim=64))
+        >>> keys = np.random.default_rng(0).standard_normal((3, 2, 64), dtype=np.float32)
+        >>> _ = fp4kit.quantize_kv(cache, keys, 2 * keys, [5, 6, -1], k_scale=0.01, v_scale=0.02)
+        >>> got, _ = fp4kit.dequantize_kv(cache, [5, 6], k_scale=0.01, v_scale=0.02)
+        >>> float(np.linalg.norm(got - keys[:2]) / np.linalg.norm(keys[:2])) < 0.12
+        True
+    """
+    op = "quantize_kv"
+    r = kv_recipe(op, cache, recipe)
+    given: dict[str, Any] = dict(zip(("keys", "values"), import_arrays(op, keys=keys, values=values), strict=True))
+    shape = (len(check_slots(op, slots, cache.shape, writes=True)), cache.shape.heads, cache.shape.head_dim)
+    scales = tensor_scale(op, r, "k_scale", k_scale), tensor_scale(op, r, "v_scale", v_scale)
+    for name, x in given.items():
+        checks.check_float(op, x, name)
+        _check_shape(op, name, x, shape)
+        if on_device(x) != on_device(cache.arrays[0]):
+            raise ValueError(f"{op}: {name} are on another device than the cache; needs both on one device")
+    k, v = (_quantized(x, r, scale) for x, scale in zip(given.values(), scales, strict=True))
+    cache.write(slots, KVParts(k.packed, k.block_scale, v.packed, v.block_scale))
+    return cache
+
+
+def dequantize_kv(
+    cache: KVCache,
+    slots: Any = None,
+    *,
+    recipe: RecipeId | Recipe | None = None,
+    k_scale: float = 1.0,
+    v_scale: float = 1.0,
+    dtype: Any = np.float32,
+) -> tuple[Any, Any]:
+    """Return the keys and values of a KV cache at slots.
+
+        key = decode(code) * block_scale * k_scale     in the order of recipe.decode_rule, then rounded to dtype
+
+    Args:
+        cache: the KVCache (fp4kit.layouts.kv).
+        slots: integers (tokens,), none of them negative. None: all slots in order.
+        recipe: as in quantize_kv.
+        k_scale: the decode scale of all keys.
+        v_scale: the decode scale of all values.
+        dtype: float32, float16 or bfloat16.
+
+    Returns:
+        The pair (keys, values) of new arrays (tokens, heads, head_dim), NumPy or CuPy as the cache.
+
+    Raises:
+        TypeError: cache is not a KVCache, or dtype is none of the three.
+        ValueError: a slot is out of range, a scale is not positive and finite, or the recipe is unknown or makes no
+            such blocks.
+
+    Numerics:
+        float32 throughout, with one rounding to dtype at the end. NaN only if a block scale is NaN.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> from fp4kit.layouts import kv
+        >>> cache = kv.KV_LAYOUTS["vllm-hnd"].zeros(kv.PageShape(4, block_size=16, heads=2, head_dim=64))
+        >>> keys, values = fp4kit.dequantize_kv(cache, [63])
+        >>> keys.shape, values.any()
+        ((1, 2, 64), np.False_)
+    """
+    r = kv_recipe("dequantize_kv", cache, recipe)
+    scales = tensor_scale("dequantize_kv", r, "k_scale", k_scale), tensor_scale("dequantize_kv", r, "v_scale", v_scale)
+    k_codes, k_scales, v_codes, v_scales = cache.read(slots)
+    return _values(k_codes, k_scales, r, scales[0], dtype), _values(v_codes, v_scales, r, scales[1], dtype)
+
+
+# {(container, swizzled): the recipe of the kernel that writes such caches}
+_USUAL = {
+    ("vllm", False): "nvfp4-vllm-kv",
+    ("vllm", True): "nvfp4-vllm-kv",
+    ("flashinfer", False): "nvfp4-flashinfer-kv-page",
+    ("flashinfer", True): "nvfp4-flashinfer-kv",
+}
+
+
+def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
+    """Return the recipe by which a cache is written or read, by default that of the kernel which writes its layout.
+
+    Raise TypeError unless cache is a KVCache. Raise ValueError unless the recipe makes E2M1 codes in blocks of 16, with
+    scales that follow from the block amax and a given tensor scale.
+    """
+    if not isinstance(cache, KVCache):
+        raise TypeError(f"{op}: cache is a {type(cache).__name__}; needs a fp4kit.layouts.kv.KVCache")
+    r = recipe_of(op, _USUAL[cache.layout.container, cache.layout.swizzled] if recipe is None else recipe)
+    is_plain = r.element == E2M1 and r.scale is not None and r.block == (1, NVFP4.block_size) and not r.fake_only
+    by_scale = r.tensor_rule in (None, "divided") and not r.four_over_six and not r.search
+    if not is_plain or not by_scale or rules.BLOCK_RULES[r.block_rule or "te"].needs_tensor:
+        raise ValueError(
+            f"{op}: {r.id} does not fit a KV cache; needs E2M1 codes in blocks of 16, whose scales follow from the"
+            " block and a given tensor scale alone, such as nvfp4-vllm-kv"
+        )
+    return r
+
+
+def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
+    """Return the argument k_scale or v_scale as float32.
+
+    Raise ValueError unless it is positive and finite, and 1 if the recipe has no tensor scale.
+    """
+    with np.errstate(over="ignore"):
+        found = np.float32(float(scale))
+    if not (found > 0 and math.isfinite(found)):
+        raise ValueError(f"{op}: {name} is {float(scale)}; needs a positive float32 number, which multiplies on decode")
+    if r.tensor_rule is None and found != 1:
+        raise ValueError(f"{op}: {name} is {float(scale)}; {r.id} has no tensor scale, so it needs 1")
+    return found
+
+
+def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError unless keys or values have the shape that slots and cache imply."""
+    if x.shape != shape:
+        raise ValueError(
+            f"{op}: {name} have shape {x.shape}; needs {shape}, that is (tokens, heads, head_dim) with one token"
+            " per slot"
+        )
+
+
+def _quantized(x: Any, r: Recipe, scale: np.float32) -> Quantized:
+    """Return x quantized under a given tensor scale: its block scales follow from the block amaxes and the scale."""
+    if r.tensor_rule is None:
+        return quantize(x, r)
+    with np.errstate(all="ignore"):
+        tensor = TensorScale(np.asarray(ONE / scale), np.asarray(scale), np.asarray(ONE))
+        codes = BLOCK_RULES[str(r.block_rule)].code(to_host(amax(x, r)), tensor, r, x.dtype)
+    return quantize(x, r, block_scale=to_device(codes) if on_device(x) else codes, tensor_scale=scale)
+
+
+def _values(codes: Any, scales: Any, r: Recipe, scale: np.float32, dtype: Any) -> Any:
+    """Return the values of codes (tokens, heads, n) under block scales and a tensor scale, in a dtype."""
+    given = None if r.tensor_rule is None else scale
+    return dequantize(Quantized.from_parts(codes, scales, given, recipe=r, dtype=dtype))

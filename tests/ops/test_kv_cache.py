@@ -1,0 +1,230 @@
+"""Test quantize_kv and dequantize_kv against scalar statements of the stores of vLLM and FlashInfer."""
+
+from __future__ import annotations
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.layouts import kv
+from fp4kit.reference.arith import reciprocal_approx_ftz
+
+F32 = np.float32
+SHAPE = kv.PageShape(pages=4, block_size=8, heads=2, head_dim=64)
+LAYOUTS = {"nvfp4-vllm-kv": "vllm-hnd", "nvfp4-flashinfer-kv": "flashinfer-nhd", "nvfp4-flashinfer-kv-page": "vllm-nhd"}
+SCALES = [1.0, 0.0123, 1 / 3, 448.0, 1.9e-5, 7.3e4]
+
+
+def rcp(x):
+    """PTX rcp.approx.ftz.f32 of sm_90."""
+    return F32(reciprocal_approx_ftz(np.array(x, np.float32)))
+
+
+def e4m3(x):
+    """Round a float32 to E4M3, saturating. Return the value and the byte."""
+    code = np.minimum(F32(x), F32(448)).astype(ml_dtypes.float8_e4m3fn)
+    return F32(code), int(code.view(np.uint8))
+
+
+def e2m1(x):
+    """Round a float32 to E2M1 by comparisons, ties to even, as FlashInfer's page.cuh does; 7 for NaN."""
+    if np.isnan(x):
+        return 7
+    magnitude = abs(float(x))
+    steps = [magnitude > 0.25, magnitude >= 0.75, magnitude > 1.25, magnitude >= 1.75]
+    steps += [magnitude > 2.5, magnitude >= 3.5, magnitude > 5]
+    return sum(steps) + 8 * bool(np.signbit(x))
+
+
+def store_vllm(amax, g):
+    gs = F32(1) / g
+    c, byte = e4m3(gs * (amax * rcp(F32(6))))
+    return byte, rcp(c * rcp(gs)) if c else F32(0)
+
+
+def store_flashinfer(amax, g):
+    c, byte = e4m3(rcp(g) * (amax * rcp(F32(6))))
+    return byte, rcp(c * g) if amax else F32(0)
+
+
+def store_page(amax, g):
+    c, byte = e4m3(amax / (F32(6) * g))
+    return byte, F32(1) / (c * g) if c else F32(0)
+
+
+STORES = {
+    "nvfp4-vllm-kv": store_vllm,
+    "nvfp4-flashinfer-kv": store_flashinfer,
+    "nvfp4-flashinfer-kv-page": store_page,
+}
+
+
+@np.errstate(all="ignore")
+def stated(x, recipe, g):
+    """Return the packed codes and scales of x (tokens, heads, head_dim), block by block."""
+    blocks = x.astype(np.float32).reshape(-1, 16)
+    codes, scales = np.zeros(blocks.shape, np.uint8), np.zeros(len(blocks), np.uint8)
+    for i, block in enumerate(blocks):
+        scales[i], factor = STORES[recipe](np.abs(block).max(), F32(g))
+        codes[i] = [e2m1(element * factor) for element in block]
+    packed = codes[:, 0::2] | codes[:, 1::2] << 4
+    return packed.reshape(*x.shape[:-1], -1), scales.reshape(*x.shape[:-1], -1)
+
+
+def drawn(rng, tokens, dtype, spread=3.0):
+    """Draw keys whose blocks differ in size, with zeros, -0, equal magnitudes and small blocks among them."""
+    x = rng.standard_normal((tokens, SHAPE.heads, SHAPE.head_dim)) * np.exp(
+        spread * rng.standard_normal((tokens, SHAPE.heads, SHAPE.head_dim // 16)).repeat(16, -1)
+    )
+    x[0, 0, :16], x[0, 0, 16:32], x[1, 1, 3] = 0, -0.0, -0.0
+    x[1, 0, :16] = np.arange(16) / 4
+    return np.clip(x, -6e4, 6e4).astype(dtype)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16], ids=["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("recipe", STORES)
+def test_stores_equal_their_statement(recipe, dtype):
+    rng = np.random.default_rng(3)
+    for g in SCALES:
+        keys, values = drawn(rng, 5, dtype), drawn(rng, 5, dtype)
+        cache = kv.KV_LAYOUTS[LAYOUTS[recipe]].zeros(SHAPE)
+        slots = rng.permutation(32)[:5]
+        assert fp4kit.quantize_kv(cache, keys, values, slots, recipe=recipe, k_scale=g, v_scale=2 * g) is cache
+        parts = cache.read(slots)
+        for got, expected in zip(parts, stated(keys, recipe, g) + stated(values, recipe, 2 * g), strict=True):
+            assert_same_bits(got, expected)
+
+
+@pytest.mark.parametrize("recipe", STORES)
+def test_values_are_rounded_once(recipe):
+    """Code times block scale is exact, so the product with the tensor scale is the only rounding."""
+    rng = np.random.default_rng(4)
+    cache = kv.KV_LAYOUTS["vllm-nhd-swizzled"].zeros(SHAPE)
+    parts = kv.KVParts(*(rng.integers(0, 127, (32, 2, n), np.uint8) for n in (32, 4, 32, 4)))
+    cache.write(np.arange(32), parts)
+    got = fp4kit.dequantize_kv(cache, recipe=recipe, k_scale=1 / 3, v_scale=0.7)
+    for values, codes, scales, g in zip(got, parts[::2], parts[1::2], (1 / 3, 0.7), strict=True):
+        table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+        nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(32, 2, 64)
+        exact = table[nibbles & 7] * np.where(nibbles & 8, -1.0, 1.0)
+        exact = exact * scales.view(ml_dtypes.float8_e4m3fn).astype(np.float64).repeat(16, -1) * float(F32(g))
+        assert_same_bits(values, exact.astype(np.float32))
+
+
+def test_the_usual_recipe_is_that_of_the_kernel():
+    keys = drawn(np.random.default_rng(5), 8, np.float32)
+    usual = {"vllm-hnd": "nvfp4-vllm-kv", "vllm-nhd-swizzled": "nvfp4-vllm-kv"}
+    usual |= {"flashinfer-nhd": "nvfp4-flashinfer-kv-page", "flashinfer-hnd-swizzled": "nvfp4-flashinfer-kv"}
+    for name, recipe in usual.items():
+        caches = [kv.KV_LAYOUTS[name].zeros(SHAPE) for _ in range(2)]
+        fp4kit.quantize_kv(caches[0], keys, keys, np.arange(8), k_scale=0.013, v_scale=0.017)
+        fp4kit.quantize_kv(caches[1], keys, keys, np.arange(8), recipe=recipe, k_scale=0.013, v_scale=0.017)
+        for a, b in zip(caches[0].arrays, caches[1].arrays, strict=True):
+            assert_same_bits(a, b)
+
+
+@pytest.mark.parametrize("recipe", STORES)
+def test_a_given_scale_equals_the_amax_that_gives_it(recipe):
+    """fp4kit.quantize with an amax whose tensor scale is k_scale gives the codes and scales that are stored."""
+    keys = drawn(np.random.default_rng(6), 8, ml_dtypes.bfloat16)
+    q = fp4kit.quantize(keys, recipe, tensor_amax=np.float32(37.5))
+    cache = kv.KV_LAYOUTS["flashinfer-nhd"].zeros(SHAPE)
+    fp4kit.quantize_kv(cache, keys, keys, np.arange(8), recipe=recipe, k_scale=q.tensor_scale, v_scale=q.tensor_scale)
+    parts = cache.read(np.arange(8))
+    assert_same_bits(parts.k_codes, q.packed)
+    assert_same_bits(parts.v_scales, q.block_scale)
+
+
+@pytest.mark.parametrize("name", kv.KV_LAYOUTS)
+def test_what_is_stored_is_read_back(name):
+    rng = np.random.default_rng(7)
+    keys, values = rng.standard_normal((2, 20, 2, 64), dtype=np.float32)
+    slots = rng.permutation(32)[:20]
+    slots[3] = -1
+    cache = kv.KV_LAYOUTS[name].zeros(SHAPE)
+    fp4kit.quantize_kv(cache, keys, values, slots, k_scale=0.01, v_scale=0.02)
+    kept = slots >= 0
+    got = fp4kit.dequantize_kv(cache, slots[kept], k_scale=0.01, v_scale=0.02, dtype=ml_dtypes.bfloat16)
+    for read, reference in zip(got, (keys[kept], values[kept]), strict=True):
+        assert read.dtype == ml_dtypes.bfloat16
+        error = np.linalg.norm(read.astype(np.float32) - reference) / np.linalg.norm(reference)
+        assert 0.05 < error < 0.12
+    everything = fp4kit.dequantize_kv(cache, k_scale=0.01, v_scale=0.02)
+    assert not np.delete(everything[0], slots[kept], axis=0).any()
+
+
+def test_a_recipe_without_tensor_scale():
+    rng = np.random.default_rng(8)
+    keys = rng.standard_normal((4, 2, 64), dtype=np.float32)
+    cache = kv.KV_LAYOUTS["flashinfer-nhd"].zeros(SHAPE)
+    fp4kit.quantize_kv(cache, keys, keys, [0, 1, 2, 3], recipe="mxfp4-sglang-kv")
+    got, _ = fp4kit.dequantize_kv(cache, [0, 1, 2, 3], recipe="mxfp4-sglang-kv")
+    assert_same_bits(got, fp4kit.fake_quantize(keys, "mxfp4-sglang-kv"))
+
+
+X = np.ones((2, 2, 64), np.float32)
+VALUE_ERRORS = {
+    "shape": (
+        dict(keys=X[:, :1]),
+        "quantize_kv: keys have shape (2, 1, 64); needs (2, 2, 64), that is (tokens, heads, hea",
+    ),
+    "slots": (dict(slots=[0]), "keys have shape (2, 2, 64); needs (1, 2, 64)"),
+    "slot": (dict(slots=[0, 32]), "quantize_kv: slot 32 is out of range"),
+    "twice": (dict(slots=[4, 4]), "quantize_kv: slot 4 occurs twice"),
+    "k_scale": (dict(k_scale=0), "quantize_kv: k_scale is 0.0; needs a positive float32 number"),
+    "v_scale": (dict(v_scale=float("nan")), "v_scale is nan"),
+    "large": (dict(v_scale=1e60), "v_scale is 1e+60"),
+    "recipe": (dict(recipe="nvfp4-te"), "nvfp4-te does not fit a KV cache"),
+    "format": (dict(recipe="mxfp4"), "mxfp4-ocp does not fit a KV cache"),
+    "name": (dict(recipe="nvfp4-kv"), "quantize_kv: no recipe is called 'nvfp4-kv'"),
+    "no scale": (dict(recipe="mxfp4-sglang-kv", k_scale=2), "k_scale is 2.0; mxfp4-sglang-kv has no tensor scale"),
+}
+
+
+def call(**changed):
+    cache = changed.pop("cache", kv.KV_LAYOUTS["vllm-nhd"].zeros(SHAPE))
+    fp4kit.quantize_kv(cache, **{"keys": X, "values": X, "slots": [0, 1], **changed})
+
+
+@pytest.mark.parametrize("mistake", VALUE_ERRORS)
+def test_mistakes_are_named(mistake):
+    changed, message = VALUE_ERRORS[mistake]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(**changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(cache=np.zeros(3)), "cache is a ndarray; needs a fp4kit.layouts.kv.KVCache"),
+        (dict(values=X.astype(np.float64)), "quantize_kv: values is float64; needs float32, float16 or bfloat16"),
+        (dict(slots=[0.5, 1]), "slots are float64"),
+    ],
+)
+def test_wrong_types_are_named(changed, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call(**changed)
+
+
+def test_a_refused_call_writes_nothing():
+    cache = kv.KV_LAYOUTS["flashinfer-nhd"].zeros(SHAPE)
+    with pytest.raises(ValueError, match="v_scale"):
+        call(cache=cache, v_scale=-1)
+    assert not any(array.any() for array in cache.arrays)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("recipe", STORES)
+@pytest.mark.parametrize("seed", range(40))
+def test_drawn_blocks_and_scales(recipe, seed):
+    rng = np.random.default_rng(seed)
+    g = F32(np.exp(4 * rng.standard_normal()))
+    keys = drawn(rng, 12, rng.choice([np.float32, np.float16, ml_dtypes.bfloat16]), spread=4 * rng.random())
+    cache = kv.KV_LAYOUTS["vllm-hnd-swizzled"].zeros(SHAPE)
+    fp4kit.quantize_kv(cache, keys, keys, np.arange(12), recipe=recipe, k_scale=g, v_scale=g)
+    for got, expected in zip(cache.read(np.arange(12))[:2], stated(keys, recipe, g), strict=True):
+        assert_same_bits(got, expected)
