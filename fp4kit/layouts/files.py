@@ -11,7 +11,7 @@ import numpy as np
 
 from fp4kit.arguments import is_one_of
 from fp4kit.formats import MXFP4, NVFP4
-from fp4kit.layouts.nibbles import check_array, check_bytes
+from fp4kit.layouts.nibbles import check_array, check_bytes, contiguous
 
 
 class GgufBlock(NamedTuple):
@@ -158,14 +158,6 @@ def _check_multiple(op: str, name: str, array: Any, multiple: int, why: str) -> 
         )
 
 
-def _contiguous(a: Any) -> Any:
-    """Return a NumPy or CuPy array itself if it is contiguous, otherwise a contiguous copy.
-
-    This replaces np.ascontiguousarray, which does not accept CuPy arrays.
-    """
-    return a if a.flags.c_contiguous else a.copy()
-
-
 MLX_WORD = np.dtype("<u4")  # MLX stores codes in little-endian 32-bit words
 
 
@@ -201,7 +193,7 @@ def pack_mlx(packed: Any) -> Any:
     """
     check_bytes("pack_mlx", packed)
     _check_multiple("pack_mlx", "packed", packed, MLX_WORD.itemsize, "a word has 4 bytes")
-    return _contiguous(packed).view(MLX_WORD)
+    return contiguous(packed).view(MLX_WORD)
 
 
 def unpack_mlx(words: Any) -> Any:
@@ -228,4 +220,4 @@ def unpack_mlx(words: Any) -> Any:
         raise TypeError(f"unpack_mlx: words are {words.dtype}; needs uint32")
     if not words.ndim:
         raise ValueError("unpack_mlx: words are 0-d; needs at least one axis")
-    return _contiguous(words).view(np.uint8)
+    return contiguous(words).view(np.uint8)

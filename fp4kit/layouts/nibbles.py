@@ -127,3 +127,11 @@ def write_codes(out: np.ndarray, codes: np.ndarray, rows: slice, column: int, pa
     if codes.shape[1] % 2:
         byte = column // 2 + whole
         out[rows, byte] = out[rows, byte] & 0xF0 | codes[:, -1]
+
+
+def contiguous(a: Any) -> Any:
+    """Return a NumPy or CuPy array itself if it is contiguous, otherwise a contiguous copy.
+
+    This replaces np.ascontiguousarray, which does not accept CuPy arrays.
+    """
+    return a if a.flags.c_contiguous else a.copy()

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import as_shape, is_one_of
-from fp4kit.layouts.nibbles import check_array
+from fp4kit.layouts.nibbles import check_array, contiguous
 
 SCALE_LAYOUTS = ("linear", "swizzled_128x4", "swizzled_8x4")
 _TILE_ROWS = {"swizzled_128x4": 128, "swizzled_8x4": 8}
@@ -102,10 +102,10 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
     full[..., : scales.shape[-2], : scales.shape[-1]] = scales
     if layout == "swizzled_8x4":
         tiles = full.reshape(*lead, R // 8, 8, C // 4, 4)
-        return np.ascontiguousarray(tiles.swapaxes(-3, -2)).reshape(padded)
+        return contiguous(tiles.swapaxes(-3, -2)).reshape(padded)
     tiles = full.reshape(*lead, R // 128, 4, 32, C // 4, 4)  # row = tile * 128 + quarter * 32 + lane
     order = (*range(len(lead)), *(len(lead) + i for i in (0, 3, 2, 1, 4)))
-    return np.ascontiguousarray(tiles.transpose(order)).reshape(padded)
+    return contiguous(tiles.transpose(order)).reshape(padded)
 
 
 def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
@@ -143,7 +143,7 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
         tiles = scales.reshape(*lead, R // 128, C // 4, 32, 4, 4)
         order = (*range(len(lead)), *(len(lead) + i for i in (0, 3, 2, 1, 4)))
         full = tiles.transpose(order).reshape(padded)
-    return np.ascontiguousarray(full[..., : shape[-2], : shape[-1]])
+    return contiguous(full[..., : shape[-2], : shape[-1]])
 
 
 def check_size(scales: Any, layout: str, shape: tuple[int, ...]) -> None:

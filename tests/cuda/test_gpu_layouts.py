@@ -15,7 +15,17 @@ import pytest
 from on_gpu import ON_GPU, assert_same, cupy, differing, gpu_only
 
 import fp4kit
-from fp4kit.layouts import SCALE_LAYOUTS, pack, pack_gguf, pack_mlx, swizzle_scales, unpack, unpack_gguf, unpack_mlx
+from fp4kit.layouts import (
+    SCALE_LAYOUTS,
+    pack,
+    pack_gguf,
+    pack_mlx,
+    swizzle_scales,
+    unpack,
+    unpack_gguf,
+    unpack_mlx,
+    unswizzle_scales,
+)
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -131,6 +141,15 @@ def test_swizzle(source, target) -> None:
     q = fp4kit.quantize(x, "nvfp4-te", scale_layout=source)
     assert_same(fp4kit.swizzle(q, target), fp4kit.quantize(x.get(), "nvfp4-te", scale_layout=target))
     assert_same(fp4kit.unswizzle(q), fp4kit.quantize(x.get(), "nvfp4-te"))
+
+
+@pytest.mark.parametrize("layout", SCALE_LAYOUTS)
+def test_scales_alone(layout) -> None:
+    """The functions for scales without a Quantized give the bytes that they give for NumPy arrays."""
+    scales = np.random.default_rng(1).integers(0, 256, (2, 37, 13), np.uint8)
+    swizzled = swizzle_scales(cupy.asarray(scales), layout)
+    assert differing(swizzled, swizzle_scales(scales, layout)) == 0
+    assert differing(unswizzle_scales(swizzled, layout, scales.shape), scales) == 0
 
 
 def test_pack_and_unpack() -> None:

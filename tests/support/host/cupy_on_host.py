@@ -300,9 +300,9 @@ def ones(shape: Any, dtype: Any = float) -> ndarray:
     return full(shape, 1, dtype)
 
 
-def zeros_like(a: ndarray) -> ndarray:
-    """Return zeros with the shape and dtype of an array."""
-    return zeros(a.shape, a.dtype)
+def zeros_like(a: ndarray, shape: Any = None) -> ndarray:
+    """Return zeros with the dtype of an array, and with its shape unless another shape is given."""
+    return zeros(a.shape if shape is None else shape, a.dtype)
 
 
 def shape(a: Any) -> tuple[int, ...]:
