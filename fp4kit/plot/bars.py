@@ -36,15 +36,14 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
     shares = np.bincount(inverse, counts, len(values)) / max(codes.size, 1)
     shares, values = shares[np.isfinite(values)], values[np.isfinite(values)]
     ax = axes(ax, 8, 3.5)
-    few = len(values) <= 32
-    positions = np.arange(len(values)) if few else values
-    bars = ax.bar(positions, shares, width=0.85 if few else None, color=BLUE, edgecolor="black", linewidth=0.5)
+    positions, few = np.arange(len(values)), len(values) <= 32
+    bars = ax.bar(positions, shares, width=0.85, color=BLUE, edgecolor="black", linewidth=0.5 if few else 0)
     top = np.abs(values).max()
     for bar, value in zip(bars, values, strict=True):
         if abs(value) == top:
             bar.set(hatch="///", facecolor=ORANGE)
-    if few:
-        ax.set_xticks(positions, [f"{value:g}" for value in values])
+    ticks = positions[:: 1 if few else len(values) // 12]
+    ax.set_xticks(ticks, [f"{values[i]:.3g}" for i in ticks])
     ax.set(xlabel=f"value of {element.name} (hatched: the largest)", ylabel="share of elements", title=q.recipe.id)
     without_frame(ax)
     return ax

@@ -28,8 +28,13 @@ def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any
         ax: the Axes to draw on.
 
     Returns:
-        The Axes. Its first line holds the values, and its second line the numbers x.
+        The Axes. Its first line holds the values.
+
+    Raises:
+        ValueError: x holds a NaN or an infinity.
     """
+    if x is not None and not np.isfinite(np.asarray(x, np.float32)).all():
+        raise ValueError("plot.number_line: x holds a NaN or an infinity; needs finite numbers")
     ax = axes(ax, 9, 2.2)
     values = np.unique(element.values[np.isfinite(element.values)])
     ax.plot(values, np.zeros(len(values)), "|", color="black", markersize=18, label=f"values of {element.name}")
@@ -68,7 +73,8 @@ def error_against_scale(
         The Axes. Its first line is the curve, the second the least error, and each further line marks a recipe.
 
     Raises:
-        ValueError: x is not one block, or a recipe has no block scales, or its formats or block differ.
+        ValueError: x is not one block, is not finite, or consists of zeros.
+        ValueError: a recipe has no block scales or one tensor scale per row, or formats or blocks differ.
     """
     op = "plot.error_against_scale"
     given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)
@@ -77,6 +83,8 @@ def error_against_scale(
     first = _same_formats(op, chosen)
     if array.shape != (first.block_size,):
         raise ValueError(f"{op}: x has shape {array.shape}; needs one block, ({first.block_size},)")
+    if not np.isfinite(array).all() or not array.any():
+        raise ValueError(f"{op}: x holds a NaN or an infinity, or only zeros; needs finite numbers")
     assert first.scale is not None
     codes = np.flatnonzero((first.scale.values > 0) & np.isfinite(first.scale.values)).astype(np.uint8)
     found = [_quantized(array, r, tensor_amax) for r in chosen]
@@ -108,8 +116,11 @@ def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
         raise ValueError(f"{op}: recipes is empty; needs at least one recipe")
     first = recipes[0]
     for r in recipes:
-        if r.scale is None or r.fake_only or r.block_rows > 1:
-            raise ValueError(f"{op}: {r.id} has no codes with block scales of one row; needs a recipe such as nvfp4-te")
+        if r.scale is None or r.fake_only or r.block_rows > 1 or r.tensor_scaling not in ("none", "tensor"):
+            raise ValueError(
+                f"{op}: {r.id} is not supported; needs a recipe with codes, with block scales of one row, and with at"
+                " most one tensor scale, such as nvfp4-te"
+            )
         if (r.element, r.scale, r.block) != (first.element, first.scale, first.block):
             raise ValueError(f"{op}: {r.id} and {first.id} differ in format or block; draw them on two Axes")
     return first

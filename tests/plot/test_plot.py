@@ -78,6 +78,18 @@ def test_histogram_counts_values_and_hatches_the_largest(x):
         assert bar.get_height() == np.mean(values == value) and bool(bar.get_hatch()) == (abs(value) == 6)
 
 
+def test_histogram_of_eight_bit_elements_has_one_bar_per_value(x):
+    ax = fp4kit.plot.histogram(fp4kit.quantize(x, "mxfp8-te"))
+    values = fp4kit.formats.E4M3.values
+    assert len(ax.patches) == len(np.unique(values[np.isfinite(values)])) and len(ax.get_xticks()) < 25
+    assert sum(bar.get_height() for bar in ax.patches) == pytest.approx(1)
+
+
+def test_error_against_scale_of_powers_of_two(x):
+    ax = fp4kit.plot.error_against_scale(x[0, :32], ["mxfp4-ocp", "mxfp4-te"])
+    assert {np.log2(scale) % 1 for scale in ax.lines[0].get_xdata()} == {0.0} and len(ax.lines) == 4
+
+
 def test_layers_are_sorted_and_the_bad_one_is_hatched():
     ax = fp4kit.plot.layers({"a": 20.0, "b": 12.0, "c": 20.5, "d": float("inf")})
     assert [label.get_text() for label in ax.get_yticklabels()] == ["b", "a", "c", "d"]
@@ -114,5 +126,13 @@ def test_wrong_arguments_are_named(x):
         fp4kit.plot.error_against_scale(x[0, :16], ["nvfp4-te", "mxfp4"])
     with pytest.raises(ValueError, match="fp8-modelopt has no blocks"):
         fp4kit.plot.block(x, "fp8-modelopt", (0, 0))
+    for recipe in ("nvfp4-te-rowscaled", "nvfp4-te-2d", "fp8-modelopt", "nvfp4-modelopt-fake"):
+        with pytest.raises(ValueError, match=f"{recipe} is not supported; needs a recipe with codes"):
+            fp4kit.plot.error_against_scale(x[0, :16], recipe)
+    for bad in (np.zeros(16, np.float32), np.full(16, np.nan, np.float32)):
+        with pytest.raises(ValueError, match="x holds a NaN or an infinity, or only zeros"):
+            fp4kit.plot.error_against_scale(bad, "nvfp4-te", tensor_amax=np.float32(1))
+    with pytest.raises(ValueError, match="x holds a NaN or an infinity; needs finite numbers"):
+        fp4kit.plot.number_line(fp4kit.formats.E2M1, [np.nan])
     with pytest.raises(ValueError, match="ratios is empty"):
         fp4kit.plot.layers({})
