@@ -209,10 +209,11 @@ def test_scale_codes_beyond_the_format_are_rejected():
 
 
 def test_compare_counts_steps_between_neighboring_values():
-    q = fp4kit.quantize(X[:1, :64], RECIPES_OF_OURS["float32"])
-    codes = fp4kit.unpack(q.packed)
-    other = replace(q, packed=fp4kit.pack(np.where(codes == 9, 12, codes).astype(np.uint8)))
-    assert (codes == 9).any() and fp4kit.compare(q, other).max_steps == 3
+    """Codes 1 and 7 of BNB_FP4 are two steps apart: they stand for 1/192 and 1/4, and the only value between is 1/6."""
+    codes, others = np.full((1, 32), 1, np.uint8), np.full((1, 32), 7, np.uint8)
+    q = fp4kit.quantize(X[:1, :32], fp4kit.custom_recipe("fp4", BNB_FP4, block=32))
+    q, other = (replace(q, packed=fp4kit.pack(c)) for c in (codes, others))
+    assert fp4kit.compare(q, other).max_steps == 2
 
 
 def test_blocks_of_zeros_are_counted():

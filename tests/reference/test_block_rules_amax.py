@@ -116,3 +116,14 @@ def test_nan_elements(scale, expected):
     assert np.isfinite(fp4kit.dequantize(q)[0, 16:]).all()
     ignoring = replace(q.recipe, amax_nan="ignore", nan_code=7)
     assert fp4kit.dequantize(fp4kit.quantize(x, ignoring))[0, :5].tolist() == [1, 1, 1, 0, 1]
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-45, 1e-39])
+def test_given_scales_near_zero_count_as_1e_38(scale):
+    """Elements of 0 stay 0, and others are multiplied with a finite factor."""
+    x = np.float32([[0, -0.0, 1e-39, 5e-39, -1e-38, 1] + [0] * 10])
+    r = fp4kit.custom_recipe("mine", NF4, "float32", 16)
+    q = fp4kit.quantize(x, r, tensor_scale=np.float32([[scale]]))
+    assert q.tensor_scale[0, 0] == np.float32(scale)
+    assert_same_bits(fp4kit.unpack(q.packed), NF4.encode(x * (np.float32(1) / np.float32(1e-38))))
+    assert fp4kit.unpack(q.packed)[0, :2].tolist() == [7, 7]
