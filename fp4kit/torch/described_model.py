@@ -67,8 +67,11 @@ def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
 
 
 def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
-    """Return the content of the config.json that a model of transformers or Diffusers has; None for other models."""
-    config: Any = getattr(model, "config", None)
+    """Return the content of the config.json that a model of transformers or Diffusers has; None for other models.
+
+    The model may be inside a wrapper that calls it `module`, such as DistributedDataParallel.
+    """
+    config: Any = getattr(getattr(model, "module", model), "config", None)
     if hasattr(config, "to_dict"):
         config = config.to_dict()
     return config if isinstance(config, Mapping) else None

@@ -464,3 +464,13 @@ def test_experts_of_transformers(tmp_path, kind):
         both = experts.gate_up_proj[number].chunk(2)
         parts = {"gate_proj": both[0], "w1": both[0], "up_proj": both[1], "w3": both[1]}
         assert_same_bits(to_numpy(parts.get(leaf, experts.down_proj[number])), values)
+
+
+def test_a_model_in_a_wrapper_has_the_config_of_the_model():
+    model = a_llama()
+    model.conv, model.config = torch.nn.Conv1d(16, 8, 1), CONFIG
+    wrapper = torch.nn.DataParallel(model)
+    names = ft.fake_quantize_model(wrapper, "nvfp4-te")
+    assert len(names) == 14 and names[0] == "module.model.layers.0.self_attn.q_proj.weight"
+    reasons = {row.name: row.reason for row in names.plan.rows}
+    assert reasons["module.conv.weight"] == "convolution, which fp4kit convert leaves unquantized"
