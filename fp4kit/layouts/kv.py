@@ -358,7 +358,7 @@ class KVCache:
         target = as_layout("KVCache.converted", layout)
         if out is None:
             shapes = target.array_shapes(self.shape).values()
-            out = KVCache(target, tuple(np.zeros_like(self.arrays[0], dtype=np.uint8, shape=each) for each in shapes))
+            out = KVCache(target, tuple(np.empty_like(self.arrays[0], shape=each) for each in shapes))
         elif (out.layout, out.shape) != (target, self.shape):
             raise ValueError(
                 f"KVCache.converted: out is {out.layout.name} {tuple(out.shape)}; needs {target.name}"

@@ -202,5 +202,5 @@ def _quantized(x: Any, r: Recipe, scale: np.float32) -> Quantized:
 
 def _values(codes: Any, scales: Any, r: Recipe, scale: np.float32, dtype: Any) -> Any:
     """Return the values of codes (tokens, heads, n) under block scales and a tensor scale, in a dtype."""
-    given = None if r.tensor_rule is None else scale
+    given = None if r.tensor_rule is None else float(scale)  # a float fits codes on any device
     return dequantize(Quantized.from_parts(codes, scales, given, recipe=r, dtype=dtype))
