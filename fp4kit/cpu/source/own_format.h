@@ -1,5 +1,6 @@
 // Functions that encode and decode matrices in formats of one's own: element and scale formats that are known only at
-// run time, under the amax rules (reference/block_rules_amax.py). All formats are tables here, so one loop serves all.
+// run time, under the amax rules (reference/block_rules_amax.py). Scales, and elements that have no compiled
+// arithmetic, are rounded by tables.
 //
 // Key of a float: an integer whose order is that of floats, with -0 before 0. A rounding to codes is monotone, so the
 // keys of all floats divide into pieces, which are intervals of keys that get one code. Python finds the pieces by the
