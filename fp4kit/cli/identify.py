@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fp4kit.checkpoint.identify.identify import CheckpointVerdict
+from fp4kit.checkpoint.identify.identify import CheckpointVerdict, short_text
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.identify.stored_facts import facts_of, problems_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import add_command, add_ignore, add_path
-from fp4kit.storage.errors import shown
+from fp4kit.storage.errors import CheckpointError, shown
 
 
 def register(subparsers: Any) -> None:
@@ -23,7 +24,8 @@ def register(subparsers: Any) -> None:
         "name the recipe that made a checkpoint",
         examples=(
             ("fp4kit identify Llama-NVFP4 --source Llama", "name the recipe that made a checkpoint of Llama"),
-            ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer"),
+            ("fp4kit identify Llama-NVFP4 --source Llama --all", "print every layer and every recipe"),
+            ("fp4kit identify Llama-NVFP4", "print what the checkpoint tells without its source"),
         ),
         description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
         " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained; 1 a layer is not explained, is"
@@ -31,10 +33,13 @@ def register(subparsers: Any) -> None:
     )
     parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
-    text = "directory or GGUF file of the unquantized model that DST was made from"
-    parser.add_argument("--source", required=True, metavar="SRC", help=text)
+    text = (
+        "directory or GGUF file of the unquantized model that DST was made from (default: none; then only what names,"
+        " configs, metadata and scales of DST tell is printed)"
+    )
+    parser.add_argument("--source", metavar="SRC", help=text)
     add_ignore(parser)
-    parser.add_argument("--all", action="store_true", help="print every layer, not only the exceptions to the verdict")
+    parser.add_argument("--all", action="store_true", help="print every layer and every recipe")
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
@@ -43,19 +48,52 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     The result is also 1 if a layer can be explained only with a mishap (a fault between quantizer and file), or if a
     quantized layer has no counterpart in the source.
     """
+    if args.source is None:
+        return _stored(args, out)
     total = sum(weight.nbytes for weight in inspect_checkpoint(args.path).layers.values())
     with out.progress("identifying", total) as tick:
         verdict = identify_checkpoint(args.path, args.source, tick, args.ignore)
     out.document("identify/1", _body(verdict))
+    for problem in verdict.problems:
+        out.line(f"PROBLEM: {shown(problem)}")
+    sentence = verdict.sentence if args.all else verdict.short_sentence
+    out.line(shown(sentence) + ("" if sentence == verdict.sentence else "; --all names them"))
+    if verdict.hint:
+        out.line(verdict.hint)
     shown_layers = verdict.layers if args.all else verdict.exceptions
-    rows = [(shown(x.name), x.explanation.recipe or "-", shown(x.explanation.sentence)) for x in shown_layers]
+    rows = []
+    for layer in shown_layers:
+        found = layer.explanation
+        text = found.sentence if args.all else short_text(found.sentence, found.recipes)
+        rows.append((shown(layer.name), found.recipe or "-", shown(text)))
     out.table(("layer", "recipe", "verdict"), rows)
     if args.all:
         out.table(("layer without a counterpart",), [(shown(name),) for name in verdict.unpaired])
-    out.line(shown(verdict.sentence))
-    if verdict.hint:
-        out.line(verdict.hint)
     return DONE if verdict.is_clean else DIFFERENT
+
+
+def _stored(args: argparse.Namespace, out: Output) -> int:
+    """Print what a checkpoint tells without its source. Return 0 if nothing is odd about it, otherwise 1.
+
+    Raise CheckpointError for --all, which needs a source.
+    """
+    if args.all:
+        raise CheckpointError("--all: prints the verdicts on layers, which need the source; add --source SRC")
+    checkpoint = inspect_checkpoint(args.path)
+    problems, facts = problems_of(checkpoint), list(facts_of(checkpoint))
+    body = {
+        "problems": [{"text": text, "layers": count} for text, count in problems.items()],
+        "facts": [{"what": what, "text": text} for what, text in facts],
+    }
+    out.document("identify.stored/1", body)
+    for text, count in problems.most_common():
+        out.line(f"PROBLEM: {count} sampled layers: {shown(text)}")
+    for what, text in facts:
+        out.line(f"{shown(what)}: {shown(text)}")
+    if not checkpoint.layers:
+        out.line("there are no quantized layers")
+    out.line("not checked: which recipe gives the bytes; add --source SRC with the unquantized model")
+    return DIFFERENT if problems else DONE
 
 
 def _body(verdict: CheckpointVerdict) -> dict[str, Any]:

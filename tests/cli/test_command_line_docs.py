@@ -30,6 +30,7 @@ COMMANDS = {
     "apply/1": "apply m p.patch new",
     "verify/1": "verify q --source m",
     "identify/1": "identify q --source m",
+    "identify.stored/1": "identify q",
     "reconcile/1": "reconcile --dry-run q",
     "recipes/1": "recipes",
     "recipes.check/1": "recipes nvfp4 --check",

@@ -439,6 +439,23 @@ def test_identify_differs_if_all_layers_have_one_fault(tmp_path: Path, run: Run)
         path.write_bytes(data)
     result = run("identify", tmp_path / "q", "--source", tmp_path / "m")
     assert result.code == 1 and "then: nibbles are swapped" in result.out
+    assert result.out.startswith("PROBLEM: nibbles are swapped, 12 of 12 layers\n")
+    assert result.out.splitlines()[1].startswith("mxfp4-ocp (ocp) or ") and "; --all names them" in result.out
+    everything = run("identify", tmp_path / "q", "--source", tmp_path / "m", "--all").out
+    assert "others that agree" not in everything and "mxfp4-torchao" in everything
+
+
+def test_identify_without_a_source_says_what_the_checkpoint_tells(tmp_path: Path, run: Run) -> None:
+    synthetic.dense(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-te", format="modelopt")
+    result = run("identify", tmp_path / "q")
+    text = result.out.replace("\n  ", " ")
+    assert result.code == 0 and "PROBLEM" not in text
+    assert "container: modelopt NVFP4 in 14 of 14 quantized layers" in text
+    assert "config quant_method: modelopt" in text and re.search("recorded by fp4kit: .*recipe nvfp4-te", text)
+    assert "largest block scale: 448 in " in text and text.splitlines()[-1].startswith("not checked: which recipe")
+    assert "add --source SRC" in run("identify", tmp_path / "q", "--all").err
+    assert "there are no quantized layers" in run("identify", tmp_path / "m").out
 
 
 def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:

@@ -16,7 +16,9 @@ from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import SCALED, Explanation, explain, kind
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.ops.identify import either
+from fp4kit.recipes import recipe
 
+_MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence
 MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
 
@@ -140,6 +142,27 @@ class CheckpointVerdict:
         )
 
     @property
+    def problems(self) -> tuple[str, ...]:
+        """The problems of the layers, most frequent first, such as "nibbles are swapped, 14 of 14 layers".
+
+        These are mishaps, layers that nothing explains, and layers without a counterpart. () if nothing is wrong.
+        """
+        counts = Counter(_kind(layer) for layer in self.layers if layer.explanation.mishap)
+        unknown = sum(not (x.explanation.explained or x.explanation.cause) for x in self.layers)
+        found = [(str(mishap), count) for mishap, count in counts.most_common()]
+        found += [("nothing explains the bytes", unknown)] if unknown else []
+        total = len(self.layers)
+        texts = [f"{what}, {count:,} of {_layers(total)}" for what, count in found]
+        if self.unpaired:
+            texts.append(f"no counterpart in the source, {_layers(len(self.unpaired))}: {_shortened(self.unpaired)}")
+        return tuple(texts)
+
+    @property
+    def short_sentence(self) -> str:
+        """The verdict as ``sentence`` gives it, with only the first of more than two recipes that agree."""
+        return short_text(self.sentence, self.recipes)
+
+    @property
     def _names(self) -> tuple[str, ...]:
         """The recipes or rules that explain the most layers."""
         return self.recipes or self.rules
@@ -196,6 +219,19 @@ class CheckpointVerdict:
         return "\n".join(
             [self.sentence, *hint, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)]
         )
+
+
+def short_text(text: str, recipes: tuple[str, ...]) -> str:
+    """Return a sentence with only the first of more than two recipes that agree, and the number of the others.
+
+    recipes: the recipes, which the text names one after another, as ``either`` joins them.
+    """
+    if len(recipes) <= _MOST_RECIPES:
+        return text
+    short = f"{recipes[0]} ({recipe(recipes[0]).producer}) or {len(recipes) - 1} others that agree"
+    for agree in (" (they agree on these layers)", " (they agree on this layer)"):
+        text = text.replace(agree, "", 1)
+    return text.replace(either(recipes), short, 1)
 
 
 def _summary(found: Explanation) -> str:

@@ -1,0 +1,79 @@
+"""Say what a checkpoint tells about its producer without its source: containers, configs, metadata and scales."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.container import SCALES
+from fp4kit.checkpoint.model.decode import scales_of
+from fp4kit.checkpoint.model.doubtful_codes import doubt_of
+from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary
+from fp4kit.checkpoint.model.slabs import Readers, slabs
+from fp4kit.checkpoint.model.weights import Weight
+
+_MOST_LAYERS = 64  # evenly spaced layers whose scales are read
+_OWN = "fp4kit"  # the entry of quantization_config in which fp4kit records the recipe
+
+
+def problems_of(checkpoint: Checkpoint) -> Counter[str]:
+    """Return text -> number of layers, for sampled layers whose codes and scales hardly belong together."""
+    with Readers() as readers:
+        doubts = (doubt_of(readers, weight) for weight in _sample(checkpoint))
+        return Counter(doubt for doubt in doubts if doubt)
+
+
+def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield (what, text) pairs about the producer of a checkpoint; nothing is concluded from values of the weights.
+
+    Raise CheckpointError if a file cannot be read.
+    """
+    layers = checkpoint.layers
+    for form, count in Counter(weight.dtype for weight in layers.values()).most_common():
+        yield "container", f"{form} in {count} of {len(layers)} quantized layers"
+    for key, value in quantization_summary(checkpoint):
+        yield ("recorded by fp4kit" if key == _OWN else f"config {key}"), value
+    entries = {(key, value) for file in checkpoint.files for key, value in file.metadata.items()}
+    for key, text in sorted((key, str(value)) for key, value in entries):
+        if len(text) <= _LONGEST and not key.startswith("tokenizer."):
+            yield f"metadata {key}", text
+    yield from _largest_scales(checkpoint)
+
+
+_LONGEST = 120  # longer metadata, such as a vocabulary, is left out
+
+
+def _sample(checkpoint: Checkpoint) -> list[Weight]:
+    """Return at most _MOST_LAYERS evenly spaced quantized layers."""
+    layers = list(checkpoint.layers.values())
+    count = min(len(layers), _MOST_LAYERS)
+    return [layers[i * len(layers) // count] for i in range(count)]
+
+
+def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
+    """Yield the largest block scale of layers with E4M3 scales and a tensor scale, which tells how they were scaled.
+
+    A tensor scale of amax / (6 x 448) gives 448, and one of amax / (6 x 256) gives 256.
+    """
+    found: Counter[float] = Counter()
+    with Readers() as readers:
+        for weight in _sample(checkpoint):
+            form = weight.container
+            if form is None or not form.has_tensor_scale or form.scale is None or SCALES not in form.suffixes:
+                continue
+            largest = (
+                float(np.nanmax(scales_of(form, np.asarray(slab.scales)), initial=0)) for slab in slabs(readers, weight)
+            )
+            found[max(largest, default=0.0)] += 1
+    total = found.total()
+    for scale, count in found.most_common(_MOST_SCALES):
+        yield "largest block scale", f"{scale:g} in {count} of {total} sampled layers{_MEANINGS.get(scale, '')}"
+
+
+_MOST_SCALES = 3
+_MEANINGS = {
+    448.0: ": the tensor scale is amax / 2688, as in most recipes of NVFP4",
+    256.0: ": the tensor scale is amax / 1536, as in recipes with four over six and -256",
+}
