@@ -10,6 +10,7 @@ import pytest
 
 import fp4kit
 from fp4kit.layouts import kv
+from fp4kit.ops.identify_kv import FITS
 
 SHAPE = kv.PageShape(pages=8, block_size=16, heads=4, head_dim=64)
 SLOTS = np.random.default_rng(1).permutation(128)[:100]
@@ -70,6 +71,15 @@ def test_values_with_outliers_lose_most_of_their_norm_under_wrong_scales():
         r"ative error 0\.1. of keys and 0\.1. of values\): the scales of V are swizzled, not linear",
         found.verdict,
     )
+
+
+def test_values_without_outliers_are_told_apart_by_the_smallest_error():
+    keys, values = np.random.default_rng(13).uniform(-1, 1, (2, 128, 4, 64)).astype(np.float32)
+    cache, slots = kv.KV_LAYOUTS["vllm-nhd"].zeros(SHAPE), np.arange(128)
+    fp4kit.quantize_kv(cache, keys, values, slots, k_scale=0.001, v_scale=0.001)
+    found = fp4kit.identify_kv(cache.arrays, keys, values, slots, k_scale=0.001, v_scale=0.001)
+    wrong = next(m for m in found.matches if m.layout == "vllm-nhd-swizzled")
+    assert found.layouts == ("vllm-nhd",) and wrong.error < FITS
 
 
 def test_pages_shaped_for_another_layout_are_read_by_their_bytes():

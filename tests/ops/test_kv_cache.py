@@ -10,6 +10,7 @@ import pytest
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.formats import E4M3
 from fp4kit.layouts import kv
 from fp4kit.reference.arith import reciprocal_approx_ftz
 
@@ -100,6 +101,25 @@ def test_stores_equal_their_statement(recipe, dtype):
 
 
 @pytest.mark.parametrize("recipe", STORES)
+def test_block_scales_at_ties(recipe):
+    """Amaxes within 3 ulp of a tie between two block scales show the order of the products and quotients."""
+    ties = (E4M3.magnitudes[1:-1].astype(np.float64) + E4M3.magnitudes[2:]) / 2
+    keys = np.zeros((len(ties), 7, 16), np.float32)
+    slots = np.arange(len(ties))
+    for g in SCALES[:3]:
+        center = (ties * 6 * float(F32(g))).astype(np.float32).view(np.int32)
+        keys[:, :, 5] = (center[:, None] + np.arange(-3, 4, dtype=np.int32)).view(np.float32)
+        cache = kv.KV_LAYOUTS["flashinfer-nhd"].zeros(kv.PageShape(1, len(ties), 7, 16))
+        fp4kit.quantize_kv(cache, keys, keys, slots, recipe=recipe, k_scale=g, v_scale=g)
+        with fp4kit.specification():
+            again = kv.KV_LAYOUTS["flashinfer-nhd"].zeros(cache.shape)
+            fp4kit.quantize_kv(again, keys, keys, slots, recipe=recipe, k_scale=g, v_scale=g)
+        for got, same, expected in zip(cache.read(), again.read(), 2 * stated(keys, recipe, g), strict=True):
+            assert_same_bits(got, expected)
+            assert_same_bits(same, expected)
+
+
+@pytest.mark.parametrize("recipe", STORES)
 def test_values_are_rounded_once(recipe):
     """Code times block scale is exact, so the product with the tensor scale is the only rounding."""
     rng = np.random.default_rng(4)
@@ -107,6 +127,10 @@ def test_values_are_rounded_once(recipe):
     parts = kv.KVParts(*(rng.integers(0, 127, (32, 2, n), np.uint8) for n in (32, 4, 32, 4)))
     cache.write(np.arange(32), parts)
     got = fp4kit.dequantize_kv(cache, recipe=recipe, k_scale=1 / 3, v_scale=0.7)
+    with fp4kit.specification():
+        again = fp4kit.dequantize_kv(cache, recipe=recipe, k_scale=1 / 3, v_scale=0.7)
+    for a, b in zip(again, got, strict=True):
+        assert_same_bits(a, b)
     for values, codes, scales, g in zip(got, parts[::2], parts[1::2], (1 / 3, 0.7), strict=True):
         table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         nibbles = np.stack([codes & 15, codes >> 4], -1).reshape(32, 2, 64)
