@@ -14,8 +14,8 @@ from fp4kit.quantized.container import PARTS, Quantized
 def panel(q: Quantized) -> Panel:
     """Return the panel of a Quantized, for which all of its codes and scales are read.
 
-    The panel shows shapes, bits per value, the range of the scales, saturated values, zero blocks and a histogram of
-    the scales.
+    The panel shows shapes, bits per value, the range of the scales, values at the largest code, zero blocks and a
+    histogram of the scales.
     """
     found = statistics(q)
     facts = [
@@ -24,7 +24,7 @@ def panel(q: Quantized) -> Panel:
         ("size", f"{q.nbytes:,} bytes, {q.bits_per_value:.3g} bits per value"),
         *_scale_facts(q, found),
         (
-            "saturated",
+            "largest code",
             f"{share(found.saturated, found.values)} of values: {found.saturated:,} of magnitude {_largest(q)}",
         ),
     ]
@@ -97,7 +97,7 @@ def _block(q: Quantized) -> str:
 
 
 def _largest(q: Quantized) -> str:
-    """Return the text of the magnitudes that count as saturated, such as "6 or more".
+    """Return the text of the magnitudes of the largest code, such as "6 or more".
 
     The words "or more" are for integers in two's complement, whose negative range reaches one further.
     """
