@@ -288,7 +288,7 @@ def troubles(path: Path, tensors: dict[str, gguf_files.Info], **keys: Any) -> di
 def test_verify_says_what_llama_cpp_does_with_scales(tmp_path: Path) -> None:
     x = synthetic.random("x", (64, 128))
     good = {**encoded(x, "nvfp4-te", "output"), **encoded(x, "nvfp4-te", "blk.10.attn_q")}
-    good["blk.10.attn_q.bias"] = gguf_files.plain(x[0])
+    good["blk.10.attn_q.bias"] = gguf_files.plain(x[:, 0].copy())
     assert troubles(tmp_path / "a.gguf", good) == {}
     odd = troubles(tmp_path / "a.gguf", encoded(x, "nvfp4-te", "blk.0.attn_kv_b"))
     assert odd == {
