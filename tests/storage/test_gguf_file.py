@@ -294,7 +294,7 @@ def test_verify_says_what_llama_cpp_does_with_scales(tmp_path: Path) -> None:
     assert odd == {
         "blk.0.attn_kv_b": "llama.cpp 0c1e57098: rejects the file, because it supports no .scale for this module"
     }
-    bias = {**encoded(x, "nvfp4-te", "blk.0.ffn_up"), "blk.0.ffn_up.bias": gguf_files.plain(x[0])}
+    bias = {**encoded(x, "nvfp4-te", "blk.0.ffn_up"), "blk.0.ffn_up.bias": gguf_files.plain(x[:, 0].copy())}
     assert "aborts if a feed-forward layer has both a .bias" in troubles(tmp_path / "a.gguf", bias)["blk.0.ffn_up"]
     keys = {"general.architecture": "qwen2"}
     assert "ignores .scale in qwen2 models" in troubles(tmp_path / "a.gguf", good, **keys)["output"]
