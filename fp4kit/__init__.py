@@ -18,7 +18,8 @@ import fp4kit.startup  # noqa: F401  # first, so that Ctrl-C works while the oth
 
 # isort: split
 import sys
-from typing import TYPE_CHECKING, NoReturn
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
@@ -53,7 +54,6 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import moved_to, rows_of, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
-from fp4kit.storage.open_checkpoint import open_checkpoint
 from fp4kit.storage.quantized_file import load, save
 from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
@@ -70,13 +70,36 @@ _ELSEWHERE = {
     "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
 }
 
-if not TYPE_CHECKING:  # otherwise type checkers would accept any attribute
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from pathlib import Path
 
-    def __getattr__(name: str) -> NoReturn:
-        """Raise AttributeError for a name that this module does not have.
+    def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Mapping[str, Quantized]:
+        """Open a checkpoint, and return its quantized layers by name. This is fp4kit.checkpoint.open_checkpoint.
+
+        Args:
+            path: a model directory, a .safetensors file or a GGUF file.
+            recipe: the recipe of the layers, which determines how they are decoded. None for the recipe that the
+                checkpoint records, and for a recipe of the container's producer if none is recorded.
+
+        Returns:
+            A fp4kit.checkpoint.QuantizedLayers: a mapping from layer name to Quantized. Codes and scales are read when
+            a layer is looked up.
+
+        Raises:
+            CheckpointError: there is no checkpoint at this path, or it is malformed.
+            ValueError: no recipe has this id.
+        """
+
+else:  # type checkers would accept any attribute of a module with __getattr__
+
+    def __getattr__(name: str) -> Any:
+        """Return open_checkpoint, which is imported at its first use. Raise AttributeError for any other name.
 
         For a name that users may expect here, such as fp4kit.torch, the message says which import provides it.
         """
+        if name == "open_checkpoint":
+            return import_module("fp4kit.checkpoint").open_checkpoint
         way_out = _ELSEWHERE.get(name, "")
         raise AttributeError(
             f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name, obj=sys.modules[__name__]

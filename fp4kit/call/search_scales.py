@@ -168,7 +168,7 @@ def _check_no_hessian(op: str, hessian: Any, r: Recipe) -> None:
     """Raise ValueError if hessian is not None, because the search for the recipe r accepts no Hessian."""
     if hessian is not None:
         raise ValueError(
-            f"{op}: a hessian was given, but the search for {r.id} has no use for it; leave it out, or pass weights"
+            f"{op}: a hessian was given, but the search for {r.id} takes none; leave it out, or pass weights"
         )
 
 

@@ -475,7 +475,7 @@ def check_slots(op: str, slots: Any, shape: PageShape, writes: bool) -> np.ndarr
     Raise TypeError unless they are integers. Raise ValueError unless they are 1-d and in range. For a write, negative
     slots are allowed, and each other slot may occur once.
     """
-    array = np.asarray(to_host(slots) if hasattr(slots, "get") else slots)
+    array = np.asarray(to_host(slots) if hasattr(slots, "get") and hasattr(slots, "dtype") else slots)
     if array.size == 0 and array.ndim == 1:
         array = array.astype(np.int64)
     if array.dtype.kind not in "iu":

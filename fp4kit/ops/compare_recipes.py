@@ -10,6 +10,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.call.parse import QuantizeOptions, fake_call, quantize_call
 from fp4kit.display.panel import Panel, share
 from fp4kit.layouts import unpacked
 from fp4kit.ops.dequantize import dequantize
@@ -132,13 +133,15 @@ def compare_recipes(
           1 and 3  54.9%           n/a            n/a   93.3%            [0, 2]
           2 and 3  54.9%           n/a            n/a   93.3%            [0, 2]
     """
-    if isinstance(recipes, (str, Recipe)):
+    if not isinstance(recipes, (list, tuple)):
         raise TypeError(f"{OP}: recipes is {recipes!r}; needs a list of at least two recipes")
     if len(recipes) < 2:
         raise ValueError(f"{OP}: recipes has {len(recipes)} entries; needs at least two recipes")
     chosen = [recipe_of(OP, r) for r in recipes]
     (imported,) = import_arrays(OP, x=x)
     array: np.ndarray = to_host(imported)
+    for r in chosen:
+        _check_call(array, r, axis, None if r.tensor_scaling == "none" else tensor_amax)
     results = [_Result(array, r, axis, tensor_amax) for r in chosen]
     n = len(chosen)
     shares = np.zeros((4, n, n))
@@ -149,6 +152,14 @@ def compare_recipes(
             first[i, j] = first[j, i] = _first(a, b)
     codes, scales, tensor_scales, values = shares
     return RecipeComparison(tuple(r.id for r in chosen), codes, scales, tensor_scales, values, first)
+
+
+def _check_call(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> None:
+    """Raise the errors of quantize, or of fake_quantize for a recipe without codes. They begin with OP."""
+    if r.fake_only:
+        fake_call(OP, x, r, axis, QuantizeOptions(), tensor_amax=tensor_amax)
+    else:
+        quantize_call(OP, x, r, axis, tensor_amax=tensor_amax)
 
 
 class _Result:

@@ -207,7 +207,7 @@ def explain(
           code                               -3           E2M1 1101
           result                          -0.75  float32 0xbf400000
     """
-    recipes = [recipe] if isinstance(recipe, (str, Recipe)) else list(recipe)
+    recipes = list(recipe) if isinstance(recipe, (list, tuple)) else [recipe]
     if not recipes:
         raise ValueError(f"{OP}: recipe is an empty sequence; needs at least one recipe")
     (imported,) = import_arrays(OP, x=x)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
+from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import checks
 from fp4kit.formats import E2M1, NVFP4
 from fp4kit.layouts.kv import KVCache, KVParts, check_slots
@@ -135,6 +136,9 @@ def dequantize_kv(
     """
     r = kv_recipe("dequantize_kv", cache, recipe)
     scales = tensor_scale("dequantize_kv", r, "k_scale", k_scale), tensor_scale("dequantize_kv", r, "v_scale", v_scale)
+    checks.check_values_dtype("dequantize_kv", numpy_dtype("dequantize_kv", dtype))
+    if slots is not None:
+        check_slots("dequantize_kv", slots, cache.shape, writes=False)
     k_codes, k_scales, v_codes, v_scales = cache.read(slots)
     return _values(k_codes, k_scales, r, scales[0], dtype), _values(v_codes, v_scales, r, scales[1], dtype)
 
@@ -170,8 +174,11 @@ def kv_recipe(op: str, cache: Any, recipe: RecipeId | Recipe | None) -> Recipe:
 def tensor_scale(op: str, r: Recipe, name: str, scale: Any) -> np.float32:
     """Return the argument k_scale or v_scale as float32.
 
-    Raise ValueError unless it is positive and finite, and 1 if the recipe has no tensor scale.
+    Raise TypeError unless it is a number. Raise ValueError unless it is positive and finite, and 1 if the recipe has no
+    tensor scale.
     """
+    if isinstance(scale, str) or np.ndim(scale) or not hasattr(scale, "__float__"):
+        raise TypeError(f"{op}: {name} is {scale!r:.60}; needs a number")
     with np.errstate(over="ignore"):
         found = np.float32(float(scale))
     if not (found > 0 and math.isfinite(found)):

@@ -13,17 +13,23 @@ from together import together
 import fp4kit
 from fp4kit.cpu import library
 from fp4kit.formats import E2M1
+from fp4kit.layouts import kv
 from fp4kit.training.communicators import SingleProcess, _check_gather
 
 X = np.ones((32, 64), np.float32)
 Q = fp4kit.quantize(X, "nvfp4-te-2d")
 FLAT = X.reshape(-1)
+KEYS = np.ones((2, 2, 64), np.float32)
+CACHE = kv.KVCache("vllm-hnd", np.zeros((1, 2, 2, 4, 36), np.uint8))
 RIGHT = {
     "amax": {"x": X, "recipe": "nvfp4"},
     "amax_grouped": {"xs": [X], "recipe": "nvfp4"},
     "cast_master_weights": {"shards": [fp4kit.Shard(FLAT, X.shape)], "comm": SingleProcess(), "recipe": "nvfp4-te-2d"},
     "compare": {"a": Q, "b": X},
+    "compare_recipes": {"x": X, "recipes": ["nvfp4", "mxfp4"]},
     "dequantize": {"q": Q},
+    "dequantize_kv": {"cache": CACHE},
+    "explain": {"x": X, "recipe": "nvfp4", "index": (3, 5)},
     "fake_quantize": {"x": X, "recipe": "nvfp4"},
     "fake_quantize_backward": {"grad": X, "x": X, "recipe": "nvfp4", "pass_through": False},
     "fake_quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
@@ -31,6 +37,7 @@ RIGHT = {
     "GroupedPlan": {"xs": [X], "recipe": "nvfp4"},
     "custom_recipe": {"id": "mine", "element": E2M1},
     "identify": {"q": Q, "x": X},
+    "identify_kv": {"arrays": CACHE.arrays, "keys": KEYS, "values": KEYS, "slots": [0, 1]},
     "error_budget": {"x": X, "w": X, "recipe_x": "nvfp4-te", "recipe_w": "nvfp4-te"},
     "matmul": {"a": Q, "b": Q},
     "pack": {"codes": Q.packed & 7},
@@ -46,6 +53,7 @@ RIGHT = {
     "quantize": {"x": X, "recipe": "nvfp4"},
     "quantize_both": {"x": X, "recipe": "nvfp4"},
     "quantize_grouped": {"xs": [X], "recipe": "nvfp4"},
+    "quantize_kv": {"cache": CACHE, "keys": KEYS, "values": KEYS, "slots": [0, 1]},
     "recipe": {"id": "nvfp4"},
     "recipes": {"of": "nvfp4"},
     "requantize": {"q": Q, "recipe": "mxfp4"},
@@ -74,6 +82,7 @@ WRONG = [
 NOT_CALLED = {"engine", "num_threads", "specification", "units"}  # they take no arguments
 # cast_master_weights makes a MasterWeightsPlan, so it raises the plan's errors. threads raises only when it is entered.
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}
+NOT_CALLED |= {"open_checkpoint"}  # its errors name the file (tests/checkpoint/model/test_quantized_layers.py)
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +109,7 @@ def test_errors_carry_the_name(name):
         for value in WRONG:
             try:
                 function(**{**right, argument: value})
-            except (TypeError, ValueError, NotImplementedError) as error:
+            except (TypeError, ValueError, IndexError, NotImplementedError) as error:
                 assert str(error).startswith(f"{name}: "), f"{argument}={value!r}"
                 refused += 1
             except FileNotFoundError:

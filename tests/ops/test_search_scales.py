@@ -541,7 +541,7 @@ ERRORS = {
     "a Hessian on a grid": (
         {"recipe": FP8, "hessian": EYES},
         ValueError,
-        "a hessian was given, but fp8-modelopt has no blocks of 16 columns; leave it out, or pass weights",
+        "a hessian was given, but the search for fp8-modelopt takes none; leave it out, or pass weights",
     ),
     "no static recipe": (
         {"recipe": "nvfp4-te"},
@@ -581,7 +581,7 @@ ERRORS = {
     "a Hessian of other blocks": (
         {"recipe": "mxfp4", "hessian": EYES},
         ValueError,
-        "a hessian was given, but mxfp4-ocp has no blocks of 16 columns; leave it out, or pass weights",
+        "a hessian was given, but the search for mxfp4-ocp takes none; leave it out, or pass weights",
     ),
     "no codes": (
         {"recipe": "nvfp4-modelopt-static-fake"},

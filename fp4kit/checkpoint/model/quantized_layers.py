@@ -38,6 +38,19 @@ def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Qua
     Raises:
         CheckpointError: there is no checkpoint at this path, or it is malformed.
         ValueError: no recipe has this id.
+
+    Exact:
+        Codes and scales are the bytes of the file, in linear order with the even element in the low nibble.
+
+    Examples:
+        >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
+        >>> from safetensors.numpy import save_file
+        >>> folder = tempfile.mkdtemp()
+        >>> save_file({"up_proj.weight": np.ones((32, 64), np.float32)}, f"{folder}/w.safetensors")
+        >>> made = fp4kit.checkpoint.convert(f"{folder}/w.safetensors", f"{folder}/w-nvfp4.safetensors", "nvfp4-te")
+        >>> q = fp4kit.open_checkpoint(made.destination)["up_proj"]
+        >>> q.shape, q.recipe.id, float(q.dequantize().max())
+        ((32, 64), 'nvfp4-te', 1.0)
     """
     wanted = None if recipe is None else _recipe(recipe)
     return QuantizedLayers(inspect_checkpoint(path), wanted)

@@ -32,6 +32,7 @@ from fp4kit.reference.tensor_rules import ONE, TensorScale
 UNRECORDED = (
     *("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat"),
     *("mxfp8-mlx-metal-0321", "mxfp4-triton-kernels-main"),
+    *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
 )
 
 

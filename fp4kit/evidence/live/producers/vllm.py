@@ -96,6 +96,7 @@ ADAPTER = Adapter(
         "mxfp8-modelopt": ProducerCall(_mxfp8),  # also named mxfp8-vllm
     },
     left_out={
+        "nvfp4-vllm-kv": "vLLM's CUDA kernel needs a GPU of compute capability 10 or 12",
         "nvfp4-vllm-emulation-cuda": "vLLM's Triton kernels need a GPU",
         "mxfp4-vllm": "vLLM's Triton kernels need a GPU",
         "mxfp4-vllm-cpu": "vLLM's Triton kernels need a GPU, or Triton's interpreter",
