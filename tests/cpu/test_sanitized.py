@@ -39,7 +39,7 @@ OPTIONS = {
 # A program that makes random calls and calls of all operations, with usual and small tiles, on several threads.
 WORK = """
 import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/../cpu"]
+sys.path.insert(0, {tests!r})
 import numpy as np, pytest
 from fp4kit.cpu import library as native
 native.__file__ = {folder!r} + "/library.py"
@@ -64,9 +64,9 @@ for small in (False, True):
             with fp4kit.specification():
                 expected = list(everything(name, x))
             assert_equal(list(everything(name, x)), expected)
-import test_own_format
+from own_formats import check_drawn_calls
 for seed in range({cases}):
-    test_own_format.test_drawn_calls(seed)
+    check_drawn_calls(seed)
 print("done")
 """
 OVERRUN = """
