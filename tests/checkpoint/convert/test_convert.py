@@ -84,7 +84,7 @@ TARGETS = st.sampled_from(
 
 
 @given(st.data(), SHAPES, TARGETS, st.sampled_from([ml_dtypes.bfloat16, np.float16, np.float32]), st.integers(-14, 14))
-@hypothesis_settings(max_examples=60)
+@hypothesis_settings(max_examples=25)
 def test_any_shape(
     data: st.DataObject, shape: tuple[int, int], target: tuple[str, str], dtype: Any, exponent: int
 ) -> None:

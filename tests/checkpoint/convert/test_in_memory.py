@@ -9,6 +9,7 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import half
 from seconds import TEN, cpu_seconds
 
 from fp4kit.checkpoint import CheckpointError, Rules, TensorConverter, Wishes, convert, convert_tensors
@@ -58,7 +59,7 @@ def check(got, wanted):
     assert different == []
 
 
-@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("library", half(["numpy", "torch"]))
 @pytest.mark.parametrize(("recipe", "form"), PAIRS)
 @pytest.mark.parametrize("name", MODELS)
 def test_the_bytes_of_the_converter(tmp_path, name, recipe, form, library):

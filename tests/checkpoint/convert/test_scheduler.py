@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import half
 from kill_points import files_of
 from synthetic import refused
 
@@ -199,7 +200,7 @@ def on_a_bad_disk(path: Path) -> None:
         SYNC(path)
 
 
-@pytest.mark.parametrize("where", ["one process", "processes", "threads"])
+@pytest.mark.parametrize("where", half(["one process", "processes", "threads"]))
 def test_nothing_is_left_where_a_disk_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """If syncing fails, the journal is removed before the error is raised, whichever worker finds the failure."""
     synthetic.dense(tmp_path / "m")

@@ -20,7 +20,7 @@ import numpy.typing as npt
 import oracle
 import pytest
 import synthetic
-from exhaustive import exhaustive
+from exhaustive import exhaustive, half
 
 from fp4kit.checkpoint import Options, Wishes, convert
 from fp4kit.checkpoint.containers.container import (
@@ -92,7 +92,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     path.write_text(json.dumps(value))
 
 
-@pytest.mark.parametrize("name", synthetic.MODELS)
+@pytest.mark.parametrize("name", half(synthetic.MODELS))
 @pytest.mark.parametrize(("recipe", "format"), PAIRS)
 def test_conversions_are_clean_and_every_byte_is_compared(tmp_path: Path, name: str, recipe: str, format: str) -> None:
     check_clean(*made(tmp_path, name, recipe, format))
@@ -176,7 +176,7 @@ DRAWN = (
 )
 
 
-@pytest.mark.parametrize("form", DRAWN, ids=str)
+@pytest.mark.parametrize("form", half(DRAWN), ids=str)
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, *exhaustive([np.float32, np.float16])])
 def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts over whole chunks equal those of a loop over single elements, for any number of rows per chunk.
