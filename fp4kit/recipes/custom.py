@@ -41,7 +41,7 @@ def custom_recipe(
         block: the number of elements along the quantized axis that share a scale, or (rows, columns).
         scale_rounding: how a scale is rounded to its format. "up" keeps every element within the largest element value;
             otherwise the largest elements of a block may be clipped. float32 scales are not rounded further.
-        tensor_scale: True to add one float32 scale per tensor. It needs block scales of at most 8 bits.
+        tensor_scale: True to add one float32 scale per tensor. It needs block scales of at most 8 bits, but not E8M0.
 
     Returns:
         A Recipe, which all functions accept that take a recipe. dataclasses.replace changes its other fields, such as

@@ -295,6 +295,8 @@ def _check_tensor_rule(r: Any) -> None:
 def _check_amax_tensor_rule(r: Any) -> None:
     """Raise ValueError unless tensor_rule is an amax rule, block_rule is one or None, and scale_max is 448.
 
+    Block scales must be at most 2^100. With E8M0, the tensor scale would leave the range of float32.
+
     The recipe r has an amax rule as its tensor_rule or as its block_rule.
     """
     if rules.TENSOR_RULES[r.tensor_rule] != rules.ANY_FORMAT:
@@ -303,6 +305,13 @@ def _check_amax_tensor_rule(r: Any) -> None:
         _refuse(r, "tensor_rule", f"block_rule is {r.block_rule!r}, a producer's; needs a tensor rule of a producer")
     if r.scale_max != 448:
         _refuse(r, "scale_max", "needs 448, because tensor_rule 'amax' uses the largest value of the scale format")
+    if r.scale is not None and r.scale.max > 2.0**100:
+        largest = f"{float(r.scale.max):.3g}"
+        _refuse(
+            r,
+            "tensor_rule",
+            f"scale is {r.scale}, whose largest value {largest} leaves no range to a tensor scale; needs None",
+        )
 
 
 def _check_decode_rule(r: Any) -> None:

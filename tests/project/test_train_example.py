@@ -34,7 +34,7 @@ def run(*arguments, **environment):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, **environment})
 
 
-@pytest.mark.parametrize("steps", [126, *exhaustive([252])])
+@pytest.mark.parametrize("steps", [126, *exhaustive([500])])
 def test_steps(steps):
     """The losses equal the recorded ones on every machine, because all sums are exact."""
     result = run("--steps", str(steps))

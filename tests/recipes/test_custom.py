@@ -37,6 +37,11 @@ WRONG = {  # maps a case to the arguments, the error and its text
     "scale as an unknown name": ({"scale": "float64"}, V, "scale is 'float64'; needs an ElementFormat"),
     "scale as a dtype": ({"scale": np.float32}, T, "scale is <class 'numpy.float32'>; needs an ElementFormat"),
     "scale as a table": ({"scale": NF4}, V, "scale is NF4; block_rule 'amax' needs a float format"),
+    "tensor scale of E8M0": (
+        {"scale": E8M0, "tensor_scale": True},
+        V,
+        "scale is E8M0, whose largest value 1.7e+38 leaves no range to a tensor scale; needs None",
+    ),
     "scale as an integer": ({"scale": INT8}, V, "scale is INT8; block_rule 'amax' needs a float format"),
     "scale under another's name": (
         {"scale": ElementFormat("E4M3", 4, 3, 8)},

@@ -59,7 +59,10 @@ def drawn_recipe(rng):
         rounding = "nearest" if scale == "float32" else rounding
         r = fp4kit.custom_recipe("mine", element, scale, columns, scale_rounding=rounding)
     else:
-        block, has_tensor_scale = (int(rng.choice([1, 1, 1, 4, 16])), columns), bool(rng.random() < 0.3)
+        block, has_tensor_scale = (
+            (int(rng.choice([1, 1, 1, 4, 16])), columns),
+            bool(rng.random() < 0.3 and scale != E8M0),
+        )
         r = fp4kit.custom_recipe("mine", element, scale, block, scale_rounding=rounding, tensor_scale=has_tensor_scale)
         if has_tensor_scale and block[0] == 1 and rng.random() < 0.5:
             r = replace(r, tensor_scaling="row")

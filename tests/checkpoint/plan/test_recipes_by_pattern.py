@@ -121,7 +121,7 @@ def test_the_command(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
 
 
 def test_verify_takes_patterns(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Where no recipe is recorded, patterns tell verify which recipe made which layers."""
+    """Patterns tell verify which recipe made which layers if no recipe is recorded."""
     convert(model, tmp_path / "out", "nvfp4-te", recipes=DOWN)
     path = tmp_path / "out" / "config.json"
     config = json.loads(path.read_text())
