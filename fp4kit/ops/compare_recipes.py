@@ -10,7 +10,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
-from fp4kit.call.parse import QuantizeOptions, fake_call, quantize_call
+from fp4kit.call.parse import any_call
 from fp4kit.display.panel import Panel, share
 from fp4kit.layouts import unpacked
 from fp4kit.ops.dequantize import dequantize
@@ -141,7 +141,7 @@ def compare_recipes(
     (imported,) = import_arrays(OP, x=x)
     array: np.ndarray = to_host(imported)
     for r in chosen:
-        _check_call(array, r, axis, None if r.tensor_scaling == "none" else tensor_amax)
+        any_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
     results = [_Result(array, r, axis, tensor_amax) for r in chosen]
     n = len(chosen)
     shares = np.zeros((4, n, n))
@@ -152,14 +152,6 @@ def compare_recipes(
             first[i, j] = first[j, i] = _first(a, b)
     codes, scales, tensor_scales, values = shares
     return RecipeComparison(tuple(r.id for r in chosen), codes, scales, tensor_scales, values, first)
-
-
-def _check_call(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> None:
-    """Raise the errors of quantize, or of fake_quantize for a recipe without codes. They begin with OP."""
-    if r.fake_only:
-        fake_call(OP, x, r, axis, QuantizeOptions(), tensor_amax=tensor_amax)
-    else:
-        quantize_call(OP, x, r, axis, tensor_amax=tensor_amax)
 
 
 class _Result:

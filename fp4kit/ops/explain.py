@@ -17,7 +17,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.amaxes import is_per_expert
-from fp4kit.call.parse import Call, QuantizeOptions, fake_call, quantize_call
+from fp4kit.call.parse import Call, any_call
 from fp4kit.display.panel import Panel
 from fp4kit.formats import ElementFormat
 from fp4kit.ops.engines import run, specification
@@ -207,14 +207,14 @@ def explain(
           code                               -3           E2M1 1101
           result                          -0.75  float32 0xbf400000
     """
-    recipes = list(recipe) if isinstance(recipe, (list, tuple)) else [recipe]
+    recipes: list[Any] = list(recipe) if isinstance(recipe, (list, tuple)) else [recipe]
     if not recipes:
         raise ValueError(f"{OP}: recipe is an empty sequence; needs at least one recipe")
     (imported,) = import_arrays(OP, x=x)
     array = to_host(imported)
     at = _checked_index(index, array.shape)
     amaxes = {"tensor_amax": _on_host(tensor_amax), "block_amax": _on_host(block_amax)}
-    calls = [_parsed(array, r, axis, amaxes) for r in recipes]
+    calls = [any_call(OP, array, r, axis, **amaxes) for r in recipes]
     return Explanation(at, tuple(call.recipe.id for call in calls), tuple(tuple(_explained(c, at)) for c in calls))
 
 
@@ -234,12 +234,6 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     if not all(-n <= i < n for i, n in zip(parts, shape, strict=True)):
         raise IndexError(f"{OP}: index {given} is out of range; x has shape {shape}")
     return tuple(i % n for i, n in zip(parts, shape, strict=True))
-
-
-def _parsed(x: np.ndarray, recipe: Any, axis: int, amaxes: dict[str, Any]) -> Call:
-    """Return the checked call of quantize, or of fake_quantize if the recipe has no codes."""
-    call = fake_call(OP, x, recipe, axis, QuantizeOptions(), **amaxes)
-    return call if call.recipe.fake_only else quantize_call(OP, x, recipe, axis, **amaxes)
 
 
 def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
