@@ -82,24 +82,34 @@ def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
 
 @ieee("decode")
 def decode(
-    form: Container, codes: npt.NDArray[np.uint8], block_scale: np.ndarray, tensor_scale: np.float32 | None
+    form: Container,
+    codes: npt.NDArray[np.uint8],
+    block_scale: np.ndarray,
+    tensor_scale: np.float32 | None,
+    divisor: np.float32 | None = None,
 ) -> npt.NDArray[np.float32]:
     """Return value(code) * (block_scale * tensor_scale), [N, K] float32.
+
+    With a divisor, return value(code) * (block_scale / divisor), as compressed-tensors does.
 
     Args:
         form: the container, which determines element format, scale format and block.
         codes: [N, K], one code per byte, as ``codes_of`` returns them.
         block_scale: the block scales as stored, bytes or float32. A block has form.block (rows, columns) elements.
-        tensor_scale: the factor to multiply by; None stands for 1.
+        tensor_scale: the factor to multiply by; None stands for 1. It is not used if there is a divisor.
+        divisor: the stored tensor scale, for containers that divide by it; None for all others.
 
-    Numerics: the product of the scales is computed first. Both products are rounded to nearest even in float32.
+    Numerics: the scales are combined first. Both operations are rounded to nearest even in float32.
     Subnormals are kept. A NaN scale gives NaN. GGUF containers decode as llama.cpp does (see _factors). Recipes that
     multiply in another order differ by at most 1 ulp.
-    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant.
+    Source: Model-Optimizer qtensor/nvfp4_tensor.py dequantize; DeepSeek-V3 inference/kernel.py weight_dequant;
+    compressed-tensors 0.20 quantization/lifecycle/forward_helpers.py _dequantize.
     """
     elements, scales = (form.element.values, None) if form.scale is None else _factors(form)
     scale = block_scale if scales is None else scales[block_scale]
-    if tensor_scale is not None:
+    if divisor is not None:
+        scale = scale / np.float32(divisor)
+    elif tensor_scale is not None:
         scale = scale * np.float32(tensor_scale)
     height, width = form.block
     rows, columns = codes.shape
@@ -113,7 +123,11 @@ def decode(
 
 
 def decode_rows(
-    form: Container, stored: npt.NDArray[np.uint8], block_scale: np.ndarray, tensor_scale: np.float32 | None
+    form: Container,
+    stored: npt.NDArray[np.uint8],
+    block_scale: np.ndarray,
+    tensor_scale: np.float32 | None,
+    divisor: np.float32 | None = None,
 ) -> npt.NDArray[np.float32]:
     """Return the decoded values [N, K] of packed rows, float32. Arguments and numerics are those of ``decode``.
 
@@ -124,11 +138,12 @@ def decode_rows(
         stored: the packed codes of the rows, as bytes.
         block_scale: the block scales as stored, bytes or float32.
         tensor_scale: the factor to multiply by; None stands for 1.
+        divisor: the stored tensor scale, for containers that divide by it; None for all others.
     """
     rows, columns = len(stored), stored.shape[1] * 8 // form.element.bits
     result = np.empty((rows, columns), np.float32)
     height = form.block[0]
     for part in row_chunks(rows, columns, height):
         scales = block_scale[part.start // height : -(-part.stop // height)]
-        result[part] = decode(form, codes_of(form, stored[part]), scales, tensor_scale)
+        result[part] = decode(form, codes_of(form, stored[part]), scales, tensor_scale, divisor)
     return result

@@ -95,6 +95,7 @@ class Slab(NamedTuple):
         codes: packed codes, bytes (n, K * bits / 8); None for an unquantized matrix.
         scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
         tensor_scale: the factor to multiply by on decode; None if there is none.
+        divisor: the stored tensor scale if decoding divides by it, as compressed-tensors does; None otherwise.
         column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
         low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded
             values before the columns are multiplied.
@@ -107,6 +108,7 @@ class Slab(NamedTuple):
     tensor_scale: np.float32 | None = None
     column_scale: npt.NDArray[np.float32] | None = None
     low_rank: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
+    divisor: np.float32 | None = None
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
@@ -139,6 +141,14 @@ def tensor_scale_of(readers: Readers, weight: Weight, expert: int = 0) -> np.flo
     if form is None or not form.has_tensor_scale:
         return None
     return form.multiplier(scalar_of(readers, weight, TENSOR_SCALE, expert))
+
+
+def _divisor_of(readers: Readers, weight: Weight, expert: int) -> np.float32 | None:
+    """Return the stored tensor scale of one matrix if decoding divides by it; None otherwise."""
+    form = weight.container
+    if form is None or not (form.divides and form.has_tensor_scale):
+        return None
+    return scalar_of(readers, weight, TENSOR_SCALE, expert)
 
 
 def column_scale_of(readers: Readers, weight: Weight) -> npt.NDArray[np.float32] | None:
@@ -195,7 +205,7 @@ def slabs(
         itemsize = NUMPY_DTYPES[weight.dtype].itemsize
     step = max(max_bytes // (columns * itemsize * height), 1) * height
     tensor_scale, column_scale = tensor_scale_of(readers, weight, expert), column_scale_of(readers, weight)
-    low_rank = _low_rank_of(readers, weight)
+    low_rank, divisor = _low_rank_of(readers, weight), _divisor_of(readers, weight, expert)
     transposed = {
         part: _TransposedReader(readers, weight.parts[part], rows, expert)
         for part in _ROWS & set(weight.parts)
@@ -213,7 +223,7 @@ def slabs(
                 else _codes(readers, weight, expert, start, count)
             )
             part_of = None if low_rank is None else (low_rank[0][start : start + count], low_rank[1])
-            yield Slab(start, None, codes, scales, tensor_scale, column_scale, part_of)
+            yield Slab(start, None, codes, scales, tensor_scale, column_scale, part_of, divisor)
         else:
             yield Slab(
                 start,
@@ -435,7 +445,7 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
         return slab.values
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     with np.errstate(over="ignore", invalid="ignore"):  # infinite scales may overflow, or be multiplied by 0
-        values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale)
+        values = decode_rows(weight.container, slab.codes, slab.scales, slab.tensor_scale, slab.divisor)
         if slab.low_rank is not None:
             b, a = slab.low_rank
             values = (values + b @ a).astype(np.float32)

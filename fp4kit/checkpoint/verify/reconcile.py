@@ -257,8 +257,9 @@ class _Repaired:
         for part in row_chunks(rows, columns):
             raw = readers.bytes(self.weight.parts[CODES], part.start * width, (part.stop - part.start) * width)
             codes = codes_of(self.form, raw.reshape(-1, width))
-            before = decode(self.form, codes, self.old[part], self.scale).astype(np.float64)
-            after = decode(self.form, codes, self.new[part], self.shared)
+            old, new = (self.was, self.stored) if self.form.divides else (None, None)
+            before = decode(self.form, codes, self.old[part], self.scale, old).astype(np.float64)
+            after = decode(self.form, codes, self.new[part], self.shared, new)
             signal += float(np.sum(before**2))
             noise += float(np.sum((before - after) ** 2))
         magnitudes = ~np.uint8(self.form.scale.sign_bit)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import oracle
 import pytest
 import synthetic
+from file_values import read_values
 from synthetic import refused
 
 from fp4kit import formats
@@ -72,6 +73,21 @@ def test_verify_finds_no_error(name: str) -> None:
         "wrong values: the engine has no modelopt quantizer",
     )
     assert all(any(text in issue.text for text in known) for issue in issues)
+
+
+def test_stored_divisors_divide() -> None:
+    """compressed-tensors' NVFP4 decodes to code * (scale / divisor), not to code * (scale * (1 / divisor))."""
+    root, differing = ROOT / "llm-compressor--MIXED", 0
+    tensors = oracle.arrays(oracle.load(root))
+    for module in (name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")):
+        packed, scale, divisor = (tensors[f"{module}.weight_{part}"] for part in ("packed", "scale", "global_scale"))
+        codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(len(packed), -1, 16)
+        values, scale = formats.E2M1.values[codes], scale.view(np.uint8)
+        quotients = formats.E4M3.values[scale] / np.float32(divisor.reshape(-1)[0])
+        wanted = (values * quotients[..., None]).reshape(len(packed), -1)
+        assert read_values(root, module).tobytes() == wanted.tobytes()
+        differing += int((quotients != formats.E4M3.values[scale] * (np.float32(1) / divisor.reshape(-1)[0])).any())
+    assert differing
 
 
 def decoded(name: str, out: Path) -> dict[str, Array]:
