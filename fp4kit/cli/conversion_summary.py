@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
+from fp4kit.checkpoint.containers.container import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.loaders.configs import KNOWN_TO
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
 from fp4kit.checkpoint.loaders.engines import VERSIONS
 from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE
@@ -70,7 +72,10 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
     if plan.is_file or not destination.is_dir() or class_of(plan.source.config):
         return ()
     known = plan.format_name in CONTAINERS or plan.format_name in MIXTURES
-    return support.engines_for(plan.format_name, support.family_of(plan.source.config)) if known else ()
+    found = support.engines_for(plan.format_name, support.family_of(plan.source.config)) if known else ()
+    if MODELOPT_AWQ in plan.layers_of_forms:  # no engine is known to load AWQ layers in a mixture
+        return tuple(each for each in found if "NVFP4_AWQ" in KNOWN_TO.get(each, ()) and not plan.is_mixed)
+    return found
 
 
 def _serve(plan: Plan, destination: Path, engines: tuple[str, ...]) -> str:

@@ -24,6 +24,7 @@ from fp4kit.checkpoint.containers.container import (
     DEEPSEEK_V4,
     DEEPSEEK_V4_NVFP4,
     GPT_OSS,
+    MODELOPT_AWQ,
     MODELOPT_FP8,
     MODELOPT_FP8_ROWS,
     MODELOPT_MXFP8,
@@ -52,6 +53,8 @@ WRITTEN = (
 )
 
 
+# how Model-Optimizer declares NVFP4 layers with one factor per column
+_AWQ: dict[str, Any] = {"quant_algo": "NVFP4_AWQ", "has_zero_point": False, "pre_quant_scale": True}
 # format that can hold layers of several containers -> how its configs call that
 MIXED = {"compressed-tensors": "compressed-tensors mixed-precision", "modelopt": "modelopt MIXED_PRECISION"}
 
@@ -153,6 +156,7 @@ def mixed_declarations(
         has_input_scale = form.name in scaled
         entry: dict[str, Any] = {"quant_algo": quant_algo(form, has_input_scale)}
         entry |= {"group_size": form.group_size} if form.group_size else {}
+        entry |= _AWQ if form is MODELOPT_AWQ else {}
         algorithms |= dict.fromkeys(names, entry)
         groups[f"group_{i}"] = {**_modelopt_group(form, has_input_scale), "targets": sorted(names)}
     listed = {name: dict(algorithms[name]) for name in sorted(algorithms)}
@@ -200,11 +204,12 @@ def awq_declarations(
     Args:
         declared, beside: the two configs for NVFP4, as ``declarations`` returns them.
     """
-    config = {key: value for key, value in declared.items() if key != "config_groups"} | {"quant_algo": "NVFP4_AWQ"}
+    config = {key: value for key, value in declared.items() if key != "config_groups"} | {
+        "quant_algo": _AWQ["quant_algo"]
+    }
     if beside is None:
         return config, None
-    awq = {"quant_algo": "NVFP4_AWQ", "has_zero_point": False, "pre_quant_scale": True}
-    return config, {**beside, "quantization": {**beside["quantization"], **awq}}
+    return config, {**beside, "quantization": {**beside["quantization"], **_AWQ}}
 
 
 def _modelopt(form: Container, ignore: list[str], has_input_scale: bool) -> dict[str, Any]:

@@ -615,7 +615,7 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     else:
         layers = plan.layers_of_forms.get(plan.form, [])
         declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
-    if any(piece.form is MODELOPT_AWQ for tensor in plan.converted for piece in tensor.pieces):
+    if MODELOPT_AWQ in plan.layers_of_forms and not plan.is_mixed:
         declared, beside = awq_declarations(declared, beside)
     if plan.kv_cache is not None:
         scheme, algorithm = plan.kv_cache.declaration(plan.form.format)

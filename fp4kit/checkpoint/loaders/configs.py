@@ -75,7 +75,7 @@ _STORED_LIKE = {
     "W4A16_NVFP4": ("NVFP4_AWQ", "NVFP4_SVD"),
     "mxfp4": ("W4A8_MXFP4_FP8",),
 }
-_KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of _STORED_LIKE that it loads
+KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of _STORED_LIKE that it loads
 
 
 def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
@@ -92,7 +92,7 @@ def _modelopt(container: str, config: Mapping[str, Any]) -> Iterator[Finding]:
     stored = str(algo).upper() in _STORED_LIKE.get(needed, ())  # another use of the tensors, such as AWQ
     if stored:
         for engine in ("vLLM", "SGLang"):
-            if str(algo).upper() not in _KNOWN_TO[engine]:
+            if str(algo).upper() not in KNOWN_TO[engine]:
                 yield finding(engine, "warning", _CONFIG, f"fails: it does not know quant_algo {algo!r}")
         return
     if str(algo).upper() != needed.upper():

@@ -220,9 +220,10 @@ def mixture_warnings(container_ids: Iterable[str]) -> list[str]:
     if len(ids) < 2 or not other:
         return []
     known = ", ".join(each.removeprefix("modelopt ") for each in _MIXABLE)
+    changed = "with --requantize, " if "NVFP4_AWQ" in other else ""  # compressed-tensors has no factors per column
     return [
         f"vLLM: in a MIXED_PRECISION checkpoint, some versions load only {known} and take layers in"
-        f" {', '.join(other)} for unquantized; --format compressed-tensors has no such limit"
+        f" {', '.join(other)} for unquantized; {changed}--format compressed-tensors has no such limit"
     ]
 
 

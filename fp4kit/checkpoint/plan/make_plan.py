@@ -20,7 +20,6 @@ from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import container_id
 from fp4kit.checkpoint.containers.container import (
     INPUT_SCALE,
-    MODELOPT_AWQ,
     SCALES,
     TENSOR_SCALE,
     Container,
@@ -323,18 +322,13 @@ class _Planner:
     def _forms(self) -> dict[Container, dict[str, Weight]]:
         """Return container -> the selected weights to write in it; {} for unquantized output.
 
-        Raises CheckpointError if there are several containers and an AWQ layer, which would be a further one.
+        An AWQ layer that keeps its codes counts as a layer of Model-Optimizer's NVFP4.
         """
         found: dict[Container, dict[str, Weight]] = defaultdict(dict)
         for name, weight in self.selected.items():
             form = self._form_of(weight.name)
             if form is not None:
                 found[form][name] = weight
-        awq = next((w.name for w in self.selected.values() if w.container is MODELOPT_AWQ), None)
-        if len(found) > 1 and awq is not None:
-            raise CheckpointError(
-                f"{shown(awq)}: is an AWQ layer, which a mixture of containers cannot hold; leave it out with --keep"
-            )
         return found
 
     def _has_input_scale(self, form: Container, own: Mapping[str, Weight]) -> bool:

@@ -76,6 +76,35 @@ def test_every_layer_is_as_in_its_container_alone(
         assert back[tensor.name] == alone[tensor.recipe.id][tensor.name]
 
 
+def test_awq_layers_in_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """An NVFP4_AWQ layer beside FP8 keeps its tensors and its algorithm; no engine is said to load the result."""
+    source = Path(__file__).parents[2] / "data" / "foreign" / "modelopt--NVFP4_AWQ_LITE_CFG"
+    recipes = ["--recipe", "nvfp4-modelopt", "--recipe", f"{DOWN}=fp8-modelopt", "--requantize"]
+    options = ["--format", "modelopt", *recipes, "--input-scale", "0.5"]
+    assert main(["convert", str(source), str(tmp_path / "out"), *options]) == 0
+    said = capsys.readouterr().out
+    assert "engines that load" not in said and "serve:" not in said
+    (awq,) = (name for name, w in inspect_checkpoint(source).layers.items() if w.dtype == "modelopt NVFP4_AWQ")
+    have, made = load(source), load(tmp_path / "out")
+    kept = [name for name in have if name.startswith(f"{awq}.")]
+    assert f"{awq}.pre_quant_scale" in kept and all(made[name] == have[name] for name in kept)
+    declared = config(tmp_path / "out")
+    assert declared["quant_algo"] == "MIXED_PRECISION" and declared["quantized_layers"][awq] == {
+        "quant_algo": "NVFP4_AWQ",
+        "group_size": 16,
+        "has_zero_point": False,
+        "pre_quant_scale": True,
+    }
+    report = verify(tmp_path / "out", source)
+    assert not report.errors and any("with --requantize, --format" in issue.text for issue in report.issues)
+    for root in (source, tmp_path / "out"):
+        convert(root, tmp_path / f"{root.name}-bf16", format="bf16")
+    back, wanted = load(tmp_path / "out-bf16"), load(tmp_path / f"{source.name}-bf16")
+    assert {name for name in wanted if back[name] != wanted[name]} == {
+        name for name in wanted if name.endswith("mlp.down_proj.weight")
+    }
+
+
 def test_config_of_compressed_tensors(models: Path, tmp_path: Path) -> None:
     """There is a config group per container. Its targets name its layers; experts share one pattern."""
     convert(models / "moe", tmp_path / "out", "nvfp4-te", recipes=[(OUT, "fp8-modelopt-channel")])
