@@ -1,19 +1,21 @@
 """Test collect: inputs of linear layers and of experts, names in the checkpoint, and real models from end to end."""
 
 import copy
+import importlib
 import re
 
 import numpy as np
 import oracle
 import pytest
-import torch
 from exhaustive import every, exhaustive
-from torch import nn
 
-import fp4kit.torch
 from fp4kit.calibration import Collector, Headroom, input_global_scale, input_scale
 from fp4kit.checkpoint import Activations, convert
 from fp4kit.checkpoint.verify.verify import verify
+
+torch = pytest.importorskip("torch")
+collect = importlib.import_module("fp4kit.torch").collect
+nn = torch.nn
 
 
 def model_of(kind, **sizes):
@@ -40,7 +42,7 @@ def tokens(seed, shape=(2, 17)):
 
 def run(model, *seeds, **options):
     """Return the Collector of a model that ran once per seed, on random tokens. options: arguments of collect."""
-    with fp4kit.torch.collect(model, **options) as collector, torch.no_grad():
+    with collect(model, **options) as collector, torch.no_grad():
         for seed in seeds:
             model(tokens(seed))
     return collector
@@ -86,7 +88,7 @@ def test_outputs_do_not_change_and_hooks_go():
         model.set_experts_implementation("eager")
         expected = model(tokens(0)).logits
         model.set_experts_implementation(implementation)
-        with fp4kit.torch.collect(model) as collector:
+        with collect(model) as collector:
             assert torch.equal(model(tokens(0)).logits, expected)
         seen = collector.tokens()
         assert torch.equal(model(tokens(0)).logits, before)
@@ -96,7 +98,7 @@ def test_outputs_do_not_change_and_hooks_go():
 
 def test_hooks_go_after_an_error():
     model = nn.Sequential(nn.Linear(16, 16))
-    with pytest.raises(KeyError), fp4kit.torch.collect(model):
+    with pytest.raises(KeyError), collect(model):
         raise KeyError
     assert not model[0]._forward_pre_hooks
 
@@ -192,7 +194,7 @@ def test_experts_that_no_token_reached(tmp_path):
     """With one token, two of four experts see nothing: they are known, and the policies apply to them."""
     model = model_of("Qwen3Moe", **QWEN)
     model.save_pretrained(tmp_path / "m")
-    with fp4kit.torch.collect(model) as collector, torch.no_grad():
+    with collect(model) as collector, torch.no_grad():
         model(tokens(0, (1, 1)))
     unseen = [name for name, count in collector.tokens().items() if not count]
     assert len(unseen) == 2 * 2 * 3 and all(".experts." in name for name in unseen)
@@ -226,7 +228,7 @@ def test_experts_that_are_multiplied_at_once():
     x = torch.zeros(3, 5, 16)
     x[0, 1], x[2, :2] = 2, -3
     model = Batched()
-    with fp4kit.torch.collect(model) as collector:
+    with collect(model) as collector:
         assert collector.layers == ()  # the number of columns is known only when the experts are multiplied
         model(x)
     assert collector.tokens() == {"experts.0.up_proj": 1, "experts.1.up_proj": 0, "experts.2.up_proj": 2}
@@ -243,7 +245,7 @@ def test_two_runs_merge_to_one():
 def test_autocast_inference_mode_keywords_and_gradients():
     model = nn.Sequential(nn.Linear(32, 32))
     x = torch.full((2, 32), 1.5, requires_grad=True)
-    with fp4kit.torch.collect(model) as collector:
+    with collect(model) as collector:
         model(x).sum().backward()
         with torch.autocast("cpu", torch.bfloat16), torch.inference_mode():
             model(x)
@@ -253,14 +255,14 @@ def test_autocast_inference_mode_keywords_and_gradients():
 
 def test_names_within_a_wrapper():
     wrapped = nn.DataParallel(nn.Sequential(nn.Linear(16, 4)))
-    with fp4kit.torch.collect(wrapped) as collector:
+    with collect(wrapped) as collector:
         wrapped(torch.ones(2, 16))
     assert collector.tokens() == {"0": 2}
 
 
 def test_layers_that_never_run_are_known():
     model = nn.ModuleDict({"used": nn.Linear(16, 4), "idle": nn.Linear(24, 4)})
-    with fp4kit.torch.collect(model, histogram=False) as collector:
+    with collect(model, histogram=False) as collector:
         model["used"](torch.ones(1, 16))
     assert collector.tokens() == {"idle": 0, "used": 1} and collector.columns()["idle"] == 24
     with pytest.raises(ValueError, match="1 layer has seen no input other than zero: idle; run more tokens"):
@@ -270,18 +272,18 @@ def test_layers_that_never_run_are_known():
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_nonfinite_inputs_name_the_layer(bad):
     model = nn.Sequential(nn.Identity(), nn.Linear(16, 4))
-    with fp4kit.torch.collect(model), pytest.raises(ValueError, match=r"collect: 1: x holds .*; needs finite inputs"):
+    with collect(model), pytest.raises(ValueError, match=r"collect: 1: x holds .*; needs finite inputs"):
         model(torch.full((1, 16), bad))
 
 
 def test_compiled_models_are_refused():
     model = nn.Sequential(nn.Linear(16, 4))
     with pytest.raises(ValueError, match="collect: the model is compiled, so its inputs cannot be seen"):
-        fp4kit.torch.collect(torch.compile(model, backend="eager")).__enter__()
+        collect(torch.compile(model, backend="eager")).__enter__()
     inner = copy.deepcopy(model)
     inner[0].compile(backend="eager")
     with pytest.raises(ValueError, match="collect: the module 0 is compiled"):
-        fp4kit.torch.collect(inner).__enter__()
+        collect(inner).__enter__()
 
 
 @pytest.mark.parametrize(
@@ -293,4 +295,4 @@ def test_compiled_models_are_refused():
 )
 def test_models_that_cannot_be_collected(model, error, text):
     with pytest.raises(error, match=re.escape(text)):
-        fp4kit.torch.collect(model).__enter__()
+        collect(model).__enter__()
