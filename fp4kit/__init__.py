@@ -21,6 +21,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fp4kit.contract.schema import Contract, ContractDiff
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
 from fp4kit.display.recipe import panel
@@ -120,6 +121,9 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see r
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
+        "Contract.of": lambda *arguments: import_module("fp4kit.checkpoint.contract.of_checkpoint").contract_of(
+            *arguments
+        ),
     }
 )
 
@@ -127,6 +131,8 @@ __version__ = "0.2.0"
 
 __all__ = [
     "Comparison",
+    "Contract",
+    "ContractDiff",
     "DotAdd",
     "ErrorBudget",
     "ExplainedStep",

@@ -45,6 +45,7 @@ from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.run import staging
 from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.contract.to_json import FILE as CONTRACT
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.safetensors_file import read_header
 
@@ -229,6 +230,7 @@ def test_names_are_data(tmp_path: Path, name: str) -> None:
     assert sorted(p.name for p in (tmp_path / "out").iterdir()) == sorted(
         [
             "config.json",
+            CONTRACT,
             MANIFEST,
             "model.safetensors",
             "tokenizer_config.json",

@@ -32,6 +32,7 @@ LAYERS = (
     {"ops"},
     {"training"},
     {"calibration"},
+    {"contract"},
     {"fp4kit"},
     {"checkpoint", "evidence"},
     {"qat"},

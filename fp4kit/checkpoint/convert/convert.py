@@ -16,6 +16,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint.containers import comfy, mlx
 from fp4kit.checkpoint.containers.configs import awq_declarations, declarations, mixed_declarations
 from fp4kit.checkpoint.containers.container import MODELOPT_AWQ
+from fp4kit.checkpoint.contract.of_plan import contract_of_plan
 from fp4kit.checkpoint.convert import fp8_to_mxfp8, run_job
 from fp4kit.checkpoint.convert.journal import Journal, key_of, request_facts, source_facts
 from fp4kit.checkpoint.convert.scheduler import JobScheduler
@@ -39,6 +40,7 @@ from fp4kit.checkpoint.run.leftovers import jobs_of_finished_run, remove_leftove
 from fp4kit.checkpoint.run.prefetch import Prefetcher
 from fp4kit.checkpoint.selection import diffusers_classes
 from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.contract import to_json
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.ops.engines import is_compiled
@@ -537,11 +539,12 @@ class _Run:
             raise fp8_to_mxfp8.refused(job.name)
 
     def _write_beside(self) -> None:
-        """Write the files that contain no tensors: copies of unchanged files, the index and the configs."""
+        """Write the files without tensors: copies of unchanged files, the index, the configs and the contract."""
         for file in self.plan.auxiliary.copied:
             staging.copy_file(file.path, self.folder / file.name)
         for name, content in configs(self.plan).items():
             write_file(self.folder / name, dump_object(content, 4 if name == HF_QUANT_CONFIG else 2))
+        write_file(self.folder / to_json.FILE, dump_object(contract_of_plan(self.plan).as_data()))
 
     def _digests(self, hashed: Mapping[Path, Digest], executor: Executor | None) -> dict[str, Digest]:
         """Return file name -> digest for all files of the result.

@@ -121,8 +121,8 @@ class QuantizedLayers(Mapping[str, Quantized]):
                     f"{shown(weight.name)}: {form} cannot store {self._recipe.id}; give another recipe"
                 )
             return self._recipe
-        recorded = _recorded(self._checkpoint)
-        return recorded if recorded is not None and form.stores(recorded) else _usual(weight.name, form)
+        own = recorded(self._checkpoint)
+        return own if own is not None and form.stores(own) else _usual(weight.name, form)
 
 
 def _recipe(wanted: str | Recipe) -> Recipe:
@@ -130,7 +130,7 @@ def _recipe(wanted: str | Recipe) -> Recipe:
     return recipe(wanted)
 
 
-def _recorded(checkpoint: Checkpoint) -> Recipe | None:
+def recorded(checkpoint: Checkpoint) -> Recipe | None:
     """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None

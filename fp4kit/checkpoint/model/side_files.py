@@ -16,6 +16,7 @@ from typing import NoReturn
 
 from fp4kit.checkpoint.model.manifest import MANIFEST
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, contained, resolved
+from fp4kit.contract.to_json import FILE as CONTRACT
 from fp4kit.storage.errors import CheckpointError, shown
 
 COPIED_SUFFIXES = (".json", ".jsonl", ".txt", ".model", ".jinja", ".md", ".tiktoken", ".vocab", ".yaml")
@@ -33,7 +34,7 @@ WEIGHT_SUFFIXES = (
     ".safetensors",
     ".npz",
 )
-WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST)  # never copied, because a conversion writes its own
+WRITTEN_AT_ROOT = (CONFIG, HF_QUANT_CONFIG, MANIFEST, CONTRACT)  # never copied, because a conversion writes its own
 # Files beside the config in which auto-round, GPTQ and AWQ tools declare how a model is quantized.
 _DECLARATIONS = ("quantization_config.json", "quantize_config.json", "quant_config.json")
 

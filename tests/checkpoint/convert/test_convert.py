@@ -204,6 +204,7 @@ def test_single_file_gets_no_index(tmp_path: Path) -> None:
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     names = [
         "config.json",
+        "fp4kit_contract.json",
         "fp4kit_manifest.json",
         "hf_quant_config.json",
         "model.safetensors",

@@ -1,0 +1,125 @@
+"""Read the contract that lies in a checkpoint, or infer one from its config, its containers and its bytes."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from pathlib import Path
+
+from fp4kit.checkpoint.containers.configs import container_id
+from fp4kit.checkpoint.containers.container import INPUT_SCALE
+from fp4kit.checkpoint.contract.of_plan import SERVER
+from fp4kit.checkpoint.identify.identify import CheckpointVerdict
+from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
+from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
+from fp4kit.checkpoint.model.model_files import existing_file, resolved
+from fp4kit.checkpoint.model.quantized_layers import recorded
+from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.plan.borrowed_codes import patterns_in
+from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
+from fp4kit.contract.schema import SETTINGS, Contract
+from fp4kit.contract.to_json import FILE
+from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.storage.errors import CheckpointError
+
+
+def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
+    """Return the contract of a checkpoint, as fp4kit.Contract.of documents it. Errors are those of Contract.of."""
+    place = Path(path)
+    if place.suffix == ".json":
+        return _loaded(place)
+    if resolved(place).is_dir() and os.path.lexists(place / FILE):
+        return _loaded(existing_file(place, FILE))
+    return infer(inspect_checkpoint(place), None if source is None else Path(source))
+
+
+def _loaded(path: Path) -> Contract:
+    """Return the contract in a file. Raise CheckpointError for any error, and name the file."""
+    try:
+        return Contract.load(path)
+    except (ValueError, TypeError) as error:
+        text = str(error)
+        raise CheckpointError(text if path.name in text else f"{path.name}: {text}") from None
+
+
+def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
+    """Return the contract that a checkpoint implies. Settings that it does not imply are listed as unknown.
+
+    source: the model that the checkpoint was made from, with which its recipe is identified; None if there is none.
+    """
+    layers = checkpoint.layers
+    found = _Inferred()
+    if not layers:
+        return Contract(unknown=SERVER, inferred=(("weights", "no layer is quantized"),))
+    own = recorded(checkpoint)
+    if own is not None:
+        found.add("weights", own, "recorded by fp4kit convert")
+        found.add("patterns", _recorded_patterns(checkpoint), "recorded by fp4kit convert")
+    elif source is not None:
+        found.identified(identify_checkpoint(checkpoint.path, source))
+    plain = [weight.name for weight in checkpoint.weights.values() if weight.container is None]
+    found.add("excluded", tuple(plain), "these weights are not quantized")
+    shared = _shared(layers)
+    found.add("shared_amax", shared, "these layers have equal tensor scales")
+    has_inputs = any(INPUT_SCALE in weight.parts for weight in layers.values())
+    found.add("input_scales", "static" if has_inputs else None, "the checkpoint stores input scales")
+    (form, _), *_ = Counter(weight.container for weight in layers.values() if weight.container).most_common()
+    found.add("container", container_id(form, has_inputs), "the names and dtypes of tensors")
+    return found.contract()
+
+
+class _Inferred:
+    """Collect settings that are inferred, and how. A value of None or () is not stored."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, object] = {}
+        self.how: dict[str, str] = {}
+
+    def add(self, name: str, value: object, how: str) -> None:
+        """Store the value of a setting and how it was found. Do nothing for None and ()."""
+        if value not in (None, ()):
+            self.values[name], self.how[name] = value, how
+
+    def identified(self, verdict: CheckpointVerdict) -> None:
+        """Store the recipes that an identification names. Layers of other recipes get patterns."""
+        if verdict.recipe is None:
+            return
+        self.add("weights", recipe(verdict.recipe), f"identified: {verdict.short_sentence}")
+        others = {
+            layer.name: layer.explanation.recipe
+            for layer in verdict.layers
+            if layer.explanation.recipes and not {*layer.explanation.recipes} & {*verdict.recipes}
+        }
+        pairs = tuple((name, recipe(id)) for name, id in others.items() if id)
+        self.add("patterns", pairs, "identified")
+
+    def contract(self) -> Contract:
+        """Return the contract with the stored settings; the settings in which servers or recipes differ are unknown."""
+        unknown = tuple(name for name in SETTINGS if name in ("weights", *SERVER) and name not in self.values)
+        return Contract(**self.values, unknown=unknown, inferred=tuple(self.how.items()))  # type: ignore[arg-type]
+
+
+def _recorded_patterns(checkpoint: Checkpoint) -> tuple[tuple[str, Recipe], ...]:
+    """Return the (pattern, recipe) pairs that fp4kit recorded in the config; () if there are none."""
+    declared = (checkpoint.config or {}).get("quantization_config")
+    own = declared.get("fp4kit") if isinstance(declared, dict) else None
+    pairs = patterns_in(own.get("recipes")) if isinstance(own, dict) else []
+    return tuple((pattern, RECIPES[id]) for pattern, id in pairs if id in RECIPES)
+
+
+def _shared(layers: dict[str, Weight]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of leaf names whose layers have equal tensor scales wherever loaders fuse them."""
+    scaled = [name for name, one in layers.items() if one.container is not None and one.container.has_tensor_scale]
+    found: dict[tuple[str, ...], set[str]] = {}
+    unequal: set[tuple[str, ...]] = set()
+    with Readers() as readers:
+        for (_, fusion), members in fused_groups(scaled).items():
+            if len(members) < 2:
+                continue
+            found.setdefault(fusion.members, set()).update(split_module(member)[1] for member in members)
+            for e in range(min(layers[member].experts for member in members)):
+                scales = {str(tensor_scale_of(readers, layers[member], e)) for member in members}
+                if len(scales) > 1:
+                    unequal.add(fusion.members)
+    return tuple(tuple(x for x in order if x in leaves) for order, leaves in found.items() if order not in unequal)

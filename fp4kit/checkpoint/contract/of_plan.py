@@ -1,0 +1,57 @@
+"""Make the contract that a conversion writes beside its manifest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fp4kit.checkpoint.plan.job import COPY
+from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.selection.fused_layers import fused_groups, split_module
+from fp4kit.contract.schema import Contract
+from fp4kit.recipes import RECIPES, Recipe
+
+SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # settings of the server, not of a checkpoint
+
+
+def contract_of_plan(plan: Plan) -> Contract:
+    """Return the contract of the checkpoint that a plan writes. Settings of the server are listed as unknown."""
+    recipe = _recorded(plan)
+    unknown = [name for name in SERVER if name != "input_scales" or not plan.has_input_scale]
+    if recipe is None and plan.form is not None:
+        unknown.insert(0, "weights")
+    copied = [tensor.name for tensor in plan.tensors if tensor.action == COPY and len(tensor.shape) > 1]
+    converted = {piece.module for tensor in plan.converted for piece in tensor.pieces if piece.form is not None}
+    search = plan.request.search
+    return Contract(
+        weights=recipe,
+        patterns=tuple((pattern, RECIPES[id]) for pattern, id in plan.recorded_patterns if id in RECIPES),
+        excluded=tuple(name.removesuffix(".weight") for name in copied if name.endswith(".weight")),
+        shared_amax=shared_leaves(converted) if _shares(plan) else (),
+        input_scales="static" if plan.has_input_scale else None,
+        scale_search=None if search is None else search.words.removeprefix("searched by "),
+        container=plan.format_name,
+        unknown=tuple(unknown),
+    )
+
+
+def _recorded(plan: Plan) -> Recipe | None:
+    """Return the recipe that made the written codes; None for unquantized outputs, or if it is unknown."""
+    if plan.form is None:
+        return None
+    if plan.recorded == plan.recipe.id:
+        return plan.recipe
+    return RECIPES.get(plan.recorded)
+
+
+def _shares(plan: Plan) -> bool:
+    """Return whether layers that loaders fuse share a tensor amax in the output."""
+    return plan.form is not None and any(tensor.group for tensor in plan.converted)
+
+
+def shared_leaves(modules: Iterable[str]) -> tuple[tuple[str, ...], ...]:
+    """Return the groups of leaf names, at least two each, that loaders fuse in some module among ``modules``."""
+    found: dict[tuple[str, ...], set[str]] = {}
+    for (_, fusion), members in fused_groups(modules).items():
+        if len(members) > 1:
+            found.setdefault(fusion.members, set()).update(split_module(member)[1] for member in members)
+    return tuple(tuple(leaf for leaf in order if leaf in leaves) for order, leaves in found.items())

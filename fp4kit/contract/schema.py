@@ -1,0 +1,443 @@
+"""Define Contract: the settings that determine the bits with which a trainer or a server computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Literal
+
+from fp4kit.arguments import as_index, as_word, is_one_of
+from fp4kit.contract import to_json, words
+from fp4kit.layouts.kv import KVLayoutName, as_layout
+from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.registered import FUNCTIONS
+from fp4kit.training.settings import FakeQuantSettings
+from fp4kit.units import Unit, unit_of
+
+OP = "Contract"
+INPUT_SCALES = ("dynamic", "static")
+_ABOUT = ("unknown", "inferred")  # the fields about other fields
+_WEIGHT = ".weight"
+
+
+@dataclass(frozen=True)
+class ContractDiff:
+    """How two contracts differ, in words. It prints as one line per difference.
+
+    Attributes:
+        differences: one text per setting that differs, which begins with the name of the setting.
+        uncertain: one text per setting that is unknown in one of the contracts.
+
+    Examples:
+        >>> import fp4kit
+        >>> a = fp4kit.Contract("nvfp4-te", unit="sm100")
+        >>> print(a.diff(fp4kit.Contract("nvfp4-te", unit="exact")))
+        unit: sm100 and exact
+    """
+
+    differences: tuple[str, ...] = ()
+    uncertain: tuple[str, ...] = ()
+
+    @property
+    def equal(self) -> bool:
+        """True if no setting differs and none is unknown."""
+        return not self.differences and not self.uncertain
+
+    def __str__(self) -> str:
+        """Return one line per difference, then one line per unknown setting."""
+        return "\n".join((*self.differences, *self.uncertain)) or "the contracts are equal"
+
+
+@dataclass(frozen=True)
+class Contract:
+    """The settings that determine the bits with which a trainer or a server computes.
+
+    A trainer and a server that follow equal contracts compute with equal weights, activations and products. A contract
+    is a small JSON file. `fp4kit convert` writes it beside the manifest.
+
+    None means that this part is not quantized, or that the setting is not used. A setting that nobody stated is listed
+    in `unknown` instead. Layers have the names of modules, such as "model.layers.0.mlp.up_proj". Patterns are wildcards
+    (fnmatch; case matters).
+
+    Attributes:
+        weights: the recipe of the weights, with its version, block, rounding, 4over6 mode and largest block scale; an
+            id or a Recipe. It applies to layers that no pattern and no exclusion matches.
+        patterns: (layer pattern, recipe or None) pairs. The first pattern that matches a layer decides.
+        excluded: patterns of layers that stay unquantized, whatever `patterns` says.
+        shared_amax: groups of leaf names, such as (("gate_proj", "up_proj"),). Layers of one parent module whose leaf
+            names are in one group share their largest tensor amax. Other layers have an amax of their own.
+        activations: the recipe of the inputs of quantized layers.
+        input_scales: "dynamic" if the tensor amax of activations is measured in each call, "static" if it is stored.
+        kv_cache: the recipe of the KV cache.
+        kv_layout: the layout of its pages, a name in fp4kit.layouts.kv.KV_LAYOUTS.
+        unit: the matrix unit that multiplies; a Unit or its id.
+        hadamard: the size of a Hadamard transform of weights and activations along K, a power of two from 2 to 512.
+        hadamard_signs: the signs of the transform's inputs, such as "+--+"; as many as its size. None for no signs.
+        scale_search: how block scales were searched, such as "mse". None for the scales of the recipe.
+        container: the container of the weights, such as "modelopt NVFP4".
+        unknown: the names of settings that nobody stated. They have their default values.
+        inferred: (setting, how it was found) pairs, for settings that were not stated but inferred.
+
+    Raises:
+        TypeError: a field has the wrong type.
+        ValueError: a name is unknown, or fields do not fit together.
+
+    Examples:
+        >>> import fp4kit
+        >>> trainer = fp4kit.Contract("nvfp4-te", activations="nvfp4-te", unit="sm100")
+        >>> print(trainer.diff(fp4kit.Contract("nvfp4-te", unit="sm90")))
+        activations: nvfp4-te and none
+        unit: sm100 and sm90
+    """
+
+    weights: Recipe | None = None
+    patterns: tuple[tuple[str, Recipe | None], ...] = ()
+    excluded: tuple[str, ...] = ()
+    shared_amax: tuple[tuple[str, ...], ...] = ()
+    activations: Recipe | None = None
+    input_scales: Literal["dynamic", "static"] | None = None
+    kv_cache: Recipe | None = None
+    kv_layout: KVLayoutName | None = None
+    unit: Unit | None = None
+    hadamard: int | None = None
+    hadamard_signs: str | None = None
+    scale_search: str | None = None
+    container: str | None = None
+    unknown: tuple[str, ...] = ()
+    inferred: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
+        for name in ("weights", "activations", "kv_cache"):
+            given: Any = getattr(self, name)
+            object.__setattr__(self, name, None if given is None else recipe_of(OP, given))
+        object.__setattr__(self, "patterns", tuple(_pattern(pair) for pair in _entries("patterns", self.patterns)))
+        object.__setattr__(self, "excluded", tuple(sorted({*_words("excluded", self.excluded)})))
+        groups = (_words("a group of shared_amax", group) for group in _entries("shared_amax", self.shared_amax))
+        object.__setattr__(self, "shared_amax", tuple(sorted(tuple(sorted(group)) for group in groups)))
+        object.__setattr__(self, "unit", None if self.unit is None else unit_of(OP, self.unit))
+        if self.input_scales is not None and not is_one_of(self.input_scales, INPUT_SCALES):
+            raise ValueError(f"{OP}: input_scales is {self.input_scales!r:.60}; needs 'dynamic', 'static' or None")
+        if self.kv_layout is not None:
+            as_layout(OP, self.kv_layout)
+        for name in ("scale_search", "container"):
+            if getattr(self, name) is not None:
+                as_word(OP, name, getattr(self, name))
+        self._check_hadamard()
+        self._check_groups()
+        self._check_unknown()
+
+    def _check_hadamard(self) -> None:
+        """Raise an error unless hadamard is None or a power of two, and hadamard_signs has as many signs."""
+        size, signs = self.hadamard, self.hadamard_signs
+        if size is not None:
+            size = as_index(OP, "hadamard", size)
+            object.__setattr__(self, "hadamard", size)
+            if not 2 <= size <= 512 or size & (size - 1):
+                raise ValueError(f"{OP}: hadamard is {size}; needs a power of two from 2 to 512, or None")
+        if signs is not None and (as_word(OP, "hadamard_signs", signs).strip("+-") or len(signs) != (size or 0)):
+            needed = f"{size} of the characters + and -" if size else "None, because hadamard is None"
+            raise ValueError(f"{OP}: hadamard_signs is {signs!r:.60}; needs {needed}")
+
+    def _check_groups(self) -> None:
+        """Raise ValueError if a leaf name is in two groups of shared_amax, or if a group has fewer than two names."""
+        names = [name for group in self.shared_amax for name in group]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ValueError(f"{OP}: shared_amax has {twice!r} twice; needs each leaf name once")
+        alone = next((group for group in self.shared_amax if len(group) < 2), None)
+        if alone is not None:
+            raise ValueError(f"{OP}: shared_amax has the group {alone!r}; needs two or more leaf names per group")
+
+    def _check_unknown(self) -> None:
+        """Raise ValueError if unknown or inferred names no setting, or if an unknown setting has a value."""
+        unknown = _words("unknown", self.unknown)
+        inferred = tuple(_words("a pair of inferred", pair) for pair in _entries("inferred", self.inferred))
+        if any(len(pair) != 2 for pair in inferred):
+            raise ValueError(f"{OP}: inferred is {inferred!r:.60}; needs pairs of a setting and how it was found")
+        object.__setattr__(self, "inferred", inferred)
+        for name in (*unknown, *(name for name, _ in inferred)):
+            if name not in SETTINGS:
+                raise ValueError(f"{OP}: {name!r:.60} is no setting; needs one of {', '.join(SETTINGS)}")
+        object.__setattr__(self, "unknown", tuple(sorted({*unknown}, key=SETTINGS.index)))
+        for name in self.unknown:
+            if getattr(self, name) not in (None, ()):
+                raise ValueError(f"{OP}: {name} has a value, but is listed as unknown; remove it from unknown")
+
+    @classmethod
+    def of(cls, path: str | Path, *, source: str | Path | None = None) -> Contract:
+        """Return the contract of a checkpoint: the one that lies in it, or one that is inferred from it.
+
+        Without a contract file, settings are inferred from fp4kit's record in the config, from containers and from
+        configs. With `source`, the recipe is identified from the bytes. Settings that cannot be inferred are listed in
+        `unknown`, for example those of the server that will load the checkpoint.
+
+        Args:
+            path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
+            source: the unquantized model that the checkpoint was made from. None identifies nothing.
+
+        Returns:
+            The Contract.
+
+        Raises:
+            CheckpointError: there is no checkpoint at this path, it is malformed, or the contract file is.
+
+        Examples:
+            >>> import numpy as np, tempfile, fp4kit, fp4kit.checkpoint
+            >>> from safetensors.numpy import save_file
+            >>> folder = tempfile.mkdtemp()
+            >>> save_file({"up_proj.weight": np.ones((32, 64), np.float32)}, f"{folder}/w.safetensors")
+            >>> made = fp4kit.checkpoint.convert(f"{folder}/w.safetensors", f"{folder}/served", "nvfp4-te")
+            >>> contract = fp4kit.Contract.of(made.destination)
+            >>> contract.weights.id, contract.unknown
+            ('nvfp4-te', ('activations', 'input_scales', 'kv_layout', 'unit'))
+        """
+        found: Contract = FUNCTIONS["Contract.of"](path, source)
+        return found
+
+    @classmethod
+    def from_settings(cls, settings: FakeQuantSettings) -> Contract:
+        """Return the contract of a trainer that fake-quantizes weights by FakeQuantSettings.
+
+        Patterns of parameters become patterns of layers, without ".weight". Activations are unquantized. What the
+        settings do not say is listed in `unknown`.
+
+        Args:
+            settings: what is fake-quantized in training.
+
+        Returns:
+            The Contract.
+        """
+        recipe = settings.resolved
+        patterns = tuple((_layer_pattern(one), recipe) for one in settings.parameters if recipe is not None)
+        return cls(
+            patterns=tuple(dict.fromkeys(patterns)),
+            excluded=tuple(dict.fromkeys(map(_layer_pattern, settings.exclude))),
+            unknown=("kv_cache", "kv_layout", "unit"),
+        )
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Contract:
+        """Return the contract that the flags of open training stacks select.
+
+        The flags are OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG with OPEN_TRAINING_MXFP4_BLOCK_SIZE, and
+        OPEN_TRAINING_INT4_FAKE_QAT_FLAG with OPEN_TRAINING_INT4_GROUP_SIZE. Only one of the two may be on. They apply
+        to the weights of routed experts.
+
+        Args:
+            environ: the variables. None: those of the process.
+
+        Returns:
+            The Contract, with `patterns` for routed experts.
+
+        Raises:
+            ValueError: both flags are on, or a flag or a size is invalid.
+
+        Examples:
+            >>> import fp4kit
+            >>> contract = fp4kit.Contract.from_environment({"OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG": "1"})
+            >>> contract.recipe_of("model.layers.3.mlp.experts.7.up_proj").id
+            'mxfp4-flashinfer'
+        """
+        return cls.from_settings(FakeQuantSettings.from_environment(environ))
+
+    def environment(self) -> dict[str, str]:
+        """Return the flags of open training stacks that select this contract's recipe of routed experts.
+
+        Returns:
+            {name of a variable: its value}: a flag and a block size, and "0" for the flag of the other format.
+
+        Raises:
+            ValueError: no flag selects the recipe, or other layers are quantized too.
+
+        Examples:
+            >>> import fp4kit
+            >>> fp4kit.Contract(patterns=[("*.experts.*", "int4-qat")]).environment()["OPEN_TRAINING_INT4_GROUP_SIZE"]
+            '128'
+        """
+        for flags in _FLAGS:
+            recipes = {recipe for _, recipe in self.patterns}
+            own = self.from_environment(dict.fromkeys(flags[:1], "1")).patterns[0][1]
+            if self.weights is None and len(recipes) == 1 and own is not None:
+                (recipe,) = recipes
+                if recipe is not None and recipe.block is not None and recipe == replace(own, block=recipe.block):
+                    return {other[0]: "0" for other in _FLAGS} | {flags[0]: "1", flags[1]: str(recipe.block_size)}
+        raise ValueError(
+            f"{OP}: no flag selects this contract; needs weights=None and patterns of one recipe, mxfp4-flashinfer or"
+            " int4-qat"
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> Contract:
+        """Return the contract in a JSON file that `save` wrote.
+
+        Args:
+            path: the file.
+
+        Returns:
+            The Contract.
+
+        Raises:
+            CheckpointError: the file cannot be read, has another version or an unknown key, or states a fact about a
+                recipe that this version of fp4kit does not share.
+        """
+        return cls(**to_json.load(Path(path), SETTINGS))
+
+    def save(self, path: str | Path) -> None:
+        """Write the contract to a JSON file.
+
+        Args:
+            path: the file. An existing file is replaced.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        to_json.save(Path(path), self.as_data())
+
+    def as_data(self) -> dict[str, Any]:
+        """Return the contract as JSON data, which from_data reads."""
+        return to_json.as_data({name: getattr(self, name) for name in (*SETTINGS, *_ABOUT)})
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> Contract:
+        """Return the contract that JSON data describes. This inverts as_data.
+
+        Args:
+            data: an object of JSON.
+
+        Returns:
+            The Contract.
+
+        Raises:
+            CheckpointError: as for load.
+        """
+        return cls(**to_json.from_data(OP, data, SETTINGS))
+
+    def diff(self, other: Contract) -> ContractDiff:
+        """Say in words in which settings two contracts differ.
+
+        Args:
+            other: the contract to compare with. Texts name the setting of this contract first.
+
+        Returns:
+            A ContractDiff.
+
+        Raises:
+            TypeError: other is no Contract.
+        """
+        if not isinstance(other, Contract):
+            raise TypeError(f"{OP}.diff: other is a {type(other).__name__}; needs a Contract")
+        differences, uncertain = [], []
+        for name in SETTINGS:
+            a, b = getattr(self, name), getattr(other, name)
+            hidden = [who for who, one in (("first", self), ("second", other)) if name in one.unknown]
+            if hidden:
+                where = "both contracts" if len(hidden) == 2 else f"the {hidden[0]} contract"
+                known = "" if len(hidden) == 2 else f"; the other says {words.shown(b if hidden == ['first'] else a)}"
+                uncertain.append(f"{name}: unknown in {where}{known}")
+            elif a != b:
+                differences.append(f"{name}: {words.difference(a, b)}")
+        return ContractDiff(tuple(differences), tuple(uncertain))
+
+    def stating(self, **settings: Any) -> Contract:
+        """Return a copy with some settings stated, which are then neither unknown nor inferred.
+
+        Args:
+            settings: new values by name, such as activations=None.
+
+        Returns:
+            The Contract.
+
+        Raises:
+            TypeError: a name is no setting.
+            ValueError: as for Contract.
+
+        Examples:
+            >>> import fp4kit
+            >>> partly = fp4kit.Contract("nvfp4-te", unknown=("unit", "activations"))
+            >>> partly.stating(unit="sm100").unknown
+            ('activations',)
+        """
+        for name in settings:
+            if name not in SETTINGS:
+                raise TypeError(f"{OP}.stating: there is no setting {name!r}; the settings are {', '.join(SETTINGS)}")
+        unknown = tuple(name for name in self.unknown if name not in settings)
+        inferred = tuple(pair for pair in self.inferred if pair[0] not in settings)
+        return replace(self, unknown=unknown, inferred=inferred, **settings)
+
+    def recipe_of(self, layer: str) -> Recipe | None:
+        """Return the recipe of a layer's weight, or None if the layer stays unquantized.
+
+        Args:
+            layer: the name of the module, without ".weight".
+
+        Returns:
+            The Recipe or None.
+
+        Raises:
+            TypeError: layer is no string.
+        """
+        as_word(f"{OP}.recipe_of", "layer", layer)
+        if any(fnmatchcase(layer, pattern) for pattern in self.excluded):
+            return None
+        return next((one for pattern, one in self.patterns if fnmatchcase(layer, pattern)), self.weights)
+
+    def group_of(self, layer: str, layers: Iterable[str]) -> tuple[str, ...]:
+        """Return the layers that share their tensor amax with a layer, itself included.
+
+        Args:
+            layer: the name of the module.
+            layers: the names of all layers of the model.
+
+        Returns:
+            The names, in the order of `layers`; only `layer` if it shares its amax with no other layer.
+        """
+        parent, _, leaf = layer.rpartition(".")
+        group = next((group for group in self.shared_amax if leaf in group), ())
+        wanted = {f"{parent}.{one}" if parent else one for one in group} | {layer}
+        return tuple(name for name in layers if name in wanted) or (layer,)
+
+    def __str__(self) -> str:
+        """Return one line per setting that is not None, with how it was inferred, then the unknown settings."""
+        how = dict(self.inferred)
+        lines = [
+            f"{name}: {words.shown(getattr(self, name))}" + (f" (inferred: {how[name]})" if name in how else "")
+            for name in SETTINGS
+            if getattr(self, name) not in (None, ()) or name in how
+        ]
+        return "\n".join([*lines, *([f"unknown: {', '.join(self.unknown)}"] if self.unknown else [])])
+
+
+SETTINGS = tuple(one.name for one in fields(Contract) if one.name not in _ABOUT)
+# (flag, block size) per format that open training stacks fake-quantize
+_FLAGS = (
+    ("OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG", "OPEN_TRAINING_MXFP4_BLOCK_SIZE"),
+    ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"),
+)
+
+
+def _layer_pattern(parameter: str) -> str:
+    """Return the pattern of layers for a pattern of parameters: "*.experts.*" for "*.experts.*.weight"."""
+    head, _, tail = parameter.rpartition(_WEIGHT)
+    return head if head and (not tail or tail == "[0-9]*") else parameter
+
+
+def _pattern(pair: Any) -> tuple[str, Recipe | None]:
+    """Return a (pattern, recipe or None) pair with its recipe looked up. Raise TypeError for anything else."""
+    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+        raise TypeError(f"{OP}: patterns has {pair!r:.60}; needs pairs of a layer pattern and a recipe")
+    pattern, recipe = pair
+    return as_word(OP, "a pattern", pattern), None if recipe is None else recipe_of(OP, recipe)
+
+
+def _entries(name: str, values: Any) -> tuple[Any, ...]:
+    """Return a list or tuple as a tuple. Raise TypeError for anything else."""
+    if not isinstance(values, (tuple, list)):
+        raise TypeError(f"{OP}: {name} is {values!r:.60}; needs a tuple")
+    return tuple(values)
+
+
+def _words(name: str, values: Any) -> tuple[str, ...]:
+    """Return a list or tuple of strings as a tuple. Raise TypeError for anything else."""
+    return tuple(as_word(OP, f"an entry of {name}", one) for one in _entries(name, values))

@@ -1,0 +1,156 @@
+"""Convert the fields of a Contract to JSON data and back, and write and read contract files.
+
+A recipe of the table is written as its id, its versions and its facts: every other field that differs from its default.
+On reading, the facts must be those of this version of fp4kit. So a contract never changes its meaning silently. A file
+may come from an untrusted source, so all of it is checked.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from fp4kit.recipes import Recipe, to_dict
+from fp4kit.recipes.table import is_listed, recipe
+from fp4kit.storage.errors import CheckpointError, shown
+from fp4kit.storage.json_object import dump_object, load_object
+from fp4kit.storage.whole_file import whole_file, write_file
+from fp4kit.units import UNITS, Unit
+from fp4kit.units import from_spec as unit_from_spec
+from fp4kit.units import to_spec as unit_spec
+
+FILE = "fp4kit_contract.json"
+VERSION = 1
+_KEY = "fp4kit_contract"
+_PROSE = ("id", "source", "exact", "versions")  # fields of a recipe on which no bit depends
+_RECIPES = ("weights", "activations", "kv_cache")
+
+
+def as_data(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a contract as JSON data. Fields that are None or () are left out."""
+    data: dict[str, Any] = {_KEY: VERSION}
+    for name, value in values.items():
+        if value in (None, ()):
+            continue
+        if name in _RECIPES:
+            data[name] = _recipe_data(value)
+        elif name == "patterns":
+            data[name] = [[pattern, None if one is None else _recipe_data(one)] for pattern, one in value]
+        elif name == "unit":
+            spec = unit_spec(value)
+            data[name] = json.loads(spec) if spec.startswith("{") else spec
+        elif name == "inferred":
+            data[name] = dict(value)
+        else:
+            data[name] = json.loads(json.dumps(value))  # tuples become lists
+    return data
+
+
+def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any]:
+    """Return the fields of the contract that JSON data describes. This inverts as_data.
+
+    Values that need no conversion are returned unchecked; Contract checks them. Raise CheckpointError for another
+    version, for an unknown key, and for a recipe or a unit that is malformed or unknown.
+
+    label: the name of the file, for messages. settings: the names of a contract's settings.
+    """
+    if not isinstance(data, Mapping) or data.get(_KEY) != VERSION:
+        got = data.get(_KEY) if isinstance(data, Mapping) else data
+        raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads contracts of {VERSION}")
+    known = (*settings, "unknown", "inferred")
+    strange = [name for name in data if name != _KEY and name not in known]
+    if strange:
+        raise CheckpointError(
+            f"{label}: unknown key {shown(str(strange[0]))!r}; a later version of fp4kit may support it"
+        )
+    found = {name: value for name, value in data.items() if name != _KEY}
+    try:
+        for name in _RECIPES:
+            if found.get(name) is not None:
+                found[name] = _recipe_from(name, found[name])
+        if "patterns" in found:
+            found["patterns"] = [_pair_from(pair) for pair in found["patterns"]]
+        if found.get("unit") is not None:
+            found["unit"] = _unit_from(found["unit"])
+        if "inferred" in found:
+            found["inferred"] = list(found["inferred"].items())
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{label}: {shown(str(error))}") from None
+    return found
+
+
+def load(path: Path, settings: Collection[str]) -> dict[str, Any]:
+    """Return the fields of the contract in a file. Errors are those of from_data and of load_object."""
+    if not path.is_file():
+        raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
+    return from_data(path.name, load_object(path, path.name), settings)
+
+
+def save(path: Path, data: dict[str, Any]) -> None:
+    """Write JSON data of a contract to a file, which appears whole and replaces an existing file."""
+    with whole_file(path) as temporary:
+        write_file(temporary, dump_object(data))
+
+
+def _recipe_data(r: Recipe) -> dict[str, Any]:
+    """Return a recipe as JSON data: id, versions and facts if the table has it, otherwise all fields."""
+    if not is_listed(r):
+        data = to_dict.as_data(r)
+        assert isinstance(data, dict)
+        return data
+    versions = {} if r.versions is None else {"versions": list(r.versions)}
+    return {"id": r.id, **versions, "facts": _facts(r)}
+
+
+def _facts(r: Recipe) -> dict[str, Any]:
+    """Return {field: value as JSON data} for the fields of a recipe that determine bits and differ from their defaults.
+
+    Formats are given by their names.
+    """
+    found = {}
+    for one in fields(r):
+        value = getattr(r, one.name)
+        if one.name in _PROSE or value is None or (one.default is not MISSING and value == one.default):
+            continue
+        found[one.name] = value.name if one.name in ("element", "scale") else value
+    facts: dict[str, Any] = json.loads(json.dumps(found))
+    return facts
+
+
+def _recipe_from(name: str, data: Any) -> Recipe:
+    """Return the recipe that JSON data describes: an id, an id with facts, or all fields.
+
+    Raise ValueError if the facts differ from those of this version of fp4kit. name: the field, for messages.
+    """
+    if not isinstance(data, Mapping) or "element" in data:
+        return to_dict.from_data(data)
+    strange = [key for key in data if key not in ("id", "versions", "facts")]
+    if strange:
+        raise ValueError(f"{name}: unknown key {strange[0]!r}; a later version of fp4kit may support it")
+    r = recipe(data.get("id"))  # type: ignore[arg-type]
+    stated, own = data.get("facts", {}), _facts(r)
+    for key in dict.fromkeys((*stated, *own) if stated else ()):
+        if stated.get(key) != own.get(key):
+            raise ValueError(
+                f"{name}: {r.id} has {key} {own.get(key)!r:.60} in this version of fp4kit, and {stated.get(key)!r:.60}"
+                " in the contract; install the version that wrote it, or write the contract again"
+            )
+    return r
+
+
+def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
+    """Return a (pattern, recipe or None) pair from JSON data. Raise ValueError if the recipe is invalid."""
+    pattern, data = pair
+    return pattern, None if data is None else _recipe_from(f"pattern {pattern}", data)
+
+
+def _unit_from(data: Any) -> Unit | str:
+    """Return the unit that JSON data describes: the id of a unit, or all its fields."""
+    if isinstance(data, str):
+        if data not in UNITS:
+            raise ValueError(f"unit is {data!r:.60}; needs one of {', '.join(UNITS)}, or an object of fields")
+        return data
+    return unit_from_spec(json.dumps(data))
