@@ -48,6 +48,7 @@ from fp4kit.ops.pack import pack, unpack
 from fp4kit.ops.partial import partial_amax, partial_cast
 from fp4kit.ops.quantize import quantize, quantize_both
 from fp4kit.ops.requantize import Requantized, requantize
+from fp4kit.ops.rotate import hadamard, random_signs, rotate
 from fp4kit.ops.search_scales import search_scales
 from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
@@ -163,6 +164,7 @@ __all__ = [
     "fake_quantize_backward",
     "fake_quantize_grouped",
     "fake_quantize_grouped_backward",
+    "hadamard",
     "identify",
     "identify_kv",
     "load",
@@ -176,9 +178,11 @@ __all__ = [
     "quantize_both",
     "quantize_grouped",
     "quantize_kv",
+    "random_signs",
     "recipe",
     "recipes",
     "requantize",
+    "rotate",
     "save",
     "search_scales",
     "set_num_threads",

@@ -19,6 +19,7 @@ from fp4kit.cpu import dequantize as decoding
 from fp4kit.cpu import search_scales as searching
 from fp4kit.cpu.library import functions
 from fp4kit.cpu.matmul import matmul as matmul
+from fp4kit.cpu.rotate import rotate as rotate
 from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import tensor_amax_shape

@@ -158,6 +158,17 @@ class ProductCall(ctypes.Structure):
     ]
 
 
+class RotateCall(ctypes.Structure):
+    """The arguments of the C function fp4kit_rotate. source/rotate.h describes the fields."""
+
+    _fields_ = [
+        *((name, c_void_p) for name in ("x", "out", "signs", "matrices")),
+        *((name, c_int64) for name in ("outer", "length", "inner", "matrix_step")),
+        ("factor", c_float),
+        *((name, c_int32) for name in ("input", "size", "is_inverse", "threads")),
+    ]
+
+
 LEVELS = ("base", "avx2", "avx512")  # from the lowest to the highest
 
 
@@ -213,6 +224,7 @@ def _load(level: str) -> Any:
         ("search_scales", None, [POINTER(SearchScalesCall)]),
         ("search_factors", None, [POINTER(SearchFactorsCall)]),
         ("matmul", None, [POINTER(ProductCall)]),
+        ("rotate", None, [POINTER(RotateCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):
         function = getattr(functions, f"fp4kit_{name}")

@@ -18,6 +18,7 @@ from fp4kit import layouts
 from fp4kit.arithmetic import ieee
 from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
+from fp4kit.call.rotation import Rotation
 from fp4kit.call.search_scales import Search
 from fp4kit.host.matmul import matmul
 from fp4kit.host.search import search_call
@@ -26,6 +27,7 @@ from fp4kit.quantized.container import Quantized, assembled
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import partial
+from fp4kit.reference import rotate as rotation
 from fp4kit.reference.blocks import TILE_ELEMENTS, block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_matrix
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
@@ -57,6 +59,7 @@ __all__ = [
     "quantize_both",
     "quantize_with_scales",
     "requantize",
+    "rotate",
     "search_scales",
     "swizzle",
     "transpose",
@@ -441,6 +444,14 @@ def clip(call: Call, amax: np.ndarray) -> np.ndarray:
                 limit = np.repeat(limit[:, columns.start // size : columns.stop // size], size, axis=1)
             result[i][rows, columns] = clip_gradient(g[i][rows, columns], matrix[rows, columns], limit)
     return np.moveaxis(out, -1, call.axis)
+
+
+# ---- rotations ----
+
+
+def rotate(r: Rotation) -> np.ndarray:
+    """Return the array of a Rotation with its blocks rotated, in its shape and dtype."""
+    return rotation.rotate(r.x.reshape(r.shape), r).reshape(r.x.shape)
 
 
 # ---- layouts ----

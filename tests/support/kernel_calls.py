@@ -131,6 +131,15 @@ def quantize_with_scales(place: Place, call: KernelCall) -> list[Any]:
     ]
 
 
+def hadamard(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.hadamard(call.x(place), **call.given(place))]
+
+
+def rotate(place: Place, call: KernelCall) -> list[Any]:
+    matrix = np.roll(np.eye(24, dtype=np.float32), 5, 0)
+    return [fp4kit.rotate(call.x(place), matrix, **call.given(place))]
+
+
 def amax(place: Place, call: KernelCall) -> list[Any]:
     return [fp4kit.amax(call.x(place), **call.given(place))]
 
@@ -332,6 +341,8 @@ KINDS = [
     call_of(fake_quantize, "int8-modelopt-channel"),
     call_of(fake_quantize_backward, "nvfp4-te", F16),
     call_of(requantize, "mxfp4-ocp"),
+    call_of(hadamard, "nvfp4-te", size=128, seed=3),
+    call_of(rotate, "nvfp4-te", F16, axis=0, inverse=True, shape=(72, 38)),
     call_of(transpose, "nvfp4-te-2d"),
     call_of(transpose, "mxfp8-te-2d", scale_layout="swizzled_128x4"),
     call_of(swizzle, "nvfp4-te"),

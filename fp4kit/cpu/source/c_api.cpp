@@ -6,6 +6,7 @@
 #include "decode_matrix.h"
 #include "matmul_vnni.h"
 #include "own_format.h"
+#include "rotate.h"
 #include "search_factors.h"
 #include "search_scales.h"
 #include "tensor_scale.h"
@@ -242,6 +243,15 @@ FP4KIT_EXPORT void fp4kit_transpose(const u8* codes, u8* out, i64 rows, i64 colu
     }
   };
   run_tiles(tiles.count(), threads, work);
+}
+
+// Rotate the blocks of a call, and store the result in call->out.
+FP4KIT_EXPORT void fp4kit_rotate(const RotateCall* call) {
+  with_input_type(call->input, [&](auto in) {
+    const Rotator<decltype(in)> rotator{*call};
+    auto work = [&](i64 index) { rotator.run(index); };
+    run_tiles(rotator.tasks(), call->threads, work);
+  });
 }
 
 // Compute the product C + A B^T of a call as a matrix unit does (matmul.h), and store it in call->out.

@@ -23,6 +23,7 @@ from fp4kit.cuda.engine.partial import partial_amax, partial_cast
 from fp4kit.cuda.engine.quantize import quantize, quantize_both
 from fp4kit.cuda.engine.quantize_with_scales import quantize_with_scales
 from fp4kit.cuda.engine.requantize import requantize
+from fp4kit.cuda.engine.rotate import rotate
 from fp4kit.cuda.engine.search_scales import search_scales
 
 __all__ = [
@@ -45,6 +46,7 @@ __all__ = [
     "quantize_both",
     "quantize_with_scales",
     "requantize",
+    "rotate",
     "search_scales",
     "swizzle",
     "transpose",

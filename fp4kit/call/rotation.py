@@ -1,0 +1,154 @@
+"""Parse the arguments of hadamard and rotate into a Rotation.
+
+In all functions, op is the public function that errors begin with.
+"""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.arguments import as_flag, as_index
+from fp4kit.arrays.imports import import_arrays, is_array, to_host
+from fp4kit.call import checks
+
+HADAMARD_SIZES = (16, 32, 64, 128, 256, 512)
+MAX_MATRIX = 128  # the most rows of a matrix that rotates blocks
+# The largest |M M^T - I| of an element that is accepted. If every element of an orthogonal M is rounded to bfloat16,
+# M M^T changes by at most 2 * 2^-9 + 2^-18, since each element changes by at most a relative 2^-9.
+ORTHOGONAL_WITHIN = 2.0**-7
+
+
+class Rotation(NamedTuple):
+    """Hold a parsed call of hadamard or rotate: everything an engine needs, already checked.
+
+    Attributes:
+        x: the array, NumPy or CuPy.
+        shape: (outer, length, inner), the shape to which the engine reshapes x. Blocks lie along the middle axis.
+        size: the number of elements of a block.
+        signs: uint8 (length,) in host memory, 1 for a negative sign and 0 for a positive one; None without signs.
+        matrices: float32 (1, size, size) for all blocks or (length / size, size, size), contiguous, in host memory;
+            None for a Hadamard transform.
+        inverse: whether signs are applied after the rotation instead of before. The matrices of an inverse call are
+            transposed already.
+    """
+
+    x: Any
+    shape: tuple[int, int, int]
+    size: int
+    signs: np.ndarray | None
+    matrices: Any
+    inverse: bool
+
+
+def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
+    """Return the Rotation of a call of hadamard. The errors are those of hadamard.
+
+    signs: the signs of the caller, or those of the seed; None without signs.
+    """
+    (x,) = import_arrays(op, x=x)
+    checks.check_float(op, x)
+    size = check_hadamard_size(op, size)
+    axis = _checked_axis(op, x, axis, size)
+    negative = None if signs is None else _negative(op, signs, size, x.shape[axis])
+    return _rotation(x, axis, size, negative, None, as_flag(op, "inverse", inverse))
+
+
+def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
+    """Return the Rotation of a call of rotate. The errors are those of rotate."""
+    (x,) = import_arrays(op, x=x)
+    checks.check_float(op, x)
+    (matrices,) = import_arrays(op, matrices=matrices)
+    checks.check_float(op, matrices, "matrices")
+    inverse = as_flag(op, "inverse", inverse)
+    size = _matrix_size(op, matrices.shape)
+    axis = _checked_axis(op, x, axis, size)
+    blocks = x.shape[axis] // size
+    if matrices.ndim == 3 and len(matrices) != blocks:
+        raise ValueError(
+            f"{op}: matrices has {len(matrices)} matrices of {size}x{size}; needs {blocks}, one per block of"
+            f" axis {axis} of x, or one matrix ({size}, {size}) for all blocks"
+        )
+    stacked = to_host(matrices).astype(np.float32).reshape(-1, size, size)
+    _check_orthogonal(op, stacked)
+    negative = None if signs is None else _negative(op, signs, size, x.shape[axis])
+    stacked = np.ascontiguousarray(stacked.swapaxes(1, 2) if inverse else stacked)
+    return _rotation(x, axis, size, negative, stacked, inverse)
+
+
+def check_hadamard_size(op: str, size: Any) -> int:
+    """Return the size of a Hadamard transform as an int.
+
+    Raise TypeError if it is not an int, and ValueError unless it is one of HADAMARD_SIZES.
+    """
+    size = as_index(op, "size", size)
+    if size not in HADAMARD_SIZES:
+        raise ValueError(f"{op}: size is {size}; needs 16, 32, 64, 128, 256 or 512")
+    return size
+
+
+def _checked_axis(op: str, x: Any, axis: int, size: int) -> int:
+    """Return the axis as a non-negative int. Raise ValueError unless its length is a multiple of size."""
+    axis = checks.check_axis(op, axis, x.ndim)
+    if x.shape[axis] % size:
+        raise ValueError(
+            f"{op}: axis {axis} has length {x.shape[axis]}; blocks of {size} need a multiple of {size}; pad with"
+            " fp4kit.layouts.pad"
+        )
+    return axis
+
+
+def _matrix_size(op: str, shape: tuple[int, ...]) -> int:
+    """Return the size of square matrices of this shape. Raise ValueError if the shape is not that of such matrices."""
+    if len(shape) not in (2, 3) or shape[-1] != shape[-2] or not 1 <= shape[-1] <= MAX_MATRIX:
+        raise ValueError(
+            f"{op}: matrices has shape {tuple(shape)}; needs (n, n) or (number of blocks, n, n), with n from 1 to"
+            f" {MAX_MATRIX}"
+        )
+    return shape[-1]
+
+
+def _check_orthogonal(op: str, matrices: np.ndarray) -> None:
+    """Raise ValueError unless M M^T is within ORTHOGONAL_WITHIN of the identity, for each matrix M."""
+    wide = matrices.astype(np.float64)
+    with np.errstate(all="ignore"):
+        error = np.max(np.abs(wide @ wide.swapaxes(-1, -2) - np.eye(wide.shape[-1])), initial=0)
+    if not error <= ORTHOGONAL_WITHIN:
+        raise ValueError(
+            f"{op}: matrices is not orthogonal: an element of M M^T - I is {error:.3g}; needs at most"
+            f" {ORTHOGONAL_WITHIN}, because the inverse uses the transpose"
+        )
+
+
+def _negative(op: str, signs: Any, size: int, length: int) -> np.ndarray:
+    """Return the signs of hadamard or rotate as uint8 (size,) or (length,), 1 for -1 and 0 for 1.
+
+    Raise ValueError unless the signs are as many numbers, each 1 or -1.
+    """
+    try:
+        found = np.asarray(to_host(import_arrays(op, signs=signs)[0]) if is_array(signs) else signs, np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"{op}: signs is {signs!r:.60}; needs numbers, each 1 or -1") from None
+    if found.shape not in ((size,), (length,)):
+        raise ValueError(
+            f"{op}: signs has shape {found.shape}; needs ({size},) for every block or ({length},) for the whole axis"
+        )
+    if not (np.abs(found) == 1).all():
+        raise ValueError(f"{op}: signs holds {found[np.abs(found) != 1][0]:g}; needs 1 or -1")
+    return (found < 0).astype(np.uint8)
+
+
+def _rotation(x: Any, axis: int, size: int, negative: np.ndarray | None, matrices: Any, inverse: bool) -> Rotation:
+    """Return a Rotation. If all blocks are rotated alike, its middle axis is a single block.
+
+    negative: the signs of one block or of the whole axis, as uint8; None without signs.
+    """
+    outer, length, inner = prod(x.shape[:axis]), x.shape[axis], prod(x.shape[axis + 1 :])
+    repeated = (negative is None or len(negative) == size) and (matrices is None or len(matrices) == 1)
+    if repeated:
+        return Rotation(x, (outer * (length // size), size, inner), size, negative, matrices, inverse)
+    if negative is not None and len(negative) < length:
+        negative = np.tile(negative, length // size)
+    return Rotation(x, (outer, length, inner), size, negative, matrices, inverse)

@@ -1,0 +1,198 @@
+// Rotations of blocks along an axis: Hadamard transforms, and products with given matrices. They give the bits of
+// reference/rotate.py.
+//
+// kLanes blocks are rotated together. They are stored by element: element i of all blocks, then element i + 1 of all
+// blocks. So loops over blocks are vectors.
+#pragma once
+
+#include "four_over_six.h"
+#include "tiles.h"
+
+// The arguments of fp4kit_rotate. cpu/library.py mirrors this struct.
+//   x, out       outer x length x inner elements, contiguous; blocks of `size` elements lie along the middle axis
+//   signs        one per position along the middle axis, 1 if it is negative, else 0; nullptr without signs
+//   matrices     size x size float32 each, applied as out_j = sum_i x_i M_ij; nullptr for a Hadamard transform
+//   matrix_step  the distance of the matrices of neighboring blocks; 0 if all blocks have one matrix
+//   factor       the factor of a Hadamard transform
+//   is_inverse   1 if the signs apply to the results, 0 if they apply to x
+struct RotateCall {
+  const void* x;
+  void* out;
+  const u8* signs;
+  const float* matrices;
+  i64 outer, length, inner, matrix_step;
+  float factor;
+  i32 input, size, is_inverse, threads;
+};
+
+namespace {
+
+// Store kLanes floats at an address of any alignment.
+inline void store_lanes(LaneVector values, float* out) {
+  std::memcpy(out, &values, sizeof values);
+}
+
+// The rotation of the elements of one type.
+template <class In>
+struct Rotator {
+  using Number = typename In::Bits;       // the type of an element in memory
+  using Bits = typename Input<In>::Bits;  // its bits as an integer
+  static constexpr i64 kTaskElements = 1 << 13;
+
+  // Up to kLanes blocks: the offset of the first element of the first block, the distances of neighboring elements of a
+  // block and of neighboring blocks, the number of blocks, and the number of the blocks along the middle axis.
+  struct Group {
+    i64 first, element_step, lane_step, lanes, block;
+  };
+
+  const RotateCall& call;
+
+  // Return the number of groups, and the number of tasks. A task is some groups that a thread takes at a time.
+  i64 groups() const { return call.length / call.size * (across() ? call.outer * lane_groups() : lane_groups()); }
+  i64 groups_per_task() const { return maximum<i64>(kTaskElements / (call.size * kLanes), 1); }
+  i64 tasks() const { return (groups() + groups_per_task() - 1) / groups_per_task(); }
+
+  // Return true if the blocks of a group are neighbors along the last axis. Otherwise, elements of a block are
+  // neighbors in memory, and the blocks of a group are neighbors along the first axis.
+  bool across() const { return call.inner > 1; }
+  i64 lane_groups() const { return ((across() ? call.inner : call.outer) + kLanes - 1) / kLanes; }
+
+  // Return the group with this index.
+  Group group(i64 index) const {
+    const i64 blocks = call.length / call.size;
+    if (!across()) {
+      const i64 lane = index / blocks * kLanes, block = index % blocks;
+      return {lane * call.length + block * call.size, 1, call.length, minimum<i64>(call.outer - lane, kLanes), block};
+    }
+    const i64 lane = index % lane_groups() * kLanes,
+              position = index / lane_groups();  // among all blocks of an inner index
+    return {position * call.size * call.inner + lane, call.inner, 1, minimum<i64>(call.inner - lane, kLanes),
+            position % blocks};
+  }
+
+  // Return the sign of element i of a block: 1 or -1.
+  float sign(i64 block, i64 i) const { return call.signs && call.signs[block * call.size + i] ? -1.0f : 1.0f; }
+
+  // Return true if the blocks of a group are moved by transposes of 16 x kLanes elements.
+  bool is_transposed(const Group& g) const { return !across() && g.lanes == kLanes && call.size % 16 == 0; }
+
+  // Load a group to y, as [element][lane], with signs if the call is not inverse. Absent blocks are zeros.
+  void load(const Group& g, float* y) const {
+    const Number* x = static_cast<const Number*>(call.x) + g.first;
+    if (is_transposed(g)) {
+      for (i64 i = 0; i < call.size; i += 16) {
+        alignas(64) Bits by_block[16][kLanes], by_element[16][kLanes];
+        for (i64 lane = 0; lane < kLanes; ++lane)
+          std::memcpy(by_block[lane], x + lane * g.lane_step + i, sizeof by_block[0]);
+        transpose_lanes(by_block, by_element);
+        for (i64 j = 0; j < 16; ++j) widen_lanes(by_element[j], kLanes, 1, load_sign(g, i + j), y + (i + j) * kLanes);
+      }
+      return;
+    }
+    for (i64 i = 0; i < call.size; ++i)
+      widen_lanes(x + i * g.element_step, g.lanes, g.lane_step, load_sign(g, i), y + i * kLanes);
+  }
+  float load_sign(const Group& g, i64 i) const { return call.is_inverse ? 1.0f : sign(g.block, i); }
+
+  // Store in y the elements of `lanes` blocks times a sign, and zeros for absent blocks. `x` are elements, or their
+  // bits.
+  template <class Element>
+  static void widen_lanes(const Element* x, i64 lanes, i64 step, float sign, float* y) {
+    Number elements[kLanes] = {};
+    if (lanes == kLanes && step == 1) {
+      std::memcpy(elements, x, sizeof elements);
+    } else {
+      for (i64 lane = 0; lane < lanes; ++lane) std::memcpy(elements + lane, x + lane * step, sizeof(Number));
+    }
+    for (int lane = 0; lane < kLanes; ++lane) y[lane] = In::widen(elements[lane]) * sign;
+  }
+
+  // Store the results of a group, times the factor of the call, and times signs if the call is inverse.
+  void store(const Group& g, const float* y) const {
+    Number* out = static_cast<Number*>(call.out) + g.first;
+    if (is_transposed(g)) {
+      for (i64 i = 0; i < call.size; i += 16) {
+        alignas(64) Bits by_block[16][kLanes], by_element[16][kLanes];
+        for (i64 j = 0; j < 16; ++j) {
+          Number elements[kLanes];
+          narrow_lanes(y + (i + j) * kLanes, store_sign(g, i + j), elements);
+          std::memcpy(by_element[j], elements, sizeof elements);
+        }
+        transpose_lanes(by_element, by_block);
+        for (i64 lane = 0; lane < kLanes; ++lane)
+          std::memcpy(out + lane * g.lane_step + i, by_block[lane], sizeof by_block[0]);
+      }
+      return;
+    }
+    for (i64 i = 0; i < call.size; ++i) {
+      Number elements[kLanes];
+      narrow_lanes(y + i * kLanes, store_sign(g, i), elements);
+      if (g.lanes == kLanes && g.lane_step == 1) {
+        std::memcpy(out + i * g.element_step, elements, sizeof elements);
+      } else {
+        for (i64 lane = 0; lane < g.lanes; ++lane) out[i * g.element_step + lane * g.lane_step] = elements[lane];
+      }
+    }
+  }
+  float store_sign(const Group& g, i64 i) const { return call.is_inverse ? sign(g.block, i) : 1.0f; }
+
+  // Store the values of kLanes blocks times the factor and times a sign, rounded to the type of elements. NaN becomes
+  // the positive quiet NaN.
+  void narrow_lanes(const float* y, float sign, Number (&elements)[kLanes]) const {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const float value = y[lane] * call.factor * sign;
+      elements[lane] = In::narrow(is_nan(value) ? nan_value() : value);
+    }
+  }
+
+  // Replace the elements y of a group by their Hadamard transform, without its factor.
+  void add_and_subtract(float* y) const {
+    for (i64 distance = 1; distance < call.size; distance *= 2)
+      for (i64 first = 0; first < call.size; first += 2 * distance)
+        for (i64 i = first; i < first + distance; ++i) {
+          float *a = y + i * kLanes, *b = a + distance * kLanes;
+          const LaneVector low = load_lanes(a), high = load_lanes(b);
+          store_lanes(low + high, a);
+          store_lanes(low - high, b);
+        }
+  }
+
+  // Store in `sums` the products of the elements y of a group with the matrix of its block. Four results are summed at
+  // a time.
+  void multiply(const Group& g, const float* y, float* sums) const {
+    const float* matrix = call.matrices + g.block * call.matrix_step;
+    const i64 size = call.size;
+    i64 j = 0;
+    for (; j + 4 <= size; j += 4) {
+      LaneVector total[4];
+      for (int k = 0; k < 4; ++k) total[k] = load_lanes(y) * matrix[j + k];
+      for (i64 i = 1; i < size; ++i)
+        for (int k = 0; k < 4; ++k) total[k] = total[k] + load_lanes(y + i * kLanes) * matrix[i * size + j + k];
+      for (int k = 0; k < 4; ++k) store_lanes(total[k], sums + (j + k) * kLanes);
+    }
+    for (; j < size; ++j) {
+      LaneVector total = load_lanes(y) * matrix[j];
+      for (i64 i = 1; i < size; ++i) total = total + load_lanes(y + i * kLanes) * matrix[i * size + j];
+      store_lanes(total, sums + j * kLanes);
+    }
+  }
+
+  // Rotate the groups of the task with this index.
+  void run(i64 index) const {
+    float* y = scratch<float>(static_cast<size_t>(2 * call.size * kLanes));
+    float* sums = y + call.size * kLanes;
+    const i64 first = index * groups_per_task(), last = minimum(first + groups_per_task(), groups());
+    for (i64 i = first; i < last; ++i) {
+      const Group g = group(i);
+      load(g, y);
+      if (call.matrices) {
+        multiply(g, y, sums);
+      } else {
+        add_and_subtract(y);
+      }
+      store(g, call.matrices ? sums : y);
+    }
+  }
+};
+
+}  // namespace

@@ -1,0 +1,165 @@
+// rotate: rotate blocks along an axis by a Hadamard transform or by given matrices. The results have the bits of
+// reference/rotate.py.
+//
+// The axes of x are (outer, length, inner), and blocks of kSize elements lie along the middle axis. A thread block
+// takes kLanes blocks at a time and keeps their elements as float32 in shared memory (the tile). If inner is 1
+// (kContiguous), the elements of a block are neighbors, in memory and in the tile. Otherwise the lanes are neighbors in
+// both.
+#include "codec.cuh"
+
+// The arguments of rotate_kernel.
+struct RotateArguments {
+  const void* x;
+  void* out;
+  const u8* signs;        // one per position along the middle axis, 1 if it is negative; read only if kHasSigns
+  const float* matrices;  // out_j = sum_i x_i M_ij; read only if kHasMatrices
+  i64 outer, length, inner;
+  i64 matrix_step;  // distance of the matrices of neighboring blocks; 0 for one matrix
+};
+
+using Bits = Input::Bits;
+constexpr int kLanes = 4096 / kSize, kCount = kLanes * kSize;  // of a tile
+constexpr int kPerThread = (kCount + kThreads - 1) / kThreads;
+constexpr int kUnit = kContiguous ? 1 : kLanes;  // distance in the tile of neighboring elements of a block
+
+// Return the index in the tile's memory of element e of the tile. The gap after every 16 elements avoids bank
+// conflicts.
+FP4KIT_DEVICE constexpr int padded(int e) {
+  return e + e / 16;
+}
+
+// Up to kLanes blocks: the offset of the first element of the first block, the distances of neighboring elements of a
+// block and of neighboring lanes, the number of lanes, and the number of the blocks along the middle axis.
+struct LaneBlocks {
+  i64 first, element_step, lane_step, lanes, block;
+};
+
+// Return the number of LaneBlocks of a call.
+FP4KIT_DEVICE i64 lane_blocks_count(const RotateArguments& a) {
+  const i64 blocks = a.length / kSize;
+  return kContiguous ? (a.outer + kLanes - 1) / kLanes * blocks : a.outer * blocks * ((a.inner + kLanes - 1) / kLanes);
+}
+
+// Return the LaneBlocks with this index.
+FP4KIT_DEVICE LaneBlocks lane_blocks(const RotateArguments& a, i64 index) {
+  const i64 blocks = a.length / kSize;
+  if (kContiguous) {
+    const i64 lane = index / blocks * kLanes, block = index % blocks;
+    return {lane * a.length + block * kSize, 1, a.length, minimum<i64>(a.outer - lane, kLanes), block};
+  }
+  const i64 groups = (a.inner + kLanes - 1) / kLanes, lane = index % groups * kLanes, position = index / groups;
+  return {position * kSize * a.inner + lane, a.inner, 1, minimum<i64>(a.inner - lane, kLanes), position % blocks};
+}
+
+// Return the lane of element e of the tile, and its index in its block.
+FP4KIT_DEVICE int lane_of(int e) {
+  return kContiguous ? e / kSize : e % kLanes;
+}
+FP4KIT_DEVICE int index_of(int e) {
+  return kContiguous ? e % kSize : e / kLanes;
+}
+
+// Return the sign of an element of a block: 1 or -1.
+FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) {
+  return kHasSigns && a.signs[block * kSize + i] ? -1.0f : 1.0f;
+}
+
+// Load the tile of b, with signs if the call is not inverse. Absent lanes are zeros.
+FP4KIT_DEVICE void load_tile(const RotateArguments& a, const LaneBlocks& b, float* tile) {
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) {
+    const int e = k * kThreads + threadIdx.x, lane = lane_of(e), i = index_of(e);
+    if (e >= kCount) break;
+    float value = 0.0f;
+    if (lane < b.lanes) {
+      value = Input::widen(static_cast<const Bits*>(a.x)[b.first + lane * b.lane_step + i * b.element_step]);
+      if (!kIsInverse) value *= sign_of_element(a, b.block, i);
+    }
+    tile[padded(e)] = value;
+  }
+}
+
+// Store the result of element e of the tile, rounded to Input and, if the call is inverse, with its sign. NaN becomes
+// the positive quiet NaN.
+FP4KIT_DEVICE void store_result(const RotateArguments& a, const LaneBlocks& b, int e, float value) {
+  const int lane = lane_of(e), i = index_of(e);
+  if (e >= kCount || lane >= b.lanes) return;
+  if (kIsInverse) value *= sign_of_element(a, b.block, i);
+  Bits& out = static_cast<Bits*>(a.out)[b.first + lane * b.lane_step + i * b.element_step];
+  if constexpr (sizeof(Bits) == 4) {
+    out = is_nan(value) ? nan_value() : value;
+  } else {
+    out = is_nan(value) ? static_cast<u16>(Input::kIsBfloat16 ? 0x7FC0u : 0x7E00u) : Input::narrow(value);
+  }
+}
+
+// Replace elements at the distances kFirst, 2 kFirst, ..., kFirst kRadix / 2 in the tile by their sums and differences,
+// one distance after the other. A thread holds kRadix elements in registers at a time.
+template <int kFirst, int kRadix>
+FP4KIT_DEVICE void add_and_subtract(float* tile) {
+  for (int group = threadIdx.x; group < kCount / kRadix; group += kThreads) {
+    const int low = group % kFirst, first = (group - low) * kRadix + low;
+    float y[kRadix];
+#pragma unroll
+    for (int k = 0; k < kRadix; ++k) y[k] = tile[padded(first + k * kFirst)];
+#pragma unroll
+    for (int distance = 1; distance < kRadix; distance *= 2) {
+#pragma unroll
+      for (int k = 0; k < kRadix; ++k) {
+        if (k & distance) continue;
+        const float a = y[k], b = y[k + distance];
+        y[k] = a + b;
+        y[k + distance] = a - b;
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kRadix; ++k) tile[padded(first + k * kFirst)] = y[k];
+  }
+  __syncthreads();
+}
+
+// Transform the blocks of the tile in place, without the factor: call add_and_subtract for the distances kDistance to
+// kSize / 2 of a block, at most four of them at a time.
+template <int kDistance>
+FP4KIT_DEVICE void transform_tile(float* tile) {
+  if constexpr (kDistance < kSize) {
+    constexpr int kRadix = kSize / kDistance < 16 ? kSize / kDistance : 16;
+    add_and_subtract<kDistance * kUnit, kRadix>(tile);
+    transform_tile<kDistance * kRadix>(tile);
+  }
+}
+
+// Store the products of the blocks of the tile with the matrix of b. A thread sums kPerThread results at a time.
+FP4KIT_DEVICE void store_products(const RotateArguments& a, const LaneBlocks& b, const float* tile) {
+  const float* matrix = a.matrices + b.block * a.matrix_step;
+  float sums[kPerThread];
+  for (int i = 0; i < kSize; ++i) {
+#pragma unroll
+    for (int k = 0; k < kPerThread; ++k) {
+      const int e = minimum<int>(k * kThreads + threadIdx.x, kCount - 1);
+      const int at = kContiguous ? lane_of(e) * kSize + i : i * kLanes + lane_of(e);
+      const float product = tile[padded(at)] * matrix[i * kSize + index_of(e)];
+      sums[k] = i ? sums[k] + product : product;
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kPerThread; ++k) store_result(a, b, k * kThreads + threadIdx.x, sums[k]);
+}
+
+// Rotate the blocks of a.x, and store the results in a.out. Launch with any grid.
+extern "C" __global__ void __launch_bounds__(kThreads) rotate_kernel(RotateArguments a) {
+  __shared__ float tile[padded(kCount)];
+  const i64 count = lane_blocks_count(a);
+  for (i64 index = blockIdx.x; index < count; index += gridDim.x) {
+    const LaneBlocks b = lane_blocks(a, index);
+    load_tile(a, b, tile);
+    __syncthreads();
+    if constexpr (kHasMatrices) {
+      store_products(a, b, tile);
+    } else {
+      transform_tile<1>(tile);
+      for (int e = threadIdx.x; e < kCount; e += kThreads) store_result(a, b, e, tile[padded(e)] * kFactor);
+    }
+    __syncthreads();
+  }
+}
