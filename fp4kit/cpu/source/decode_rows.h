@@ -11,17 +11,27 @@ struct DecodeTables {
   bool needs_fallback[256];
 };
 
+// Store at `planes` the value tables of `count` scale codes under the tensor scale t, one after the other. Mark the
+// codes under which values need the fallback.
+template <class R, class Out>
+static void fill_block_tables(const u8* codes, i64 count, TensorScale t, u8* planes, bool* needs_fallback) {
+  for (i64 i = 0; i < count; ++i) {
+    const Decoder<R, Out> decoder(codes[i], t);
+    decoder.fill_table(planes + Decoder<R, Out>::kTableBytes * i);
+    needs_fallback[i] = !decoder.is_supported();
+  }
+}
+using FillFunction = void (*)(const u8*, i64, TensorScale, u8*, bool*);  // fill_block_tables
+
 // Store the value tables of all scale codes under the tensor scale t. are_unsigned: no scale code has its sign bit set,
 // because a block rule has just made them. Codes with a sign bit then get no table and are marked in needs_fallback.
 template <class R, class Out>
 static void fill_tables(TensorScale t, bool are_unsigned, DecodeTables& tables) {
-  const u32 codes = are_unsigned && R::Scale::kSignBit ? R::Scale::kSignBit : 256u;
-  for (u32 code = 0; code < codes; ++code) {
-    const Decoder<R, Out> decoder(code, t);
-    decoder.fill_table(tables.planes + Decoder<R, Out>::kTableBytes * code);
-    tables.needs_fallback[code] = !decoder.is_supported();
-  }
-  for (u32 code = codes; code < 256; ++code) tables.needs_fallback[code] = true;
+  const u32 count = are_unsigned && R::Scale::kSignBit ? R::Scale::kSignBit : 256u;
+  u8 codes[256];
+  for (u32 code = 0; code < 256; ++code) codes[code] = static_cast<u8>(code);
+  fill_block_tables<R, Out>(codes, count, t, tables.planes, tables.needs_fallback);
+  for (u32 code = count; code < 256; ++code) tables.needs_fallback[code] = true;
 }
 
 // Store the values of `blocks` whole blocks of kSize nibbles, by look-up in the tables of their scale codes. Return
@@ -36,6 +46,34 @@ static bool decode_blocks(const u8* codes, const u8* scales, i64 blocks, const D
     decode_nibbles(codes + b * (kSize / 2), kSize, tables.planes + 16 * sizeof(Value) * code, out + b * kSize);
   }
   return needs_fallback == 0;
+}
+
+// Do the work of decode_row for 4-bit codes. All decoders share this function, because everything that depends on the
+// decode rule is in the value tables. If `tables` is nullptr, `fill` makes the tables of a few blocks at a time.
+template <class Value>
+static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
+                              const TensorScales& tensors, i64 row, i64 block, Value* out, FillFunction fill) {
+  constexpr i64 kTableBytes = 16 * sizeof(Value), kBatch = 16;
+  if (tables && count % size == 0) {
+    if (size == 16) return decode_blocks<Value, 16>(codes, scales, count / 16, *tables, out);
+    if (size == 32) return decode_blocks<Value, 32>(codes, scales, count / 32, *tables, out);
+  }
+  alignas(16) u8 planes[kBatch * kTableBytes];
+  bool needs_fallback[kBatch], is_done = true;
+  const u8 no_scale = 0;
+  const i64 blocks = (count + size - 1) / size, at_once = tensors.block_step || !scales ? 1 : kBatch;
+  for (i64 first = 0; first < blocks; first += at_once) {
+    const i64 n = minimum(at_once, blocks - first);
+    const u8* block_codes = scales ? scales + first : &no_scale;
+    if (!tables) fill(block_codes, n, tensors.at(row, block + first), planes, needs_fallback);
+    for (i64 b = 0; b < n; ++b) {
+      const i64 begin = (first + b) * size, table = tables ? block_codes[b] : b;
+      is_done &= !(tables ? tables->needs_fallback : needs_fallback)[table];
+      decode_nibbles(codes + begin / 2, minimum(size, count - begin),
+                     (tables ? tables->planes : planes) + kTableBytes * table, out + begin);
+    }
+  }
+  return is_done;
 }
 
 // Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes under one tensor scale. Return false if a
@@ -82,35 +120,22 @@ template <class R, class Out>
 static bool decode_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables* tables,
                        const TensorScales& tensors, i64 row, i64 block, void* values) {
   using BlockDecoder = Decoder<R, Out>;
-  using Value = typename BlockDecoder::Value;
-  auto* out = static_cast<Value*>(values);
-  if (BlockDecoder::kIsNibble && tables && count % size == 0) {
-    if (size == 16) return decode_blocks<Value, 16>(codes, scales, count / 16, *tables, out);
-    if (size == 32) return decode_blocks<Value, 32>(codes, scales, count / 32, *tables, out);
-  }
-  bool is_done = BlockDecoder::are_all_finite(codes, count);
-  if constexpr (BlockDecoder::kHasBitwiseProducts)
-    if (size == 32 && count % size == 0 && !tensors.block_step)
-      return decode_bits<R, Out>(codes, scales, count / size, tensors.at(row, block), out) & is_done;
-  for (i64 first = 0; first < count; first += size, ++block) {
-    const u32 code = scales ? *scales++ : 0u;
-    const i64 length = count - first < size ? count - first : size;
-    if (BlockDecoder::kIsNibble && tables) {
-      is_done &= !tables->needs_fallback[code];
-      decode_nibbles(codes + first / 2, length, tables->planes + BlockDecoder::kTableBytes * code, out + first);
-      continue;
-    }
-    const BlockDecoder decoder(code, tensors.at(row, block));
-    is_done &= decoder.is_supported();
-    if constexpr (BlockDecoder::kIsNibble) {
-      alignas(16) u8 table[BlockDecoder::kTableBytes];
-      decoder.fill_table(table);
-      decode_nibbles(codes + first / 2, length, table, out + first);
-    } else {
+  auto* out = static_cast<typename BlockDecoder::Value*>(values);
+  if constexpr (BlockDecoder::kIsNibble) {
+    return decode_nibble_row(codes, scales, count, size, tables, tensors, row, block, out, fill_block_tables<R, Out>);
+  } else {
+    bool is_done = BlockDecoder::are_all_finite(codes, count);
+    if constexpr (BlockDecoder::kHasBitwiseProducts)
+      if (size == 32 && count % size == 0 && !tensors.block_step)
+        return decode_bits<R, Out>(codes, scales, count / size, tensors.at(row, block), out) & is_done;
+    for (i64 first = 0; first < count; first += size, ++block) {
+      const BlockDecoder decoder(scales ? *scales++ : 0u, tensors.at(row, block));
+      const i64 length = minimum(size, count - first);
+      is_done &= decoder.is_supported();
       // A length known at compile time lets the compiler unroll the loop.
       length == 32 ? decoder.decode_codes(codes + first, 32, out + first)
                    : decoder.decode_codes(codes + first, length, out + first);
     }
+    return is_done;
   }
-  return is_done;
 }

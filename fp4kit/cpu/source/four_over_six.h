@@ -60,8 +60,8 @@ static __forceinline__ float rounded_magnitude(float a) {
 // Store in `terms` the errors of the elements in one row of kLanes blocks, as [column][lane]. `x` holds their
 // magnitudes in the same order. `scale` and `factor` hold one number per block.
 template <class R>
-__attribute__((noinline)) static void find_error_terms(const float* x, const float* scale, const float* factor,
-                                                       TensorScale t, float* __restrict terms) {
+static void find_error_terms(const float* x, const float* scale, const float* factor, TensorScale t,
+                             float* __restrict terms) {
   for (int j = 0; j < kBlockColumns; ++j)
     for (int lane = 0; lane < kLanes; ++lane) {
       const float a = x[j * kLanes + lane], scaled = (R::kFlush ? flush(a) : a) * factor[lane];
@@ -69,6 +69,8 @@ __attribute__((noinline)) static void find_error_terms(const float* x, const flo
       terms[j * kLanes + lane] = error_of<R>(a, compared<R>(value, scale[lane], t), t);
     }
 }
+
+using ErrorTermsFunction = void (*)(const float*, const float*, const float*, TensorScale, float*);  // find_error_terms
 
 // The next three structs combine the errors of elements into the errors of kLanes blocks, each for one kind of recipe.
 // add(row, terms) adds the error terms of a row. result(block_rows) returns the errors of the blocks.
@@ -156,18 +158,19 @@ struct BlockRows {
 };
 
 // Store the scale codes and factors of up to kLanes blocks, from block `first` on. A block gets the candidate of 4 if
-// its error is smaller, otherwise the candidate of 6.
-template <class R, int kRows>
+// its error is smaller, otherwise the candidate of 6. `find_terms` is find_error_terms of the recipe, and Sums combines
+// its errors.
+template <class Sums>
 static void choose_lanes(const BlockRows& x, i64 first, const SixAndFour& candidates, TensorScale t, u8* codes,
-                         float* factors) {
+                         float* factors, ErrorTermsFunction find_terms) {
   const i64 count = minimum<i64>(x.blocks - first, kLanes);
-  Errors<R, kRows> six, four;
+  Sums six, four;
   for (i64 i = 0; i < x.rows; ++i) {
     float row[kBlockColumns * kLanes], terms[kBlockColumns * kLanes];
     x.load(x.data, i * x.step + first * kBlockColumns, count, row);
-    find_error_terms<R>(row, candidates.scales[0] + first, candidates.factors[0] + first, t, terms);
+    find_terms(row, candidates.scales[0] + first, candidates.factors[0] + first, t, terms);
     six.add(i, terms);
-    find_error_terms<R>(row, candidates.scales[1] + first, candidates.factors[1] + first, t, terms);
+    find_terms(row, candidates.scales[1] + first, candidates.factors[1] + first, t, terms);
     four.add(i, terms);
   }
   float errors[2][kLanes];
@@ -187,6 +190,8 @@ static bool choose_scales(const BlockRows& x, const float* amax, TensorScale t, 
   SixAndFour candidates;
   if (!candidates.find<R>(amax, x.blocks, t)) return false;
   for (i64 first = 0; first < x.blocks; first += kLanes)
-    (x.block_rows == 1 ? choose_lanes<R, 1> : choose_lanes<R, kMaxBlockRows>)(x, first, candidates, t, codes, factors);
+    (x.block_rows == 1 ? choose_lanes<Errors<R, 1>> : choose_lanes<Errors<R, kMaxBlockRows>>)(x, first, candidates, t,
+                                                                                              codes, factors,
+                                                                                              find_error_terms<R>);
   return true;
 }

@@ -6,12 +6,31 @@
 
 namespace {
 
+// A stand-in for all recipes whose factors are those of Base, a base of block rules that reads only codes and amaxes.
+template <class Base>
+struct FactorsOf {
+  using BlockRule = Base;
+};
+// True if the block rule of R computes factors by the function of Base.
+template <class R, class Base>
+constexpr bool uses_factor_of() {
+  if constexpr (std::is_base_of_v<Base, typename R::BlockRule>)
+    return std::is_same_v<Function<&R::BlockRule::template factor<R, Float32>>,
+                          Function<&Base::template factor<R, Float32>>>;
+  return false;
+}
+
 // Return the two functions of the block rule of R for elements of type In. Rules that do not depend on the input type
-// share one function for all types.
+// share one function for all types, and rules with the same factors share the function of factors.
 template <class R, class In>
 constexpr BlockScales block_scales() {
   using Kind = std::conditional_t<R::BlockRule::kReadsInput, In, Float32>;
-  return {scale_codes<R, Kind>, scale_factors<R, Kind>};
+  if constexpr (uses_factor_of<R, inverse_factor>())
+    return {scale_codes<R, Kind>, scale_factors<FactorsOf<inverse_factor>, Float32>};
+  else if constexpr (uses_factor_of<R, finite_inverse>())
+    return {scale_codes<R, Kind>, scale_factors<FactorsOf<finite_inverse>, Float32>};
+  else
+    return {scale_codes<R, Kind>, scale_factors<R, Kind>};
 }
 template <class R>
 constexpr BlockScales kBlockScales[kInputs] = {block_scales<R, Float32>(), block_scales<R, Float16>(),
