@@ -19,6 +19,7 @@ _STYLE = (
     ".fp4kit tr,.fp4kit tr:hover,.fp4kit tr:nth-child(even){background:transparent}"
     ".fp4kit th,.fp4kit td{text-align:left;vertical-align:top;padding:1px 14px 1px 0;border:0;font-weight:400}"
     ".fp4kit td{overflow-wrap:anywhere}"
+    ".fp4kit .facts td:first-child{min-width:9em}"  # wide tables would otherwise break names within words
     ".fp4kit th{opacity:.7}"
     ".fp4kit .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
     ".fp4kit .bars td{padding-top:0;padding-bottom:0}"

@@ -6,6 +6,17 @@ from typing import Any
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"  # of Okabe and Ito, for color-blind readers
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
+STYLE = {  # matplotlib's rcParams for the notebooks
+    "figure.facecolor": "white",
+    "figure.constrained_layout.use": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 11,
+    "axes.axisbelow": True,
+    "grid.color": "#eeeeee",
+    "legend.frameon": False,
+}
 
 
 def axes(ax: Any, width: float, height: float) -> Any:
