@@ -199,27 +199,22 @@ def work(rank: int, processes: int, path: Path, args: argparse.Namespace) -> Non
         print(json.dumps(about | {"partitions": partitions}), flush=True)
 
 
-def spawn(args: argparse.Namespace) -> dict[str, Any]:
-    """Start the processes and return the record that rank 0 prints.
+def spawn_with(script: Path, processes: int, options: Sequence[str]) -> dict[str, Any]:
+    """Start the processes of a script and return the record that rank 0 prints.
 
     If one process fails, kill the others and raise SystemExit.
+
+    options: options of the script, which every process gets before --file, --processes and --rank.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            sys.executable,
-            str(Path(__file__).resolve()),
-            "--file",
-            str(Path(folder) / "id"),
-            "--processes",
-            str(args.processes),
-        ]
-        command += ["--gigabytes", str(args.gigabytes), "--repeat", str(args.repeat), "--rank"]
+        command = [sys.executable, str(script.resolve()), *options, "--file", str(Path(folder) / "id")]
+        command += ["--processes", str(processes), "--rank"]
         environment = os.environ | {"NCCL_NVLS_ENABLE": "0"}
         running = [
             subprocess.Popen(
                 [*command, str(rank)], env=environment, stdout=subprocess.PIPE if rank == 0 else None, text=True
             )
-            for rank in range(args.processes)
+            for rank in range(processes)
         ]
         while any(p.poll() is None for p in running) and not any(p.poll() for p in running):
             time.sleep(0.1)
@@ -257,7 +252,8 @@ def main() -> None:
     if args.rank is not None:
         work(args.rank, args.processes, args.file, args)
         return
-    record = spawn(args)
+    options = ["--gigabytes", str(args.gigabytes), "--repeat", str(args.repeat)]
+    record = spawn_with(Path(__file__), args.processes, options)
     print(table(record))
     if args.json:
         args.json.parent.mkdir(parents=True, exist_ok=True)

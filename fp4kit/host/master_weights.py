@@ -11,6 +11,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.call.shards import Partition, amax_shape
+from fp4kit.layouts import padded_shape, swizzle_scales
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -19,6 +20,7 @@ from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import spread_rows
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.tensor_rules import tensor_scale
+from fp4kit.types import ScaleLayout
 
 # The type of a function run(operation, ...): it returns the result from the first host engine that supports it.
 Run = Callable[..., Any]
@@ -45,9 +47,10 @@ class HostStages:
         partition: Partition,
         rank: int,
         columnwise: bool,
+        layout: ScaleLayout,
         run: Run,
     ) -> None:
-        self._run = run
+        self._run, self._layout = run, layout
         self._values, self._shapes, self._recipe, self._partition, self._rank = list(values), shapes, r, partition, rank
         blocks = [amax_shape(shape, r) for shape in shapes]
         ends = np.cumsum([len(shapes), *(rows * columns for rows, columns in blocks)])
@@ -70,11 +73,11 @@ class HostStages:
         """
         r = self._recipe
         packed = np.zeros(packed_shape(shape, r), np.uint8)
-        scales = np.zeros(scale_shape(shape, r), np.uint8)
+        scales = np.zeros(padded_shape(scale_shape(shape, r), self._layout), np.uint8)
         scale, amax = (
             (None, None) if r.tensor_scaling == "none" else (np.zeros((), np.float32), np.zeros((), np.float32))
         )
-        return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r)
+        return Quantized(packed, scales, scale, amax, shape, values.dtype, -1, r, self._layout)
 
     def device(self) -> AbstractContextManager[None]:
         """Return a context manager that does nothing. In DeviceStages, it makes the device of the buffers current."""
@@ -115,7 +118,7 @@ class HostStages:
             tensor = tensor_scale(self._tensor_amaxes[t], q.recipe, q.dtype)
             with np.errstate(all="ignore"):
                 codes = BLOCK_RULES[q.recipe.block_rule or ""].code(amax, tensor, q.recipe, q.dtype)
-            q.block_scale[...] = spread_rows(codes, q.recipe, q.shape[0])
+            q.block_scale[...] = swizzle_scales(spread_rows(codes, q.recipe, q.shape[0]), self._layout)
             if q.tensor_scale is not None:
                 q.tensor_scale[...], q.tensor_amax[...] = tensor.decode, self._tensor_amaxes[t]
 

@@ -30,10 +30,12 @@ from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import device_name, import_arrays
 from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
 from fp4kit.call.shards import check_castable, check_shard, square_block
+from fp4kit.layouts import check_layout
 from fp4kit.ops.engines import check_master_weights, new_master_weights
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.training.communicators import Communicator, check_communicator
 from fp4kit.training.partition import exchange_cuts, refusing
+from fp4kit.types import ScaleLayout
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,12 @@ class Shard:
 
 
 def cast_master_weights(
-    shards: Sequence[Shard], comm: Communicator, recipe: str | Recipe = "nvfp4-te-2d", *, columnwise: bool = False
+    shards: Sequence[Shard],
+    comm: Communicator,
+    recipe: str | Recipe = "nvfp4-te-2d",
+    *,
+    columnwise: bool = False,
+    scale_layout: ScaleLayout = "linear",
 ) -> list[Any]:
     """Quantize matrices from the shards of all processes.
 
@@ -68,13 +75,16 @@ def cast_master_weights(
             arrays of that library.
         recipe: a recipe with blocks, with or without one tensor scale; not 4over6.
         columnwise: True to return transposed copies too. Blocks must be square, and M a multiple of their size.
+        scale_layout: the layout of block scales, as in quantize. Tiled layouts are those that a server's matrix
+            products read. Columnwise copies need "linear".
 
     Returns:
-        A list with one Quantized per matrix, rowwise with linear scales. With ``columnwise``, a list of pairs (rowwise,
+        A list with one Quantized per matrix, rowwise. With ``columnwise``, a list of pairs (rowwise,
         columnwise); the second is what fp4kit.transpose returns.
 
     Raises:
         TypeError, ValueError: as partial_amax, before anything is sent.
+        ValueError: if the layout is unknown, or is tiled and ``columnwise`` is True.
         ValueError: on every process, if the shards miss or repeat an element, or if processes name different matrices.
             On a CPU also for NaN, which a GPU does not check.
 
@@ -91,7 +101,7 @@ def cast_master_weights(
         >>> fp4kit.cast_master_weights([fp4kit.Shard(w.reshape(-1), w.shape)], SingleProcess())
         [Quantized(nvfp4-te-2d, shape=(16, 32), dtype=float32, axis=1, scale_layout='linear', 4.56 bits per value)]
     """
-    return MasterWeightsPlan(shards, comm, recipe, columnwise=columnwise).cast()
+    return MasterWeightsPlan(shards, comm, recipe, columnwise=columnwise, scale_layout=scale_layout).cast()
 
 
 class MasterWeightsPlan:
@@ -115,15 +125,16 @@ class MasterWeightsPlan:
         recipe: str | Recipe = "nvfp4-te-2d",
         *,
         columnwise: bool = False,
+        scale_layout: ScaleLayout = "linear",
     ) -> None:
         check_communicator("cast_master_weights", comm)
         with refusing(comm):
             shards = as_entries("cast_master_weights", "shards", shards)
             self._comm, self._home = comm, PlanLibrary([getattr(s, "values", None) for s in shards])
         with self._home.context():
-            self._make(shards, recipe, columnwise)
+            self._make(shards, recipe, columnwise, scale_layout)
 
-    def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool) -> None:
+    def _make(self, shards: Sequence[Shard], recipe: str | Recipe, columnwise: bool, layout: ScaleLayout) -> None:
         """Check the shards, exchange their ranges with the other processes, and prepare the stages of cast.
 
         The arguments are those of cast_master_weights. If they are invalid, the other processes raise an error, too.
@@ -132,6 +143,12 @@ class MasterWeightsPlan:
         with refusing(comm):
             r = recipe_of("cast_master_weights", recipe)
             columnwise = as_flag("cast_master_weights", "columnwise", columnwise)
+            check_layout("cast_master_weights", layout)
+            if columnwise and layout != "linear":
+                raise ValueError(
+                    f"cast_master_weights: scale_layout is {layout!r} with columnwise=True; columnwise copies need"
+                    " 'linear'; change the layout of a result with fp4kit.swizzle"
+                )
             values, shapes = _check_shards(shards, r, columnwise)
             on_host = check_master_weights(values, shapes, r)
         dtypes, lengths, starts = (
@@ -141,7 +158,7 @@ class MasterWeightsPlan:
         )
         partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm, on_host=on_host)
         self._kinds = [_kind(v) for v in values]
-        self._work = new_master_weights(values, shapes, r, partition, comm.rank, columnwise) if shards else None
+        self._work = new_master_weights(values, shapes, r, partition, comm.rank, columnwise, layout) if shards else None
         self.stages = tuple(self._make_stages(self._work)) if self._work else ()
         results = (self._work.quantized, self._work.columnwise) if self._work else ([], [])
         self._result = list(zip(*results, strict=True)) if columnwise else results[0]

@@ -143,6 +143,26 @@ def test_any_partition(name, dtypes, size, shapes, cuts, seed) -> None:
     run_threads(size, work)
 
 
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te-2d"])
+@pytest.mark.parametrize("layout", ["swizzled_128x4", *exhaustive(["swizzled_8x4"])])
+def test_layouts_of_scales(name, layout) -> None:
+    """Scales are stored in tiled layouts, whose padding is zero, also in a second step."""
+    rng, block = np.random.default_rng(4), RECIPES[name].block_size
+    xs = [rng.standard_normal((rows, wide * block)).astype(np.float32) for rows, wide in ((70, 5), (0, 2), (129, 3))]
+
+    def work(comm) -> None:
+        cuts = [x.size // 2 | 1 if x.size else 0 for x in xs]
+        cuts = [(cut, x.size) if comm.rank else (0, cut) for cut, x in zip(cuts, xs, strict=True)]
+        parts = [cupy.asarray(x.reshape(-1)[a:b]) for x, (a, b) in zip(xs, cuts, strict=True)]
+        shards = [Shard(v, x.shape, a) for v, x, (a, _) in zip(parts, xs, cuts, strict=True)]
+        plan = MasterWeightsPlan(shards, comm, name, scale_layout=layout)
+        for _ in range(2):
+            for q, x in zip(plan.cast(), xs, strict=True):
+                assert_same(q, fp4kit.quantize(x, name, scale_layout=layout))
+
+    run_threads(2, work)
+
+
 def test_plan_columnwise_refresh_and_graph() -> None:
     rng = np.random.default_rng(2)
     xs = [

@@ -17,6 +17,7 @@ from thread_group import run_threads
 import fp4kit
 from fp4kit import Shard
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.training.communicators import SingleProcess
 from fp4kit.training.master_weights import MasterWeightsPlan
 
@@ -32,8 +33,9 @@ NAMES = ("nvfp4-te-2d", "nvfp4-te", "mxfp4-ocp", "mxfp8-te-2d", "nvfp4-modelopt"
     shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 4)), min_size=1, max_size=3),
     cuts=st.lists(st.floats(0, 1), min_size=9, max_size=9),
     seed=st.integers(0, 99),
+    layout=st.sampled_from(SCALE_LAYOUTS),
 )
-def test_any_partition(name, dtype, size, shapes, cuts, seed) -> None:
+def test_any_partition(name, dtype, size, shapes, cuts, seed, layout) -> None:
     rng = np.random.default_rng(seed)
     block = fp4kit.recipe(name).block_size
     arrays = [rng.standard_normal((rows, blocks * block)).astype(dtype) for rows, blocks in shapes]
@@ -45,9 +47,13 @@ def test_any_partition(name, dtype, size, shapes, cuts, seed) -> None:
             shards.append(Shard(x.reshape(-1)[edges[rank] : edges[rank + 1]], x.shape, edges[rank]))
         return shards
 
-    for quantized in run_threads(size, lambda comm: fp4kit.cast_master_weights(shards_of(comm.rank), comm, name)):
+    def cast(comm):
+        return fp4kit.cast_master_weights(shards_of(comm.rank), comm, name, scale_layout=layout)
+
+    for quantized in run_threads(size, cast):
         for q, x in zip(quantized, arrays, strict=True):
-            assert_same_bits(q, fp4kit.quantize(x, name))
+            assert_same_bits(q, fp4kit.quantize(x, name, scale_layout=layout))
+            assert q.scale_layout == layout
 
 
 def test_single_process_and_nothing() -> None:
@@ -123,6 +129,11 @@ def test_columnwise_and_plans(size) -> None:
         (
             lambda: cast((0, 16, 16), recipe="nvfp4-te", columnwise=True),
             "nvfp4-te has 1x16 blocks; needs square blocks",
+        ),
+        (lambda: cast((0, 16, 16), scale_layout="tiled"), "cast_master_weights: scale_layout is 'tiled'; needs one of"),
+        (
+            lambda: cast((0, 16, 16), columnwise=True, scale_layout="swizzled_8x4"),
+            "scale_layout is 'swizzled_8x4' with columnwise=True; columnwise copies need 'linear'",
         ),
         (lambda: cast((0, 16, 16), columnwise=True), "the other axis has length 1; needs a multiple of 16"),
         (

@@ -17,9 +17,11 @@ from fp4kit.call.shards import Partition, amax_shape
 from fp4kit.cuda.launch import partial
 from fp4kit.cuda.launch.grouped import GroupedLaunch
 from fp4kit.cuda.launch.grouped_transpose import TransposeMatrix, transpose_group
+from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.part_shapes import packed_shape, scale_shape
 from fp4kit.recipes import Recipe
+from fp4kit.types import ScaleLayout
 
 ALIGNMENT = 256  # bytes; the part of a buffer that belongs to a matrix begins at a multiple of it
 MAX_PADDING = 1.1  # messages are padded to one length if this takes at most this factor of bytes (_message_sizes)
@@ -46,8 +48,10 @@ class DeviceStages:
         partition: Partition,
         rank: int,
         columnwise: bool,
+        layout: ScaleLayout,
     ) -> None:
         self._values, self._recipe, self._partition, self._rank = list(values), r, partition, rank
+        self._layout = layout
         self._dtypes, self._device = [v.dtype for v in values], values[0].device.id
         self._rows, self._columns = np.array(shapes, np.int64).T
         with self.device():
@@ -88,7 +92,7 @@ class DeviceStages:
         self._factors = cupy.empty(self._block_amax.size, np.float32)
         self._packed_at, size = _offsets([int(np.prod(packed_shape(s, r))) for s in shapes])
         self._packed = cupy.zeros(size, np.uint8)
-        self._scale_at, size = _offsets([int(np.prod(scale_shape(s, r))) for s in shapes])
+        self._scale_at, size = _offsets([int(np.prod(padded_shape(scale_shape(s, r), self._layout))) for s in shapes])
         self._scales = cupy.zeros(size, np.uint8)
         sizes = self._partition.pieces(partial.RUN).sum(axis=1) * partial.run_bytes(r)
         self.counts = _message_sizes(sizes.tolist())
@@ -104,32 +108,34 @@ class DeviceStages:
         views, r = [], self._recipe
         for t, shape in enumerate(shapes):
             moved = shape if axis == -1 else shape[::-1]
-            codes, bytes_ = packed_shape(moved, r), scale_shape(moved, r)
+            codes, bytes_ = packed_shape(moved, r), padded_shape(scale_shape(moved, r), self._layout)
             scale, amax = (a[t : t + 1].reshape(()) for a in (self._tensor_scale, self._tensor_amax))
             if r.tensor_scaling == "none":
                 scale = amax = None
             at, scale_at = int(self._packed_at[t]), int(self._scale_at[t])
             part = packed[at : at + int(np.prod(codes))].reshape(codes)
             scale_part = scales[scale_at : scale_at + int(np.prod(bytes_))].reshape(bytes_)
-            views.append(Quantized(part, scale_part, scale, amax, shape, self._dtypes[t], axis, r))
+            views.append(Quantized(part, scale_part, scale, amax, shape, self._dtypes[t], axis, r, self._layout))
         return views
 
-    def _by_dtype(self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any) -> list[GroupedLaunch]:
+    def _by_dtype(
+        self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any, layout: str = "linear"
+    ) -> list[GroupedLaunch]:
         """Prepare a kernel for all matrices, and return its launches: one per dtype of the shards.
 
         Args:
             work: per matrix, the number of blocks or runs to compute. Matrices with 0 are left out.
             fields: the arguments of the kernel, as for partial.arguments.
             held: arrays that the launches keep alive.
+            layout: the layout of the scales that partial_scales stores.
         """
         table = partial.arguments(kernel, len(work), **fields)
         launches = []
         for dtype in sorted(set(self._dtypes), key=str):
             chosen = np.array([d == dtype for d in self._dtypes]) & (work > 0)
             if chosen.any():
-                launches.append(
-                    partial.prepare(kernel, self._recipe, dtype, table[chosen], work[chosen], self._device, *held)
-                )
+                arguments = table[chosen], work[chosen], self._device
+                launches.append(partial.prepare(kernel, self._recipe, dtype, *arguments, *held, layout=layout))
         return launches
 
     def _prepare_scales(self) -> None:
@@ -140,7 +146,8 @@ class DeviceStages:
         places = {"block_at": self._block_at, "factor_at": self._block_at, "scale_at": self._scale_at}
         places |= {"tensor_at": np.arange(len(self._blocks)), "rows": self._rows, "columns": self._columns}
         # A matrix without elements also needs a launch, because it has a tensor scale.
-        self._run_scales = self._by_dtype("partial_scales", np.maximum(self._blocks, 1), fields | places)
+        work = np.maximum(self._blocks, 1)
+        self._run_scales = self._by_dtype("partial_scales", work, fields | places, layout=self._layout)
 
     def _prepare_shards(self) -> None:
         """Prepare the launches of the two stages that read the shards: amax and cast.

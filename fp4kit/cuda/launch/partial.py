@@ -71,9 +71,14 @@ def arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 
 @cache
-def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int) -> Any:
-    """Return a compiled kernel. grouped: True for the variant that computes many matrices. dtype: that of shards."""
-    source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype])
+def _function(kernel: str, r: Recipe, dtype: np.dtype, grouped: bool, device: int, layout: str = "linear") -> Any:
+    """Return a compiled kernel.
+
+    dtype: that of shards. grouped: True for the variant that computes many matrices. layout: the layout of scales, for
+    partial_scales.
+    """
+    names = {"kLayout": f"ScaleLayout::{layout}"} if kernel == "partial_scales" else {}
+    source = instantiation(kernel, recipe_struct(r), Input=TYPES[dtype], **names)
     return loader.function(source, f"{'grouped_' * grouped}{kernel}_kernel", device)
 
 
@@ -90,7 +95,14 @@ def launch(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int
 
 
 def prepare(
-    kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: np.ndarray, device: int, *held: Any
+    kernel: str,
+    r: Recipe,
+    dtype: np.dtype,
+    table: np.ndarray,
+    work: np.ndarray,
+    device: int,
+    *held: Any,
+    layout: str = "linear",
 ) -> GroupedLaunch:
     """Return the prepared launch of a kernel for all matrices of a table.
 
@@ -99,8 +111,9 @@ def prepare(
         table: the arguments of the kernel, from `arguments`.
         work: the number of blocks or runs of each matrix, as the kernel needs.
         held: the arrays that the table points to, which the launch keeps alive.
+        layout: the layout in which partial_scales stores scales. Their padding is not written.
     """
-    function = _function(kernel, r, dtype, True, device)
+    function = _function(kernel, r, dtype, True, device, layout)
     return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
 
 

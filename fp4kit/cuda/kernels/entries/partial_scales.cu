@@ -1,8 +1,9 @@
 // partial_scales: compute the tensor scale, block scales and block factors of a matrix from its amaxes, after all
 // processes have combined these. A thread takes one block at a time. The scale of a block of several rows is stored
-// once per row, in rows of columns / kBlock bytes.
+// once per row. Scales are stored in the layout kLayout, and its padding is not written.
 #include "block.cuh"
 #include "grouped.cuh"
+#include "scale_layout.cuh"
 
 // The arguments of partial_scales_kernel, and of each member of grouped_partial_scales_kernel. Arrays are shared by
 // several matrices; the fields whose names end in `_at` are the indices at which this matrix begins.
@@ -10,7 +11,7 @@ struct PartialScalesArguments {
   const float* block_amax;   // the block amaxes of this matrix, from index block_at on
   const float* tensor_amax;  // the tensor's amax, at index tensor_at (null without tensor scale)
   float* factors;            // output: one factor per block, from index factor_at on
-  u8* scales;                // output: rows x columns / kBlock scale codes, from index scale_at on (null: not wanted)
+  u8* scales;                // output: rows x columns / kBlock scales, from index scale_at on (null: not wanted)
   float* tensor_scale;       // output: the decode scale, at index tensor_at (null: not wanted)
   i64 rows, columns;         // rows and columns of the matrix
   i64 block_at, factor_at, scale_at, tensor_at;
@@ -27,13 +28,13 @@ FP4KIT_DEVICE void partial_scales(const PartialScalesArguments& a, Grid grid) {
     const u32 code = R::BlockRule::template code<R, In>(amax, t);
     a.factors[a.factor_at + i] = R::BlockRule::template factor<R, In>(code, amax, t);
     if (!a.scales) continue;
-    if constexpr (R::kBlockRows == 1) {
+    if constexpr (R::kBlockRows == 1 && kLayout == ScaleLayout::linear) {
       a.scales[a.scale_at + i] = static_cast<u8>(code);
     } else {
-      const i64 block_row = quotient(i, wide, count), row = block_row * R::kBlockRows;
-      u8* out = a.scales + a.scale_at + row * wide + (i - block_row * wide);
+      const i64 block_row = quotient(i, wide, count), row = block_row * R::kBlockRows, column = i - block_row * wide;
       const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - row));
-      for (int r = 0; r < rows; ++r) out[r * wide] = static_cast<u8>(code);
+      for (int r = 0; r < rows; ++r)
+        a.scales[a.scale_at + scale_offset<kLayout>(row + r, column, wide)] = static_cast<u8>(code);
     }
   }
 }
