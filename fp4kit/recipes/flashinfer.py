@@ -36,6 +36,15 @@ def recipes() -> Iterator[Recipe]:
     yield from four_over_six(
         replace(precise, exact="FlashInfer with FLASHINFER_NVFP4_4OVER6=1 and fast math disabled"), "nvfp4-flashinfer"
     )
+    yield replace(
+        fast,
+        id="nvfp4-flashinfer-static",
+        tensor_rule="divided",
+        source="FlashInfer fb28d72 nvfp4_quantize with the global scale 1 / input_scale, as engines call it",
+        exact="activations under Model-Optimizer's input_scale, which is tensor_amax / 2688, with the approximate "
+        "reciprocals of sm_90; the call is read from the source of the engines, not recorded",
+    )
+    yield from _token(fast, precise)
     yield from _kv()
     yield of_format(
         MXFP4,
@@ -57,6 +66,59 @@ def recipes() -> Iterator[Recipe]:
         source="FlashInfer fb28d72 quantization_utils.cuh cvt_warp_fp16_to_mxfp8",
         exact="mxfp8_quantize, CUDA backend",
     )
+
+
+def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
+    """Yield FlashInfer's recipes for activations with one scale per token, which is a row.
+
+    They are those of its kernels, of the Python reference of its tests, and of that reference with 4over6.
+
+    fast: nvfp4-flashinfer. precise: nvfp4-flashinfer-precise.
+    """
+    kernel = "FlashInfer fb28d72 nvfp4_quantize with per_token_activation=True"
+    read = (
+        "read from its source, not recorded. For a row of zeros, the scale of the row is 0, as in the CuTe-DSL kernel. "
+        "Except for blocks whose scale underflows to 0, where FlashInfer's two kernels differ"
+    )
+    yield replace(
+        fast,
+        id="nvfp4-flashinfer-token",
+        tensor_scaling="row",
+        tensor_rule="flashinfer_token_fast",
+        source=kernel,
+        exact=f"the default kernel for float16 and bfloat16, with the approximate reciprocals of sm_90; {read}",
+    )
+    yield replace(
+        precise,
+        id="nvfp4-flashinfer-token-precise",
+        tensor_scaling="row",
+        tensor_rule="flashinfer_token",
+        source=kernel,
+        exact=f"the kernel with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1; {read}",
+    )
+    reference = of_format(
+        NVFP4,
+        "nvfp4-flashinfer-token-reference",
+        tensor_scaling="row",
+        tensor_rule="flashinfer_token",
+        block_rule="te",
+        sign="negative",
+        nan_code=0,
+        amax_nan="propagate",
+        source="FlashInfer fb28d72 tests, the Python reference of per-token NVFP4",
+        exact="the Python reference, which FlashInfer's tests compare bit for bit with its kernels without fast math. "
+        "Same codes and block scales as nvfp4-te-rowscaled; the scale of a row of zeros is 0",
+    )
+    yield reference
+    for r in four_over_six(reference, "nvfp4-flashinfer-token"):
+        name = f"the Python reference with 4over6, error {r.four_over_six} and scales up to {r.scale_max}"
+        yield replace(r, exact=name)
+        yield replace(
+            r,
+            id=f"{r.id}-fasterr",
+            fast_error=True,
+            exact=f"{name}, and FLASHINFER_NVFP4_4OVER6_ERR_USE_FAST_MATH=1",
+        )
 
 
 def _kv() -> Iterator[Recipe]:

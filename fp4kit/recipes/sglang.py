@@ -1,19 +1,36 @@
-"""Define the recipes of SGLang 0.5.23: its MXFP4 utilities. For NVFP4 and MXFP8 SGLang uses FlashInfer."""
+"""Define the recipes of SGLang: the MXFP4 utilities of 0.5.23, and its online NVFP4, named nvfp4_online.
+
+For NVFP4 and MXFP8 SGLang calls FlashInfer. In online NVFP4, weights are quantized while they are loaded, and
+activations with one scale per token.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp4kit.formats import MXFP4
-from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.formats import MXFP4, NVFP4
+from fp4kit.recipes.schema import Alias, Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.5.23", "0.5.23")
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield SGLang's two MXFP4 recipes: that of its quantization utility, then that of its KV cache."""
+    """Yield SGLang's recipe for NVFP4 weights, then those of its MXFP4 utility and its MXFP4 KV cache."""
+    yield of_format(
+        NVFP4,
+        "nvfp4-sglang-online",
+        tensor_rule="sglang_online",
+        block_rule="flashinfer_precise",
+        amax_nan="lanes",
+        flush=True,
+        source="SGLang a022252 layers/quantization/nvfp4_online.py _quantize_weight_nvfp4",
+        exact="weights of one expert by --quantization nvfp4_online, without 4over6, whose w1 and w3 share an amax. "
+        "Except for tensors with inf or NaN, and for blocks whose scale underflows to 0; read from its source, not "
+        "recorded. Activations: nvfp4-sglang-token",
+        versions=Versions("a022252", "a022252"),
+    )
     util = of_format(
         MXFP4,
         "mxfp4-sglang-util",
@@ -37,4 +54,14 @@ def recipes() -> Iterator[Recipe]:
         nan_code=0,
         source="SGLang 0.5.23 kvfp4_tensor.py FP4MXBlock16KVQuantizeUtil",
         exact="codes of eager execution, without torch.compile",
+    )
+
+
+def aliases() -> Iterator[Alias]:
+    """Yield the alias for SGLang's activations with one scale per token, which FlashInfer quantizes."""
+    yield Alias(
+        "nvfp4-sglang-token",
+        "nvfp4-flashinfer-token",
+        source="SGLang a022252 layers/quantization/nvfp4_online.py, which calls FlashInfer",
+        exact="is the recipe of activations by --quantization nvfp4_online; read from its source, not recorded",
     )

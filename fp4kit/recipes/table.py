@@ -58,7 +58,7 @@ def _with_versions(r: Recipe, usual: Versions) -> Recipe:
 RECIPES: dict[str, Recipe] = _table()
 
 # {id of the alias: Alias}. An alias names a producer whose codes and scales equal those of another producer's recipe.
-PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *mlx.aliases())}
+PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *sglang.aliases(), *mlx.aliases())}
 
 # {alias: id of its recipe}
 ALIASES = {
@@ -86,7 +86,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (154, 'nvfp4-te')
+        (169, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """

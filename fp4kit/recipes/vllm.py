@@ -1,6 +1,7 @@
-"""Define the recipes of vLLM: its emulation of NVFP4, its MX quantizers, and its store of NVFP4 KV caches.
+"""Define the recipes of vLLM: its emulation of NVFP4, its MX quantizers, its KV caches and its online NVFP4.
 
-The emulation and the MX quantizers, of vLLM 0.33, run where vLLM has no CUDA kernel.
+The emulation and the MX quantizers, of vLLM 0.33, run where vLLM has no CUDA kernel. In online NVFP4, named
+nvfp4_per_token, weights are quantized while they are loaded, and activations by FlashInfer with one scale per token.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from fp4kit.recipes.schema import Alias, Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
 VERSIONS = Versions("0.33", "0.33")
+_ACTIVATIONS = "vLLM 0.33 csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh cvt_warp_fp16_to_fp4"
 
 
 def recipes() -> Iterator[Recipe]:
@@ -38,7 +40,7 @@ def recipes() -> Iterator[Recipe]:
         source="vLLM 0.33 utils/nvfp4_emulation_utils.py _nvfp4_quant_dequant_kernel (Triton)",
         exact="values of the fused fake quantizer on an H200",
     )
-    yield of_format(
+    kv = of_format(
         NVFP4,
         "nvfp4-vllm-kv",
         tensor_rule="divided",
@@ -48,6 +50,30 @@ def recipes() -> Iterator[Recipe]:
         exact="the KV cache kernel, except for blocks of NaN alone; read from its source, not recorded. The tensor "
         "scale is the checkpoint's k_scale or v_scale. Decodes as FlashInfer's nvfp4_kv_dequantize",
         versions=Versions("0cd789b", "0cd789b"),
+    )
+    yield kv
+    yield replace(
+        kv,
+        id="nvfp4-vllm-static-divisor",
+        tensor_rule="vllm",
+        decode_rule="product",
+        source=_ACTIVATIONS,
+        exact="activations under compressed-tensors' input_global_scale, which is 2688 * (1 / tensor_amax) in float32 "
+        "and divides on decode. Except for a tensor_amax below 1e-8 and for blocks of NaN alone; read from its source, "
+        "not recorded",
+        versions=VERSIONS,
+    )
+    yield of_format(
+        NVFP4,
+        "nvfp4-vllm-online",
+        tensor_rule="vllm",
+        block_rule="flashinfer",
+        amax_nan="lanes",
+        flush=True,
+        source="vLLM 0136201 layers/quantization/online/nvfp4.py _quantize_moe_weight_to_nvfp4",
+        exact="the weights of one expert by --quantization nvfp4_per_token, without 4over6, with the approximate "
+        "reciprocals of sm_90; read from its source, not recorded. Activations: nvfp4-vllm-token",
+        versions=Versions("0136201", "0136201"),
     )
     mxfp4 = of_format(
         MXFP4,
@@ -66,10 +92,22 @@ def recipes() -> Iterator[Recipe]:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield the alias for vLLM's only quantizer that equals a recipe of another producer, mxfp8-vllm."""
+    """Yield the aliases for vLLM's quantizers that equal other recipes, two of them for activations in NVFP4."""
     yield Alias(
         "mxfp8-vllm",
         "mxfp8-modelopt",
         source="vLLM 0.33 utils/mxfp8_utils.py _mxfp8_e4m3_quantize_torch",
         exact="equals it except for blocks with an infinity, whose elements are 0 there",
+    )
+    yield Alias(
+        "nvfp4-vllm-static",
+        "nvfp4-vllm-kv",
+        source=_ACTIVATIONS,
+        exact="has its codes and scales for activations under Model-Optimizer's input_scale, tensor_amax / 2688",
+    )
+    yield Alias(
+        "nvfp4-vllm-token",
+        "nvfp4-flashinfer-token",
+        source="vLLM 0136201 layers/quantization/online/nvfp4.py, which calls FlashInfer",
+        exact="is the recipe of activations by --quantization nvfp4_per_token; read from its source, not recorded",
     )

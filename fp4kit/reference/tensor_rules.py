@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import ONE, reciprocal_or_zero
+from fp4kit.reference.arith import ONE, ZERO, multiply_ftz, reciprocal_approx_ftz, reciprocal_or_zero
 from fp4kit.reference.trace import show
 
 Pair = tuple[np.ndarray, np.ndarray]  # (encode scale, decode scale)
@@ -125,6 +125,32 @@ def tensor_flashinfer(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair
     return encode_scale, ONE / encode_scale
 
 
+def tensor_flashinfer_token(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the scales (encode, decode) of a row, as FlashInfer computes them per token without fast math.
+
+        encode = min(2688 / amax, FLT_MAX), or 1 if that is 0
+        decode = 1 / encode, or 0 if amax is 0
+
+    amax is that of the row, and 2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN
+    stays NaN. Source: FlashInfer tests, _ref_nvfp4_quantize_te.
+    """
+    encode_scale, decode_scale = tensor_te_reference(amax, recipe, dtype)
+    return encode_scale, np.where(amax == 0, ZERO, decode_scale)
+
+
+def tensor_flashinfer_token_fast(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the scales (encode, decode) of a row, as FlashInfer computes them per token by default.
+
+        decode = amax * fp32(1 / 2688)
+        encode = rcp(decode), or FLT_MAX if decode is 0
+
+    amax is that of the row, 2688 stands for full_range(recipe), and rcp is PTX rcp.approx.ftz.f32. Subnormal operands
+    and results of both operations are flushed to zero. An infinite amax gives encode = 0, and NaN gives NaN.
+    """
+    decode_scale = multiply_ftz(amax, ONE / full_range(recipe))
+    return np.where(decode_scale == 0, FLT_MAX, reciprocal_approx_ftz(decode_scale)), decode_scale
+
+
 def tensor_divided(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """Return the tensor scales (encode, decode) of Model-Optimizer and torchao.
 
@@ -218,6 +244,19 @@ def tensor_vllm(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
     """
     encode_scale = ONE / np.maximum(amax, np.float32(1e-8)) * full_range(recipe)
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
+
+
+def tensor_sglang_online(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of SGLang's online quantization of weights.
+
+        decode = amax * fp32(1 / 2688), or 1 if amax is 0
+        encode = 1 / decode
+
+    2688 stands for full_range(recipe). PyTorch on a GPU multiplies by the reciprocal of a number instead of dividing.
+    If decode underflows to 0, encode is infinite. An infinite amax gives encode = 0, and NaN gives NaN.
+    """
+    decode_scale = np.where(amax == 0, ONE, amax * (ONE / full_range(recipe)))
+    return ONE / decode_scale, decode_scale
 
 
 def tensor_auto_round(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:

@@ -359,7 +359,7 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
-    """Yield a Compared tuple for the recorded tensor amax, tensor scale and block amaxes of a case.
+    """Yield a Compared tuple for the recorded tensor amax, tensor scales and block amaxes of a case.
 
     A producer stores its tensor scale or the reciprocal. fp4kit's scale is compared in that form. Arrays that were not
     recorded, and amaxes that the row takes from the file, are left out.
@@ -380,6 +380,8 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
             scale.reshape(-1),
             nothing,
         )
+    if (token := case.part("token_scale")) is not None:
+        yield case.key("token_scale"), case.q.tensor_scale, token, nothing
     if block is not None and not case.row.given_amaxes:
         yield case.key("block_amax"), case.ops.amax(case.x, case.recipe), block, nothing
 

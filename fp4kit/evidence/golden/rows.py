@@ -102,6 +102,12 @@ def _flashinfer_rows() -> Iterator[GoldenRow]:
         yield GoldenRow(name, "flashinfer", f"{variant}_swizzled", options={"scale_layout": "swizzled_128x4"})
         yield GoldenRow(name, "flashinfer", f"{variant}_swizzled_8x4", options={"scale_layout": "swizzled_8x4"})
     yield GoldenRow("nvfp4-flashinfer-precise", "flashinfer", "nvfp4_precise_linear")
+    yield GoldenRow("nvfp4-flashinfer-token-reference", "flashinfer_per_token", "nvfp4_per_token")
+    for error in ("mae", "mse"):
+        for scale_max in (448, 256):
+            name, variant = f"nvfp4-flashinfer-token-4over6-{error}-{scale_max}", f"4over6_{error}_{scale_max}"
+            yield GoldenRow(name, "flashinfer_per_token", f"nvfp4_per_token_{variant}")
+            yield GoldenRow(f"{name}-fasterr", "flashinfer_per_token", f"nvfp4_per_token_{variant}_fast")
 
 
 def _modelopt_rows() -> Iterator[GoldenRow]:

@@ -33,6 +33,8 @@ UNRECORDED = (
     *("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat"),
     *("mxfp8-mlx-metal-0321", "mxfp4-triton-kernels-main"),
     *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
+    *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
+    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online"),
 )
 
 

@@ -95,6 +95,22 @@ struct tensor_flashinfer {
   }
 };
 
+struct tensor_flashinfer_token {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const TensorScale t = tensor_te_reference::scale<R, In>(amax);
+    return {t.encode, amax == 0.0f ? 0.0f : t.decode, amax};
+  }
+};
+
+struct tensor_flashinfer_token_fast {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = mul_ftz(amax, 1.0f / full_range<R>());
+    return {decode == 0.0f ? kFltMax : rcp_approx_ftz(decode), decode, amax};
+  }
+};
+
 struct tensor_divided {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
@@ -162,6 +178,14 @@ struct tensor_vllm {
     const float floor = is_nan(amax) ? amax : fmaxf(amax, 1e-8f);
     const float encode = 1.0f / floor * full_range<R>();
     return {encode, 1.0f / (encode == 0.0f ? 1e8f : encode), amax};
+  }
+};
+
+struct tensor_sglang_online {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = amax == 0.0f ? 1.0f : amax * (1.0f / full_range<R>());
+    return {1.0f / decode, decode, amax};
   }
 };
 

@@ -78,4 +78,5 @@ ADAPTER = Adapter(
     dependencies=("torch",),
     prepare=_prepare,
     calls={"mxfp4-sglang-util": ProducerCall(_mxfp4), "mxfp4-sglang-kv": ProducerCall(_kv)},
+    left_out={"nvfp4-sglang-online": "SGLang quantizes weights online on GPUs of compute capability 10 only"},
 )

@@ -97,6 +97,8 @@ ADAPTER = Adapter(
     },
     left_out={
         "nvfp4-vllm-kv": "vLLM's CUDA kernel needs a GPU of compute capability 10 or 12",
+        "nvfp4-vllm-static-divisor": "vLLM's CUDA kernel needs a GPU of compute capability 10 or 12",
+        "nvfp4-vllm-online": "vLLM quantizes weights online on GPUs of compute capability 10 only",
         "nvfp4-vllm-emulation-cuda": "vLLM's Triton kernels need a GPU",
         "mxfp4-vllm": "vLLM's Triton kernels need a GPU",
         "mxfp4-vllm-cpu": "vLLM's Triton kernels need a GPU, or Triton's interpreter",

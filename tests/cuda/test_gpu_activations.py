@@ -1,0 +1,55 @@
+"""Test recipes of activations on a GPU or the simulated one: scales per token, static scales, groups of tokens."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import ml_dtypes
+import numpy as np
+import pytest
+from exhaustive import by_default
+from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
+
+import fp4kit
+
+pytestmark = ON_GPU
+
+NAMES = (
+    *(name for name in fp4kit.recipes() if "token" in name),
+    *("nvfp4-flashinfer-static", "nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online"),
+)
+FEW = ("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-4over6-mse-256-fasterr", "nvfp4-sglang-online")
+BF16 = ml_dtypes.bfloat16
+
+
+def tokens(dtype) -> np.ndarray:
+    """Return a matrix with rows of zeros, of -0, with subnormals, with NaN and with infinities."""
+    x = np.array(blocks(dtype, 40, 192))
+    x[3], x[4], x[5], x[6, 7], x[7, 8] = 0, -0.0, x[5] * np.asarray(1e-30, dtype), np.nan, np.inf
+    return x
+
+
+@pytest.mark.parametrize("name", by_default(FEW, NAMES))
+def test_codes_scales_and_values(name) -> None:
+    for dtype in (np.float32, BF16) if name in FEW[:1] else (BF16,):
+        x = tokens(dtype)
+        d = cupy.asarray(x)
+        for layout in ("linear", "swizzled_128x4"):
+            q = fp4kit.quantize(x, name, scale_layout=layout)
+            assert_same(fp4kit.quantize(d, name, scale_layout=layout), q)
+        assert differing(fp4kit.dequantize(fp4kit.quantize(d, name)), fp4kit.dequantize(fp4kit.quantize(x, name))) == 0
+        assert differing(fp4kit.fake_quantize(d, name), fp4kit.fake_quantize(x, name)) == 0
+
+
+@pytest.mark.parametrize("name", by_default(FEW[:1], NAMES))
+def test_tokens_sorted_by_expert(name) -> None:
+    x = tokens(BF16)
+    d = cupy.asarray(x)
+    m_indptr = (0, 3, 3, 17, 40)
+    amaxes = None if "token" in name else [0.5, 1.0, 2.0, 3.0]
+    groups = [[a[i:j] for i, j in pairwise(m_indptr)] for a in (x, d)]
+    on_cpu, on_gpu = (
+        fp4kit.quantize_grouped(g, name, tensor_amax=amaxes, scale_layout="swizzled_128x4") for g in groups
+    )
+    for gpu, cpu in zip(on_gpu, on_cpu, strict=True):
+        assert_same(gpu, cpu)
