@@ -73,7 +73,7 @@ class FloorDotAdd:
         zero_exponent: the exponent of a product that is zero.
 
     Raises:
-        TypeError: a field is of another type.
+        TypeError: a field has the wrong type.
         ValueError: a field is out of range.
     """
 
@@ -130,7 +130,7 @@ class Unit:
         checked: what was compared with hardware, or "no".
 
     Raises:
-        TypeError: a field is of another type.
+        TypeError: a field has the wrong type.
         ValueError: the fields do not fit together; the message says why.
 
     Examples:

@@ -90,7 +90,7 @@ class Collector:
             experts: the number of experts. Needed if ``expert`` is an array.
 
         Raises:
-            TypeError: if x has another dtype, or another argument the wrong type.
+            TypeError: if x has an unsupported dtype, or another argument the wrong type.
             ValueError: if x holds NaN or infinity. On a GPU they are found later, when results are read.
             ValueError: if x is 0-d, has no columns, or has another number of columns than before.
             ValueError: if an expert number is out of range, if ``expert`` does not have the shape of the tokens, or if
@@ -489,7 +489,7 @@ def _owners(op: str, expert: Any, tokens: tuple[int, ...], experts: int) -> Any:
 
     Raises:
         TypeError: if the array does not hold integers.
-        ValueError: if it has another shape, or a number is not from 0 to experts - 1.
+        ValueError: if it has the wrong shape, or a number is not from 0 to experts - 1.
     """
     if expert.dtype.kind not in "iu":
         raise TypeError(f"{op}: expert is {expert.dtype}; needs an integer or an array of integers")

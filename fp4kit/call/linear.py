@@ -116,7 +116,7 @@ def settings_from_text(text: str) -> LinearSettings:
 
     The lines are recipe_x, recipe_w, recipe_grad, the recipe and the scale layout of a w that is a Quantized, unit,
     out_dtype, backward, rounding and hadamard. Recipes and the unit are the strings of to_spec. Errors are those of
-    linear_settings, and ValueError or KeyError for another text.
+    linear_settings, and ValueError or KeyError for an unknown text.
     """
     *recipes, weight, layout, unit, out_dtype, backward, rounding, hadamard = text.split("\n")
     recipe_x, recipe_w, recipe_grad = (recipe_from_spec(r) if r else None for r in recipes)

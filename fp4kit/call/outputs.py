@@ -73,8 +73,8 @@ def _is_writeable(array: Any) -> bool:
 def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype, like: Any) -> None:
     """Raise an error unless `out`, the output of dequantize, is None or an array to which the values can be written.
 
-    Raise TypeError if `like` is a NumPy array and `out` is not. Raise ValueError if `out` has another shape or dtype or
-    is read-only, or if `like` is a CuPy array and `out` is not one on its device.
+    Raise TypeError if `like` is a NumPy array and `out` is not. Raise ValueError if `out` has the wrong shape or dtype
+    or is read-only, or if `like` is a CuPy array and `out` is not one on its device.
 
     like: the NumPy or CuPy array that is dequantized.
     """

@@ -139,7 +139,7 @@ def unpack_gguf(raw: Any, format: str) -> tuple[Any, Any]:
 def _gguf_block(op: str, format: str) -> GgufBlock:
     """Return the GgufBlock of the GGUF format "mxfp4" or "nvfp4".
 
-    Raise ValueError for another format. The message begins with op.
+    Raise ValueError for an unknown format. The message begins with op.
     """
     if not is_one_of(format, GGUF_BLOCKS):
         raise ValueError(f"{op}: format is {format!r:.60}; needs one of {', '.join(GGUF_BLOCKS)}, llama.cpp's formats")

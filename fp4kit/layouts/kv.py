@@ -228,7 +228,7 @@ class KVCache:
             single array may be passed without a tuple. A tensor of PyTorch on the CPU is passed as tensor.numpy().
 
     Raises:
-        TypeError: an array is not of NumPy or CuPy, or has another dtype.
+        TypeError: an array is not of NumPy or CuPy, or has an unsupported dtype.
         ValueError: the layout is unknown, the number or the shapes of arrays do not fit, or a page of a vllm container
             is not contiguous.
 

@@ -159,7 +159,7 @@ def compare(a: Any, b: Any) -> Comparison:
         A Comparison.
 
     Raises:
-        TypeError: an argument is of another kind, such as an array of integers, bools or complex numbers.
+        TypeError: an argument has the wrong type, such as an array of integers, bools or complex numbers.
         ValueError: the shapes differ.
 
     Numerics:

@@ -182,7 +182,7 @@ def explain(
         An Explanation. `explanation["code"]` is a step of the first recipe, and `explanation.steps` has all of them.
 
     Raises:
-        TypeError: index does not consist of integers, or x has another dtype.
+        TypeError: index does not consist of integers, or x has an unsupported dtype.
         ValueError: x, axis, tensor_amax or block_amax do not fit the recipe, as for fp4kit.quantize.
         ValueError: recipe is an empty sequence.
         IndexError: x has no such element.

@@ -60,7 +60,7 @@ def matmul(
         An array (..., M, N) of out_dtype, in the library and on the device of a.
 
     Raises:
-        TypeError: an operand, c, alpha or a dtype is of another kind.
+        TypeError: an operand, c, alpha or a dtype has the wrong type.
         ValueError: shapes or lengths along K differ, the unit is unknown, or it has no instruction for these operands.
             The message says which operands the unit multiplies.
 

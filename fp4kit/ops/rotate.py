@@ -51,7 +51,7 @@ def hadamard(
         An array of the shape and dtype of x, in the library and on the device of x.
 
     Raises:
-        TypeError: x has another dtype, or size, axis or seed is not an int.
+        TypeError: x has an unsupported dtype, or size, axis or seed is not an int.
         ValueError: the size is not one of these six, the length of the axis is not a multiple of it, signs have another
             length or other values, both signs and seed are given, or the axis does not exist.
 
@@ -112,7 +112,7 @@ def rotate(
         An array of the shape and dtype of x, in the library and on the device of x.
 
     Raises:
-        TypeError: x or matrices has another dtype, or axis is not an int.
+        TypeError: x or matrices has an unsupported dtype, or axis is not an int.
         ValueError: a length or shape does not fit, signs have other values than 1 and -1, the axis does not exist, or a
             matrix is not orthogonal: an element of M M^T - I exceeds 2^-7, which orthogonal matrices that were rounded
             to bfloat16 do not.

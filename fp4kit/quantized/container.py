@@ -74,7 +74,7 @@ class Quantized:
         scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4".
 
     Raises:
-        TypeError: an array, the dtype or the recipe is of another kind.
+        TypeError: an array, the dtype or the recipe has the wrong type.
         ValueError: an array does not have the shape above; a part is missing, or the recipe does not have it; or arrays
             are on several devices.
         ValueError: on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never gives

@@ -167,8 +167,8 @@ def quantized_values(x: Tensor, recipe: str) -> Tensor:
         recipe: the string of recipes.to_string.to_spec. The rounding is to nearest.
 
     Raises:
-        TypeError, ValueError: as for fp4kit.quantize, such as for another dtype or a length that does not fit the
-            recipe.
+        TypeError, ValueError: as for fp4kit.quantize, such as for an unsupported dtype or a length that does not fit
+            the recipe.
     """
     values: Any = fp4kit.dequantize(fp4kit.quantize(x.detach(), from_spec(recipe)), np.float32)
     return copy_if_shared(values)

@@ -73,7 +73,7 @@ class Inputs:
             amaxes: a Collector, or layer -> amax; None to compute amaxes from the inputs of each call.
 
         Raises:
-            TypeError: amaxes are given without a recipe, or are of another type.
+            TypeError: amaxes are given without a recipe, or have the wrong type.
             ValueError: the recipe is unknown or has no tensor scale for given amaxes; a layer was not measured, or
                 there is no torch.nn.Linear.
         """

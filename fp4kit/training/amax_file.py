@@ -52,7 +52,7 @@ def _array(key: str, info: Mapping[str, Any], label: str) -> np.ndarray:
     """Return one amax of a file as float32, with -0 replaced by +0.
 
     info: its dtype, shape and data, as safetensors gives them.
-    label: the name of the file, with which the ValueError for another dtype begins.
+    label: the name of the file, with which the ValueError for an unsupported dtype begins.
     """
     if info["dtype"] not in FLOAT_DTYPES:
         raise ValueError(f"{label}: {key!r} is {info['dtype']}; needs F32, F16 or BF16")

@@ -66,7 +66,7 @@ class AmaxCollector:
         Raises:
             ValueError: if the name is not that of a quantizer, if shape or device change, or if the quantizer's experts
                 were collected with collect_grouped.
-            TypeError: for another dtype.
+            TypeError: for an unsupported dtype.
         """
         key = AmaxName.parse(name)
         if key.index is not None and key.at(None) in self._grouped:
@@ -87,7 +87,7 @@ class AmaxCollector:
         Raises:
             ValueError: if the name has an expert number or is not that of a quantizer, or if the array is 0-d.
             ValueError: if single experts of the quantizer were collected with collect, or if shape or device change.
-            TypeError: for another dtype.
+            TypeError: for an unsupported dtype.
         """
         key = AmaxName.parse(name)
         if key.index is not None or any(other.at(None) == key for other in self._single):
@@ -182,7 +182,7 @@ class AmaxState(Mapping[str, Any]):
             shapes: {key: shape} of the buffers. A key may have either separator, and the result has the same spelling.
 
         Raises:
-            ValueError: naming the key, if a value is missing, is left over or has another shape.
+            ValueError: naming the key, if a value is missing, is left over or has the wrong shape.
             ValueError: if a key names no quantizer, or if ``shapes`` has a key in both spellings.
             TypeError: if ``shapes`` is not a mapping to shapes.
         """
