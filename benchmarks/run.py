@@ -27,8 +27,9 @@ ELSEWHERE = (
     "cpu",
     "distributed",
     "matmul_cpu",
+    "refit",
     "scale_search",
-)  # bench_*.py that use the CPU or several GPUs
+)  # bench_*.py that use the CPU or several GPUs, or have a main program of their own
 # Benchmarks that run first. "small" measures host times. Libraries that the other benchmarks load would disturb these
 # times, because such libraries keep threads and processes busy.
 FIRST = ("small",)
