@@ -17,30 +17,9 @@ from fp4kit.cli.tables import block_text, markdown
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.schema import producer_of
+from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.tensor_rules import TENSOR_RULES
-
-TITLES = {
-    "te": "Transformer Engine",
-    "flashinfer": "FlashInfer",
-    "modelopt": "Model-Optimizer",
-    "torchao": "torchao",
-    "compressed-tensors": "compressed-tensors",
-    "ocp": "The OCP standard",
-    "microxcaling": "microxcaling",
-    "gguf": "llama.cpp (GGUF)",
-    "mlx": "MLX",
-    "vllm": "vLLM",
-    "auto-round": "auto-round",
-    "quark": "AMD Quark",
-    "fouroversix": "fouroversix",
-    "qwix": "qwix",
-    "triton-kernels": "triton_kernels",
-    "deepgemm": "DeepGEMM",
-    "sglang": "SGLang",
-    "qat": "Integer QAT flags",
-}
 
 
 @cache
@@ -64,7 +43,7 @@ def pages() -> dict[str, str]:
 
 def overview() -> str:
     """Return the Markdown page that lists all producers, with their numbers of recipes and the versions checked."""
-    rows = [(f"[{TITLES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
+    rows = [(f"[{PRODUCER_NAMES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
     text = (
         "This section has one page per producer. It lists the recipes that reproduce the producer, their formulas, and"
         " how many recorded outputs of the producer were compared.\n\n"
@@ -75,7 +54,7 @@ def overview() -> str:
 def page(name: str, recipes: list[Recipe]) -> str:
     """Return the Markdown page of one producer: its versions, recipes, formulas, and similar recipes of others.
 
-    name: the producer's id, one of TITLES.
+    name: the producer's id, one of PRODUCER_NAMES.
     recipes: the recipes that reproduce the producer; not empty.
     """
     equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
@@ -84,8 +63,10 @@ def page(name: str, recipes: list[Recipe]) -> str:
         if compared
         else "No outputs of this producer are recorded; the recipes were written from its source code."
     )
-    about = f"This page lists the recipes that reproduce {TITLES[name]}, and the formulas that they use. {recorded}"
-    lines = [f"# {TITLES[name]}", "", about, ""]
+    about = (
+        f"This page lists the recipes that reproduce {PRODUCER_NAMES[name]}, and the formulas that they use. {recorded}"
+    )
+    lines = [f"# {PRODUCER_NAMES[name]}", "", about, ""]
     lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", ""]
     lines += [*(_entry(r) for r in recipes), ""]
     lines += ["## Formulas", "", "The NumPy code below defines each rule. All engines of fp4kit give equal bits.", ""]

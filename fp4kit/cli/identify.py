@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from fp4kit.checkpoint.identify.identify import CheckpointVerdict, short_text
+from fp4kit.checkpoint.identify.identify import MOST_RECIPES, CheckpointVerdict, short_text
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
 from fp4kit.checkpoint.identify.stored_facts import facts_of, problems_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
@@ -57,7 +57,8 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     for problem in verdict.problems:
         out.line(f"PROBLEM: {shown(problem)}")
     sentence = verdict.sentence if args.all else verdict.short_sentence
-    out.line(shown(sentence) + ("" if sentence == verdict.sentence else "; --all names them"))
+    is_short = len(verdict.recipes) > MOST_RECIPES and not args.all
+    out.line(shown(sentence) + "; --all names them" * is_short)
     if verdict.hint:
         out.line(verdict.hint)
     shown_layers = verdict.layers if args.all else verdict.exceptions

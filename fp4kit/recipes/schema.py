@@ -17,6 +17,27 @@ from fp4kit.recipes.versions import Versions, as_versions
 from fp4kit.registered import FUNCTIONS
 
 TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # producers with a hyphen in their name
+# the producer in an id -> its full name
+PRODUCER_NAMES = {
+    "te": "Transformer Engine",
+    "flashinfer": "FlashInfer",
+    "modelopt": "Model-Optimizer",
+    "torchao": "torchao",
+    "compressed-tensors": "compressed-tensors",
+    "ocp": "OCP MX",
+    "microxcaling": "microxcaling",
+    "gguf": "llama.cpp (GGUF)",
+    "mlx": "MLX",
+    "vllm": "vLLM",
+    "auto-round": "auto-round",
+    "quark": "AMD Quark",
+    "fouroversix": "fouroversix",
+    "qwix": "qwix",
+    "triton-kernels": "triton_kernels",
+    "deepgemm": "DeepGEMM",
+    "sglang": "SGLang",
+    "qat": "Integer QAT flags",
+}
 
 
 @dataclass(frozen=True)

@@ -440,7 +440,7 @@ def test_identify_differs_if_all_layers_have_one_fault(tmp_path: Path, run: Run)
     result = run("identify", tmp_path / "q", "--source", tmp_path / "m")
     assert result.code == 1 and "then: nibbles are swapped" in result.out
     assert result.out.startswith("PROBLEM: nibbles are swapped, 12 of 12 layers\n")
-    assert result.out.splitlines()[1].startswith("mxfp4-ocp (ocp) or ") and "; --all names them" in result.out
+    assert result.out.splitlines()[1].startswith("mxfp4-ocp (OCP MX) or ") and "; --all names them" in result.out
     everything = run("identify", tmp_path / "q", "--source", tmp_path / "m", "--all").out
     assert "others that agree" not in everything and "mxfp4-torchao" in everything
 

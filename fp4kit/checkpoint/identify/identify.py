@@ -16,9 +16,9 @@ from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import SCALED, Explanation, explain, kind
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
 from fp4kit.ops.identify import either
-from fp4kit.recipes import recipe
+from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
 
-_MOST_RECIPES = 2  # the largest number of recipes in a short sentence
+MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence
 MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
 
@@ -159,7 +159,10 @@ class CheckpointVerdict:
 
     @property
     def short_sentence(self) -> str:
-        """The verdict as ``sentence`` gives it, with only the first of more than two recipes that agree."""
+        """The verdict as ``sentence`` gives it, with the names of producers.
+
+        If more than two recipes agree, only the first one is named.
+        """
         return short_text(self.sentence, self.recipes)
 
     @property
@@ -222,16 +225,26 @@ class CheckpointVerdict:
 
 
 def short_text(text: str, recipes: tuple[str, ...]) -> str:
-    """Return a sentence with only the first of more than two recipes that agree, and the number of the others.
+    """Return a sentence with the producers of its recipes, such as "nvfp4-te (Transformer Engine) made 2 layers".
+
+    If more than two recipes agree, only the first one and the number of the others are named.
 
     recipes: the recipes, which the text names one after another, as ``either`` joins them.
     """
-    if len(recipes) <= _MOST_RECIPES:
+    if not recipes:
         return text
-    short = f"{recipes[0]} ({recipe(recipes[0]).producer}) or {len(recipes) - 1} others that agree"
-    for agree in (" (they agree on these layers)", " (they agree on this layer)"):
-        text = text.replace(agree, "", 1)
+    short = either([with_producer(one) for one in recipes])
+    if len(recipes) > MOST_RECIPES:
+        short = f"{with_producer(recipes[0])} or {len(recipes) - 1} others that agree"
+        for agree in (" (they agree on these layers)", " (they agree on this layer)"):
+            text = text.replace(agree, "", 1)
     return text.replace(either(recipes), short, 1)
+
+
+def with_producer(id: str) -> str:
+    """Return a recipe id with the name of its producer in parentheses, if the id does not contain this name."""
+    name = PRODUCER_NAMES.get(producer_of(id), "")
+    return f"{id} ({name})" if name and name.lower().replace("_", "-") not in id else id
 
 
 def _summary(found: Explanation) -> str:

@@ -68,7 +68,7 @@ def test_identify_names_the_recipe(model: Path, tmp_path: Path, target: Any, cap
     recipe, format, options = target
     convert(model, tmp_path / "out", recipe, format=format, **dict(options))
     assert main(["identify", str(tmp_path / "out"), "--source", str(model)]) == 0
-    assert f"{recipe} made 14 layers" in capsys.readouterr().out
+    assert f"{recipe} (Model-Optimizer) made 14 layers" in capsys.readouterr().out
 
 
 def test_verify_finds_a_changed_byte(model: Path, tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_the_command(model, tmp_path: Path, run: Run) -> None:
         and f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by mse" in text
     )
     code, text, _ = run("identify", tmp_path / "d", "--source", source)
-    assert (code, text) == (0, "nvfp4-modelopt-mse made 5 layers\n")
+    assert (code, text) == (0, "nvfp4-modelopt-mse (Model-Optimizer) made 5 layers\n")
 
 
 def test_dry_run_and_json(model, tmp_path: Path, run: Run) -> None:
