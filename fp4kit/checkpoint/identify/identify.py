@@ -36,6 +36,7 @@ class LayerPair:
     heads: possible numbers of query or key heads if the layer is q or k; otherwise empty.
     amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
     is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then nearly the rest that the codes store.
+    producer: the producer that the file names, such as "modelopt". Its recipes come first if several give every byte.
     """
 
     name: str
@@ -46,6 +47,7 @@ class LayerPair:
     heads: tuple[int, ...] = ()
     amaxes: tuple[float, ...] = ()
     is_rest: bool = False
+    producer: str = ""
 
     @property
     def format(self) -> str:
@@ -58,11 +60,12 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Hold the name of a layer, its explanation, and the name of its format (see LayerPair.format)."""
+    """Hold the name of a layer, its explanation, its format and its producer (see LayerPair)."""
 
     name: str
     explanation: Explanation
     format: str = ""
+    producer: str = ""
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
         """Return whether one of ``recipes`` explains the layer and its mishap is ``mishap`` (None for no mishap).
@@ -272,7 +275,8 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
     """Explain every layer, and return a verdict that says what made most of them.
 
     If layers have several formats, there is one verdict per format. Its mishap is the one that most explained layers
-    have, not counting all-zero layers. Its recipes are those that explain the most layers with this mishap. After
+    have, not counting all-zero layers. Its recipes are those that explain the most layers with this mishap; those of
+    the producer that the file names come first. After
     MAX_FAILURES unexplained layers in a row, faults without a name (see explain) are not searched until a layer is
     explained.
 
@@ -303,7 +307,8 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
     made = [layer.explanation for layer in explained if _kind(layer) == mishap]
     winners = _most_votes(e.names for e in made)
     known = {name for e in made for name in e.recipes}
-    recipes = tuple(name for name in winners if name in known)
+    producer = Counter(layer.producer for layer in explained).most_common(1)[0][0]
+    recipes = tuple(sorted((name for name in winners if name in known), key=lambda name: producer_of(name) != producer))
     return CheckpointVerdict(recipes, mishap, found, rules=() if recipes else winners)
 
 
@@ -320,7 +325,7 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
         found = _explained(layer, unnamed=failed < MAX_FAILURES)
         if not found.blank:
             failed = 0 if found.explained or found.cause else failed + 1
-        yield LayerVerdict(layer.name, found, layer.format)
+        yield LayerVerdict(layer.name, found, layer.format, layer.producer)
 
 
 def _explained(layer: LayerPair, unnamed: bool) -> Explanation:

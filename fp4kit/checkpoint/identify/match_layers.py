@@ -253,9 +253,18 @@ class _Pairs:
         self.tick(weight.nbytes // weight.experts)
         name = _name(weight, expert)
         if LOW_RANK_A in weight.parts:
-            return LayerPair(name, parts, self._rest(weight, origin), is_rest=True)
-        amaxes = self._amaxes(weight, expert)
-        return LayerPair(name, parts, origin.values(self.readers), other, leaf in _SECOND, heads, amaxes)
+            return LayerPair(name, parts, self._rest(weight, origin), is_rest=True, producer=self._producer(weight))
+        amaxes, x = self._amaxes(weight, expert), origin.values(self.readers)
+        return LayerPair(name, parts, x, other, leaf in _SECOND, heads, amaxes, producer=self._producer(weight))
+
+    def _producer(self, weight: Weight) -> str:
+        """Return the producer that the file names: that of the recorded recipe, or else that of the container."""
+        declared = self.config.get("quantization_config")
+        own = declared.get("fp4kit") if isinstance(declared, dict) else None
+        recorded = own.get("recipe") if isinstance(own, dict) else None
+        if isinstance(recorded, str) and recorded in RECIPES:
+            return RECIPES[recorded].producer
+        return str(weight.container).partition(" ")[0]
 
     def _rest(self, weight: Weight, origin: Origin) -> np.ndarray:
         """Return approximately what the codes of an SVDQuant layer store: the source without factors and low-rank part.

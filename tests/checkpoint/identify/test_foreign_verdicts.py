@@ -51,9 +51,13 @@ def test_verdicts(name: str) -> None:
         ("torchao--MXFP4", "mxfp4-torchao-rceil"),
     ],
 )
-def test_the_producer_is_among_recipes_that_agree(name: str, recipe: str) -> None:
+def test_the_tool_that_wrote_the_file_is_named_first(name: str, recipe: str) -> None:
+    """Among recipes that agree, that of the container's producer comes first, also in the short sentence."""
     verdict = identify_checkpoint(FOREIGN / name, source_of(name))
-    assert recipe in verdict.recipes and verdict.is_clean and len(verdict.layers) == 7
+    assert verdict.recipe == recipe and verdict.is_clean and len(verdict.layers) == 7
+    shown = {"nvfp4": f"{recipe} (Model-Optimizer)", "mxfp4": recipe}[recipe[:5]]  # the id contains "torchao"
+    count = len(verdict.recipes) - 1
+    assert verdict.short_sentence == f"{shown} or {count} others that agree made 7 layers"
 
 
 @pytest.mark.exhaustive
