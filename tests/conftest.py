@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -90,7 +90,7 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Select the cases with recipes that this run takes; see exhaustive.py.
 
-    A usual run takes the common recipes and a twelfth of the others. An exhaustive run takes another sixth. Recipes
+    A usual run takes the common recipes and a twelfth of the others. An exhaustive run takes another twelfth. Recipes
     whose field values all occur in common ones run only in exhaustive runs, with a twelfth of their cases.
     """
     left_out = mark_recipes(items)
@@ -130,10 +130,11 @@ def mark_recipes(items):
             left_out += [item] * all(lots)
         elif names and others[_test_of(item)] > MANY and all(lots):
             item.add_marker(pytest.mark.exhaustive)
-            left_out += [item] * all(number not in (1, 6) for number in lots)
+            left_out += [item] * (1 not in lots)
     return left_out
 
 
+@cache
 def module_of(path: Path) -> str:
     """Return the path of a test file relative to tests/, without .py, such as "cpu/test_engine"."""
     return path.relative_to(TESTS).with_suffix("").as_posix()

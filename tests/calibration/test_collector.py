@@ -98,7 +98,7 @@ def test_nonfinite_inputs_are_refused_and_change_nothing(value, kind, owner, tmp
     assert contents(collector, tmp_path) == before
 
 
-@sampled(40, 200, st.data(), st.integers(1, 5), st.booleans())
+@sampled(20, 80, st.data(), st.integers(1, 5), st.booleans())
 def test_calls_merging_and_order_do_not_matter(data, experts, histogram):
     """Tokens given at once, one by one in any order, or to several collectors that are merged, give equal bits."""
     x = random(experts, 12) * np.exp2(np.arange(12, dtype=np.float32) - 6)[:, None]

@@ -111,7 +111,7 @@ def spread(moments: list[str], count: int) -> list[tuple[int, tuple[str, str]]]:
 @pytest.mark.parametrize("number", CODES, ids=lambda n: n.name)
 def test_signals_at_every_few_moments(model: Path, moments: list[str], tmp_path: Path, number: signal.Signals) -> None:
     found = set()
-    for i, (last, after) in enumerate(spread(moments, 12)):
+    for i, (last, after) in enumerate(spread(moments, 6)):
         (tmp_path / str(i)).mkdir()
         found.add(check_moment(model, tmp_path / str(i), last, number, after))
     assert {"start", "nothing", "complete"} <= found

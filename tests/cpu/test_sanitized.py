@@ -60,10 +60,10 @@ for small in (False, True):
     assert not found.failures, found.failures[0].text
     names = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "int8-modelopt-channel")
     for name in (*names, "nvfp4-te-4over6-mse-256-2d", "nvfp4-modelopt-static", "nvfp4-auto-round-opt"):
-        for x in (ordinary(1, (32, 128)), ordinary(1, (32, 128), BF16)):
-            with fp4kit.specification():
-                expected = list(everything(name, x))
-            assert_equal(list(everything(name, x)), expected)
+        x = ordinary(1, (32, 128), BF16 if small else np.float32)
+        with fp4kit.specification():
+            expected = list(everything(name, x))
+        assert_equal(list(everything(name, x)), expected)
 from own_formats import check_drawn_calls
 for seed in range({cases}):
     check_drawn_calls(seed)
@@ -114,7 +114,7 @@ def run(code: str, runtime: str) -> subprocess.CompletedProcess[str]:
 def test_drawn_calls_and_all_operations(kind, tmp_path):
     library, runtime = sanitized(tmp_path, kind)
     found = run(
-        WORK.format(tests=SUPPORT, folder=str(tmp_path), cases=30 if kind == "address" else 20),
+        WORK.format(tests=SUPPORT, folder=str(tmp_path), cases=20 if kind == "address" else 12),
         runtime,
     )
     assert found.stdout.endswith("done\n"), found.stderr[-6000:]

@@ -4,14 +4,15 @@ import sys
 
 import pytest
 
-torch = pytest.importorskip("torch")
-for package in ("transformers", "compressed_tensors", "accelerate"):
-    pytest.importorskip(package)
-
 
 @pytest.fixture
 def run(monkeypatch, capsys):
-    """Return a function that runs the example with arguments in this process and returns what it prints."""
+    """Return a function that runs the example with arguments in this process and returns what it prints.
+
+    The libraries are not imported when tests are collected, because importing them takes seconds.
+    """
+    for package in ("torch", "transformers", "compressed_tensors", "accelerate"):
+        pytest.importorskip(package)
     from examples import train_convert_serve
 
     def call(*arguments):
