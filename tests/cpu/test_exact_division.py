@@ -144,8 +144,8 @@ def test_codes_and_quotients(tmp_path: Path) -> None:
     """The test program, which compares all float32 magnitudes, finds no difference.
 
     It also tries elements of bfloat16 and float16 next to midpoints with the multipliers of all divisors. It tries all
-    significands of bfloat16 with every 29th multiplier, and of float16 with every 251st. It divides the significands of bfloat16,
-    and float32 numbers near midpoints, by all divisors, and those of float16 by every seventh.
+    significands of bfloat16 with every 29th multiplier, and of float16 with every 251st. It divides the significands of
+    bfloat16, and float32 numbers near midpoints, by all divisors. It divides those of float16 by every seventh divisor.
     """
     native = () if platform.system() == "Darwin" else ("-march=native",)
     compiler = Compiler((require_compiler(tmp_path).command[0], *FLAGS, *native))

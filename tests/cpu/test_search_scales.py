@@ -83,7 +83,7 @@ def test_candidates(recipe, candidates):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("weight", every(3, [1e-45, 1e-40, 1e-38, 2.0**-60, 1e38, 2.0**60]))
+@pytest.mark.parametrize("weight", [1e-45, 1e-40, 2.0**-60, 1e38])
 def test_weights_far_from_1(weight):
     """Engine and specification agree for weights with which the losses underflow or overflow."""
     x = finite(np.float32, 4)
