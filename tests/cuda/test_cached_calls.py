@@ -404,7 +404,8 @@ UNUSUAL = {
     "no elements": ("mxfp4-ocp", Array((0, 64), BF16), {}),
     "strided": ("mxfp4-ocp", Array(None, array=STRIDED), {}),
     "another device": ("mxfp4-ocp", Array((64, 64), BF16, device=1), {}),
-    "amaxes of rows": ("nvfp4-te-rowscaled", Array((4, 64), BF16), {}),
+    "given amaxes of rows": ("nvfp4-te-rowscaled", Array((4, 64), BF16), {"amax": Array((4,))}),
+    "amaxes of columns": ("nvfp4-te-rowscaled", Array((16, 64), BF16), {"axis": 0}),
     "amaxes of experts": ("nvfp4-te", Array((2, 64, 64), BF16), {"amax": Array((2,))}),
     "swizzled stack": ("mxfp4-ocp", Array((2, 64, 64), BF16), {"layout": "swizzled_128x4"}),
 }

@@ -14,7 +14,7 @@ from fp4kit.arrays import imports, torch_arrays
 from fp4kit.call import call_cache
 from fp4kit.call.parse import Call
 from fp4kit.cuda.engine import buffers, cached_calls
-from fp4kit.cuda.engine.buffers import UINT8, NewArray
+from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, NewArray
 from fp4kit.cuda.launch.dispatch import PATCHES, ROWS
 
 torch = pytest.importorskip("torch")
@@ -156,7 +156,8 @@ def test_an_amax_with_a_launch_of_its_own(gpu):
 def test_fake_quantize_and_dequantize():
     x, on = tensor(), cached_calls.library_of(tensor())
     launch = Launched((*ROWS.pointers, *ROWS.words))
-    fake = cached_calls.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, NewArray(SHAPE, BF16))
+    arrays = [NewArray(SHAPE, BF16), NewArray((), FLOAT32)]
+    fake = cached_calls.FakeQuantizeCall.of(on, FOUND_BY_THE_KERNEL, launch, ROWS, arrays)
     y = fake(x, None)
     seen = launch.only()
     assert seen.pop("tensor_amax") not in (x.data_ptr(), y.data_ptr())

@@ -261,6 +261,26 @@ def test_strided_and_misaligned_arrays_after_usual_ones():
         assert differing(fp4kit.dequantize(out, out=target), values) == 0
 
 
+def test_cached_calls_compute_the_amaxes_of_rows(monkeypatch):
+    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1, ::-1])
+    for recipe, layout in (("nvfp4-flashinfer-token", "swizzled_128x4"), ("nvfp4-te-rowscaled", "linear")):
+        out = fp4kit.quantize(cupy.asarray(first), recipe, scale_layout=layout)
+        fp4kit.quantize(cupy.asarray(first), recipe, scale_layout=layout, out=out)
+        fp4kit.fake_quantize(cupy.asarray(first), recipe)
+        expected = fp4kit.quantize(second, recipe, scale_layout=layout)
+        with monkeypatch.context() as patch:
+            forbid(patch)
+            x = cupy.asarray(second)
+            for _ in range(2):
+                for part in (out.packed, out.tensor_scale, out.tensor_amax):
+                    part.fill(7)
+                fp4kit.quantize(x, recipe, scale_layout=layout, out=out)
+                for q in (out, fp4kit.quantize(x, recipe, scale_layout=layout)):
+                    assert q.tensor_amax.shape == (len(second),)
+                    assert_same(q, expected)
+                assert differing(fp4kit.fake_quantize(x, recipe), fp4kit.fake_quantize(second, recipe)) == 0
+
+
 def test_strided_amaxes_of_rows():
     x = blocks(BF16)
     expected = fp4kit.quantize(x, "nvfp4-te-rowscaled")

@@ -21,6 +21,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
+from fp4kit.cuda.engine.amax import tensor_amax_operands
 from fp4kit.cuda.engine.buffers import FLOAT32, UINT8, ArrayLibrary, NewArray, library_of
 from fp4kit.cuda.engine.matrices import launch_request, matrix_count, with_kernel_amax
 from fp4kit.cuda.launch import matrix
@@ -32,9 +33,7 @@ from fp4kit.cuda.launch.matrix import Matrix, has_aligned_runs, quantize_launch
 from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled
-from fp4kit.quantized.part_shapes import wanted_parts
-
-_NEW_AMAX = NewArray((), FLOAT32)
+from fp4kit.quantized.part_shapes import tensor_amax_shape, wanted_parts
 
 
 class QuantizedResult(NamedTuple):
@@ -58,7 +57,7 @@ class QuantizedResult(NamedTuple):
         shape, r = call.x.shape, call.recipe
         _, packed, scales, _ = wanted_parts(shape, axis, r, call.layout)
         fields = {"shape": shape, "dtype": call.x.dtype, "axis": axis, "recipe": r, "scale_layout": call.layout}
-        amax_shape = () if call.tensor_amax is None else call.tensor_amax.shape
+        amax_shape = tensor_amax_shape(shape, r) if call.tensor_amax is None else call.tensor_amax.shape
         wanted = {"packed": NewArray(packed, UINT8)}
         if scales is not None:
             wanted["block_scale"] = NewArray(scales, UINT8, zeros=call.layout != "linear")
@@ -79,22 +78,25 @@ class QuantizedResult(NamedTuple):
 
 
 def _is_one_matrix(x: Any, r: Any, amax: Any) -> bool:
-    """Return whether one launch on the current device can read x in place, as one matrix with at most one tensor scale.
+    """Return whether one launch on the current device can read x in place, as one matrix.
 
     This holds if x is nonempty, contiguous and on the current device, and if the recipe r and the caller's amax have no
-    tensor scale per row, per block or per expert.
+    tensor scale per block or per expert. A tensor scale per row is allowed if the caller passes no amax.
     """
-    return _are_contiguous_here(x) and r.tensor_scaling in ("none", "tensor") and (amax is None or amax.size == 1)
+    scaled = r.tensor_scaling in ("none", "tensor") or (r.tensor_scaling == "row" and amax is None)
+    return _are_contiguous_here(x) and scaled and (amax is None or amax.size == 1)
 
 
 class AmaxStep(NamedTuple):
-    """The step of a cached call that computes the tensor amax, for callers who pass none.
+    """The step of a cached call that computes the tensor amax, or the amax of each row, for callers who pass none.
 
     Attributes:
         launch: the launch that computes the amax; None if the kernel that writes the codes or values computes it.
+        by_row: True if the launch computes one amax per row.
     """
 
     launch: Launch | None
+    by_row: bool = False
 
     def find(self, library: ArrayLibrary, x: int, amax: Any, stream: Any) -> None:
         """Launch the computation of the amax, if it needs a launch.
@@ -103,7 +105,8 @@ class AmaxStep(NamedTuple):
         to. stream: the stream to launch on.
         """
         if self.launch is not None:
-            library.clear(amax, stream)
+            if not self.by_row:  # the kernel raises the amax of a tensor, but stores those of rows
+                library.clear(amax, stream)
             self.launch(x, library.address(amax), stream=stream)
 
 
@@ -117,9 +120,10 @@ def _amax_step(call: Call, request: LaunchRequest) -> AmaxStep | None:
         return None
     if request.finds_amax:
         return AmaxStep(None)
-    return AmaxStep(
-        matrix.amax_launch(x.dtype, matrix.COUNTED[r.amax_nan], False, aligned(x, 16), 1, x.size, x.device.id)
-    )
+    operand, counted, by_row = tensor_amax_operands(x, r)
+    rows, columns = operand.shape if by_row else (1, x.size)
+    aligned_runs = aligned(x, columns * x.dtype.itemsize if by_row else 16)
+    return AmaxStep(matrix.amax_launch(x.dtype, counted, by_row, aligned_runs, rows, columns, x.device.id), by_row)
 
 
 # Maps the fields of a Quantized to the names of the kernels' arguments.
@@ -245,6 +249,7 @@ def quantize(call: Call, x: Any, both: bool = False) -> QuantizeCall | None:
     choice = find_kernel(request) if columns or call.axis == last else None
     if (
         choice is None
+        or (columns and call.recipe.tensor_scaling == "row")
         or not _is_one_matrix(call.x, call.recipe, call.tensor_amax)
         or matrix_count(call, request, call.tensor_amax) != 1
     ):
@@ -273,14 +278,14 @@ class FakeQuantizeCall:
 
     @classmethod
     def of(
-        cls, library: ArrayLibrary, amax: AmaxStep | None, launch: Launch, arguments: Arguments, values: NewArray
+        cls, library: ArrayLibrary, amax: AmaxStep | None, launch: Launch, arguments: Arguments, arrays: list[NewArray]
     ) -> FakeQuantizeCall:
         """Return the cached call that repeats a launch.
 
-        arguments: the arguments of the kernel. values: the description of the array of values. The other parameters are
-        described with the attributes.
+        arguments: the arguments of the kernel. arrays: the descriptions of the array of values, and of the amax if the
+        call computes it. The other parameters are described with the attributes.
         """
-        new = library.maker([values] if amax is None else [values, _NEW_AMAX])
+        new = library.maker(arrays)
         names = ("values",) if amax is None else ("values", "tensor_amax")
         return cls(library, amax, launch, _argument_picker(arguments, names), new)
 
@@ -312,8 +317,10 @@ def fake_quantize(call: Call, x: Any) -> FakeQuantizeCall | None:
     request = with_kernel_amax(call, request, call.x)
     aligned_runs = has_aligned_runs(Matrix(call.x), request)  # the new array of values will be aligned
     launch = quantize_launch(choice, request, aligned_runs, call.x.device.id)
-    values = NewArray(call.x.shape, call.x.dtype)
-    return FakeQuantizeCall.of(library_of(x), _amax_step(call, request), launch, choice.arguments, values)
+    step, arrays = _amax_step(call, request), [NewArray(call.x.shape, call.x.dtype)]
+    if step is not None:
+        arrays.append(NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32))
+    return FakeQuantizeCall.of(library_of(x), step, launch, choice.arguments, arrays)
 
 
 @dataclass(frozen=True, slots=True)
