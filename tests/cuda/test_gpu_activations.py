@@ -7,7 +7,7 @@ from itertools import pairwise
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import by_default
+from exhaustive import by_default, exhaustive
 from on_gpu import ON_GPU, assert_same, blocks, cupy, differing
 
 import fp4kit
@@ -18,7 +18,7 @@ NAMES = (
     *(name for name in fp4kit.recipes() if "token" in name),
     *("nvfp4-flashinfer-static", "nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online"),
 )
-FEW = ("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-4over6-mse-256-fasterr", "nvfp4-sglang-online")
+FEW = ("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise", "nvfp4-sglang-online")  # one per tensor rule
 BF16 = ml_dtypes.bfloat16
 
 
@@ -29,16 +29,26 @@ def tokens(dtype) -> np.ndarray:
     return x
 
 
-@pytest.mark.parametrize("name", by_default(FEW, NAMES))
-def test_codes_scales_and_values(name) -> None:
-    for dtype in (np.float32, BF16) if name in FEW[:1] else (BF16,):
-        x = tokens(dtype)
-        d = cupy.asarray(x)
-        for layout in ("linear", "swizzled_128x4"):
-            q = fp4kit.quantize(x, name, scale_layout=layout)
-            assert_same(fp4kit.quantize(d, name, scale_layout=layout), q)
-        assert differing(fp4kit.dequantize(fp4kit.quantize(d, name)), fp4kit.dequantize(fp4kit.quantize(x, name))) == 0
-        assert differing(fp4kit.fake_quantize(d, name), fp4kit.fake_quantize(x, name)) == 0
+def check(name, dtype) -> None:
+    """Assert that codes, scales and values of tokens on the GPU have the bits of the CPU, also those of zeros alone."""
+    x = tokens(dtype)
+    d = cupy.asarray(x)
+    for layout in ("linear", "swizzled_128x4"):
+        assert_same(fp4kit.quantize(d, name, scale_layout=layout), fp4kit.quantize(x, name, scale_layout=layout))
+    assert_same(fp4kit.quantize(cupy.zeros_like(d), name), fp4kit.quantize(np.zeros_like(x), name))
+    assert differing(fp4kit.dequantize(fp4kit.quantize(d, name)), fp4kit.dequantize(fp4kit.quantize(x, name))) == 0
+    assert differing(fp4kit.fake_quantize(d, name), fp4kit.fake_quantize(x, name)) == 0
+
+
+def test_codes_scales_and_values() -> None:
+    for name in FEW:
+        check(name, BF16)
+
+
+@pytest.mark.parametrize("name", exhaustive(NAMES))
+def test_all_recipes_and_dtypes(name) -> None:
+    for dtype in (np.float32, BF16):
+        check(name, dtype)
 
 
 @pytest.mark.parametrize("name", by_default(FEW[:1], NAMES))
