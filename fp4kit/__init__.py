@@ -21,6 +21,8 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fp4kit.contract.parity import parity
+from fp4kit.contract.result import LayerParity, Parity
 from fp4kit.contract.schema import Contract, ContractDiff
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
@@ -122,6 +124,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see r
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
+        "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract.side").opened(*arguments),
         "Contract.of": lambda *arguments: import_module("fp4kit.checkpoint.contract.of_checkpoint").contract_of(
             *arguments
         ),
@@ -142,7 +145,9 @@ __all__ = [
     "GroupedPlan",
     "Identification",
     "KVIdentification",
+    "LayerParity",
     "MasterWeightsPlan",
+    "Parity",
     "Quantized",
     "Recipe",
     "RecipeComparison",
@@ -172,6 +177,7 @@ __all__ = [
     "num_threads",
     "open_checkpoint",
     "pack",
+    "parity",
     "partial_amax",
     "partial_cast",
     "quantize",

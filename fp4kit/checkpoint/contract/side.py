@@ -1,0 +1,129 @@
+"""Open a path as a side of fp4kit.parity: its contract, and its tensors by layer, which are read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.contract.of_checkpoint import contract_of
+from fp4kit.checkpoint.identify.pair_names import keys_of
+from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
+from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers
+from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
+from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.contract.schema import Contract
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import box_of
+from fp4kit.storage.errors import CheckpointError
+from fp4kit.storage.quantized_file import load
+
+
+class LazyTensors(Mapping[str, Any]):
+    """Map the names of layers to functions that read them. Nothing is cached.
+
+    readers: layer -> function that returns a Quantized or an array.
+    """
+
+    def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
+        self._readers = readers
+
+    def __getitem__(self, name: str) -> Any:
+        return self._readers[name]()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._readers)
+
+    def __len__(self) -> int:
+        return len(self._readers)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._readers
+
+
+def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]:
+    """Return (contract, tensors by layer) of a path, as fp4kit.parity takes it.
+
+    - A contract file (.json) has no tensors.
+    - A file that fp4kit.save wrote has no contract.
+    - A file without quantized layers, such as activations or logits, has no contract; its tensors keep their names.
+    - A checkpoint has both. Each matrix of a stack of experts is one layer, under the name of the expert's layer.
+
+    Raise CheckpointError if the path cannot be read.
+    """
+    place = Path(path)
+    if place.suffix == ".json":
+        return contract_of(place), None
+    if place.suffix == ".safetensors" and place.is_file():
+        saved = _saved(place)
+        if saved is not None:
+            return None, saved
+    checkpoint = inspect_checkpoint(place)
+    if not checkpoint.layers and not place.is_dir():
+        return None, LazyTensors({name: partial(_tensor, checkpoint, name) for name in checkpoint.tensors})
+    return (contract_of(place) if checkpoint.layers else None), LazyTensors(_readers(checkpoint))
+
+
+def _saved(path: Path) -> Mapping[str, Any] | None:
+    """Return the Quantized in a file of fp4kit.save; None if the file is of another kind."""
+    try:
+        return dict(load(path))
+    except (ValueError, KeyError, CheckpointError):
+        return None
+
+
+def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
+    """Read one tensor of a checkpoint by the name that the file gives it."""
+    with Readers() as readers:
+        file, entry = checkpoint.tensors[name]
+        return np.array(readers.of(file).read(entry))
+
+
+def _readers(checkpoint: Checkpoint) -> dict[str, Callable[[], Any]]:
+    """Return layer -> function that reads it, for all weights of a checkpoint, quantized or not."""
+    quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
+    read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another
+    found: dict[str, Callable[[], Any]] = {}
+    for weight in checkpoint.weights.values():
+        for e in range(weight.experts):
+            for key, one, span in keys_of(weight, e, config):
+                if weight.container is None:
+                    found[key] = partial(_values, one, e, span)
+                elif span == (0, weight.shape[-2]):
+                    found[key] = partial(_matrix, read, weight, e)
+    return found
+
+
+def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:
+    """Read some rows of one matrix of an unquantized weight."""
+    with Readers() as readers:
+        parts = [values_of(weight, slab) for slab in slabs(readers, weight, expert, span)]
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _matrix(read: Callable[[str], Quantized], weight: Weight, expert: int) -> Quantized:
+    """Return one matrix of a quantized weight as a Quantized of two axes."""
+    q = read(weight.name)
+    if len(q.shape) == 2:
+        return q
+    box = (slice(expert, expert + 1), *(slice(0, n) for n in q.shape[1:]))
+    part = box_of(q, box)
+    scalar = part.recipe.tensor_scaling == "tensor"
+
+    def first(a: Any, is_tensor: bool = False) -> Any:
+        return None if a is None else (a.reshape(()) if is_tensor and scalar else a[0] if a.ndim else a)
+
+    return Quantized(
+        part.packed[0],
+        first(part.block_scale),
+        first(part.tensor_scale, True),
+        first(part.tensor_amax, True),
+        q.shape[1:],
+        q.dtype,
+        q.axis - 1,
+        q.recipe,
+        q.scale_layout,
+    )

@@ -1,0 +1,215 @@
+"""Compare one layer of two sides, and explain the first step that differs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from fp4kit.contract import words
+from fp4kit.contract.making import Making, differing_bits, values_of
+from fp4kit.contract.result import Count, LayerParity
+from fp4kit.contract.sides import Weights
+from fp4kit.contract.steps import Arithmetic, StepName, first_step
+from fp4kit.layouts import unpacked
+from fp4kit.ops.explain import Explanation, explain
+
+
+class Compared(NamedTuple):
+    """Hold what one side has of a layer, for the comparison.
+
+    label: the name of the side. part: the compared rows. making: how the side made them.
+    """
+
+    label: str
+    part: Weights
+    making: Making
+
+
+def compare_layer(
+    name: str,
+    kind: Literal["weight", "input", "kv cache", "tensor"],
+    sides: tuple[Compared, Compared],
+    x: np.ndarray | None,
+    rows: np.ndarray,
+    total: int,
+) -> LayerParity:
+    """Return how two sides differ in the rows of one layer.
+
+    Args:
+        name: the layer.
+        kind: what the layer is.
+        sides: the two sides.
+        x: the compared rows of the unquantized weight; None if there is none.
+        rows: the indices of these rows, by which elements are named.
+        total: the number of elements of the layer.
+    """
+    a, b = sides
+    codes, scales, tensor_scales, affected = _differences(a.part, b.part)
+    value_a, value_b = values_of(a.part, b.part), values_of(b.part, a.part)
+    values = differing_bits(value_a, value_b)
+    counts: dict[str, Any] = {
+        "codes": codes,
+        "scales": scales,
+        "tensor_scales": tensor_scales,
+        "values": (int(values.sum()), values.size),
+    }
+    found = LayerParity(name, kind, values.size, total, **counts)
+    if not any(count for count, _ in counts.values()):
+        return found
+    affected |= values
+    affected = affected if affected.any() else np.ones_like(affected)
+    return _explained(found, sides, x, rows, affected, (value_a, value_b))
+
+
+def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
+    """Return the counts of differing codes, block scales and tensor scales, and the elements that they affect."""
+    none = (0, 0)
+    shape = a.values.shape if a.q is None else a.q.shape  # type: ignore[union-attr]
+    affected = np.zeros(shape, bool)
+    if a.q is None or b.q is None:
+        return none, none, none, affected
+    r, s = a.q.recipe, b.q.recipe
+    codes = scales = tensor_scales = none
+    if r.element == s.element:
+        differs = unpacked(a.q.packed, r.element.packing) != unpacked(b.q.packed, s.element.packing)
+        codes, affected = (int(differs.sum()), differs.size), affected | differs
+    p, q = a.q.block_scale, b.q.block_scale
+    if p is not None and q is not None and r.scale == s.scale and p.shape == q.shape:
+        differs = p != q
+        scales = int(differs.sum()), differs.size
+        affected = affected | np.repeat(differs, r.block_size, axis=1)
+    p, q = a.q.tensor_scale, b.q.tensor_scale
+    if p is not None and q is not None and np.shape(p) == np.shape(q):
+        differs = differing_bits(np.asarray(p), np.asarray(q))
+        tensor_scales = int(differs.sum()), differs.size
+    return codes, scales, tensor_scales, affected
+
+
+def _explained(
+    found: LayerParity,
+    sides: tuple[Compared, Compared],
+    x: np.ndarray | None,
+    rows: np.ndarray,
+    affected: np.ndarray,
+    values: tuple[np.ndarray, np.ndarray],
+) -> LayerParity:
+    """Return a LayerParity with the first step that differs, the setting, and a worked element.
+
+    affected: the elements whose codes, scales or values differ. values: the values of both sides.
+    """
+    a, b = sides
+    wrong = [(one.making.step, f"{one.label}: {one.making.wrong}") for one in sides if one.making.wrong]
+    setting = [text for _, text in wrong]
+    p, q = a.making.arithmetic, b.making.arithmetic
+    at, step, result, count, examined = _first(affected), None, "", 0, 0
+    steps: tuple[tuple[StepName, int], ...] = ()
+    if p is not None and q is not None and x is not None:
+        setting += _settings(a.label, p, b.label, q)
+        first = None if wrong else first_step(x, p, q, affected)
+        if first is not None:
+            step, result, count, examined, at = first.step, first.name, first.elements, first.examined, first.place
+            steps = first.steps
+    if step is None and wrong:
+        step, count, examined = wrong[0][0], int(affected.sum()), int(affected.sum())
+    if step is None:
+        step = _step_by_parts(found, a.part, b.part)
+        count = examined = int(affected.sum())
+        setting += [f"{one.label}: {one.making.nearest}" for one in sides if one.making.nearest and not wrong]
+        if {a.part.q is None, b.part.q is None} == {True, False} and not setting:
+            setting.append(f"{a.label if a.part.q is None else b.label} has values instead of codes")
+    worked = None
+    if p is not None and q is not None and x is not None and not (wrong or p.hadamard or q.hadamard):
+        worked = _worked(a.label, p, b.label, q, x, at, int(rows[at[0]]))
+    element = f"element [{int(rows[at[0]])}, {at[1]}]: " + " and ".join(
+        f"{one.label} {value[at]!s}{_code_text(one.part, at)}" for one, value in zip(sides, values, strict=True)
+    )
+    return replace(
+        found,
+        step=step,
+        result=result,
+        count=count,
+        examined=examined,
+        steps=steps or ((step, count),),
+        element=element,
+        setting="; ".join(setting),
+        worked=worked,
+    )
+
+
+def _first(mask: np.ndarray) -> tuple[int, int]:
+    """Return the index of the first True of a matrix."""
+    i, j = np.unravel_index(int(mask.argmax()), mask.shape)
+    return int(i), int(j)
+
+
+def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
+    """Return the first part that differs, for sides whose steps are unknown."""
+    if a.q is None or b.q is None:
+        return "value"
+    if found.tensor_scales[0]:
+        return "tensor scale"
+    if found.scales[0] or found.scales == (0, 0) != found.codes:
+        return "block scale" if found.scales[0] else "code" if found.codes[0] else "decode"
+    return "code" if found.codes[0] else "decode"
+
+
+def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[str]:
+    """Return texts about the settings in which two arithmetics differ, with what would make them equal."""
+    texts = []
+    if a.recipe != b.recipe:
+        what = ", ".join(words.recipe_difference(a.recipe, b.recipe))
+        texts.append(
+            f"recipe {a.recipe.id} in {label_a} and {b.recipe.id} in {label_b} ({what}); use one recipe on both sides"
+        )
+    if a.hadamard != b.hadamard:
+        texts.append(f"hadamard is {a.hadamard!r} in {label_a} and {b.hadamard!r} in {label_b}; use one on both sides")
+    same = (a.amax is None or b.amax is None) or (
+        np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
+    )
+    if not same:
+        uses = [
+            f"{label} uses {_amax_text(one)}{_whose(one, other)}"
+            for label, one, other in ((label_a, a, b), (label_b, b, a))
+        ]
+        texts.append(f"tensor amax: {' and '.join(uses)}; let the same layers share an amax (shared_amax)")
+    return texts
+
+
+def _amax_text(one: Arithmetic) -> str:
+    """Return the tensor amax of an arithmetic as text."""
+    return f"{one.amax!s}" if one.amax is not None and not one.amax.ndim else "one per row"
+
+
+def _whose(one: Arithmetic, other: Arithmetic) -> str:
+    """Return the text that says to which layers a tensor amax belongs."""
+    if len(one.layers) > 1:
+        return f", the largest of {', '.join(one.layers)}"
+    return ", its own" if one.layers else ", which its tensor scale implies"
+
+
+def _worked(
+    label_a: str, a: Arithmetic, label_b: str, b: Arithmetic, x: np.ndarray, at: tuple[int, int], row: int
+) -> Explanation:
+    """Return the steps of one element on both sides, under the element's index in the layer.
+
+    x: the compared rows. at: the index of the element in x. row: its row in the layer.
+    """
+    parts = [explain(x, one.recipe, at, tensor_amax=one.amax) for one in (a, b)]
+    names = f"{label_a} {a.recipe.id}", f"{label_b} {b.recipe.id}"
+    return Explanation((row, at[1]), names, (parts[0].steps[0], parts[1].steps[0]))
+
+
+def _code_text(part: Weights, at: tuple[int, int]) -> str:
+    """Return the code and the block scale of an element as text; "" for values without codes."""
+    if part.q is None:
+        return ""
+    r = part.q.recipe
+    code = int(unpacked(part.q.packed[at[0]], r.element.packing)[at[1]])
+    scale = (
+        ""
+        if part.q.block_scale is None
+        else f", block scale 0x{int(part.q.block_scale[at[0], at[1] // r.block_size]):02x}"
+    )
+    return f" (code 0x{code:x}{scale})"

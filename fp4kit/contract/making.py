@@ -1,0 +1,160 @@
+"""Find out how one side made the codes or values of a layer: recipe, tensor amax, and the order of its bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.contract.sides import Amax, Weights, made
+from fp4kit.contract.steps import Arithmetic, StepName
+from fp4kit.contract.stored_order import orders
+from fp4kit.formats import bit_patterns
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.fake_quantize import fake_quantize
+from fp4kit.ops.identify import identify
+from fp4kit.ops.identify_amaxes import CandidateAmaxes
+from fp4kit.quantized.container import Quantized
+from fp4kit.recipes import RECIPES, Recipe
+
+
+class Making(NamedTuple):
+    """Say how one side made a layer.
+
+    arithmetic: what gives its bytes; None if nothing that was tried does.
+    step, wrong: the step at which the stored bytes are wrong, and how; None and "" if they are right.
+    nearest: the nearest recipe in words, if arithmetic is None.
+    """
+
+    arithmetic: Arithmetic | None
+    step: StepName | None = None
+    wrong: str = ""
+    nearest: str = ""
+
+
+def rows_of(w: Weights, rows: np.ndarray) -> Weights:
+    """Return some rows of a matrix. rows: indices of whole blocks of rows, ascending."""
+    return Weights(None if w.q is None else quantized_rows(w.q, rows), None if w.values is None else w.values[rows])
+
+
+def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
+    """Return some rows of a Quantized of two axes with linear scales."""
+
+    def cut(a: Any) -> Any:
+        return a if a is None or not np.ndim(a) else a[rows]
+
+    shape = (len(rows), q.shape[1])
+    scales = cut(q.block_scale)
+    return replace(
+        q,
+        packed=q.packed[rows],
+        block_scale=scales,
+        tensor_scale=cut(q.tensor_scale),
+        tensor_amax=cut(q.tensor_amax),
+        shape=shape,
+    )
+
+
+def making_of(
+    whole: Weights,
+    x: np.ndarray,
+    rows: np.ndarray,
+    recipes: Sequence[Recipe],
+    candidates: Callable[[Recipe], Iterator[Arithmetic]],
+) -> Making:
+    """Return how the bytes of a layer were made from its unquantized weight.
+
+    Recipes and amaxes are tried first as the contracts state them, then in wrong orders of bytes, then all recipes that
+    fp4kit.identify finds.
+
+    Args:
+        whole: the matrix of the side.
+        x: some rows of the unquantized weight.
+        rows: the indices of these rows.
+        recipes: the recipes to try, the most likely first.
+        candidates: called with a recipe, yields it with the tensor amaxes to try.
+    """
+    part = rows_of(whole, rows)
+    tried = [one for r in recipes for one in candidates(r) if _fits(part, r)]
+    for one in tried:
+        if _gives(one, x, part):
+            return Making(one)
+    if part.q is None:
+        return _fake_making(part, x, tried)
+    for step, wrong, q in orders(whole.q) if whole.q is not None else ():
+        right = Weights(quantized_rows(q, rows), None)
+        for one in tried:
+            if _gives(one, x, right):
+                return Making(one, "code" if step == "code" else "block scale", wrong)
+    return _identified(part.q, x)
+
+
+def _fits(part: Weights, r: Recipe) -> bool:
+    """Return whether a recipe gives codes of the formats of a Quantized. Any recipe fits an array of values."""
+    if part.q is None:
+        return True
+    own = part.q.recipe
+    return not r.fake_only and (r.element, r.scale, r.block_size) == (own.element, own.scale, own.block_size)
+
+
+def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
+    """Return whether a recipe and an amax give the codes and scales of a Quantized, or the values of an array."""
+    found = made(x, one.recipe, one.amax, one.hadamard)
+    if part.q is None or found.q is None:
+        return _same(values_of(found, part), values_of(part, found))
+    pairs = [(getattr(found.q, name), getattr(part.q, name)) for name in ("packed", "block_scale", "tensor_scale")]
+    return all(a is b or (a is not None and b is not None and _same(a, b)) for a, b in pairs)
+
+
+def _same(a: np.ndarray, b: np.ndarray) -> bool:
+    """Return whether two arrays are equal in shape and in every bit, except for the bits of NaN."""
+    return np.shape(a) == np.shape(b) and not differing_bits(np.asarray(a), np.asarray(b)).any()
+
+
+def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
+    """Return how values were made that quantize and dequantize do not give: by a recipe's own fake quantizer."""
+    for one in tried:
+        if not one.recipe.fake_only and not one.hadamard and part.values is not None:
+            values = np.asarray(fake_quantize(x, one.recipe, tensor_amax=one.amax))
+            if _same(values.astype(np.float32), part.values.astype(np.float32)):
+                wrong = f"values are those of fake_quantize of {one.recipe.id}, which differ from its decoded codes"
+                return Making(one, "decode", wrong)
+    return Making(None)
+
+
+def _identified(q: Quantized, x: np.ndarray) -> Making:
+    """Return the recipe that fp4kit.identify finds for some rows of a layer, with the amax that its scale implies."""
+    found = identify(q, x)
+    for id in found.exact:
+        r = RECIPES.get(id, q.recipe)
+        for amax in CandidateAmaxes(q, x).for_recipe(r):
+            one = Arithmetic(r, _amax(amax))
+            if _gives(one, x, Weights(q, None)):
+                return Making(one)
+    return Making(None, nearest=found.verdict)
+
+
+def _amax(amax: Any) -> Amax:
+    """Return an amax as an array, or None."""
+    return None if amax is None else np.asarray(amax, np.float32)
+
+
+def values_of(one: Weights, other: Weights) -> np.ndarray:
+    """Return the values of one side, decoded to the dtype of the other side's array if that side has no codes."""
+    if one.q is None:
+        assert one.values is not None
+        return one.values.astype(np.float32) if one.values.dtype.itemsize < 4 else one.values
+    narrow = other.values is not None and other.values.dtype.itemsize < 4
+    dtype = other.values.dtype if other.values is not None and narrow else np.dtype(np.float32)
+    return np.asarray(dequantize(one.q, dtype)).astype(np.float32)
+
+
+def differing_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return where two arrays of one shape differ in any bit; NaN equals NaN, and arrays of two dtypes are widened."""
+    if a.dtype != b.dtype:
+        wide = np.promote_types(a.dtype, b.dtype)
+        a, b = a.astype(wide), b.astype(wide)
+    differs: np.ndarray = bit_patterns(a) != bit_patterns(b)
+    return differs if a.dtype.kind in "iub" else differs & ~((a != a) & (b != b))

@@ -1,0 +1,476 @@
+"""Implement fp4kit.parity, which checks that a trainer and a server compute with equal bits, layer by layer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.arguments import as_index
+from fp4kit.arithmetic import ieee
+from fp4kit.contract.compare_layer import Compared, compare_layer
+from fp4kit.contract.kv_layouts import compare_layouts
+from fp4kit.contract.making import Making, making_of, rows_of
+from fp4kit.contract.products import products, why_no_products, with_products
+from fp4kit.contract.result import LayerParity, Parity
+from fp4kit.contract.schema import Contract
+from fp4kit.contract.sides import OP, Side, Weights, amax_of, array_of, largest, made, side_of, source_of
+from fp4kit.contract.steps import Arithmetic
+from fp4kit.contract.stored_order import orders
+from fp4kit.formats import FLOATS
+from fp4kit.recipes import Recipe
+from fp4kit.types import Hadamard
+
+SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
+"""What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of these."""
+
+_TOKENS = 64  # rows of inputs that are drawn
+_SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # amaxes that are drawn near these numbers times powers of two
+_PRODUCT_ROWS = 128  # rows of a weight that are multiplied
+_DRAWN = (128, 512)  # the shape of weights that are drawn
+_HEAD_DIM = 128
+
+
+@ieee(OP)
+def parity(
+    train: SideLike,
+    rollout: SideLike,
+    *,
+    weights: str | Path | Mapping[str, Any] | None = None,
+    inputs: Mapping[str, Any] | None = None,
+    kv: Mapping[str, Any] | None = None,
+    elements: int = 1 << 18,
+    layers: int | None = None,
+    seconds: float | None = None,
+) -> Parity:
+    """Check that a trainer and a rollout engine compute with equal bits, and name the first step that differs.
+
+    Each side is one of these:
+
+    - a Contract, which quantizes `weights` by its recipes;
+    - a path: a contract file (.json), a model directory, a .safetensors file or a GGUF file;
+    - tensors by name: a Quantized or an array per layer, such as weights, activations or logits;
+    - a function f(layer, weight) that returns a Quantized or an array of values, such as a trainer's fake quantizer;
+    - a pair of a Contract and one of these.
+
+    For each layer, codes, block scales, tensor scales, values and products are compared. Where they differ, the steps
+    of the arithmetic are compared in their order, and the first one that differs is reported with counts, one worked
+    element, and the setting that would make the sides equal.
+
+    Args:
+        train: the side of the trainer.
+        rollout: the side of the rollout engine.
+        weights: the unquantized weights, by layer, or a path to them. They are needed for functions, and for naming the
+            steps behind differing bytes. If both sides are contracts, None draws numbers.
+        inputs: layer -> array (tokens, K), the inputs of layers. None draws numbers. They are quantized and multiplied
+            if both contracts state a matrix unit and a recipe of activations.
+        kv: name -> array (..., head_dim), keys or values, which are quantized by the contracts' recipes of the KV
+            cache. None draws numbers.
+        elements: the number of elements per layer that are compared, rounded up to whole blocks of rows. The rows are
+            evenly spaced. A tensor amax is always that of the whole layer.
+        layers: the largest number of layers to compare; they are evenly spaced. None compares all.
+        seconds: begin no new layer after this time. The result names the layers that were left out. None for no limit.
+
+    Returns:
+        A Parity. `equal` says whether all compared bits are equal.
+
+    Raises:
+        TypeError: a side is of another kind, or a tensor has no floats.
+        ValueError: weights are missing, shapes differ, or a contract needs a Hadamard transform or scale search that
+            parity does not apply.
+        CheckpointError: a path cannot be read.
+
+    Numerics:
+        All comparisons are of bits, except that NaN equals NaN. Products are those of fp4kit.matmul, for up to 128 rows
+        of a weight. If activations are unquantized, the unit multiplies bfloat16.
+
+        Values are decoded by the recipe's rule. If the contract of a side names a container, they are decoded as its
+        loaders decode them, from the stored tensor scale.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> train = fp4kit.Contract("nvfp4-te", activations="nvfp4-te", unit="sm100")
+        >>> fp4kit.parity(train, train).equal
+        True
+        >>> w = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+        >>> found = fp4kit.parity(train, fp4kit.Contract("nvfp4-compressed-tensors"), weights={"mlp.up_proj": w})
+        >>> found.layers[0].step, found.layers[0].setting.partition(" (")[0]
+        ('tensor scale', 'recipe nvfp4-te in train and nvfp4-compressed-tensors in rollout')
+    """
+    elements = as_index(OP, "elements", elements)
+    if elements < 1 or (layers is not None and as_index(OP, "layers", layers) < 1):
+        raise ValueError(f"{OP}: elements is {elements} and layers {layers}; needs at least 1")
+    sides = side_of("train", train), side_of("rollout", rollout)
+    check = _Check(sides, source_of("weights", weights), source_of("inputs", inputs), elements)
+    return check.run(layers, seconds, source_of("kv", kv))
+
+
+class _Check:
+    """Run one parity check.
+
+    sides: the two sides. source: the unquantized weights, or None. inputs: the inputs of layers, or None to draw them.
+    elements: how many elements per layer are compared.
+    """
+
+    def __init__(
+        self,
+        sides: tuple[Side, Side],
+        source: Mapping[str, Any] | None,
+        inputs: Mapping[str, Any] | None,
+        elements: int,
+    ) -> None:
+        self.sides, self.source, self.inputs, self.elements = sides, source, inputs, elements
+        self.notes: dict[str, None] = {}
+        self.amaxes: dict[Any, Any] = {}
+        contracts = [side.contract for side in sides]
+        if source is None and all(side.stored is None and side.function is None for side in sides):
+            self.source = _drawn([one for one in contracts if one is not None])
+        elif source is None and any(side.makes for side in sides):
+            label = next(side.label for side in sides if side.makes)
+            raise ValueError(f"{OP}: {label} makes codes from weights, and there are none; pass weights=")
+
+    def run(self, most: int | None, seconds: float | None, kv: Mapping[str, Any] | None) -> Parity:
+        """Compare all layers, then inputs and KV caches, and return the result."""
+        end = None if seconds is None else time.monotonic() + seconds
+        names, missing = self._names()
+        chosen = names if most is None or most >= len(names) else [names[i * len(names) // most] for i in range(most)]
+        found: list[LayerParity] = []
+        for i, name in enumerate(chosen):
+            if end is not None and i and time.monotonic() > end:
+                self.notes[f"{len(chosen) - i:,} layers, because {seconds:g} s had passed: {_some(chosen[i:])}"] = None
+                break
+            found.append(self._layer(name))
+        sampled = self._sampled(found, len(names))
+        found += [*self._of_inputs(), *self._of_kv(kv)]
+        a, b = (side.contract for side in self.sides)
+        diff = None if a is None or b is None else a.diff(b)
+        return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        """Return the layers that both sides have, and one text per layer that a side lacks.
+
+        Raise ValueError if there are no layers in common.
+        """
+        stored = [side for side in self.sides if side.stored is not None]
+        given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]
+        first, last = given[0], given[-1]
+        names = [name for name in first if name in {*last}]
+        missing = [f"{name}: not in {self.sides[1].label}" for name in first if name not in {*last}]
+        missing += [f"{name}: not in {self.sides[0].label}" for name in last if name not in {*first}]
+        if any(side.makes for side in self.sides) and stored:
+            assert self.source is not None
+            absent = [name for name in names if name not in self.source]
+            if absent:
+                self.notes[f"{len(absent):,} layers without an unquantized weight: {_some(absent)}"] = None
+            names = [name for name in names if name in self.source]
+        if not names:
+            raise ValueError(
+                f"{OP}: the sides have no layer in common; needs layers of one name, such as {_some(first)}"
+            )
+        return names, missing
+
+    def _x(self, name: str) -> np.ndarray | None:
+        """Return the unquantized weight of a layer; None if there is none."""
+        if self.source is None or name not in self.source:
+            return None
+        x = array_of(f"weights: {name}", self.source[name])
+        if x.dtype not in FLOATS or x.ndim < 2:
+            raise ValueError(
+                f"{OP}: weights: {name} is {x.dtype} {x.shape}; needs a matrix of float32, float16 or bfloat16"
+            )
+        return x
+
+    def _layer(self, name: str) -> LayerParity:
+        """Compare one layer of both sides."""
+        x = self._x(name)
+        wholes = [self._whole(side, name, x) for side in self.sides]
+        shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
+        if len(shapes) > 1:
+            raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
+        (shape,) = shapes
+        if len(shape) != 2 or any(w is not None and w.q is None and w.values is None for w in wholes):
+            return self._tensor(name, [w for w in wholes if w is not None])
+        recipes = [side.recipe_of(name, None if w is None else w.q) for side, w in zip(self.sides, wholes, strict=True)]
+        rows = self._rows(shape, [r for r in recipes if r is not None])
+        part = None if x is None else np.ascontiguousarray(x[rows])
+        compared = [self._compared(i, name, wholes[i], part, rows, recipes) for i in range(2)]
+        plain = [recipe is None and _is_plain(one.part, part) for recipe, one in zip(recipes, compared, strict=True)]
+        kind: Any = "tensor" if all(side.contract is None for side in self.sides) and all(plain) else "weight"
+        found = compare_layer(name, kind, (compared[0], compared[1]), part, rows, shape[0] * shape[1])
+        if found.step == "value" and plain[0] != plain[1]:
+            found = self._half_quantized(found, plain, recipes)
+        return self._with_products(found, name, compared, recipes, shape)
+
+    def _half_quantized(
+        self, found: LayerParity, plain: Sequence[bool], recipes: Sequence[Recipe | None]
+    ) -> LayerParity:
+        """Return the result for a layer that only one side quantizes."""
+        labels = [side.label for side in self.sides]
+        at = 0 if plain[0] else 1
+        other = recipes[1 - at]
+        text = f"{labels[at]} does not quantize this layer, and {labels[1 - at]} does"
+        way = f"; quantize it by {other.id}, or exclude it on both sides" if other else ""
+        return replace(found, step="quantization", setting=text + way)
+
+    def _whole(self, side: Side, name: str, x: np.ndarray | None) -> Weights | None:
+        """Return what a side holds for a layer; None if its contract makes the codes."""
+        if side.stored is None and side.function is None:
+            return None
+        return side.weights_of(name, x)
+
+    def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
+        """Compare two tensors of any number of axes, such as logits, as one row of values."""
+        flat = [Weights(None, _values(w).reshape(1, -1)) for w in wholes]
+        making = Making(None)
+        sides = [Compared(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
+        size = _values(flat[0]).size
+        return compare_layer(name, "tensor", (sides[0], sides[1]), None, np.zeros(1, np.intp), size)
+
+    def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
+        """Return the indices of the compared rows: evenly spaced groups of rows that cut no block."""
+        height = min(lcm(*(r.block_rows for r in recipes), 1), shape[0])
+        groups, needed = -(-shape[0] // height), -(-self.elements // (height * max(shape[1], 1)))
+        if needed >= groups:
+            return np.arange(shape[0])
+        starts = np.arange(needed) * groups // needed * height
+        rows = (starts[:, None] + np.arange(height)).reshape(-1)
+        return rows[rows < shape[0]]
+
+    def _compared(
+        self,
+        i: int,
+        name: str,
+        whole: Weights | None,
+        x: np.ndarray | None,
+        rows: np.ndarray,
+        recipes: Sequence[Recipe | None],
+    ) -> Compared:
+        """Return the compared rows of side i, and how that side made them."""
+        side, recipe = self.sides[i], recipes[i]
+        if whole is None:
+            assert x is not None
+            if recipe is None:
+                return Compared(side.label, Weights(None, x), Making(None))
+            one = self._arithmetic(name, side.decoding(recipe), self._group(side, name), side.hadamard_of(), rows)
+            return Compared(side.label, made(x, one.recipe, one.amax, one.hadamard), Making(one))
+        if whole.q is not None:
+            whole = Weights(replace(whole.q, recipe=side.decoding(whole.q.recipe)), None)
+        part = rows_of(whole, rows)
+        if x is None or (whole.q is None and recipe is None and side.function is None and side.contract is not None):
+            return Compared(side.label, part, self._order_without_source(i, name, whole, rows))
+        likely = [r for r in (recipe, recipes[1 - i]) if r is not None]
+        hadamard = side.hadamard_of()
+
+        def candidates(r: Recipe) -> Iterator[Arithmetic]:
+            groups = [self._group(one, name) for one in (side, self.sides[1 - i])]
+            for group in dict.fromkeys((groups[0], (name,), groups[1])):
+                yield self._arithmetic(name, side.decoding(r), group, hadamard, rows)
+
+        return Compared(side.label, part, making_of(whole, x, rows, likely, candidates))
+
+    def _order_without_source(self, i: int, name: str, whole: Weights, rows: np.ndarray) -> Making:
+        """Return what is wrong with the order of the rollout's bytes, if the trainer's bytes show it; else no Making.
+
+        Without the unquantized weight, the bytes of the trainer count as right.
+        """
+        other = self.sides[1 - i]
+        if i == 0 or whole.q is None or other.stored is None:
+            return Making(None)
+        right = other.weights_of(name, None).q
+        if (
+            right is None
+            or right.recipe.element != whole.q.recipe.element
+            or np.array_equal(right.packed, whole.q.packed)
+        ):
+            if right is None or _equal(right.block_scale, whole.q.block_scale):
+                return Making(None)
+        for step, wrong, q in orders(whole.q):
+            if np.array_equal(q.packed, right.packed) and _equal(q.block_scale, right.block_scale):
+                return Making(None, "code" if step == "code" else "block scale", wrong)
+        return Making(None)
+
+    def _group(self, side: Side, name: str) -> tuple[str, ...]:
+        """Return the layers that share their tensor amax with a layer, as the contract of a side says."""
+        if side.contract is None or "shared_amax" in side.contract.unknown:
+            return (name,)
+        names = self.source or {}
+        return side.contract.group_of(name, names)
+
+    def _arithmetic(
+        self, name: str, r: Recipe, group: tuple[str, ...], hadamard: Hadamard, rows: np.ndarray
+    ) -> Arithmetic:
+        """Return a recipe with the largest tensor amax of a group of layers, for the compared rows of one layer."""
+        shared = group if r.tensor_scaling == "tensor" else (name,)
+        amax = largest(self._amax(layer, r, hadamard) for layer in shared)
+        return Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], hadamard, shared)
+
+    def _amax(self, layer: str, r: Recipe, hadamard: Hadamard) -> Any:
+        """Return the tensor amax of a whole layer, which is computed once per kind of amax."""
+        key = layer, r.tensor_scaling, r.amax_nan, r.flush, hadamard
+        if key not in self.amaxes:
+            x = self._x(layer)
+            assert x is not None
+            self.amaxes[key] = amax_of(x, r, hadamard)
+        return self.amaxes[key]
+
+    def _with_products(
+        self,
+        found: LayerParity,
+        name: str,
+        compared: Sequence[Compared],
+        recipes: Sequence[Recipe | None],
+        shape: tuple[int, ...],
+    ) -> LayerParity:
+        """Return the result with the products of the layer, where both contracts state how they are computed."""
+        contracts = [side.contract for side in self.sides]
+        for side, contract in zip(self.sides, contracts, strict=True):
+            why = why_no_products(contract)
+            if why:
+                self.notes[f"products: {side.label}: {why}"] = None
+                return found
+        inputs = self._input(name, shape[1])
+        results = []
+        for one, contract, recipe in zip(compared, contracts, recipes, strict=True):
+            assert contract is not None
+            limit = np.arange(min(_PRODUCT_ROWS, _shape(one.part)[0]))
+            try:
+                results.append(products(contract, inputs, rows_of(one.part, limit), recipe is not None))
+            except ValueError as error:
+                self.notes[f"products: {one.label}: {error}"] = None
+                return found
+        labels = self.sides[0].label, self.sides[1].label
+        return with_products(found, results[0], results[1], self._units(contracts) or _operands(compared), labels)
+
+    def _units(self, contracts: Sequence[Contract | None]) -> str:
+        """Return the text about matrix units that differ; "" if they are equal."""
+        a, b = contracts
+        if a is None or b is None or a.unit is None or b.unit is None or a.unit == b.unit:
+            return ""
+        return (
+            f"unit {a.unit.id} in {self.sides[0].label} and {b.unit.id} in {self.sides[1].label}; use one unit on both"
+            " sides"
+        )
+
+    def _input(self, name: str, columns: int) -> np.ndarray:
+        """Return the inputs of a layer (tokens, K): the caller's, or drawn numbers in bfloat16."""
+        if self.inputs is not None and name in self.inputs:
+            x = array_of(f"inputs: {name}", self.inputs[name])
+            x = x.reshape(-1, x.shape[-1])
+            if x.shape[1] != columns or x.dtype not in FLOATS:
+                raise ValueError(f"{OP}: inputs: {name} is {x.dtype} {x.shape}; needs floats of {columns} columns")
+            return x
+        return np.random.default_rng(0).standard_normal((_TOKENS, columns), np.float32).astype(ml_dtypes.bfloat16)
+
+    def _of_inputs(self) -> Iterator[LayerParity]:
+        """Yield the comparison of quantized inputs: those of the caller, or one drawn array."""
+        tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
+        yield from self._by_setting("activations", "input", tensors)
+
+    def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
+        """Yield the comparison of quantized keys and values: those of the caller, or one drawn array."""
+        tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
+        yield from self._by_setting("kv_cache", "kv cache", tensors)
+        contracts = [side.contract for side in self.sides]
+        layouts = [None if one is None or "kv_layout" in one.unknown else one.kv_layout for one in contracts]
+        recipe = None if contracts[0] is None else contracts[0].kv_cache
+        if layouts[0] is not None and layouts[1] is not None and recipe is not None and layouts[0] != layouts[1]:
+            yield compare_layouts(layouts[0], layouts[1], recipe, (self.sides[0].label, self.sides[1].label))
+
+    def _by_setting(self, setting: str, kind: Any, tensors: Mapping[str, Any]) -> Iterator[LayerParity]:
+        """Yield the comparison of tensors that both contracts quantize by the recipes of one setting.
+
+        Yield nothing if both leave them unquantized, or if the setting is unknown on a side.
+        """
+        contracts = [side.contract for side in self.sides]
+        if any(one is None or setting in one.unknown for one in contracts):
+            return
+        recipes = [getattr(one, setting) for one in contracts]
+        if recipes == [None, None]:
+            return
+        for name, given in tensors.items():
+            x = array_of(f"{kind}: {name}", given)
+            x = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
+            rows = self._rows(x.shape, [r for r in recipes if r is not None])
+            compared = []
+            for side, r in zip(self.sides, recipes, strict=True):
+                if r is None:
+                    compared.append(Compared(side.label, Weights(None, x[rows]), Making(None)))
+                    continue
+                amax = amax_of(x, r, False)
+                one = Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], False, (name,))
+                compared.append(Compared(side.label, made(x[rows], r, one.amax), Making(one)))
+            found = compare_layer(name, kind, (compared[0], compared[1]), x[rows], rows, x.size)
+            plain = [r is None for r in recipes]
+            yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
+
+    def _sampled(self, found: Sequence[LayerParity], count: int) -> str:
+        """Return what was compared, in words."""
+        layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layers"
+        elements, total = sum(one.elements for one in found), sum(one.total for one in found)
+        return f"compared {elements:,} of {total:,} elements in {layers}"
+
+
+def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
+    """Return whether some rows are values that are not quantized. x: the rows of the unquantized weight, if known."""
+    return part.values is not None and (x is None or _equal(part.values, x))
+
+
+def _operands(compared: Sequence[Compared]) -> str:
+    """Return the text about operands of products, if one side has values and the other codes; "" otherwise."""
+    a, b = compared
+    if (a.part.q is None) == (b.part.q is None):
+        return ""
+    values, codes = (a, b) if a.part.q is None else (b, a)
+    return (
+        f"{values.label} has values, which are multiplied as bfloat16, and {codes.label} multiplies codes; multiply"
+        " codes on both sides"
+    )
+
+
+def _shape(w: Weights) -> tuple[int, ...]:
+    """Return the shape of a matrix."""
+    return w.q.shape if w.q is not None else np.asarray(w.values).shape
+
+
+def _values(w: Weights) -> np.ndarray:
+    """Return the values of an array; those of a Quantized are decoded."""
+    return np.asarray(w.values if w.q is None else w.q.dequantize(np.float32))
+
+
+def _equal(a: Any, b: Any) -> bool:
+    """Return whether two arrays are equal, or both None."""
+    return a is b or (a is not None and b is not None and np.array_equal(a, b))
+
+
+def _some(names: Sequence[str]) -> str:
+    """Return up to three names as text."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:
+    """Return drawn bfloat16 weights for contracts: one per pattern, and one per layer that shares an amax.
+
+    Their magnitudes differ, so that sharing an amax matters. One row is zero, and one holds multiples of 0.25. A
+    further layer in float32 has amaxes next to the edges of rounding.
+    """
+    leaves = [leaf for one in contracts for group in one.shared_amax for leaf in group]
+    patterns = [pattern.replace("*", "drawn") for one in contracts for pattern, _ in one.patterns]
+    patterns += [pattern.replace("*", "drawn") for one in contracts for pattern in one.excluded[:1]]
+    names = dict.fromkeys(["drawn.linear", *(f"drawn.{leaf}" for leaf in leaves), *patterns])
+    rng = np.random.default_rng(0)
+    found = {}
+    for i, name in enumerate(names):
+        x = rng.standard_normal(_DRAWN, np.float32) * np.float32(1 + i / 4)
+        x[0], x[1] = 0, rng.integers(-24, 25, _DRAWN[1]) / 4
+        found[name] = x.astype(ml_dtypes.bfloat16)
+    amax = 2.0 ** rng.integers(-8, 3, (_DRAWN[0], _DRAWN[1] // 32, 1)) * rng.choice(_SIGNIFICANDS, (1, 1, 1))
+    amax = amax * rng.choice(_SIGNIFICANDS, amax.shape) * (1 + rng.integers(-1, 2, amax.shape) * 2.0**-23)
+    edges = amax * np.clip(rng.standard_normal((*amax.shape[:2], 32)) / 2, -1, 1)
+    edges[..., :1] = amax
+    return found | {"drawn.edges": edges.reshape(_DRAWN).astype(np.float32)}

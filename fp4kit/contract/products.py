@@ -1,0 +1,73 @@
+"""Compute the products of a layer's weight with inputs, as the contract of one side says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.contract.making import differing_bits
+from fp4kit.contract.result import LayerParity
+from fp4kit.contract.schema import Contract
+from fp4kit.contract.sides import Weights, made
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.matmul import matmul
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+
+
+def why_no_products(contract: Contract | None) -> str:
+    """Return the reason why the products of a side are unknown; "" if they are known."""
+    if contract is None:
+        return "no contract states the matrix unit"
+    if "unit" in contract.unknown or contract.unit is None:
+        return "the contract states no matrix unit"
+    return "the recipe of activations is unknown" if "activations" in contract.unknown else ""
+
+
+def _decoded(one: Weights) -> np.ndarray:
+    """Return the values of an array, or those of a Quantized decoded to bfloat16."""
+    return np.asarray(one.values if one.q is None else dequantize(one.q, BFLOAT16))
+
+
+def products(contract: Contract, inputs: np.ndarray, weights: Weights, quantized: bool) -> np.ndarray:
+    """Return inputs (tokens, K) times weights (N, K), float32 (tokens, N), as the contract's unit adds them.
+
+    If the layer is quantized and activations have a recipe, both operands are quantized. Otherwise the unit multiplies
+    bfloat16: inputs are rounded to it, and weights are decoded to it.
+
+    Raise ValueError if the unit has no instruction for the operands.
+    """
+    assert contract.unit is not None
+    recipe = contract.activations if quantized else None
+    if recipe is None or recipe.fake_only or weights.q is None:
+        left = Weights(None, inputs) if recipe is None else made(inputs, recipe, None)
+        operands = [_decoded(one).astype(BFLOAT16) for one in (left, weights)]
+        return np.asarray(matmul(*operands, unit=contract.unit))
+    return np.asarray(matmul(made(inputs, recipe, None).q, weights.q, unit=contract.unit))
+
+
+def with_products(
+    found: LayerParity, a: np.ndarray, b: np.ndarray, setting: str, labels: tuple[str, str]
+) -> LayerParity:
+    """Return the result of a layer with the counts of its products, which are its first step if all else is equal.
+
+    a, b: the products of both sides. setting: how their units differ, or "".
+    """
+    differs = differing_bits(a, b)
+    found = replace(found, products=(int(differs.sum()), differs.size))
+    if not differs.any() or not found.equal:
+        return found
+    at = tuple(int(n) for n in np.unravel_index(int(differs.argmax()), differs.shape))
+    values = " and ".join(
+        f"{label} {one[at]!s} (0x{int(one[at].view(np.uint32)):08x})" for label, one in zip(labels, (a, b), strict=True)
+    )
+    return replace(
+        found,
+        step="product",
+        count=int(differs.sum()),
+        examined=int(differs.sum()),
+        element=f"product of token {at[0]} and row {at[1]}: {values}",
+        setting=setting or "the inputs are quantized differently; see the inputs",
+    )

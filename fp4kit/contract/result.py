@@ -1,0 +1,180 @@
+"""Define the result of fp4kit.parity: per layer, what differs, the first step that differs, and one worked element."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fp4kit.contract.schema import ContractDiff
+from fp4kit.contract.steps import StepName
+from fp4kit.display.panel import Panel
+from fp4kit.ops.explain import Explanation
+
+Count = tuple[int, int]  # (differing, compared); (0, 0) if the parts cannot be compared
+_COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
+
+
+@dataclass(frozen=True)
+class LayerParity:
+    """How the two sides of a parity check differ in one layer. All counts are pairs (differing, compared).
+
+    A pair is (0, 0) if a side lacks the part, or if the formats of the two sides differ.
+
+    Attributes:
+        name: the layer.
+        kind: "weight", "input" (activations), "kv cache" or "tensor" (values that no contract describes).
+        elements: the number of elements that were compared.
+        total: the number of elements of the layer.
+        codes: element codes.
+        scales: block scales.
+        tensor_scales: tensor scales.
+        values: decoded values, bit by bit; NaN equals NaN.
+        products: elements of products with inputs, bit by bit; NaN equals NaN.
+        step: the first step of the arithmetic that differs, such as "block scale"; None if everything is equal.
+        result: the result that differs at that step, such as "block amax".
+        count: how many of the examined elements differ first at this step.
+        examined: the number of elements whose code or value differs and whose steps were compared.
+        steps: (step, number of elements) pairs that say at which steps the examined elements differ first, in order.
+        element: one element that differs, with its values on both sides.
+        setting: the setting that differs, and what would make the sides equal.
+        worked: the steps of this element on both sides; None if a side's recipe is unknown.
+    """
+
+    name: str
+    kind: Literal["weight", "input", "kv cache", "tensor"]
+    elements: int
+    total: int
+    codes: Count = (0, 0)
+    scales: Count = (0, 0)
+    tensor_scales: Count = (0, 0)
+    values: Count = (0, 0)
+    products: Count = (0, 0)
+    step: StepName | None = None
+    result: str = ""
+    count: int = 0
+    examined: int = 0
+    steps: tuple[tuple[StepName, int], ...] = ()
+    element: str = ""
+    setting: str = ""
+    worked: Explanation | None = None
+
+    @property
+    def equal(self) -> bool:
+        """True if everything that was compared is equal in every bit."""
+        return self.step is None
+
+    def __str__(self) -> str:
+        """Return the layer's first step that differs, the setting, and the worked element, in several lines."""
+        if self.equal:
+            return f"{self.kind} {self.name}: equal in every bit"
+        where = f" ({self.result})" if self.result and self.result != self.step else ""
+        count = f", {self.count:,} of {self.examined:,} differing elements" if self.examined else ""
+        lines = [f"{self.kind} {self.name}: first step that differs: {self.step}{where}{count}"]
+        if len(self.steps) > 1:
+            lines.append(f"  elements that differ first at a later step: {_later(self.steps)}")
+        lines += [f"  {text}" for text in (f"setting: {self.setting}" * bool(self.setting), self.element) if text]
+        if self.worked is not None:
+            lines += [f"  {line}" for line in str(self.worked).splitlines()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Parity:
+    """The result of fp4kit.parity. It prints as a table of layers and an explanation per kind of difference.
+
+    Attributes:
+        layers: one LayerParity per compared layer, then those of inputs and of KV caches.
+        contracts: how the contracts differ; None if a side has none.
+        missing: the layers that only one side has, with the name of the side that lacks them.
+        notes: what was not compared, and why.
+        sampled: what was compared, in words.
+    """
+
+    layers: tuple[LayerParity, ...]
+    contracts: ContractDiff | None = None
+    missing: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    sampled: str = ""
+
+    @property
+    def equal(self) -> bool:
+        """True if every layer is on both sides, and everything that was compared is equal in every bit."""
+        return not self.missing and all(layer.equal for layer in self.layers)
+
+    @property
+    def differing(self) -> tuple[LayerParity, ...]:
+        """The layers that differ."""
+        return tuple(layer for layer in self.layers if not layer.equal)
+
+    def __bool__(self) -> bool:
+        """Return `equal`."""
+        return self.equal
+
+    def __str__(self) -> str:
+        """Return the verdict, the differing layers as a table, and the first layer of each kind of difference."""
+        lines = [self.verdict]
+        if self.differing:
+            lines.append(self._panel().text())
+        seen = set()
+        for layer in self.differing:
+            key = layer.kind, layer.step, layer.result
+            if key not in seen:
+                seen.add(key)
+                lines.append(str(layer))
+        for title, texts in self.remarks:
+            lines += [f"{title}: {text}" for text in texts]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        """Return the verdict and the table as a notebook shows them."""
+        return self._panel().html()
+
+    @property
+    def verdict(self) -> str:
+        """The result in one sentence."""
+        parts = [f"{len(self.differing):,} of {len(self.layers):,} layers differ"]
+        if not self.differing:
+            parts = [f"{len(self.layers):,} layers are equal in every bit"]
+        if self.missing:
+            parts.append(f"{len(self.missing):,} layers are on one side only")
+        return "; ".join(filter(None, (*parts, self.sampled)))
+
+    @property
+    def remarks(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """(title, texts) pairs: missing layers, settings that differ or are unknown, and what was not compared."""
+        contracts = self.contracts or ContractDiff()
+        found = (
+            ("on one side only", self.missing),
+            ("setting", contracts.differences),
+            ("unknown setting", contracts.uncertain),
+            ("not compared", self.notes),
+        )
+        return tuple((title, texts) for title, texts in found if texts)
+
+    def rows(self) -> tuple[tuple[str, ...], ...]:
+        """Return the cells of the table: one row per differing layer, in the order of COLUMNS."""
+        return tuple(
+            (
+                layer.name if layer.kind == "weight" else f"{layer.kind} {layer.name}",
+                *(_cell(pair) for pair in (layer.codes, layer.scales, layer.values, layer.products)),
+                str(layer.step),
+            )
+            for layer in self.differing
+        )
+
+    def _panel(self) -> Panel:
+        """Return the table of differing layers."""
+        return Panel("layers that differ", columns=_COLUMNS, rows=self.rows())
+
+
+COLUMNS = _COLUMNS
+
+
+def _later(steps: tuple[tuple[StepName, int], ...]) -> str:
+    """Return the later steps with their counts as text, such as "code 3, decode 40"."""
+    return ", ".join(f"{step} {count:,}" for step, count in steps[1:])
+
+
+def _cell(pair: Count) -> str:
+    """Return a count as text: "3 of 64", or "-" if nothing was compared."""
+    return f"{pair[0]:,} of {pair[1]:,}" if pair[1] else "-"

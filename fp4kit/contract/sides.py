@@ -1,0 +1,208 @@
+"""Define Side: one side of fp4kit.parity, which gives the codes or the values of a layer.
+
+A side is a Contract, tensors, a function, or a Contract together with tensors or a function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fp4kit.arrays.imports import import_arrays, to_host
+from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
+from fp4kit.contract.schema import Contract
+from fp4kit.ops.fake_quantize import fake_quantize
+from fp4kit.ops.identify_amaxes import SIGN_MASKS
+from fp4kit.ops.quantize import quantize
+from fp4kit.ops.swizzle import unswizzle
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import on_host
+from fp4kit.recipes import Recipe
+from fp4kit.recipes.schema import as_stored
+from fp4kit.reference.quantize import tensor_amax
+from fp4kit.registered import FUNCTIONS
+from fp4kit.types import Hadamard
+
+OP = "parity"
+Amax: TypeAlias = "np.ndarray | None"
+_TE_SIGNS = "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(HADAMARD_BLOCK))  # of hadamard=True
+_WEIGHT = ".weight"
+_DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a divisor
+
+
+class Weights(NamedTuple):
+    """Hold what one side has for one matrix: a Quantized, or an array of values if q is None."""
+
+    q: Quantized | None
+    values: np.ndarray | None
+
+
+class Side:
+    """Give the codes or values of layers as one side has them.
+
+    label: the name of the side in texts, "train" or "rollout".
+    contract: the settings of the side; None if none are known.
+    stored: layer -> Quantized or array; None if the side has no tensors.
+    function: called with a layer's name and its weight, returns a Quantized or an array; None if the side has none.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        contract: Contract | None = None,
+        stored: Mapping[str, Any] | None = None,
+        function: Callable[[str, Any], Any] | None = None,
+    ) -> None:
+        self.label, self.contract, self.stored, self.function = label, contract, stored, function
+
+    @property
+    def makes(self) -> bool:
+        """True if the side makes codes or values from weights, instead of holding them."""
+        return self.stored is None
+
+    def recipe_of(self, layer: str, q: Quantized | None) -> Recipe | None:
+        """Return the recipe that the contract states for a layer, or else that of its Quantized; None for neither."""
+        if self.contract is not None and "weights" not in self.contract.unknown:
+            return self.contract.recipe_of(layer)
+        return None if q is None else q.recipe
+
+    def decoding(self, r: Recipe) -> Recipe:
+        """Return a recipe with the decode rule of loaders, if the contract names a container; otherwise r itself.
+
+        Loaders decode with the stored tensor scale, whatever the producer's own function does.
+        """
+        container = None if self.contract is None else self.contract.container
+        if container is None or r.fake_only:
+            return r
+        return as_stored(r, container.startswith(_DIVIDES) and r.scale is not None)
+
+    def weights_of(self, layer: str, x: np.ndarray | None) -> Weights:
+        """Return what a side that has tensors or a function has for a layer.
+
+        x: the unquantized weight, which a function gets. Errors of the function are not caught.
+        """
+        if self.stored is not None:
+            return as_weights(f"{self.label}: {layer}", self.stored[layer])
+        assert self.function is not None
+        return as_weights(f"{self.label}: {layer}", self.function(layer, x))
+
+    def hadamard_of(self) -> Hadamard:
+        """Return the transform of the contract as an argument of quantize.
+
+        Raise ValueError for sizes and signs that fp4kit.quantize does not have, and for searched scales, which a
+        contract alone does not determine.
+        """
+        contract = self.contract
+        if contract is None:
+            return False
+        if contract.scale_search is not None and self.makes and self.function is None:
+            raise ValueError(
+                f"{OP}: {self.label}: the contract searches block scales ({contract.scale_search}), so it does not"
+                " determine codes alone; give the checkpoint"
+            )
+        if contract.hadamard is None:
+            return False
+        if contract.hadamard != HADAMARD_BLOCK or contract.hadamard_signs not in (None, _TE_SIGNS):
+            raise ValueError(
+                f"{OP}: {self.label}: hadamard is {contract.hadamard} with signs {contract.hadamard_signs}; parity"
+                f" applies a transform of {HADAMARD_BLOCK} with signs {_TE_SIGNS} or without signs; give the side as a"
+                " function"
+            )
+        return "no_signs" if contract.hadamard_signs is None else True
+
+
+def side_of(label: str, given: Any) -> Side:
+    """Return the Side that an argument of parity describes. Raise TypeError for anything else.
+
+    A path is opened by fp4kit.checkpoint, with its errors.
+    """
+    if isinstance(given, tuple) and len(given) == 2 and isinstance(given[0], Contract):
+        side = side_of(label, given[1])
+        return Side(label, given[0], side.stored, side.function)
+    if isinstance(given, Contract):
+        return Side(label, given)
+    if isinstance(given, (str, Path)):
+        contract, stored = FUNCTIONS["parity.open"](given)
+        return Side(label, contract, stored)
+    if isinstance(given, Mapping):
+        return Side(label, None, by_layer(given))
+    if callable(given):
+        return Side(label, None, None, given)
+    raise TypeError(
+        f"{OP}: {label} is a {type(given).__name__}; needs a Contract, a path, a mapping of tensors, a function, or a"
+        " pair of a Contract and one of these"
+    )
+
+
+def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
+    """Return the tensors of the argument `name` of parity by layer: those of a path or of a mapping; None for None."""
+    if given is None:
+        return None
+    if isinstance(given, (str, Path)):
+        opened: Mapping[str, Any] = FUNCTIONS["parity.open"](given)[1]
+        if opened is None:
+            raise ValueError(f"{OP}: {name} is the contract {given}; needs a model or a file of tensors")
+        return opened
+    if isinstance(given, Mapping):
+        return by_layer(given)
+    raise TypeError(f"{OP}: {name} is a {type(given).__name__}; needs a path or a mapping of tensors")
+
+
+def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return tensors under the names of layers, without ".weight". A mapping that has only such names stays itself."""
+    if not any(name.endswith(_WEIGHT) for name in tensors):
+        return tensors
+    return {name.removesuffix(_WEIGHT): tensors[name] for name in tensors}
+
+
+def as_weights(what: str, given: Any) -> Weights:
+    """Return a Quantized, or an array of any library, on the host; scales are linear and the quantized axis is last.
+
+    Raise TypeError for anything else, and ValueError for a Quantized along another axis. what: the text that messages
+    begin with.
+    """
+    if isinstance(given, Quantized):
+        q = on_host(given, OP)
+        if q.axis != len(q.shape) - 1:
+            raise ValueError(f"{OP}: {what} is quantized along axis {q.axis}; needs the last axis")
+        return Weights(q if q.scale_layout == "linear" else unswizzle(q), None)
+    return Weights(None, array_of(what, given))
+
+
+def array_of(what: str, given: Any) -> np.ndarray:
+    """Return an array of any library as a NumPy array. Raise TypeError for anything else."""
+    if not hasattr(given, "shape"):
+        raise TypeError(f"{OP}: {what} is a {type(given).__name__}; needs an array or a Quantized")
+    (array,) = import_arrays(OP, tensor=given)
+    found: np.ndarray = to_host(array)
+    return found
+
+
+def amax_of(x: np.ndarray, recipe: Recipe, hadamard: Hadamard) -> Amax:
+    """Return the tensor amaxes of a matrix (M, K) for a recipe: () or (M,); None if quantize needs none.
+
+    Recipes with one tensor scale per block need none, because a part of the matrix has the amaxes of its blocks.
+    """
+    if recipe.tensor_scaling not in ("tensor", "row"):
+        return None
+    return tensor_amax(x, recipe, SIGN_MASKS[hadamard])
+
+
+def made(x: np.ndarray, recipe: Recipe, amax: Amax, hadamard: Hadamard = False) -> Weights:
+    """Return what a recipe makes of a part of a matrix, with the tensor amaxes of the whole: codes, or values.
+
+    Values come from recipes that only fake-quantize.
+    """
+    if recipe.fake_only:
+        return Weights(None, np.asarray(fake_quantize(x, recipe, tensor_amax=amax)))
+    q: Quantized = quantize(x, recipe, tensor_amax=amax, hadamard=hadamard)
+    return Weights(q, None)
+
+
+def largest(amaxes: Iterable[Amax]) -> Amax:
+    """Return the largest of the tensor amaxes of layers that share one; None if they are None."""
+    found = [amax for amax in amaxes if amax is not None]
+    return np.max(np.stack(found), axis=0) if found else None

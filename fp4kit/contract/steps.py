@@ -1,0 +1,253 @@
+"""Find the first step of the arithmetic that differs between two sides, and one element to show.
+
+The steps are recorded while the specification computes (fp4kit/reference/trace.py), so no formula is repeated here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import Literal, NamedTuple, TypeAlias
+
+import numpy as np
+
+from fp4kit.contract.sides import Amax, made
+from fp4kit.formats import ElementFormat, bit_patterns
+from fp4kit.ops.dequantize import dequantize
+from fp4kit.ops.engines import specification
+from fp4kit.recipes import Recipe
+from fp4kit.reference.blocks import TILE_ELEMENTS
+from fp4kit.reference.trace import traced
+from fp4kit.types import Hadamard
+
+StepName: TypeAlias = Literal[
+    "quantization",
+    "amax",
+    "tensor scale",
+    "block scale",
+    "quotient",
+    "tie",
+    "code",
+    "decode",
+    "value",
+    "product",
+]
+"""The steps of the arithmetic, in their order. "quantization": only one side quantizes. "tie": the quotients are equal
+and lie in the middle between two codes. "value": values differ, and nothing is known about the steps before."""
+
+_ORDER = ("amax", "tensor scale", "block scale", "quotient", "code", "decode")
+# beginning of a recorded name -> step; the first that fits decides
+_STEPS = (
+    ("tensor amax", "amax"),
+    ("block amax", "amax"),
+    ("tensor", "tensor scale"),
+    ("amax", "block scale"),
+    ("log2", "block scale"),
+    ("exponent", "block scale"),
+    ("block scale", "block scale"),
+    ("error", "block scale"),
+    ("factor", "quotient"),
+    ("scaled", "quotient"),
+    ("element *", "quotient"),
+    ("element /", "quotient"),
+    ("code before", "code"),
+    ("value before", "code"),
+    ("value scaled", "code"),
+    ("code", "code"),
+    ("element value", "decode"),
+    ("magnitude", "decode"),
+    ("decoded", "decode"),
+    ("result", "decode"),
+)
+_QUOTIENTS = ("element * factor", "element / factor")
+# step -> results to which all results of this step lead; they act on the decoded value in no other way
+_ENDS = {"block scale": ("block scale",), "quotient": ("code", "code of the magnitude"), "code": ("code",)}
+_MOST_WINDOWS = 8  # parts of a layer whose steps are recorded
+
+
+class Arithmetic(NamedTuple):
+    """Hold what determines the codes of a layer: its recipe, its tensor amaxes, () or one per row, and the transform.
+
+    layers: the layers whose largest amax is used; () if the amax comes from elsewhere.
+    """
+
+    recipe: Recipe
+    amax: Amax
+    hadamard: Hadamard = False
+    layers: tuple[str, ...] = ()
+
+
+class FirstStep(NamedTuple):
+    """Say which step differs first.
+
+    step: the step. name: the name of the recorded result, such as "block amax". elements: the number of affected
+    elements for which it differs first there. examined: the number of affected elements whose steps were compared.
+    place: the row and column of one of these elements. steps: (step, number of elements) pairs of all steps that differ
+    first for some affected element, in their order.
+    """
+
+    step: StepName
+    name: str
+    elements: int
+    examined: int
+    place: tuple[int, int]
+    steps: tuple[tuple[StepName, int], ...]
+
+
+@dataclass(frozen=True)
+class _Result:
+    """Hold a recorded result as one entry per element: bits (m, k), the name of their format, and the numbers."""
+
+    bits: np.ndarray
+    format: str
+    numbers: np.ndarray
+
+
+def first_step(x: np.ndarray, a: Arithmetic, b: Arithmetic, affected: np.ndarray) -> FirstStep | None:
+    """Return the earliest step that differs for elements whose result differs; None if no recorded step differs.
+
+    x: the elements (m, k). affected: bool (m, k), the elements whose codes or values differ.
+    """
+    found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}
+    traced_count = 0
+    for rows, columns in _windows(x.shape, affected, a.recipe, b.recipe):
+        part = affected[rows, columns]
+        traced_count += int(part.sum())
+        for order, step, name, mask in _differing(_recorded(x, a, rows, columns), _recorded(x, b, rows, columns), part):
+            i, j = (int(n) for n in np.unravel_index(int(mask.argmax()), mask.shape))
+            found.setdefault((order, step, name), []).append((int(mask.sum()), (rows.start + i, columns.start + j)))
+    if not found:
+        return None
+    order, step, name = min(found)
+    totals: dict[StepName, int] = {}
+    for key in sorted(found):
+        totals[key[1]] = totals.get(key[1], 0) + sum(count for count, _ in found[key])
+    place = found[order, step, name][0][1]
+    return FirstStep(step, name, totals[step], traced_count, place, tuple(totals.items()))
+
+
+def _windows(shape: tuple[int, int], affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice, slice]]:
+    """Yield parts of a matrix, of whole blocks of both recipes, that hold affected elements; at most _MOST_WINDOWS.
+
+    Each part is one tile of the specification, so that every result is recorded once.
+    """
+    M, K = shape
+    height = lcm(a.block_rows, b.block_rows)
+    multiple = lcm(a.length_multiple, b.length_multiple)
+    width = max(min(K, 1024, TILE_ELEMENTS // height) // multiple, 1) * multiple
+    rows = max(TILE_ELEMENTS // width // height, 1) * height
+    count = 0
+    for row in range(0, M, rows):
+        for column in range(0, K, width):
+            window = slice(row, min(row + rows, M)), slice(column, min(column + width, K))
+            if affected[window].any():
+                yield window
+                count += 1
+                if count == _MOST_WINDOWS:
+                    return
+
+
+def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _Result]:
+    """Return {name: result} of the steps by which a part of x is quantized and decoded, in the order of the steps."""
+    part = np.ascontiguousarray(x[rows, columns])
+    amax = one.amax if one.amax is None or not one.amax.ndim else one.amax[rows]
+    with specification(), np.errstate(all="ignore"), traced() as steps:
+        q, _ = made(part, one.recipe, amax, one.hadamard)
+        if q is not None:
+            dequantize(q, part.dtype)
+    found: dict[str, _Result] = {}
+    for step in steps:
+        spread = _per_element(step.result, part.shape, one.recipe)
+        name = "scaled element" if step.name in _QUOTIENTS else step.name
+        if spread is not None and (name not in found or name == "code"):
+            format = step.result.dtype.name if step.format is None else step.format.name
+            found[name] = _Result(_bits(spread), format, _numbers(spread, step.format))
+    return found
+
+
+def _per_element(result: np.ndarray, shape: tuple[int, int], r: Recipe) -> np.ndarray | None:
+    """Return a recorded result with one entry per element (m, k); None if its shape is none of those that occur."""
+    m, k = shape
+    flat = result.reshape(-1)
+    blocks, block_rows = k // r.block_size, -(-m // r.block_rows)
+    if flat.size == m * k:
+        return flat.reshape(m, k)
+    if flat.size == 1:
+        return np.broadcast_to(flat, (m, k))
+    if flat.size == m * blocks:
+        return np.repeat(flat.reshape(m, blocks), r.block_size, axis=1)
+    if flat.size == block_rows * blocks:
+        return np.repeat(np.repeat(flat.reshape(block_rows, blocks), r.block_rows, axis=0)[:m], r.block_size, axis=1)
+    return np.broadcast_to(flat[:, None], (m, k)) if flat.size == m else None
+
+
+def _bits(values: np.ndarray) -> np.ndarray:
+    """Return the bits of numbers or codes, with one pattern for all NaN."""
+    if values.dtype.kind in "iub":
+        return values
+    return bit_patterns(np.where(np.isnan(values), np.full_like(values, np.nan), values))
+
+
+def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
+    """Return numbers, or the numbers that codes of a format stand for, as float64."""
+    return np.asarray(values if fmt is None else fmt.values[values.astype(np.int64)], np.float64)
+
+
+def _differing(
+    a: dict[str, _Result], b: dict[str, _Result], affected: np.ndarray
+) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
+    """Yield (order, step, name, mask) of the steps of both sides that differ, each for the elements not yet explained.
+
+    Results that only one side has are left out. So are results that only lead to a block scale or to a code, for
+    elements whose block scale or code is equal. order: the position of the step.
+    """
+    left = affected.copy()
+    leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
+    named = [(order, name) for order, step in enumerate(_ORDER) for name in a if name in b and _step(name) == step]
+    for order, name in named:
+        step: StepName = _ORDER[order]  # type: ignore[assignment]
+        differs = _differs(a, b, (name,))
+        end = leads_to.get(step)
+        if differs is None or (end is not None and not end.any()):
+            continue
+        differs = left & differs if end is None else left & differs & end
+        if not differs.any():
+            continue
+        left &= ~differs
+        if name == "code":
+            ties = differs & _ties(a, b)
+            if ties.any():
+                yield order, "tie", name, ties
+            differs &= ~ties
+        if differs.any():
+            yield order, step, name, differs
+
+
+def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...]) -> np.ndarray | None:
+    """Return where the first of some results that both sides have differs; None if there is none.
+
+    Bits are compared, or numbers if the formats differ.
+    """
+    name = next((name for name in names if name in a and name in b), None)
+    if name is None:
+        return None
+    x, y = a[name], b[name]
+    if x.format == y.format:
+        return x.bits != y.bits
+    return (x.numbers != y.numbers) & ~(np.isnan(x.numbers) & np.isnan(y.numbers))
+
+
+def _step(name: str) -> str:
+    """Return the step to which a recorded result belongs; "" if it belongs to none."""
+    return next((step for start, step in _STEPS if name.startswith(start)), "")
+
+
+def _ties(a: dict[str, _Result], b: dict[str, _Result]) -> np.ndarray:
+    """Return where both sides have equal quotients in the middle between the values of their codes: bool (m, k)."""
+    x, y = a["code"], b["code"]
+    last = next((name for name in reversed(a) if _step(name) == "quotient" and name in b), None)
+    if last is None or a[last].format != b[last].format:
+        return np.zeros(x.bits.shape, bool)
+    middle = (x.numbers + y.numbers) / 2
+    return (a[last].bits == b[last].bits) & (a[last].numbers == middle)

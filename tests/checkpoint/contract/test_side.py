@@ -1,0 +1,78 @@
+"""Test fp4kit.parity with paths: checkpoints, contract files, files of fp4kit.save and files of plain tensors."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import fp4kit
+from fp4kit.checkpoint import CheckpointError, convert
+from fp4kit.contract.to_json import FILE
+
+RNG = np.random.default_rng(0)
+LEAVES = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Return a directory with a small model (source), and the model in NVFP4 (served)."""
+    folder = tmp_path_factory.mktemp("models")
+    (folder / "source").mkdir()
+    tensors = {f"model.layers.0.{leaf}.weight": RNG.standard_normal((64, 64), np.float32) for leaf in LEAVES}
+    tensors["model.embed_tokens.weight"] = RNG.standard_normal((64, 64), np.float32)
+    save_file(tensors, folder / "source" / "model.safetensors", metadata={"format": "pt"})
+    (folder / "source" / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    convert(folder / "source", folder / "served", "nvfp4-te", format="modelopt")
+    return folder
+
+
+def test_a_contract_against_the_checkpoint_that_was_made_by_it(models):
+    source, served = models / "source", models / "served"
+    found = fp4kit.parity(served / FILE, served, weights=source)
+    assert found.equal and not found.contracts.differences and len(found.layers) == 4
+    contract = fp4kit.Contract.of(served)
+    found = fp4kit.parity(contract.stating(shared_amax=()), served, weights=source)
+    assert [layer.step for layer in found.differing] == ["amax"]
+    found = fp4kit.parity(contract.stating(weights="nvfp4-compressed-tensors"), str(served), weights=str(source))
+    assert {layer.step for layer in found.differing} == {"tensor scale"} and len(found.differing) == 3
+    (served / FILE).rename(models / "away.json")
+    assert fp4kit.parity(contract, served, weights=source).equal  # the recipe is inferred from the config
+    (models / "away.json").rename(served / FILE)
+
+
+def test_two_checkpoints_without_weights(models, tmp_path):
+    convert(models / "source", tmp_path / "other", "nvfp4-te-4over6-mse-448", format="compressed-tensors")
+    found = fp4kit.parity(models / "served", tmp_path / "other")
+    assert {layer.kind for layer in found.layers} == {"weight"} and len(found.differing) == 3
+    assert all(layer.step == "block scale" and layer.codes[0] for layer in found.differing)
+    assert found.layers[0].name == "model.embed_tokens" and found.layers[0].equal
+    plain = fp4kit.parity(models / "source", models / "served")
+    assert all(layer.step == "quantization" for layer in plain.differing) and len(plain.differing) == 3
+
+
+def test_stacks_of_experts_are_compared_per_expert(tmp_path):
+    (tmp_path / "source").mkdir()
+    stack = {f"model.layers.0.mlp.experts.{n}": RNG.standard_normal((2, 64, 64), np.float32) for n in ("gate_up_proj",)}
+    stack["model.layers.0.mlp.experts.down_proj"] = RNG.standard_normal((2, 64, 32), np.float32)
+    save_file(stack, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "source" / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": 2}))
+    convert(tmp_path / "source", tmp_path / "served", "nvfp4-te", format="modelopt")
+    found = fp4kit.parity(tmp_path / "served" / FILE, tmp_path / "served", weights=tmp_path / "source")
+    assert found.equal and not found.notes[1:] and len(found.layers) == 6, str(found)
+    assert found.layers[0].name == "model.layers.0.mlp.experts.0.down_proj"
+
+
+def test_files_of_tensors(models, tmp_path):
+    w = {"a": RNG.standard_normal((32, 64), np.float32)}
+    fp4kit.save(tmp_path / "q.safetensors", {"a": fp4kit.quantize(w["a"], "mxfp4")})
+    save_file(w, tmp_path / "w.safetensors")
+    assert fp4kit.parity(fp4kit.Contract("mxfp4"), tmp_path / "q.safetensors", weights=tmp_path / "w.safetensors").equal
+    save_file({"logits": w["a"] + 1}, tmp_path / "a.safetensors")
+    save_file({"logits": w["a"] + 2}, tmp_path / "b.safetensors")
+    found = fp4kit.parity(tmp_path / "a.safetensors", tmp_path / "b.safetensors")
+    assert found.layers[0].kind == "tensor" and found.layers[0].step == "value"
+    with pytest.raises(CheckpointError, match="does not exist"):
+        fp4kit.parity(tmp_path / "none", tmp_path / "q.safetensors")
+    with pytest.raises(ValueError, match=r"weights is the contract .*; needs a model or a file of tensors"):
+        fp4kit.parity(models / "served" / FILE, models / "served", weights=models / "served" / FILE)

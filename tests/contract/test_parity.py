@@ -1,0 +1,316 @@
+"""Test fp4kit.parity: every kind of mismatch is found and explained, and equal sides are equal."""
+
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit import Contract, parity
+from fp4kit.call.parse import TE_SIGN_MASK
+from fp4kit.contract.making import differing_bits
+from fp4kit.formats import bit_patterns
+from fp4kit.layouts import swizzle_scales, unswizzle_scales
+
+BASE = Contract(
+    "nvfp4-te",
+    activations="nvfp4-te",
+    kv_cache="nvfp4-vllm-kv",
+    kv_layout="vllm-hnd",
+    unit="sm100",
+    shared_amax=[("gate_proj", "up_proj")],
+)
+RNG = np.random.default_rng(3)
+W = {
+    f"m.{leaf}.weight": (RNG.standard_normal((32, 384)) * size).astype(ml_dtypes.bfloat16)
+    for leaf, size in (("gate_proj", 1), ("up_proj", 1.5), ("down_proj", 1))
+}
+SHARED = max(fp4kit.amax(W["m.gate_proj.weight"]), fp4kit.amax(W["m.up_proj.weight"]))
+STORED = {name: fp4kit.quantize(w, "nvfp4-te", tensor_amax=None if "down" in name else SHARED) for name, w in W.items()}
+
+
+def one(found, kind="weight"):
+    """Return the first differing layer of a kind. Every differing layer is of that kind."""
+    assert not found.equal and not found and {layer.kind for layer in found.differing} == {kind}
+    return found.differing[0]
+
+
+def test_equal_sides_are_equal_in_every_bit():
+    for train, rollout in ((BASE, BASE), (BASE, (BASE, STORED)), ((BASE, STORED), STORED), (STORED, STORED)):
+        found = parity(train, rollout, weights=W)
+        assert found.equal and found and not found.differing
+        assert [layer.name for layer in found.layers[:3]] == ["m.gate_proj", "m.up_proj", "m.down_proj"]
+        assert all(layer.codes == (0, 32 * 384) for layer in found.layers[:3])
+    assert parity(BASE, BASE).verdict.startswith(
+        "6 layers are equal in every bit; compared 262,144 of 262,144 elements"
+    )
+    every = parity(BASE, BASE, weights=W).layers
+    assert every[0].products == (0, 64 * 32) and [layer.kind for layer in every[3:]] == ["input", "kv cache"]
+
+
+def test_another_recipe():
+    found = parity(BASE, BASE.stating(weights="nvfp4-compressed-tensors"), weights=W)
+    layer = one(found)
+    assert (layer.step, layer.result) == ("tensor scale", "tensor encode scale")
+    assert layer.setting.startswith("recipe nvfp4-te in train and nvfp4-compressed-tensors in rollout (")
+    assert layer.setting.endswith("use one recipe on both sides") and layer.worked.parting == "tensor encode scale"
+    assert layer.count == layer.examined >= layer.values[0] > 0
+    assert any(
+        text.startswith("weights: nvfp4-te and nvfp4-compressed-tensors") for text in found.contracts.differences
+    )
+    two = parity(Contract("nvfp4-te"), Contract("nvfp4-te-4over6-mse-448"), weights=W).layers[0]
+    assert two.step == "block scale" and "4over6 mode none and mse" in two.setting
+    other = parity(Contract("nvfp4-te"), Contract("mxfp4-ocp"), weights=W).layers[0]
+    assert (other.step, other.result, other.scales) == ("amax", "block amax", (0, 0)) and other.codes[0] > 0
+
+
+def test_another_sharing_of_amaxes():
+    found = parity(BASE, BASE.stating(shared_amax=()), weights=W)
+    layer = one(found)
+    assert [one.name for one in found.differing] == ["m.gate_proj"]  # up_proj has the larger amax
+    assert (layer.step, layer.result) == ("amax", "tensor amax")
+    own = fp4kit.amax(W["m.gate_proj.weight"])
+    assert (
+        f"train uses {SHARED}, the largest of m.gate_proj, m.up_proj and rollout uses {own}, its own" in layer.setting
+    )
+    assert parity(BASE, (BASE.stating(shared_amax=()), STORED), weights=W).equal  # the bytes count, not the contract
+    alone = {name: fp4kit.quantize(w, "nvfp4-te") for name, w in W.items()}
+    layer = one(parity((BASE, STORED), (BASE, alone), weights=W))
+    assert layer.step == "amax" and "rollout uses" in layer.setting and ", its own" in layer.setting
+    scaled = {n: fp4kit.quantize(w, "nvfp4-te", tensor_amax=9) for n, w in W.items()}
+    bare = {n: replace(q, tensor_amax=None) for n, q in scaled.items()}
+    layer = one(parity(STORED, bare, weights=W))
+    assert layer.step == "amax" and "rollout uses 9.0, which its tensor scale implies" in layer.setting
+
+
+def test_another_rounding_and_another_version():
+    ocp = fp4kit.recipe("mxfp4-ocp")
+    layer = one(parity(Contract(ocp), Contract(replace(ocp, id="mine", rounding="rna")), weights=W))
+    assert layer.step == "tie" and layer.worked.parting == "code" and "rounding rn and rna" in layer.setting
+    assert 0 < layer.count == layer.codes[0]
+    layer = one(parity(Contract(ocp), Contract(replace(ocp, id="mine", rounding="rz")), weights=W))
+    assert layer.step == "code" and layer.count > dict(layer.steps)["tie"] > 0
+    layer = one(parity(Contract("mxfp4-mlx-cpu"), Contract("mxfp4-mlx-cpu-0321"), weights=W))
+    assert layer.step == "block scale" and "versions 0.32.2 to 0.32.4 and 0.30.6 to 0.32.1" in layer.setting
+
+
+def test_another_decoding_and_another_block_scale_rule():
+    te = fp4kit.recipe("nvfp4-te")
+    layer = one(parity(Contract(te), Contract(replace(te, id="mine", decode_rule="product")), weights=W))
+    assert layer.step == "decode" and layer.codes[0] == layer.scales[0] == 0 and layer.result == "decoded value"
+    layer = one(parity(Contract("mxfp4-ocp"), Contract("mxfp4-vllm"), weights=W))
+    assert layer.step == "block scale" and layer.worked.parting == "block scale"
+
+
+def test_swapped_nibbles():
+    swapped = {name: replace(q, packed=q.packed >> 4 | q.packed << 4) for name, q in STORED.items()}
+    for train, weights in ((BASE, W), ((BASE, STORED), None)):
+        layer = one(parity(train, (BASE, swapped), weights=weights))
+        assert layer.step == "code" and layer.scales == (0, 32 * 24)
+        assert layer.setting == "rollout: the even element of each byte is in the high nibble; swap the nibbles"
+        assert layer.element.startswith("element [0, 0]: train ")
+    layer = one(parity((BASE, swapped), BASE, weights=W))
+    assert layer.step == "code" and layer.setting.startswith("train: the even element")
+
+
+@pytest.mark.parametrize("layout", ["swizzled_128x4", "swizzled_8x4"])
+def test_swizzled_scales_read_as_linear_and_the_reverse(layout):
+    w = {"m.w": RNG.standard_normal((128, 384), np.float32)}
+    stored = {"m.w": fp4kit.quantize(w["m.w"], "nvfp4-te")}
+    ways = {
+        f"the block scales are in the layout {layout}, but are read as linear; pass scale_layout='{layout}'": (
+            lambda s: swizzle_scales(s, layout)
+        ),
+        f"the block scales are linear, but are read in the layout {layout}; pass scale_layout='linear'": (
+            lambda s: unswizzle_scales(s, layout, s.shape)
+        ),
+    }
+    for text, change in ways.items():
+        wrong = {name: replace(q, block_scale=change(q.block_scale)) for name, q in stored.items()}
+        for train, weights in ((BASE, w), (stored, None)):
+            layer = one(parity(train, (BASE, wrong), weights=weights))
+            assert (layer.step, layer.setting) == ("block scale", f"rollout: {text}") and layer.codes[0] == 0
+    both = {n: replace(q, packed=q.packed >> 4 | q.packed << 4) for n, q in wrong.items()}
+    layer = one(parity(BASE, (BASE, both), weights=w))
+    assert layer.step == "code" and "swap the nibbles; the block scales are linear, but" in layer.setting
+    right = {name: fp4kit.swizzle(q, layout) for name, q in stored.items()}  # swizzled, and declared so
+    assert parity(BASE, right, weights=w).equal
+
+
+def test_another_matrix_unit():
+    contract = Contract("mxfp8-te", activations="mxfp8-te", unit="sm100")
+    found = parity(contract, contract.stating(unit="exact"), weights=W)
+    layer = one(found)
+    assert layer.step == "product" and layer.values[0] == 0 < layer.products[0] <= 64 * 32
+    assert layer.setting == "unit sm100 in train and exact in rollout; use one unit on both sides"
+    assert layer.element.startswith("product of token 0 and row ") and "(0x" in layer.element
+    unquantized = replace(contract, activations=None)
+    assert one(parity(unquantized, unquantized.stating(unit="float64"), weights=W)).step == "product"
+    x = {"m.up_proj": np.ones((3, 384), np.float32)}
+    assert parity(contract, contract, weights=W, inputs=x).layers[1].products == (0, 3 * 32)
+    without = parity(contract, contract.stating(unit="sm70"), weights=W)
+    assert without.equal and any(text.startswith("products: rollout: ") and "sm70" in text for text in without.notes)
+
+
+def test_another_recipe_of_activations():
+    found = parity(BASE, BASE.stating(activations="nvfp4-compressed-tensors"), weights=W)
+    layer = next(layer for layer in found.differing if layer.kind == "input")
+    assert all(other.step == "product" for other in found.differing if other.kind == "weight")
+    assert layer.step == "tensor scale" and "nvfp4-compressed-tensors in rollout" in layer.setting
+    mxfp8 = BASE.stating(activations="mxfp8-te")
+    found = parity(BASE, mxfp8, weights=W, inputs={"m.up_proj": RNG.standard_normal((8, 384), np.float32)})
+    assert found.differing[-1].kind == "input" and found.differing[-1].name == "m.up_proj"
+    assert any("products: rollout: " in text for text in found.notes)
+    found = parity(BASE, BASE.stating(activations=None), weights=W)
+    assert [layer.step for layer in found.differing] == ["product"] * 3 + ["quantization"]
+    assert found.differing[0].setting == "the inputs are quantized differently; see the inputs"
+
+
+def test_another_kv_recipe_and_layout():
+    layer = one(parity(BASE, BASE.stating(kv_cache="mxfp4-sglang-kv"), weights=W), "kv cache")
+    assert (
+        layer.step == "block scale"
+        and "scale format E4M3 and E8M0" in layer.setting
+        and "mxfp4-sglang-kv in rollout" in layer.setting
+    )
+    kv = {"k": RNG.standard_normal((4, 2, 64), np.float32)}
+    layer = one(parity(BASE, BASE.stating(kv_cache=None), weights=W, kv=kv), "kv cache")
+    assert (layer.name, layer.step, layer.total) == ("k", "quantization", 512)
+    for layout, step in (("vllm-hnd-swizzled", "block scale"), ("vllm-nhd", "code"), ("flashinfer-hnd", "code")):
+        layer = one(parity(BASE, BASE.stating(kv_layout=layout), weights=W), "kv cache")
+        assert (layer.name, layer.step) == ("layout", step)
+        assert layer.setting.startswith(f"kv_layout vllm-hnd in train and {layout} in rollout")
+
+
+def test_a_layer_that_one_side_does_not_quantize():
+    layer = one(parity(BASE, BASE.stating(excluded=("*.down_proj",)), weights=W))
+    assert (layer.name, layer.step) == ("m.down_proj", "quantization")
+    assert layer.setting.startswith("rollout does not quantize this layer, and train does; quantize it by nvfp4-te")
+    layer = one(parity(Contract(), Contract("nvfp4-te"), weights=W))
+    assert layer.step == "quantization" and layer.setting.startswith("train does not quantize this layer")
+
+
+def test_functions():
+    def fake(name, w):
+        return fp4kit.fake_quantize(w, "nvfp4-te", tensor_amax=None if "down" in name else SHARED)
+
+    assert parity(fake, BASE, weights=W).equal
+    layer = one(parity((BASE, fake), (BASE, STORED), weights=W))
+    assert layer.step == "product" and "train has values, which are multiplied as bfloat16" in layer.setting
+    assert parity(lambda name, w: STORED[f"{name}.weight"], BASE, weights=W).equal
+    layer = one(parity(lambda name, w: fp4kit.fake_quantize(w, "nvfp4-te"), BASE, weights=W))
+    assert layer.step == "amax" and layer.codes == (0, 0)
+    layer = one(parity(lambda name, w: w * 0, BASE, weights=W))
+    assert layer.step == "value" and layer.setting == "train has values instead of codes" and layer.worked is None
+    r = "int8-modelopt"
+    layer = one(parity(lambda name, w: fp4kit.fake_quantize(w, r), Contract(r), weights=W))
+    assert layer.step == "decode" and layer.setting.startswith(
+        "train: values are those of fake_quantize of int8-modelopt"
+    )
+
+
+@pytest.mark.exhaustive
+def test_bytes_that_no_contract_explains():
+    other = {name: fp4kit.quantize(w, "nvfp4-flashinfer-4over6-mae-256") for name, w in W.items()}
+    relabelled = {name: replace(q, recipe=fp4kit.recipe("nvfp4-te")) for name, q in other.items()}
+    layer = one(parity(BASE, relabelled, weights=W))
+    assert layer.worked.recipes[1].startswith("rollout nvfp4-") and "4over6" in layer.worked.recipes[1]
+    junk = {name: replace(q, packed=np.roll(q.packed, 1, axis=1)) for name, q in STORED.items()}
+    layer = one(parity(BASE, (BASE, junk), weights=W))
+    assert layer.step == "code" and layer.setting.startswith("rollout: no recipe reproduces all bytes; nearest is")
+    inverted = {name: replace(q, tensor_scale=1 / q.tensor_scale, tensor_amax=None) for name, q in STORED.items()}
+    assert one(parity((BASE, STORED), (BASE, inverted))).step == "tensor scale"
+
+
+def test_plain_tensors_such_as_logits():
+    a = {"logits": np.float32([[1, 2], [np.nan, 0]]), "x": np.ones((2, 3, 4), ml_dtypes.bfloat16)}
+    b = {"logits": np.float32([[1, 2], [np.nan, -0.0]]), "x": np.ones((2, 3, 4), np.float32)}
+    assert parity(a, a).equal
+    found = parity(a, b)
+    layer = one(found, "tensor")
+    assert layer.name == "logits" and layer.values == (1, 4) and layer.step == "value"
+    assert layer.element == "element [1, 1]: train 0.0 and rollout -0.0"
+
+
+def test_layers_of_one_side_only_are_named():
+    fewer = {name: q for name, q in STORED.items() if "up" not in name}
+    found = parity(STORED, fewer)
+    assert not found.equal and not found.differing and found.missing == ("m.up_proj: not in rollout",)
+    assert "on one side only: m.up_proj: not in rollout" in str(found)
+    assert parity(fewer, STORED).missing == ("m.up_proj: not in train",)
+    found = parity(BASE, STORED, weights={k: v for k, v in W.items() if "up" not in k})
+    assert found.notes[0] == "1 layers without an unquantized weight: m.up_proj"
+
+
+def test_samples_are_stated():
+    found = parity(BASE, BASE.stating(weights="nvfp4-te-2d"), weights=W, elements=4096, layers=2)
+    assert [layer.name for layer in found.layers[:2]] == ["m.gate_proj", "m.up_proj"]
+    assert found.sampled == "compared 12,288 of 24,576 elements in 2 of 3 layers"
+    assert found.layers[0].elements == 6144 and found.layers[0].total == 32 * 384
+    found = parity(BASE, BASE, weights=W, seconds=0)
+    assert len([x for x in found.layers if x.kind == "weight"]) == 1
+    assert found.notes == ("2 layers, because 0 s had passed: m.up_proj, m.down_proj",)
+    swapped = {name: replace(q, packed=q.packed >> 4 | q.packed << 4) for name, q in STORED.items()}
+    layer = one(parity(BASE, (BASE, swapped), weights=W, elements=1))
+    assert layer.elements == 384 and "swap the nibbles" in layer.setting
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((BASE, 3), TypeError, "parity: rollout is a int; needs a Contract, a path, a mapping"),
+        ((BASE, STORED), ValueError, "train makes codes from weights, and there are none; pass weights="),
+        ((STORED, {"other": STORED["m.up_proj.weight"]}), ValueError, "the sides have no layer in common"),
+        (({"a": [1]}, {"a": [1]}), TypeError, "parity: train: a is a list; needs an array or a Quantized"),
+        ((STORED, {n: w[:16] for n, w in W.items()}), ValueError, "has the shapes .* needs one shape"),
+    ],
+)
+def test_errors(arguments, error, message):
+    with pytest.raises(error, match=message):
+        parity(*arguments)
+
+
+def test_errors_of_options():
+    with pytest.raises(ValueError, match="elements is 0 and layers None; needs at least 1"):
+        parity(BASE, BASE, elements=0)
+    with pytest.raises(ValueError, match="weights: w is int64"):
+        parity(BASE, BASE, weights={"w": np.ones((4, 4), int)})
+    with pytest.raises(ValueError, match="train: hadamard is 64 with signs None; parity applies a transform of 16"):
+        parity(BASE.stating(hadamard=64), BASE)
+    with pytest.raises(ValueError, match=r"train: the contract searches block scales \(mse\)"):
+        parity(BASE.stating(scale_search="mse"), BASE)
+    with pytest.raises(TypeError, match="weights is a int; needs a path or a mapping"):
+        parity(BASE, BASE, weights=3)
+
+
+def test_a_hadamard_transform():
+    plain = BASE.stating(hadamard=16)
+    assert parity(plain, plain, weights=W).equal
+    layer = one(parity(plain, BASE, weights=W))
+    assert "hadamard is 'no_signs' in train and False in rollout" in layer.setting
+    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard=True) for n, w in W.items()}
+    signs = "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(16))
+    signed = plain.stating(hadamard_signs=signs, shared_amax=())
+    assert parity(signed, (signed, q), weights=W).equal
+
+
+def test_bits_are_compared():
+    nan = np.float32([np.nan, 0, 1])
+    other = bit_patterns(nan).copy().view(np.float32)
+    other.view(np.uint32)[0] |= 1
+    assert not differing_bits(nan, other).any() and differing_bits(nan, np.float32([np.nan, -0.0, 1])).tolist() == [
+        False,
+        True,
+        False,
+    ]
+
+
+def test_a_result_prints_and_counts():
+    found = parity(BASE, BASE.stating(weights="nvfp4-flashinfer", unit="exact"), weights=W)
+    text = str(found)
+    assert text.startswith(found.verdict) and "first step that differs" in text and "Element [" in text
+    assert "setting: unit: sm100 and exact" in text and "<table" in found._repr_html_()
+    layer = found.differing[0]
+    assert sum(count for _, count in layer.steps) <= layer.examined and layer.steps[0] == (layer.step, layer.count)
+    assert str(replace(layer, step=None)) == "weight m.gate_proj: equal in every bit"
