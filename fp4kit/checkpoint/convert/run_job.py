@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import zlib
 from collections.abc import Iterable
-from math import prod
+from math import lcm, prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -216,7 +216,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
             output.put(VALUES, values)
         return replaced
     rows, columns = job.shape
-    width = 1 if job.weight.container is None else job.weight.container.block[1]
+    width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotation or 1)
     step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
     for first in range(0, columns, step):
         part = np.empty((min(step, columns - first), rows), dtype)

@@ -344,11 +344,14 @@ def _is_class(target: str) -> bool:
 def _transform(value: Any, layers: _Layers) -> str:
     """Return the reason to refuse ``transform_config``, or "" if it declares no transform (see Check).
 
-    Transforms rotate the stored weights, and fp4kit does not undo rotations.
+    Transforms rotate the stored weights. Only decoding to BF16 undoes some of them (see transforms.py).
     """
     if not value or value == {"config_groups": {}}:
         return ""
-    return "declares rotations of the weights, which are not undone here; use a checkpoint without transforms"
+    return (
+        "declares rotations of the weights, which are not undone here; fp4kit convert --format bf16 undoes Hadamard"
+        " transforms of inputs; otherwise use a checkpoint without transforms"
+    )
 
 
 def _dense(value: Any, layers: _Layers) -> str:

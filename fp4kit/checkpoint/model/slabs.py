@@ -27,6 +27,7 @@ from fp4kit.checkpoint.containers.container import (
 from fp4kit.checkpoint.model.decode import decode_rows, scales_of
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
+from fp4kit.ops.rotate import hadamard
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 # Bytes of source elements per slab. Larger slabs are slower: the allocator gets fresh pages from the system each time.
@@ -436,6 +437,7 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
     are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
     multiplied last. For compressed-tensors, FP8 values are then rounded to the dtype of the scales (Container.rounds).
+    If the weight has a rotation, it is undone at the end, in float32 (fp4kit.hadamard).
 
     Args:
         weight: the weight that the slab was read from.
@@ -451,7 +453,8 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
             values = (values + b @ a).astype(np.float32)
         if slab.column_scale is not None:
             values *= slab.column_scale
-        return _rounded(values, weight)
+        values = _rounded(values, weight)
+        return hadamard(values, weight.rotation) if weight.rotation else values
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:
@@ -469,7 +472,8 @@ def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.
 def columns_of(weight: Weight, slab: Slab, first: int, end: int) -> Slab:
     """Return a slab with only the columns [first, end) of ``slab``.
 
-    If the slab is quantized, ``first`` and ``end`` must be block boundaries, or ``end`` the number of columns.
+    If the slab is quantized, ``first`` and ``end`` must be boundaries of its blocks and of those of its rotation, or
+    ``end`` the number of columns.
 
     Args:
         weight: the weight that the slab was read from.

@@ -142,6 +142,8 @@ class Weight:
         members: the rows that the weight is composed of, in order, if they come from other weights. ``parts`` are then
             those of the first member. Usually ().
         order: a reordering to apply to the rows of every matrix when they are read; None to keep the stored order.
+        rotation: the number of columns per block of a Hadamard transform that is undone when the weight is decoded; 0
+            if there is none (see transforms.py).
     """
 
     name: str
@@ -152,6 +154,7 @@ class Weight:
     transposed: bool = False
     members: tuple[Rows, ...] = ()
     order: HeadOrder | None = None
+    rotation: int = 0
 
     @property
     def located(self) -> Located:

@@ -30,7 +30,7 @@ from fp4kit.checkpoint.convert.journal import identity
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.missing_tensors import consequence
-from fp4kit.checkpoint.model import closed_world, side_files, wrapper_names
+from fp4kit.checkpoint.model import closed_world, side_files, transforms, wrapper_names
 from fp4kit.checkpoint.model.config_items import lost_column_scales
 from fp4kit.checkpoint.model.declared_quantization import check_declared
 from fp4kit.checkpoint.model.items import IGNORED, Item
@@ -63,7 +63,7 @@ from fp4kit.checkpoint.plan.job import (
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer, split_layers
 from fp4kit.checkpoint.plan.output_files import parts_of
 from fp4kit.checkpoint.plan.plan import Plan, ShardPlan, TensorPlan
-from fp4kit.checkpoint.plan.request import Request, check_input_scale, experts_only, is_deepseek_v4
+from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request, check_input_scale, experts_only, is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes, fused_layers
 from fp4kit.checkpoint.selection.name_rules import UNSUPPORTED_STACK, Candidate, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, check, decide, no_multiple
@@ -162,6 +162,10 @@ def make_plan(
     weights = weights_of(model.tensors, model.config)
     closed_world.check_no_adapter(model.tensors, request.ignore)
     wrapper_names.check(model.tensors)
+    if codes is None and request.format == UNQUANTIZED:
+        weights, items, matrices = transforms.undo(model, weights, request.ignore)
+        check_declared(model, weights)
+        return _Planner(model, request, weights, items, matrices).plan()
     items = closed_world.check_model(model, weights, request.ignore)
     check_declared(model, weights)
     if codes is None:
@@ -180,17 +184,23 @@ class _Planner:
 
     weights: tensor name -> weight of the source. With --codes, some weights have codes of another model.
     items: what the source stores beside its quantized layers. Ignored tensors are not written.
+    left_out: the names of other tensors that are not written.
 
     Raises CheckpointError if the source cannot be converted with this request.
     """
 
     def __init__(
-        self, source: Source, request: Request, weights: Mapping[str, Weight], items: tuple[Item, ...]
+        self,
+        source: Source,
+        request: Request,
+        weights: Mapping[str, Weight],
+        items: tuple[Item, ...],
+        left_out: frozenset[str] = frozenset(),
     ) -> None:
         self.source, self.request = source, request
         self.config = source.config
         self.items = items
-        self.left_out = {item.name for item in items if item.group == IGNORED}
+        self.left_out = {item.name for item in items if item.group == IGNORED} | left_out
         self.mixture = request.mixture_for(self.config)
         self.form = self.mixture.default.form
         for_mlx = self.form is not None and self.form.format == mlx.FORMAT

@@ -1,0 +1,190 @@
+"""Undo the transforms that compressed-tensors declares: Hadamard rotations of the inputs of layers.
+
+In such a checkpoint, a weight W [N, K] is stored as W H / sqrt(n), in blocks of n columns, and an engine rotates the
+inputs of the layer by the same matrix before the product. H is Sylvester's Hadamard matrix, so that the transform is
+its own inverse. Only transforms of this kind are undone: every other one is refused by name.
+
+Source: compressed-tensors 0.20 transform/factory/hadamard.py and transform/utils/matrix.py. Tests run its code.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.call.rotation import HADAMARD_SIZES
+from fp4kit.checkpoint.model import closed_world
+from fp4kit.checkpoint.model.config_items import brief
+from fp4kit.checkpoint.model.declarations import declared
+from fp4kit.checkpoint.model.items import REFUSED, UNDERSTOOD, Item
+from fp4kit.checkpoint.model.slabs import Readers
+from fp4kit.checkpoint.model.weights import Weight, located
+from fp4kit.ops.rotate import hadamard
+from fp4kit.storage.errors import CheckpointError, shown
+
+KEY = "transform_config"
+_SCHEME = {"type", "apply", "randomize", "requires_grad", "head_dim", "precision"}
+_APPLY = {"targets", "location", "inverse", "ignore"}
+
+
+class Undone(NamedTuple):
+    """Hold a model whose transforms are undone when its weights are decoded.
+
+    Attributes:
+        weights: tensor name -> weight. Weights with transforms have a rotation.
+        items: every item of the model, none of which is refused.
+        matrices: the names of the tensors that hold the matrices of transforms; a decoded model does not need them.
+    """
+
+    weights: dict[str, Weight]
+    items: tuple[Item, ...]
+    matrices: frozenset[str] = frozenset()
+
+
+class _NotUndone(Exception):
+    """Say why a transform is not undone. The text is a predicate, such as "has the location output"."""
+
+
+def undo(model: closed_world.Model, weights: Mapping[str, Weight], ignore: Iterable[str] = ()) -> Undone:
+    """Return a model with its transforms undone. A model without transforms is returned as it is.
+
+    Args:
+        model: the opened model.
+        weights: the weights that ``weights_of`` finds in the model.
+        ignore: globs of item names, as given with ``--ignore``.
+
+    Raises:
+        CheckpointError: if an item is refused, which includes a transform that is not undone; if a stored matrix is not
+            that of its transform; or if a glob matches no item that would be refused.
+    """
+    patterns = tuple(ignore)
+    items = closed_world.items_of(model, weights, patterns)
+    if not any(_declares(item) for item in items):
+        closed_world.check(items, patterns)
+        return Undone(dict(weights), items)
+    try:
+        sizes = dict(_sizes(declared(model.config or {})[KEY], weights))
+    except _NotUndone as reason:
+        rest = [item for item in items if item.group == REFUSED and not _declares(item)]
+        why = f"declares rotations of the weights; it {reason}, which is not undone"
+        refused = [item._replace(why=why) for item in items if _declares(item)]
+        raise CheckpointError(closed_world.refusal([*refused, *rest])) from None
+    matrices = {f"{weights[tensor].name}.{name}_input.weight": size for tensor, (name, size) in sizes.items()}
+    found = {name: size for name, size in matrices.items() if name in model.tensors}
+    for name, size in found.items():
+        _check_matrix(model, name, size)
+    items = tuple(
+        Item(UNDERSTOOD, item.place, item.name, "undone when the weights are decoded", item.what)
+        if _declares(item) or item.name in found
+        else item
+        for item in items
+    )
+    closed_world.check(items, patterns)
+    turned = {name: replace(one, rotation=sizes[name][1]) if name in sizes else one for name, one in weights.items()}
+    return Undone(turned, items, frozenset(found))
+
+
+def _declares(item: Item) -> bool:
+    """Return whether an item is a refused ``transform_config``."""
+    return item.group == REFUSED and item.name.endswith(f".{KEY}")
+
+
+def _sizes(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str, tuple[str, int]]]:
+    """Yield (tensor name, (name of the config group, block size n)) of every weight with a transform.
+
+    value: the content of ``transform_config``. Raise _NotUndone if it declares a transform that is not undone.
+    """
+    groups = value.get("config_groups") if isinstance(value, Mapping) else None
+    if not isinstance(groups, Mapping) or set(value) != {"config_groups"}:
+        raise _NotUndone(f"is {brief(value)}")
+    seen: set[str] = set()
+    for name, scheme in groups.items():
+        for weight in _transformed(name, scheme, weights):
+            if weight.tensor in seen:
+                raise _NotUndone(f"has several transforms of {shown(weight.name)}")
+            seen.add(weight.tensor)
+            size = scheme.get("head_dim") or weight.shape[-1]
+            if size not in HADAMARD_SIZES or weight.shape[-1] % size:
+                raise _NotUndone(f"has {shown(name)} with blocks of {brief(size)} for {shown(weight.name)}")
+            yield weight.tensor, (name, size)
+
+
+def _transformed(name: str, scheme: Any, weights: Mapping[str, Weight]) -> list[Weight]:
+    """Return the weights that a config group rotates, all of which are quantized matrices.
+
+    name, scheme: the key and the content of the config group. Raise _NotUndone unless the group is a Hadamard transform
+    of the inputs of these layers and of their weights.
+    """
+    if not isinstance(scheme, Mapping) or not isinstance(scheme.get("apply"), list) or set(scheme) - _SCHEME:
+        raise _NotUndone(f"has {shown(name)}, which is {brief(scheme)}")
+    if scheme.get("type") != "hadamard" or scheme.get("randomize"):
+        kind = brief(scheme.get("type")) + (" with random permutations" if scheme.get("randomize") else "")
+        raise _NotUndone(f"has {shown(name)} of type {kind}")
+    places: dict[str, set[str]] = {"input": set(), "weight_input": set()}
+    for one in scheme["apply"]:
+        if not isinstance(one, Mapping) or set(one) - _APPLY:
+            raise _NotUndone(f"has {shown(name)}, which applies {brief(one)}")
+        place = one.get("location")
+        if not isinstance(place, str) or place not in places:
+            raise _NotUndone(f"has {shown(name)} with the location {brief(place)}")
+        places[place] |= _matched(one, weights)
+    if places["input"] != places["weight_input"]:
+        other = sorted(places["input"] ^ places["weight_input"])[0]
+        raise _NotUndone(f"has {shown(name)}, which rotates only one of the inputs and the weight of {shown(other)}")
+    found = [weights[tensor] for tensor in weights if tensor in places["input"]]
+    for weight in found:
+        if weight.container is None or len(weight.shape) != 2 or weight.transposed:
+            kind = "unquantized" if weight.container is None else "a stack"
+            raise _NotUndone(f"has {shown(name)} for {shown(weight.name)}, which is {kind}")
+    return found
+
+
+def _matched(apply: Mapping[str, Any], weights: Mapping[str, Weight]) -> set[str]:
+    """Return the tensor names of the weights to which an entry of ``apply`` applies.
+
+    A target is "Linear", which stands for all weights except embeddings; a regular expression ("re:..."), which matches
+    the beginning of a name; or the name of a layer. Raise _NotUndone for the name of another class, and for a name or
+    an expression that no layer has. Only an ignored lm_head may be missing, because tied heads are not stored.
+    """
+    targets, ignored = (_names(apply.get(key, [])) for key in ("targets", "ignore"))
+    for one in [*targets, *(name for name in ignored if name != "lm_head" and not name.startswith("re:"))]:
+        if not any(_matches(weight, [one]) for weight in weights.values()):
+            raise _NotUndone(f"names {shown(one)}, which is not a layer of this model")
+    return {tensor for tensor, weight in weights.items() if _matches(weight, targets) and not _matches(weight, ignored)}
+
+
+def _names(value: Any) -> list[str]:
+    """Return a list of targets. Raise _NotUndone if an entry is not known."""
+    names = [value] if isinstance(value, str) else value
+    for one in names if isinstance(names, list) else [names]:
+        try:
+            is_known = isinstance(one, str) and (one == "Linear" or not one[:1].isupper())
+            re.compile(one.removeprefix("re:") if is_known and one.startswith("re:") else "")
+        except re.error:
+            is_known = False
+        if not is_known:
+            raise _NotUndone(f"has the target {brief(one)}")
+    return list(names)
+
+
+def _matches(weight: Weight, targets: list[str]) -> bool:
+    """Return whether a weight is one of the targets (see _matched)."""
+    if weight.name in targets or ("Linear" in targets and "embed" not in weight.name.rpartition(".")[2]):
+        return True
+    return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))
+
+
+def _check_matrix(model: closed_world.Model, name: str, size: int) -> None:
+    """Raise CheckpointError unless a stored matrix is Sylvester's Hadamard matrix of this size."""
+    with Readers() as readers:
+        matrix = readers.array(located(*model.tensors[name]))
+    expected = np.rint(hadamard(np.eye(size, dtype=np.float32), size) * np.sqrt(size))
+    if matrix.shape != expected.shape or not np.array_equal(matrix.astype(np.float32), expected):
+        raise CheckpointError(
+            f"{shown(name)}: is not the Hadamard matrix of size {size} that {KEY} declares; use a checkpoint without"
+            " transforms"
+        )

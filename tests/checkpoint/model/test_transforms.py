@@ -1,0 +1,180 @@
+"""Test that decoding to BF16 undoes the Hadamard transforms that compressed-tensors declares, and refuses others."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import safetensors.numpy
+import synthetic
+from inputs import BF16
+from synthetic import refused
+
+import fp4kit
+from fp4kit.checkpoint import convert, open_checkpoint
+from fp4kit.checkpoint.plan.make_plan import make_plan
+
+LAYER = "model.layers.0.self_attn.q_proj"
+TARGETS = ["re:.*(q|k|v|o|gate|up)_proj$"]
+SIZE = 16
+
+
+def apply(location: str, **changed: Any) -> dict[str, Any]:
+    """Return an entry of ``apply`` with this location."""
+    return {"targets": TARGETS, "location": location, "inverse": location == "weight_input", "ignore": []} | changed
+
+
+def scheme(**changed: Any) -> dict[str, Any]:
+    """Return a config group as compressed-tensors writes it, with some keys changed."""
+    both = [apply("input"), apply("weight_input")]
+    group = {"type": "hadamard", "apply": both, "randomize": False, "requires_grad": False, "head_dim": SIZE}
+    return group | {"precision": "torch.float32"} | changed
+
+
+def sylvester(size: int) -> np.ndarray:
+    i = np.arange(size)
+    return np.array([[(-1) ** int(a & b).bit_count() for b in i] for a in i], np.float32)
+
+
+class Model:
+    """Hold a compressed-tensors checkpoint, whose config and tensors tests change."""
+
+    def __init__(self, root: Path) -> None:
+        synthetic.dense(root / "source")
+        self.plain = root / "plain"
+        convert(root / "source", self.plain, "nvfp4-compressed-tensors", format="compressed-tensors", input_scale=0.5)
+        self.config = json.loads((self.plain / "config.json").read_text())
+        self.root = root
+        self.count = 0
+
+    def with_transforms(self, groups: Any, tensors: dict[str, np.ndarray] | None = None) -> Path:
+        """Write the checkpoint with a ``transform_config`` and more tensors, and return its directory."""
+        self.count += 1
+        made = self.root / f"made{self.count}"
+        shutil.copytree(self.plain, made)
+        config = json.loads(json.dumps(self.config))
+        config["quantization_config"]["transform_config"] = {"config_groups": groups}
+        (made / "config.json").write_text(json.dumps(config))
+        if tensors:
+            index = json.loads((made / "model.safetensors.index.json").read_text())
+            synthetic.write_file(made / "transforms.safetensors", tensors)
+            index["weight_map"] |= dict.fromkeys(tensors, "transforms.safetensors")
+            (made / "model.safetensors.index.json").write_text(json.dumps(index))
+        return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    return Model(tmp_path_factory.mktemp("transforms"))
+
+
+def loaded(folder: Path) -> dict[str, np.ndarray]:
+    """Return all tensors of a model directory."""
+    found: dict[str, np.ndarray] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        found |= safetensors.numpy.load_file(path)
+    return found
+
+
+def test_transforms_are_undone(model: Model) -> None:
+    """Layers of the targets get the transform of their decoded values; other tensors stay as they are."""
+    made = model.with_transforms({"v": scheme()}, {f"{LAYER}.v_input.weight": sylvester(SIZE)})
+    convert(made, model.root / "undone", format="bf16")
+    convert(model.plain, model.root / "as_stored", format="bf16")
+    undone, stored = loaded(model.root / "undone"), loaded(model.root / "as_stored")
+    assert undone.keys() == stored.keys() and f"{LAYER}.v_input.weight" not in undone
+    layers, turned = open_checkpoint(model.plain), 0
+    for name, values in undone.items():
+        module = name.removesuffix(".weight")
+        expected = stored[name]
+        if module in layers and module.rpartition(".")[2] != "down_proj":
+            whole = layers[module].dequantize(np.float32).astype(np.float64)
+            blocks = whole.reshape(len(whole), -1, SIZE) @ sylvester(SIZE) / np.sqrt(SIZE)
+            expected = fp4kit.hadamard(whole.astype(np.float32), SIZE).astype(BF16)
+            # A sum of 16 float32 numbers has an error of at most 5 roundings, and bfloat16 keeps 8 bits.
+            assert np.allclose(values.astype(np.float64), blocks.reshape(whole.shape), rtol=2**-8, atol=2**-20)
+            turned += 1
+        assert (values.view(np.uint16) == expected.view(np.uint16)).all(), name
+    assert turned == 12
+    assert "quantization_config" not in json.loads((model.root / "undone" / "config.json").read_text())
+
+
+def test_linear_stands_for_all_layers(model: Model) -> None:
+    ignore = ["lm_head", "re:.*down_proj"]
+    both = [apply(where, targets=["Linear"], ignore=ignore) for where in ("input", "weight_input")]
+    plan = make_plan(model.with_transforms({"v": scheme(apply=both)}), format="bf16")
+    rotations = {piece.weight.name: piece.weight.rotation for tensor in plan.converted for piece in tensor.pieces}
+    assert {name: size for name, size in rotations.items() if size != SIZE} == {
+        f"model.layers.{i}.mlp.down_proj": 0 for i in range(2)
+    }
+
+
+UNKNOWN = "which is not undone"
+REFUSED = {
+    "random": (scheme(type="random-hadamard"), 'of type "random-hadamard"'),
+    "permuted": (scheme(randomize=True), 'of type "hadamard" with random permutations'),
+    "large": (scheme(head_dim=1024), "with blocks of 1024 for model.layers.0."),
+    "odd": (scheme(head_dim=24), "with blocks of 24 for model.layers.0."),
+    "output": (scheme(apply=[apply("weight_output")]), 'with the location "weight_output"'),
+    "cache": (scheme(apply=[apply("k_cache")]), 'with the location "k_cache"'),
+    "half": (scheme(apply=[apply("weight_input")]), "rotates only one of the inputs and the weight of"),
+    "class": (scheme(apply=[apply("input", targets=["Embedding"])]), 'has the target "Embedding"'),
+    "pattern": (scheme(apply=[apply("input", targets=["re:(*"])]), 'has the target "re:(*"'),
+    "key": (scheme(anything=1), "has v, which is {"),
+    "key of apply": (scheme(apply=[apply("input", anything=1)]), "has v, which applies {"),
+    "target": (scheme(apply=[apply("input", targets=["layers.0"])]), "names layers.0, which is not a layer"),
+    "ignored": (scheme(apply=[apply("input", ignore=["q_proj"])]), "names q_proj, which is not a layer"),
+    "location": (scheme(apply=[apply("input") | {"location": ["input"]}]), 'with the location ["input"]'),
+    "unquantized": (
+        scheme(apply=[apply(where, targets=["model.embed_tokens"]) for where in ("input", "weight_input")]),
+        "for model.embed_tokens, which is unquantized",
+    ),
+}
+
+
+def test_other_transforms_are_refused(model: Model) -> None:
+    for group, text in REFUSED.values():
+        made = model.with_transforms({"v": group})
+        with refused(text) as error:
+            make_plan(made, format="bf16")
+        assert UNKNOWN in str(error.value) and "transform_config" in str(error.value)
+    with refused("has several transforms of"):
+        make_plan(model.with_transforms({"v": scheme(), "w": scheme()}), format="bf16")
+    with refused("convert --format bf16 undoes Hadamard transforms"):
+        make_plan(model.with_transforms({"v": scheme()}), "nvfp4-compressed-tensors")
+
+
+def test_a_matrix_of_another_rotation_is_refused(model: Model) -> None:
+    other = sylvester(SIZE)
+    other[3] *= -1
+    made = model.with_transforms({"v": scheme()}, {f"{LAYER}.v_input.weight": other})
+    with refused(f"{LAYER}.v_input.weight: is not the Hadamard matrix of size 16"):
+        make_plan(made, format="bf16")
+    made = model.with_transforms({"v": scheme()}, {f"{LAYER}.w_input.weight": sylvester(SIZE)})
+    with refused(f"{LAYER}.w_input.weight"):
+        make_plan(made, format="bf16")
+
+
+@pytest.mark.exhaustive
+def test_the_transforms_of_compressed_tensors() -> None:
+    """hadamard undoes what compressed-tensors makes of the weights and of the inputs of a layer."""
+    torch = pytest.importorskip("torch")
+    transform = pytest.importorskip("compressed_tensors.transform")
+    torch.manual_seed(0)
+    for size in (16, 64):
+        net = torch.nn.Sequential(torch.nn.Linear(128, 32, bias=False), torch.nn.Linear(32, 64, bias=False))
+        before = [layer.weight.detach().clone() for layer in net]
+        x = torch.randn(5, 128)
+        y = net(x).detach()
+        group = scheme(head_dim=size) | {"apply": [apply("input", targets=["0"]), apply("weight_input", targets=["0"])]}
+        transform.apply_transform_config(net, transform.TransformConfig(config_groups={"v": group}))
+        # Rounding to float32 changes a value by at most 2^-24 of it, in log2(size) + 3 steps.
+        assert (net(x).detach() - y).abs().max() < 1e-5 < (net[0].weight - before[0]).abs().max()
+        assert (fp4kit.hadamard(net[0].weight.detach(), size) - before[0]).abs().max() < 1e-6
+        assert torch.equal(net[1].weight.detach(), before[1])
+        stored = net.state_dict()["0.v_input.weight"].numpy()
+        assert (stored == sylvester(size)).all()
