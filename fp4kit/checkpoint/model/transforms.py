@@ -22,7 +22,7 @@ from fp4kit.checkpoint.model.config_items import brief
 from fp4kit.checkpoint.model.declarations import declared
 from fp4kit.checkpoint.model.items import REFUSED, UNDERSTOOD, Item
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.weights import Weight, located
+from fp4kit.checkpoint.model.weights import Weight, located, weights_of
 from fp4kit.ops.rotate import hadamard
 from fp4kit.storage.errors import CheckpointError, shown
 
@@ -84,8 +84,26 @@ def undo(model: closed_world.Model, weights: Mapping[str, Weight], ignore: Itera
         for item in items
     )
     closed_world.check(items, patterns)
-    turned = {name: replace(one, rotation=sizes[name][1]) if name in sizes else one for name, one in weights.items()}
-    return Undone(turned, items, frozenset(found))
+    return Undone(_turned(weights, sizes), items, frozenset(found))
+
+
+def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[str, Weight]:
+    """Return the weights of a model as weights_of does, those with a transform that is undone with their rotation.
+
+    Args:
+        tensors: tensor name -> (its file, its header entry).
+        config: the content of config.json. If it declares a transform that is not undone, no weight has a rotation.
+    """
+    weights, value = weights_of(tensors, config), declared(config).get(KEY)
+    try:
+        return _turned(weights, dict(_sizes(value, weights))) if value else weights
+    except _NotUndone:
+        return weights
+
+
+def _turned(weights: Mapping[str, Weight], sizes: Mapping[str, tuple[str, int]]) -> dict[str, Weight]:
+    """Return the weights, those in ``sizes`` with their rotation. sizes: the pairs of _sizes."""
+    return {name: replace(one, rotation=sizes[name][1]) if name in sizes else one for name, one in weights.items()}
 
 
 def _declares(item: Item) -> bool:

@@ -23,7 +23,8 @@ from fp4kit.checkpoint.model.doubtful_codes import doubt_of
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
-from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
+from fp4kit.checkpoint.model.transforms import decodable
+from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.checkpoint.plan.expert_stacks import ExpertStack
 from fp4kit.checkpoint.plan.job import DEQUANTIZE, QUANTIZE, RENAME, REQUANTIZE, Job, Measured, Target, action_of
 from fp4kit.checkpoint.plan.kv_b_proj import SplitLayer
@@ -48,7 +49,7 @@ def origins_of(stored: Iterable[Weight], original: Source) -> dict[tuple[str, in
     original: the source.
     """
     stored = list(stored)
-    whole = {weight.name: weight for weight in weights_of(original.tensors, original.config).values()}
+    whole = {weight.name: weight for weight in decodable(original.tensors, original.config).values()}
     forms = {weight.container for weight in stored if weight.container is not None}
     by_form = {form: origins(original, form) for form in forms}
     counterparts = Counterparts(original)

@@ -16,12 +16,14 @@ from fp4kit.checkpoint.containers.container import CODES, INPUT_SCALE, SCALES, T
 from fp4kit.checkpoint.containers.ggml_names import PATTERNS, RECIPE
 from fp4kit.checkpoint.convert.convert import Options
 from fp4kit.checkpoint.convert.journal import source_facts
+from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import check_model, items_of, rest_of_kv
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.manifest import MANIFEST, differences, load_manifest
 from fp4kit.checkpoint.model.model_files import HF_QUANT_CONFIG, Source, existing_file, open_source
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
+from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, located, weights_of
 from fp4kit.checkpoint.plan import kv_cache
 from fp4kit.checkpoint.plan.activations import Activations
@@ -266,11 +268,22 @@ def prepare(
         checks = tuple(reencode.checks_of(model.layers.values(), {}, settings))
         return Verification(model.path, None, settings, checks, (), (*issues, *settings_issues))
     original = open_source(Path(source))
-    check_model(original, weights_of(original.tensors, original.config))
-    beside = _SourceComparison(model, original, settings)
+    beside = _SourceComparison(model, original, settings, _check_source(model, original))
     _check_patterns(beside.checks, [pattern for pattern, _ in given])
     found = (*issues, *settings_issues, *_other_source(model, original), *beside.issues())
     return Verification(model.path, original.root, settings, beside.checks, beside.copies, found)
+
+
+def _check_source(model: Checkpoint, original: Source) -> frozenset[str]:
+    """Raise CheckpointError if an item of the source is refused. Return the tensors that a decoded model does not need.
+
+    Transforms that decoding to BF16 undoes are refused only if the checkpoint has quantized layers.
+    """
+    weights = weights_of(original.tensors, original.config)
+    if model.layers:
+        check_model(original, weights)
+        return frozenset()
+    return transforms.undo(original, weights).matrices
 
 
 def _opened(root: Path) -> Checkpoint:
@@ -402,7 +415,7 @@ def _restored(model: Checkpoint, original: Source) -> list[SplitLayer | ExpertSt
     model: the checkpoint. If it stores embed_q or unembed_out itself, kv_b_proj layers are left out.
     original: the source.
     """
-    weights = weights_of(original.tensors, original.config)
+    weights = decodable(original.tensors, original.config)
     found: list[SplitLayer | ExpertStack] = [*expert_stacks(weights, original.config).values()]
     if not any(is_split(name) for name in model.tensors):
         found += split_layers(original.tensors, weights).values()
@@ -413,11 +426,14 @@ class _SourceComparison:
     """Match the tensors of a checkpoint with those of its source, and decide which to compare.
 
     checks: the matrices that are quantized in the checkpoint, or that were decoded from a quantized source.
+    unneeded: the names of tensors of the source that the checkpoint does not need.
     copies: (stored, source) pairs of all other tensors that both have under one name, with equal shapes, and with equal
         dtypes or two float dtypes.
     """
 
-    def __init__(self, model: Checkpoint, original: Source, settings: Settings) -> None:
+    def __init__(
+        self, model: Checkpoint, original: Source, settings: Settings, unneeded: frozenset[str] = frozenset()
+    ) -> None:
         self._model, self._original = model, original
         weights = model.weights.values()
         checks = list(reencode.checks_of(weights, reencode.origins_of(weights, original), settings))
@@ -427,7 +443,7 @@ class _SourceComparison:
         self._made = {part.entry.name for check in self.checks for part in check.stored.parts.values()}
         self._used = {name for check in self.checks if check.origin is not None for name in check.origin.names}
         self._transposed = reencode.transposed_from(weights, original)
-        self._used |= {name for names in self._transposed.values() for name in names}
+        self._used |= unneeded | {name for names in self._transposed.values() for name in names}
         self._alike, self._unlike = self._copied()
         self.copies = tuple(self._alike.values())
 

@@ -17,6 +17,7 @@ from synthetic import refused
 import fp4kit
 from fp4kit.checkpoint import convert, open_checkpoint
 from fp4kit.checkpoint.plan.make_plan import make_plan
+from fp4kit.checkpoint.verify.verify import verify
 
 LAYER = "model.layers.0.self_attn.q_proj"
 TARGETS = ["re:.*(q|k|v|o|gate|up)_proj$"]
@@ -100,6 +101,8 @@ def test_transforms_are_undone(model: Model) -> None:
             turned += 1
         assert (values.view(np.uint16) == expected.view(np.uint16)).all(), name
     assert turned == 12
+    assert verify(model.root / "undone", source=made).clean
+    assert not verify(model.root / "as_stored", source=made).clean
     assert "quantization_config" not in json.loads((model.root / "undone" / "config.json").read_text())
 
 
