@@ -15,10 +15,13 @@ from host.instantiations import Instantiation
 from host.libraries import recorded
 from inputs import BF16
 from kernel_calls import F16, F32, KINDS, KernelCall, call_of, dequantize, fake_quantize, quantize
+from own_formats import UE5M3
 
+import fp4kit
 from fp4kit.cuda.compile import loader, nvrtc
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
+from fp4kit.formats import E2M1, E8M0, NF4
 from fp4kit.recipes import RECIPES
 
 # Architectures for which only some kinds of kernels are compiled. All kinds are compiled for sm_90 and sm_100a. Half of
@@ -31,6 +34,9 @@ RARE = seldom()  # their rules are those of other recipes
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [call_of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [call_of(dequantize, r) for r in WITH_CODES[::3]]
 ALL += [call_of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
+OWN = [fp4kit.custom_recipe("nf4", NF4, "bfloat16", 64), fp4kit.custom_recipe("powers", E2M1, E8M0, 32)]
+OWN += [fp4kit.custom_recipe("ue5m3", E2M1, UE5M3, 16, scale_rounding="up", tensor_scale=True)]
+ALL += [call_of(operation, r) for r in OWN for operation in (quantize, dequantize)]
 ALL += [call_of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
 
 

@@ -16,7 +16,7 @@ from fp4kit.cuda import engine
 from fp4kit.cuda.engine.search_scales import check_search
 from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.supported import unsupported
-from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E4M3, INT4, NF4, ElementFormat
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E4M3, NF4, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -67,35 +67,39 @@ def test_dequantize_refuses_too(case):
         engine.dequantize(q, np.dtype(np.float32))
 
 
-CUSTOM = {  # maps a recipe for formats of one's own to the end of its error
-    fp4kit.custom_recipe(
-        "nf4", NF4, "float32", 32
-    ): "elements NF4, a table of values, which no CUDA kernel supports; needs a",
-    fp4kit.custom_recipe(
-        "nf4-e4m3", NF4, E4M3, 16
-    ): "elements NF4, a table of values, which no CUDA kernel supports; needs a",
-    fp4kit.custom_recipe(
-        "e4m3", E2M1, E4M3, 16
-    ): "rule 'amax' for formats of one's own, which no CUDA kernel supports; needs",
-    fp4kit.custom_recipe(
-        "int4", INT4, "float16", 32
-    ): "rule 'amax_float16' for formats of one's own, which no CUDA kernel",
+FAR = ElementFormat("Far", 4, 3, -3, specials="none")
+CUSTOM = {  # maps a recipe for formats of one's own to a part of its error
+    fp4kit.custom_recipe("powers", E2M1, ElementFormat("E5M0", 5, 0, 15, signed=False), 32): "scales E5M0 without mant",
+    fp4kit.custom_recipe("far", E2M1, FAR, 32): "scales Far with bias -3, which no CUDA kernel supports; needs a bias",
 }
 
 
 @pytest.mark.parametrize("r", CUSTOM, ids=lambda r: r.id)
-def test_custom_recipes_are_rejected(r):
+def test_own_scale_formats_out_of_range_are_rejected(r):
     message = f"{r.id} has {CUSTOM[r]}.*; compute on the CPU with cupy.asnumpy"
     for columns in (False, True):
         work = LaunchRequest(r, np.dtype(np.float32), (32, 64), columns=columns)
         assert find_kernel(work) is None
         with pytest.raises(Declined, match=message):
             kernel_for(work)
-    x = np.ones((2, 64), np.float32)
     with pytest.raises(Declined, match=message):
-        engine.dequantize(fp4kit.quantize(x, r), np.dtype(np.float32))
-    with pytest.raises(Declined, match=message):
-        check_search(search_call("search_scales", x, r, -1, None, SearchRequest()))
+        engine.dequantize(fp4kit.quantize(np.ones((2, 64), np.float32), r), np.dtype(np.float32))
+
+
+@pytest.mark.parametrize("scale", [E4M3, "float16"], ids=str)
+def test_searches_of_own_formats_are_rejected(scale):
+    search = search_call(
+        "search_scales",
+        np.ones((2, 64), np.float32),
+        fp4kit.custom_recipe("nf4", NF4, scale, 32),
+        -1,
+        None,
+        SearchRequest(),
+    )
+    with pytest.raises(
+        Declined, match=r"no CUDA kernel searches scales of nf4, .* for own formats; compute on the CPU"
+    ):
+        check_search(search)
 
 
 KEPT = [with_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, E2M3)]

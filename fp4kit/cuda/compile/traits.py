@@ -8,7 +8,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E2M1, E4M3, E5M2, ElementFormat, is_same
+from fp4kit.formats import E2M1, E4M3, E5M2, Codebook, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import then_encodes
 
@@ -35,11 +35,30 @@ def format_struct(f: ElementFormat, name: str) -> str:
         "u32 kMaxBits": int(np.float32(f.max).view(np.uint32)),
         "bool kHasNan": f.specials != "none",
         "bool kIsInteger": f.is_integer,
+        "bool kIsTable": isinstance(f, Codebook),
         "bool kIsE2m1": is_same(f, E2M1),
         "bool kIsE4m3": is_same(f, E4M3),
         "bool kIsE5m2": is_same(f, E5M2),
     }
-    return f"struct {name} {{ {' '.join(_constant(fact, value) for fact, value in facts.items())} }};"
+    members = [_constant(fact, value) for fact, value in facts.items()]
+    if isinstance(f, Codebook):
+        members += _table_functions(f)
+    return f"struct {name} {{ {' '.join(members)} }};"
+
+
+def _table_functions(f: Codebook) -> list[str]:
+    """Return the definitions of the C++ functions `nearest` and `value` of a Codebook (kernels/rules/codec.cuh)."""
+
+    def literal(x: np.float32) -> str:
+        return f"float_of({int(np.float32(x).view(np.uint32))}u)"
+
+    steps = " + ".join(["0u", *(f"(x > {literal(midpoint)})" for midpoint in f.midpoints)])
+    codes = sum(int(code) << (4 * i) for i, code in enumerate(f.order))
+    values = "".join(f"code == {code}u ? {literal(value)} : " for code, value in enumerate(f.values[:-1]))
+    return [
+        f"FP4KIT_DEVICE u32 nearest(float x) {{ return static_cast<u32>({codes}ull >> (4u * ({steps}))) & 15u; }}",
+        f"FP4KIT_DEVICE float value(u32 code) {{ return {values}{literal(f.values[-1])}; }}",
+    ]
 
 
 def _constant(name: str, value: object) -> str:
@@ -67,6 +86,7 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kHasBlocks": r.block is not None,
         "bool kHasScales": r.scale is not None,
         "bool kHasTable": has_table(r),
+        "bool kIsOwn": r.is_custom,
         "bool kPropagateNan": r.amax_nan == "propagate",
         "bool kFlush": r.flush,
         "bool kDivide": r.apply != "multiply",
@@ -132,4 +152,6 @@ def decode_rule(r: Recipe) -> str:
     """Return the name of the C++ struct of a recipe's decode rule."""
     if r.scale is None and r.decode_rule == "product":
         return "decode_tensor"
+    if r.is_custom and r.scale is not None and not r.scale.has_zero:
+        return "decode_e8m0"  # no tensor scale can be under E8M0 scales
     return f"decode_{r.decode_rule}"

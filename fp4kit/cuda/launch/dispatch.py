@@ -19,6 +19,7 @@ from fp4kit.call.parse import HADAMARD_BLOCK, Declined
 from fp4kit.cuda.compile.traits import has_table
 from fp4kit.cuda.launch.geometry import THREADS, UNLIMITED, grid
 from fp4kit.cuda.launch.supported import check_formats, unsupported
+from fp4kit.formats import Codebook
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 
@@ -181,7 +182,8 @@ def _takes_fake(request: LaunchRequest) -> bool:
 def has_patch_kernel(r: Recipe) -> bool:
     """Return whether the kernel quantize_columns supports the blocks and scales of a recipe."""
     one_scale = r.tensor_scaling in ("none", "tensor") and r.four_over_six is None and not r.search
-    return r.block in PATCH_BLOCKS and one_scale and not r.element.is_integer
+    is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
+    return r.block in PATCH_BLOCKS and one_scale and is_float
 
 
 def _takes_patch(request: LaunchRequest) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 
 from fp4kit.call.parse import Declined
-from fp4kit.formats import E2M1, Codebook, ElementFormat, is_same
+from fp4kit.formats import E2M1, ElementFormat, is_same
 from fp4kit.recipes import Recipe
 
 MAX_EXPONENT = 100  # the largest |exponent| of an element, so that encoding and decoding stay in float32's range
@@ -37,13 +37,11 @@ def unsupported(r: Recipe) -> str | None:
 
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
-    e = r.element
-    yield isinstance(e, Codebook), f"elements {e}, a table of values", "a float or integer format"
-    if isinstance(e, Codebook):
-        return
-    rule = r.block_rule or f"{r.tensor_rule}"
-    yield r.is_custom, f"rule {rule!r} for formats of one's own", "a producer's rule"
+    e, s = r.element, r.scale
     yield not _has_kernels(e), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
+    if r.is_custom and s is not None and s.has_zero:
+        yield s.bias < 0, f"scales {s} with bias {s.bias}", "a bias of 0 or more"
+        yield s.mantissa_bits == 0, f"scales {s} without mantissa bits", "E8M0, or at least one mantissa bit"
     narrow = r.block is not None and r.block_size % 4 != 0
     yield narrow, f"blocks of {r.block_size} columns", "a multiple of 4"
     yield e.is_integer and r.rounding != "rn", f"rounding={r.rounding!r} for elements {e}", "'rn'"

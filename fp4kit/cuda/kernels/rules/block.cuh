@@ -2,6 +2,7 @@
 // of Recipe (recipes/schema.py); cuda/compile/traits.py writes them.
 #pragma once
 
+#include "block_rules_amax.cuh"
 #include "block_rules_e4m3.cuh"
 #include "block_rules_e8m0.cuh"
 #include "block_rules_gguf_mlx.cuh"

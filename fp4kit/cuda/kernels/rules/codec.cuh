@@ -3,7 +3,8 @@
 // A format F is a struct that cuda/compile/traits.py writes from formats.py. Its members are kExponentBits,
 // kMantissaBits, kBias, kEmin, kSignBit, kMaxCode, kNanCode, kHasNan, kIsInteger, kBits and kMaxBits (the float32 bits
 // of the largest value). kIsE2m1, kIsE4m3 and kIsE5m2 say whether F is one of the formats for which there are special
-// instructions or faster functions.
+// instructions or faster functions. kIsTable says whether F is a table of values (Codebook); then F::nearest(x) returns
+// the code of a number that is not NaN, and F::value(code) the value of a code.
 //
 // The enum Rounding below says how elements are rounded.
 #pragma once
@@ -104,7 +105,9 @@ FP4KIT_DEVICE float with_code_sign(float y) {
 template <class F, Rounding kRounding, Sign kSign, u32 kNan, bool kNarrow = false>
 FP4KIT_DEVICE u32 encode(float x, float step = 1.0f) {
   if (is_nan(x) || (kRounding == Rounding::rnw && !is_finite(x))) return kNan;
-  if constexpr (F::kIsInteger) {
+  if constexpr (F::kIsTable) {
+    return F::nearest(x);
+  } else if constexpr (F::kIsInteger) {
     const float lowest = -max_of<F>() - (kNarrow ? 0.0f : 1.0f);
     return static_cast<u32>(static_cast<i32>(fminf(fmaxf(rintf(x), lowest), max_of<F>()))) & ((1u << F::kBits) - 1u);
   } else {
@@ -149,7 +152,9 @@ FP4KIT_DEVICE u32 encode_stochastic(float x, u32 random) {
 // bits of the code are moved to their places in a float32, which then is the value times 2^(bias - 127).
 template <class F>
 FP4KIT_DEVICE float decode(u32 code) {
-  if constexpr (F::kIsInteger) {
+  if constexpr (F::kIsTable) {
+    return F::value(code);
+  } else if constexpr (F::kIsInteger) {
     return static_cast<float>(static_cast<i32>(code << (32 - F::kBits)) >> (32 - F::kBits));
   } else {
     const u32 magnitude = code & (F::kSignBit - 1u);

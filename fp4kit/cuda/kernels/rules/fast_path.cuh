@@ -40,8 +40,10 @@ struct FastPath {
       R::kSign == Sign::unsigned_zero;  // codes have the elements' own signs, except codes of zero
   static constexpr bool kSignFits = R::kStochastic || kKeepsInputSign || kZeroSignKnown;
   static constexpr bool kDivisionFits = !R::kDivide || (kE2m1 && !R::kStochastic);  // see quotient_by
-  static constexpr bool kExists =
-      kDivisionFits && !R::kThenEncode && !R::Element::kIsInteger && kRoundingFits && kSignFits;
+  // The factor of an amax rule is not always a power of two, even if scales are.
+  static constexpr bool kFactorFits = !(R::kIsOwn && kPowerOfTwo);
+  static constexpr bool kExists = kDivisionFits && kFactorFits && !R::kThenEncode && !R::Element::kIsInteger &&
+                                  !R::Element::kIsTable && kRoundingFits && kSignFits;
   static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kTiesToEven &&
                                    !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
   // True if products have no more bits than 16-bit elements, as stochastic rounding of pairs requires.

@@ -215,6 +215,48 @@ struct tensor_fouroversix {
 
 struct tensor_fouroversix_4 : tensor_fouroversix {};
 
+// ---- rules for formats of one's own
+
+// Return the factor of elements under a scale: its reciprocal, or that of 1e-38 if the magnitude of the scale is
+// smaller. NaN stays NaN.
+FP4KIT_DEVICE float reciprocal_of_scale(float scale) {
+  return 1.0f / (magnitude_of(scale) < 1e-38f ? 1e-38f : scale);
+}
+
+// Return x >= 0 rounded to the 16-bit type T: to nearest even if kDirection is 0, up if it is 1, down if it is -1.
+// Numbers above the largest of T become that number. NaN stays NaN.
+template <class T, int kDirection>
+FP4KIT_DEVICE float narrowed(float x) {
+  if (is_nan(x)) return x;
+  constexpr u32 kLargest = T::kIsBfloat16 ? 0x7F7Fu : 0x7BFFu;
+  x = fminf(x, T::widen(static_cast<u16>(kLargest)));
+  const u32 bits = T::narrow(x);
+  const float value = T::widen(static_cast<u16>(bits));
+  if (kDirection > 0 && value < x) return T::widen(static_cast<u16>(bits + 1u));
+  if (kDirection < 0 && value > x) return T::widen(static_cast<u16>(bits - 1u));
+  return value;
+}
+
+// The amax rules: decode = amax / (largest element * largest block scale), rounded to T, or not rounded for Float32.
+template <class T, int kDirection>
+struct tensor_amax_rule {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float range =
+        R::kHasScales ? max_of<typename R::Element>() * max_of<typename R::Scale>() : max_of<typename R::Element>();
+    float decode = amax / range;
+    if constexpr (sizeof(typename T::Bits) == 2) decode = narrowed<T, kDirection>(decode);
+    return {reciprocal_of_scale(decode), decode, amax};
+  }
+};
+struct tensor_amax : tensor_amax_rule<Float32, 0> {};
+struct tensor_amax_float16 : tensor_amax_rule<Float16, 0> {};
+struct tensor_amax_float16_up : tensor_amax_rule<Float16, 1> {};
+struct tensor_amax_float16_down : tensor_amax_rule<Float16, -1> {};
+struct tensor_amax_bfloat16 : tensor_amax_rule<Bfloat16, 0> {};
+struct tensor_amax_bfloat16_up : tensor_amax_rule<Bfloat16, 1> {};
+struct tensor_amax_bfloat16_down : tensor_amax_rule<Bfloat16, -1> {};
+
 // Return the amax at `index` of an array that a caller gave, without its sign bit. Otherwise the sign bit of -0 would
 // become the sign of scales and codes.
 FP4KIT_DEVICE float amax_at(const float* amaxes, i64 index) {

@@ -1,0 +1,57 @@
+// The amax rules: block rules for formats of one's own (reference/block_rules_amax.py).
+#pragma once
+
+#include "block_rules.cuh"
+
+// True if F is E8M0, which has neither a sign nor a zero.
+template <class F>
+constexpr bool kIsE8m0 = F::kExponentBits == 8 && F::kMantissaBits == 0 && F::kSignBit == 0u;
+
+// Return the E8M0 code of x >= 0, rounded to nearest (1.5 * 2^k rounds up) or, if kRounding is rz, down. Numbers below
+// 2^-127 get code 0, numbers above 2^127 get 254, and NaN gets 255.
+template <Rounding kRounding>
+FP4KIT_DEVICE u32 encode_e8m0(float x) {
+  if (is_nan(x)) return 255u;
+  const u32 bits = bits_of(x), field = bits >> 23, mantissa = bits & 0x7FFFFFu;
+  const u32 threshold = field == 0u ? 0x600000u : 0x400000u;  // a subnormal number has no implicit 1
+  return minimum(field + (kRounding == Rounding::rn && mantissa >= threshold ? 1u : 0u), 254u);
+}
+
+// Return the code of a >= 0, rounded up, in a scale format with a zero. Numbers above the largest value saturate.
+template <class F>
+FP4KIT_DEVICE u32 encode_magnitude_up(float a) {
+  const u32 code = encode_magnitude<F, Rounding::rz>(a);
+  return code + (code < F::kMaxCode && decode<F>(code) < a ? 1u : 0u);
+}
+
+// Round scales to nearest (rn), up (rp) or down (rz).
+enum class ScaleRounding { rn, rp, rz };
+
+// Return the code of a scale x >= 0, in the scale format of R. Numbers above the largest value become that value.
+template <class R, ScaleRounding kRounding>
+FP4KIT_DEVICE u32 encode_own_scale(float x) {
+  using F = typename R::Scale;
+  constexpr Rounding kNearestOrDown = kRounding == ScaleRounding::rz ? Rounding::rz : Rounding::rn;
+  if constexpr (kIsE8m0<F>) {
+    return kRounding == ScaleRounding::rp ? encode_e8m0_rp(x) : encode_e8m0<kNearestOrDown>(x);
+  } else {
+    if (is_nan(x)) return F::kNanCode;
+    return kRounding == ScaleRounding::rp ? encode_magnitude_up<F>(x) : encode_magnitude<F, kNearestOrDown>(x);
+  }
+}
+
+template <ScaleRounding kRounding>
+struct block_amax_rule : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_own_scale<R, kRounding>(amax / max_of<typename R::Element>() * t.encode);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = kIsE8m0<typename R::Scale> ? value_of_e8m0(code) : decode_scale<R>(code);
+    return reciprocal_of_scale(scale * t.decode);
+  }
+};
+struct block_amax : block_amax_rule<ScaleRounding::rn> {};
+struct block_amax_up : block_amax_rule<ScaleRounding::rp> {};
+struct block_amax_down : block_amax_rule<ScaleRounding::rz> {};
