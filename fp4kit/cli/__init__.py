@@ -10,7 +10,20 @@ from collections.abc import Sequence
 from typing import Any
 
 from fp4kit import __version__, startup
-from fp4kit.cli import compare, convert, delta, fuzz, guard, identify, inspect, recipes, reconcile, selftest, verify
+from fp4kit.cli import (
+    compare,
+    convert,
+    delta,
+    fuzz,
+    guard,
+    identify,
+    inspect,
+    parity,
+    recipes,
+    reconcile,
+    selftest,
+    verify,
+)
 from fp4kit.cli.output import Output
 from fp4kit.cli.parser import SHELLS, GroupedHelp, Parser, PrintCompletion, UsageError
 
@@ -21,7 +34,7 @@ _EXIT_CODES = (
 # heading in `fp4kit --help` -> the modules whose commands are listed under it
 _GROUPS = {
     "convert and serve": (convert, reconcile, delta),
-    "check and compare": (verify, compare),
+    "check and compare": (verify, compare, parity),
     "find out": (inspect, identify, recipes),
     "measure and prove": (selftest, fuzz),
 }

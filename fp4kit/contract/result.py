@@ -64,18 +64,21 @@ class LayerParity:
         return self.step is None
 
     def __str__(self) -> str:
-        """Return the layer's first step that differs, the setting, and the worked element, in several lines."""
+        """Return the text of `lines`, and the worked element below it."""
+        return "\n".join([*self.lines, *([] if self.worked is None else [str(self.worked)])])
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The first step that differs, the counts, the setting and the element, as lines of text."""
         if self.equal:
-            return f"{self.kind} {self.name}: equal in every bit"
+            return (f"{self.kind} {self.name}: equal in every bit",)
         where = f" ({self.result})" if self.result and self.result != self.step else ""
         count = f", {self.count:,} of {self.examined:,} differing elements" if self.examined else ""
         lines = [f"{self.kind} {self.name}: first step that differs: {self.step}{where}{count}"]
         if len(self.steps) > 1:
             lines.append(f"  elements that differ first at a later step: {_later(self.steps)}")
         lines += [f"  {text}" for text in (f"setting: {self.setting}" * bool(self.setting), self.element) if text]
-        if self.worked is not None:
-            lines += [f"  {line}" for line in str(self.worked).splitlines()]
-        return "\n".join(lines)
+        return tuple(lines)
 
 
 @dataclass(frozen=True)
@@ -106,6 +109,14 @@ class Parity:
         """The layers that differ."""
         return tuple(layer for layer in self.layers if not layer.equal)
 
+    @property
+    def examples(self) -> tuple[LayerParity, ...]:
+        """The first differing layer of each kind, step and result that differs."""
+        first: dict[tuple[object, ...], LayerParity] = {}
+        for layer in self.differing:
+            first.setdefault((layer.kind, layer.step, layer.result), layer)
+        return tuple(first.values())
+
     def __bool__(self) -> bool:
         """Return `equal`."""
         return self.equal
@@ -115,12 +126,7 @@ class Parity:
         lines = [self.verdict]
         if self.differing:
             lines.append(self._panel().text())
-        seen = set()
-        for layer in self.differing:
-            key = layer.kind, layer.step, layer.result
-            if key not in seen:
-                seen.add(key)
-                lines.append(str(layer))
+        lines += map(str, self.examples)
         for title, texts in self.remarks:
             lines += [f"{title}: {text}" for text in texts]
         return "\n".join(lines)

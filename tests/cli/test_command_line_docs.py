@@ -26,6 +26,7 @@ COMMANDS = {
     "convert.stale/1": "convert --remove-stale new",
     "inspect/1": "inspect m",
     "compare/1": "compare m m",
+    "parity/1": "parity q q",
     "diff/1": "diff m m -o p.patch",
     "apply/1": "apply m p.patch new",
     "verify/1": "verify q --source m",

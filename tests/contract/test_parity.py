@@ -313,4 +313,4 @@ def test_a_result_prints_and_counts():
     assert "setting: unit: sm100 and exact" in text and "<table" in found._repr_html_()
     layer = found.differing[0]
     assert sum(count for _, count in layer.steps) <= layer.examined and layer.steps[0] == (layer.step, layer.count)
-    assert str(replace(layer, step=None)) == "weight m.gate_proj: equal in every bit"
+    assert str(replace(layer, step=None, worked=None)) == "weight m.gate_proj: equal in every bit"

@@ -16,6 +16,7 @@ from fp4kit.checkpoint.model.quantized_layers import QuantizedLayers
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.contract.schema import Contract
+from fp4kit.contract.sides import by_layer
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.storage.errors import CheckpointError
@@ -49,7 +50,8 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
 
     - A contract file (.json) has no tensors.
     - A file that fp4kit.save wrote has no contract.
-    - A file without quantized layers, such as activations or logits, has no contract; its tensors keep their names.
+    - A file without quantized layers, such as activations or logits, has no contract. Its tensors keep their
+      names, without ".weight".
     - A checkpoint has both. Each matrix of a stack of experts is one layer, under the name of the expert's layer.
 
     Raise CheckpointError if the path cannot be read.
@@ -60,10 +62,11 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
     if place.suffix == ".safetensors" and place.is_file():
         saved = _saved(place)
         if saved is not None:
-            return None, saved
+            return None, by_layer(saved)
     checkpoint = inspect_checkpoint(place)
     if not checkpoint.layers and not place.is_dir():
-        return None, LazyTensors({name: partial(_tensor, checkpoint, name) for name in checkpoint.tensors})
+        names = checkpoint.tensors
+        return None, LazyTensors({n.removesuffix(".weight"): partial(_tensor, checkpoint, n) for n in names})
     return (contract_of(place) if checkpoint.layers else None), LazyTensors(_readers(checkpoint))
 
 
