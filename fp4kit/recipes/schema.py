@@ -200,9 +200,9 @@ class Recipe:
 def producer_of(id: str) -> str:
     """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors.
 
-    It is "" for an id without a hyphen.
+    It is "" for an id without a hyphen. Words after the id, such as "with block=(1, 32)", are left out.
     """
-    without_format = id.partition("-")[2]
+    without_format = id.partition(" ")[0].partition("-")[2]
     return next((name for name in TWO_WORDS if without_format.startswith(name)), without_format.partition("-")[0])
 
 

@@ -308,7 +308,8 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
     winners = _most_votes(e.names for e in made)
     known = {name for e in made for name in e.recipes}
     producer = Counter(layer.producer for layer in explained).most_common(1)[0][0]
-    recipes = tuple(sorted((name for name in winners if name in known), key=lambda name: producer_of(name) != producer))
+    own = sorted((name for name in winners if name in known and producer_of(name) == producer), key=len)
+    recipes = (*own, *(name for name in winners if name in known and name not in own))
     return CheckpointVerdict(recipes, mishap, found, rules=() if recipes else winners)
 
 
