@@ -65,14 +65,25 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection():
-    """Exclude the tens of thousands of collected items from garbage collection, because they live until the end."""
+def pytest_collection(session):
+    """Exclude the thousands of collected items from garbage collection, because they live until the end.
+
+    Also stop measuring coverage (--cov) until a test begins that is measured. By now all modules of fp4kit.cuda are
+    imported.
+    """
+    if coverage := coverage_of(session.config):
+        coverage.pause()
     gc.disable()
     try:
         return (yield)
     finally:
         gc.freeze()
         gc.enable()
+
+
+def coverage_of(config):
+    """Return pytest-cov's control of the measurement, or None without --cov."""
+    return getattr(config.pluginmanager.get_plugin("_cov"), "cov_controller", None)
 
 
 MANY = 12  # a test with more recipes than this takes only some of them in a usual run
@@ -98,23 +109,19 @@ def pytest_collection_modifyitems(config, items):
         config.hook.pytest_deselected(items=left_out)
         gone = set(map(id, left_out))
         items[:] = [item for item in items if id(item) not in gone]
-    if config.pluginmanager.hasplugin("_cov"):
-        mark_uncovered(items)
     sort_long_first(items)
 
 
 PLAYS = re.compile(r"^(from|import) (on_gpu|host|fp4kit\.cuda)\b|played_gpu", re.MULTILINE)
 
 
-def mark_uncovered(items):
-    """Exclude tests that do not run kernels on the CPU from the measurement of coverage (--cov, pyproject.toml).
+@cache
+def plays(path: Path) -> bool:
+    """Return whether a test file runs kernels on the CPU, so that coverage (--cov, pyproject.toml) is measured there.
 
-    They add nothing to what it measures, and measuring them would take half as long again.
+    The other files add nothing to what is measured, and measuring them would take half as long again.
     """
-    plays = {path: PLAYS.search(path.read_text(encoding="utf-8")) for path in {item.path for item in items}}
-    for item in items:
-        if not plays[item.path]:
-            item.add_marker("no_cover")
+    return PLAYS.search(path.read_text(encoding="utf-8")) is not None
 
 
 def mark_recipes(items):
@@ -159,9 +166,19 @@ def sort_long_first(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """Run tests of kernels, and the fixtures that they set up, under the specification; see specified.py."""
+    """Run tests of kernels, and the fixtures that they set up, under the specification; see specified.py.
+
+    Measure the coverage of tests that run kernels on the CPU.
+    """
+    coverage = coverage_of(item.config) if plays(item.path) else None
     with specification_everywhere() if needs_specification(item) else nullcontext():
-        return (yield)
+        if coverage:
+            coverage.resume()
+        try:
+            return (yield)
+        finally:
+            if coverage:
+                coverage.pause()
 
 
 @pytest.fixture
