@@ -216,7 +216,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
             output.put(VALUES, values)
         return replaced
     rows, columns = job.shape
-    width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotation or 1)
+    width = lcm(1 if job.weight.container is None else job.weight.container.block[1], job.weight.rotated_columns)
     step = max(TURNED // (rows * dtype.itemsize * width), 1) * width
     for first in range(0, columns, step):
         part = np.empty((min(step, columns - first), rows), dtype)

@@ -24,6 +24,7 @@ from fp4kit.checkpoint.model.layers import expert_name, pieces
 from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
+from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, Weight, weights_of
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.recipes import RECIPES, Recipe
@@ -325,7 +326,7 @@ def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dic
     found: dict[str, Origin] = {}
     twice: set[str] = set()
     config = source.config or {}
-    for weight in weights_of(source.tensors, config).values():
+    for weight in decodable(source.tensors, config).values():
         for expert in range(weight.experts):
             exact[weight.name, expert] = Origin(weight, expert, (0, weight.shape[-2]))
             for key, ordered, span in keys_of(weight, expert, config):

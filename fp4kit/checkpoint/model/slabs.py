@@ -97,6 +97,7 @@ class Slab(NamedTuple):
         scales: block scales, (rows of blocks, K / block width), as bytes or float32; None for an unquantized matrix.
         tensor_scale: the factor to multiply by on decode; None if there is none.
         divisor: the stored tensor scale if decoding divides by it, as compressed-tensors does; None otherwise.
+        rotation: the columns per block of a Hadamard transform that is undone on decode; 0 if there is none.
         column_scale: float32 [K], the factors that decoded columns are multiplied by; None if there are none.
         low_rank: (B, A) of SVDQuant, float64 [n, r] and [r, K]; None if there are none. B A is added to the decoded
             values before the columns are multiplied.
@@ -110,6 +111,7 @@ class Slab(NamedTuple):
     column_scale: npt.NDArray[np.float32] | None = None
     low_rank: tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]] | None = None
     divisor: np.float32 | None = None
+    rotation: int = 0
 
 
 def scalar_of(readers: Readers, weight: Weight, part: str, expert: int = 0) -> np.float32:
@@ -224,7 +226,8 @@ def slabs(
                 else _codes(readers, weight, expert, start, count)
             )
             part_of = None if low_rank is None else (low_rank[0][start : start + count], low_rank[1])
-            yield Slab(start, None, codes, scales, tensor_scale, column_scale, part_of, divisor)
+            factors = tensor_scale, column_scale, part_of, divisor
+            yield Slab(start, None, codes, scales, *factors, weight.rotation)
         else:
             yield Slab(
                 start,
@@ -277,9 +280,10 @@ def _of_members(
 def _joined(readers: Readers, weight: Weight) -> Slab:
     """Return one slab with the rows of all members of a weight, in order (see Weight.members).
 
-    The weight must be quantized without tensor scale, because a slab has only one.
+    The weight must be quantized without tensor scale and without rotation, because a slab has only one of each.
     """
     found = [slab for member in weight.members for slab in slabs(readers, *member)]
+    assert not any(slab.rotation for slab in found)
     codes, scales = (np.concatenate([getattr(slab, part) for slab in found]) for part in ("codes", "scales"))
     return Slab(0, None, codes, scales)
 
@@ -437,7 +441,7 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
     The low-rank matrix of SVDQuant is computed and added in float64, then the sum is rounded to float32. Its elements
     are products of 16-bit floats, so the float64 sum is exact except for extreme ranges. Factors per column are
     multiplied last. For compressed-tensors, FP8 values are then rounded to the dtype of the scales (Container.rounds).
-    If the weight has a rotation, it is undone at the end, in float32 (fp4kit.hadamard).
+    If the slab has a rotation, it is undone at the end, in float32 (fp4kit.hadamard).
 
     Args:
         weight: the weight that the slab was read from.
@@ -454,7 +458,7 @@ def values_of(weight: Weight, slab: Slab) -> np.ndarray:
         if slab.column_scale is not None:
             values *= slab.column_scale
         values = _rounded(values, weight)
-        return hadamard(values, weight.rotation) if weight.rotation else values
+        return hadamard(values, slab.rotation) if slab.rotation else values
 
 
 def _rounded(values: npt.NDArray[np.float32], weight: Weight) -> npt.NDArray[np.float32]:

@@ -174,6 +174,14 @@ class Weight:
         return sum(part.entry.nbytes for part in self.parts.values())
 
     @property
+    def rotated_columns(self) -> int:
+        """The number of columns per block of the largest rotation among the weight and its members, at least 1.
+
+        Every rotation has a power of two, so that blocks of this size consist of whole blocks of every rotation.
+        """
+        return max(self.rotation, 1, *(member.weight.rotated_columns for member in self.members))
+
+    @property
     def experts(self) -> int:
         """The number of matrices: E for a stack, 1 for a single layer."""
         return self.shape[0] if len(self.shape) == 3 else 1

@@ -106,6 +106,27 @@ def test_transforms_are_undone(model: Model) -> None:
     assert "quantization_config" not in json.loads((model.root / "undone" / "config.json").read_text())
 
 
+def test_stacks_of_experts(tmp_path: Path) -> None:
+    """Experts that become a transposed stack are transformed before, gate and up rows separately."""
+    synthetic.vlm_moe(tmp_path / "source")
+    plain = tmp_path / "plain"
+    convert(tmp_path / "source", plain, "nvfp4-compressed-tensors", format="compressed-tensors")
+    layers = {name: q.dequantize(np.float32) for name, q in open_checkpoint(plain).items() if "experts" in name}
+    config = json.loads((plain / "config.json").read_text())
+    both = [apply(where, targets=["re:.*experts.*"]) for where in ("input", "weight_input")]
+    config["quantization_config"]["transform_config"] = {"config_groups": {"v": scheme(apply=both, head_dim=32)}}
+    (plain / "config.json").write_text(json.dumps(config))
+    convert(plain, tmp_path / "undone", format="bf16")
+    undone = {name: x for name, x in loaded(tmp_path / "undone").items() if ".experts." in name}
+    for name, stack in undone.items():
+        leaves = ("gate_proj", "up_proj") if name.endswith("gate_up_proj") else ("down_proj",)
+        for e, matrix in enumerate(stack):
+            parts = [layers[f"{name.rpartition('.')[0]}.{e}.{leaf}"] for leaf in leaves]
+            expected = np.concatenate([fp4kit.hadamard(part, 32) for part in parts]).astype(BF16)
+            assert (matrix.T.view(np.uint16) == expected.view(np.uint16)).all(), name
+    assert len(undone) == 4 and verify(tmp_path / "undone", source=plain).clean
+
+
 def test_linear_stands_for_all_layers(model: Model) -> None:
     ignore = ["lm_head", "re:.*down_proj"]
     both = [apply(where, targets=["Linear"], ignore=ignore) for where in ("input", "weight_input")]
