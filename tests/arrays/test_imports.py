@@ -12,6 +12,7 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 from fp4kit.arrays import dlpack
 from fp4kit.arrays.imports import as_array, as_arrays, device_name
@@ -146,9 +147,7 @@ def test_zero_size(memory, data, shape):
     assert (array.dtype, array.shape, _exports) == (BF16, shape, {})
 
 
-@pytest.mark.parametrize(
-    ("code", "bits", "lanes", "dtype"), [(*key, dtype) for key, dtype in dlpack.DTYPES.items()], ids=str
-)
+@together("code, bits, lanes, dtype", [(*key, dtype) for key, dtype in dlpack.DTYPES.items()])
 def test_every_dtype(code, bits, lanes, dtype):
     memory = np.arange(48, dtype=np.uint8) % 2
     array = as_array(Exporter(memory, (48 // dtype.itemsize,), None, code, bits, lanes))

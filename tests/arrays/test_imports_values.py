@@ -7,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.arrays.imports import as_array
@@ -33,7 +34,7 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+@together("call", CALLS.values())
 def test_masked_arrays_are_refused(call):
     text = (
         r"is a masked array, whose mask would be ignored; .* a plain array; pass \S+\.filled\(0\), or \S+\.data"

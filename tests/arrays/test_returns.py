@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import BF16
+from together import together
 from torch_calls import CALLS, DTYPES, X, array, quantized, tensor
 
 import fp4kit
@@ -40,8 +41,8 @@ def assert_equal(found, expected):
         assert found == expected
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", CALLS)
+@together("dtype", DTYPES)
+@together("name", CALLS)
 def test_results_of_tensors_are_tensors(name, dtype):
     assert_equal(CALLS[name](tensor(X[dtype])), CALLS[name](X[dtype]))
 
@@ -267,7 +268,7 @@ def test_an_out_with_one_place_for_several_elements_is_refused():
     assert fp4kit.dequantize(quantized(x[:0]).to("numpy"), np.float32, out=nothing).size == 0
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if "plan" not in name and "cast" not in name])
+@together("name", [name for name in CALLS if "plan" not in name and "cast" not in name])
 def test_calls_leave_no_cycles(name):
     """Calls must free their arrays by reference counting alone.
 

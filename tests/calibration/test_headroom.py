@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from together import together
 
 from fp4kit.calibration import Collector, Headroom
 from fp4kit.calibration.headroom import BINS, bin_of, edges
@@ -44,7 +45,7 @@ RECORDED = [
 ]
 
 
-@pytest.mark.parametrize(("case", "arguments", "bits"), RECORDED)
+@together("case, arguments, bits", RECORDED)
 def test_amax_of_the_producer(case, arguments, bits):
     collector = Collector()
     collector.collect("a", inputs(case))
@@ -116,8 +117,8 @@ def test_more_blocks_than_float32_can_count():
     assert found == np.float32(2.0 ** (-40 + 300.5 * 80 / 512))
 
 
-@pytest.mark.parametrize("name", ["anchor_percentile", "upper_percentile"])
-@pytest.mark.parametrize("value", [0, -1, 100.1, math.nan])
+@together("name", ["anchor_percentile", "upper_percentile"])
+@together("value", [0, -1, 100.1, math.nan])
 def test_percentile_out_of_range(name, value):
     with pytest.raises(ValueError, match=rf"Headroom: {name} is {value}; needs a number above 0 and at most 100"):
         Headroom(**{name: value})

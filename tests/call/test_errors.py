@@ -25,6 +25,7 @@ from failing_calls import (
     quantized,
 )
 from inputs import BF16
+from together import together
 
 import fp4kit
 
@@ -295,7 +296,7 @@ ERRORS = {
 # fmt: on
 
 
-@pytest.mark.parametrize("call, error, text", ERRORS.values(), ids=ERRORS)
+@together("call, error, text", ERRORS.values())
 def test_error(call, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         call()

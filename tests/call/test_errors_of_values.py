@@ -12,6 +12,7 @@ from failing_calls import (
     fake,
     quantized,
 )
+from together import together
 
 import fp4kit
 from fp4kit import layouts
@@ -220,7 +221,7 @@ ERRORS = {
 # fmt: on
 
 
-@pytest.mark.parametrize("call, error, text", ERRORS.values(), ids=ERRORS)
+@together("call, error, text", ERRORS.values())
 def test_error(call, error, text):
     with pytest.raises(error, match=f"^{re.escape(text)}$"):
         call()

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from products import drawn
+from together import together
 
 import fp4kit
 from fp4kit.units import DotAdd, FloorDotAdd, Unit
@@ -58,7 +59,7 @@ BAD = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", BAD)
+@together("case", BAD)
 def test_errors(case) -> None:
     call, kind, text = BAD[case]
     with pytest.raises(kind, match=text):

@@ -91,7 +91,7 @@ def test_drawn_tables_fit(seed: int) -> None:
     assert render.table(columns, rows, 10_000) == whole
 
 
-@pytest.mark.parametrize("width", range(1, 60))
+@together("width", range(1, 60))
 def test_shortened(width: int) -> None:
     name = "model.layers.12.mlp.experts.127.gate_proj.weight"
     text = render.shortened(name, width)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from exhaustive import exhaustive
 from products import PAIRS, TINY, at_bounds, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
+from together import together
 
 import fp4kit
 from fp4kit.cpu import engine
@@ -138,7 +139,7 @@ def test_threads_change_nothing() -> None:
     assert_same_bits(fp4kit.matmul(a, b, threads=1), fp4kit.matmul(a, b, threads=3))
 
 
-@pytest.mark.parametrize("case", [*recorded("mma_sim"), *recorded("h100")], ids=lambda case: case.name)
+@together("case", [*recorded("mma_sim"), *recorded("h100")], ids=lambda case: case.name)
 def test_recorded_products(case) -> None:
     dtype = ml_dtypes.bfloat16 if case.d.dtype.itemsize == 2 else np.float32
     assert_same_bits(fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, out_dtype=dtype), case.d.view(dtype))

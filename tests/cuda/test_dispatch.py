@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from inputs import BF16
+from together import together
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch import geometry
@@ -118,7 +119,7 @@ NONE = [
 ]
 
 
-@pytest.mark.parametrize(("work", "text"), NONE, ids=[text[:24] for _, text in NONE])
+@together("work, text", NONE)
 def test_work_without_a_kernel(work, text):
     with pytest.raises(Declined, match=re.escape(text)):
         kernel_for(work)

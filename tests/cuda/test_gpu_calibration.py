@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from on_gpu import DEVICES
+from together import together
 
 from fp4kit.calibration import Collector
 
@@ -61,9 +62,9 @@ def collected(x, owner, convert):
     return collector
 
 
-@pytest.mark.parametrize("convert", [to_cupy, to_torch])
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
-@pytest.mark.parametrize("columns", [40, 64])
+@together("convert", [to_cupy, to_torch])
+@together("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@together("columns", [40, 64])
 def test_bits_of_numpy(convert, dtype, columns):
     x, owner = inputs(dtype, columns), np.random.default_rng(1).integers(0, EXPERTS, 300)
     assert contents(collected(x, owner, convert)) == contents(collected(x, owner, np.asarray))

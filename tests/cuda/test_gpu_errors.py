@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 from on_gpu import ON_GPU, cupy
+from together import together
 
 import fp4kit
 
@@ -110,7 +111,7 @@ CASES += [
 ]
 
 
-@pytest.mark.parametrize(("function", "call", "text"), CASES, ids=[f"{f}-{i}" for i, (f, *_) in enumerate(CASES)])
+@together("function, call, text", CASES)
 def test_grouped_functions_name_themselves(function, call, text) -> None:
     texts = []
     for put in (np.asarray, cupy.asarray):

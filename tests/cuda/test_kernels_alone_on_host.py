@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inputs import BF16
 from on_gpu import differing
 from powers import POWERS, errors
+from together import together
 
 from fp4kit.cuda.launch.amax_hadamard import amax_hadamard
 from fp4kit.formats import E2M1, E4M3
@@ -86,7 +87,7 @@ def test_amax_of_transformed_columns(strip, shape):
         )
 
 
-@pytest.mark.parametrize("p", POWERS)
+@together("p", POWERS)
 def test_powers(p):
     d = errors()
     out = cupy.empty(d.shape, np.float64)

@@ -6,6 +6,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
@@ -19,8 +20,8 @@ def flipped(x, bit):
     return y
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float16, ml_dtypes.bfloat16, np.float32, np.float64], ids=str)
-@pytest.mark.parametrize("bit", [0, 7])
+@together("dtype", [np.uint8, np.float16, ml_dtypes.bfloat16, np.float32, np.float64])
+@together("bit", [0, 7])
 def test_one_bit_is_seen(dtype, bit):
     x = X.astype(dtype)
     assert_same_bits(x, x.copy())

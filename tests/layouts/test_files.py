@@ -6,6 +6,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from together import together
 
 from fp4kit import layouts
 from fp4kit.evidence.testing import assert_same_bits
@@ -31,8 +32,8 @@ def stated_bytes(codes, scales, format):
             yield from (codes[group + j] | codes[group + j + half] << 4 for j in range(half))
 
 
-@pytest.mark.parametrize("format", HALF)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@together("format", HALF)
+@together("shape", SHAPES)
 def test_gguf_blocks(shape, format):
     *lead, K = shape
     codes, scales = random_bytes(*shape) & 15, random_bytes(*lead, K // (2 * HALF[format]))
@@ -127,7 +128,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("name", ERRORS)
+@together("name", ERRORS)
 def test_errors(name):
     call, kind, text = ERRORS[name]
     with pytest.raises(kind) as error:

@@ -8,6 +8,7 @@ from itertools import product
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.layouts import kv
@@ -74,7 +75,7 @@ def test_every_byte_lies_where_the_layout_says(name, shape):
         assert_same_bits(read, given)
 
 
-@pytest.mark.parametrize(("source", "target"), [*product(kv.KV_LAYOUTS, kv.KV_LAYOUTS)])
+@together("source, target", [*product(kv.KV_LAYOUTS, kv.KV_LAYOUTS)])
 def test_conversion_keeps_every_vector_and_is_undone(source, target):
     rng = np.random.default_rng(5)
     cache = kv.KV_LAYOUTS[source].zeros(kv.PageShape(3, 8, 2, 64))
@@ -221,7 +222,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@together("mistake", MISTAKES)
 def test_mistakes_are_named(mistake):
     call, message = MISTAKES[mistake]
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import BF16, FINITE, INPUTS, ORDINARY, as_strided, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.cuda.engine.amax import columns_to_reduce
@@ -13,8 +14,8 @@ from fp4kit.recipes import RECIPES
 BLOCKED = [r.id for r in RECIPES.values() if r.block]
 
 
-@pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
-@pytest.mark.parametrize("axis", [None, 0, 1, -1, (0, 1)], ids=str)
+@together("x", FINITE.values())
+@together("axis", [None, 0, 1, -1, (0, 1)])
 def test_along_axes(x, axis):
     result = fp4kit.amax(x, axis=axis)
     assert isinstance(result, np.ndarray)
@@ -58,8 +59,8 @@ def test_specials():
     assert_same_bits(fp4kit.amax(np.array([-0.0], np.float32)), np.float32(0))
 
 
-@pytest.mark.parametrize("name", BLOCKED)
-@pytest.mark.parametrize("x", FINITE.values(), ids=FINITE)
+@together("name", BLOCKED)
+@together("x", FINITE.values())
 def test_amax_of_blocks(name, x):
     height, width = RECIPES[name].block
     expected = np.abs(x.astype(np.float32)).reshape(128 // height, height, 128 // width, width).max(axis=(1, 3))
@@ -117,8 +118,8 @@ def test_errors():
         fp4kit.amax(np.zeros((2, 40), np.float32), axis=2)
 
 
-@pytest.mark.parametrize(("dtype", "bits"), [(np.float32, 0x7F800001), (np.float16, 0x7C01), (BF16, 0x7F81)])
-@pytest.mark.parametrize("axis", [None, 0, 1])
+@together("dtype, bits", [(np.float32, 0x7F800001), (np.float16, 0x7C01), (BF16, 0x7F81)])
+@together("axis", [None, 0, 1])
 def test_a_signalling_nan_gives_nan_and_no_warning(dtype, bits, axis):
     x = np.ones((2, 160), dtype)
     x.view(f"u{x.itemsize}")[:, 3] = bits

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from exhaustive import exhaustive, half
 from inputs import INPUTS, NAMES, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.evidence.golden.rows import ROWS
@@ -81,7 +82,7 @@ FLOATS = [
 ]
 
 
-@pytest.mark.parametrize("dtype", FLOATS)
+@together("dtype", FLOATS)
 def test_narrow_floats_compare_as_numbers(dtype) -> None:
     """Each value of a narrow format equals the same value in float32 and float64, and is 1 ulp from its neighbor."""
     if dtype.startswith(">"):
@@ -126,7 +127,7 @@ def test_sqnr_of_float64_of_any_size(size) -> None:
     assert fp4kit.compare(a, b).sqnr == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize(
+@together(
     "x",
     [
         np.zeros(3, np.int64),

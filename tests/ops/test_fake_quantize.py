@@ -6,6 +6,7 @@ evidence/golden/test_check.py compares them with the producers' recorded fake qu
 import numpy as np
 import pytest
 from inputs import BF16, INPUTS, ORDINARY, as_strided, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -303,8 +304,8 @@ def test_clipping_leaves_the_inputs_alone():
     assert_same_bits(x, X)
 
 
-@pytest.mark.parametrize("amax", [-1, -1e-45, [[-1.0], [2.0]], np.float64(-1e-40)], ids=str)
-@pytest.mark.parametrize("pass_through", [True, False])
+@together("amax", [-1, -1e-45, [[-1.0], [2.0]], np.float64(-1e-40)])
+@together("pass_through", [True, False])
 def test_a_negative_amax_is_refused(amax, pass_through):
     x = np.ones((2, 16), np.float32)
     text = rf"amax holds 1 negative value\(s\) of {np.size(amax)}; needs amax >= 0, such as fp4kit\.amax\(x\)$"

@@ -14,6 +14,7 @@ from drawn_groups import POOL, Drawn, groups
 from exhaustive import sampled
 from hypothesis import strategies as st
 from inputs import BF16
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -280,14 +281,14 @@ NUMBERED = {
 }
 
 
-@pytest.mark.parametrize("call, text", NUMBERED.values(), ids=NUMBERED)
+@together("call, text", NUMBERED.values())
 def test_errors_say_which_tensor(call, text):
     with pytest.raises((TypeError, ValueError), match=f"^{re.escape(text)}"):
         call()
 
 
-@pytest.mark.parametrize("method", ["quantize", "fake_quantize"])
-@pytest.mark.parametrize("flag", ["no", None, 2, 1.0, [], np.ones(2)])
+@together("method", ["quantize", "fake_quantize"])
+@together("flag", ["no", None, 2, 1.0, [], np.ones(2)])
 def test_keep_amax_is_a_flag(method, flag) -> None:
     """keep_amax must be a bool. Another value that counts as True would keep amaxes that were never computed."""
     plan = fp4kit.GroupedPlan(XS, "nvfp4-te")

@@ -7,6 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.layouts import kv
@@ -196,7 +197,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("mistake", MISTAKES)
+@together("mistake", MISTAKES)
 def test_mistakes_are_named(mistake):
     changed, message = MISTAKES[mistake]
     given = {"arrays": PAGES, "keys": KEYS, "values": VALUES, "slots": SLOTS, **changed}

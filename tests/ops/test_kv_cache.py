@@ -7,6 +7,7 @@ import re
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -214,7 +215,7 @@ def call(**changed):
     fp4kit.quantize_kv(cache, **{"keys": X, "values": X, "slots": [0, 1], **changed})
 
 
-@pytest.mark.parametrize("mistake", VALUE_ERRORS)
+@together("mistake", VALUE_ERRORS)
 def test_mistakes_are_named(mistake):
     changed, message = VALUE_ERRORS[mistake]
     with pytest.raises(ValueError, match=re.escape(message)):

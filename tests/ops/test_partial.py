@@ -13,6 +13,7 @@ import pytest
 from exhaustive import sampled
 from hypothesis import given
 from hypothesis import strategies as st
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
@@ -120,8 +121,8 @@ AMAX = np.ones((1, 4), np.float32)
 OUT = np.zeros((4, 8), np.uint8)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
+@together(
+    "call, error, message",
     [
         (
             lambda: fp4kit.partial_amax(X, (4, 16), 1, "nvfp4-te-2d"),

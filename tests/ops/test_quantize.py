@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from exhaustive import every
 from inputs import BF16, FINITE, INPUTS, NAMES, ORDINARY, STOCHASTIC, as_strided, codes_of, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -344,7 +345,7 @@ def test_other_block_sizes(name, block):
     assert fp4kit.dequantize(q).shape == ORDINARY.shape
 
 
-@pytest.mark.parametrize("alias", ALIASES)
+@together("alias", ALIASES)
 def test_an_alias_is_its_recipe(alias):
     assert_same_bits(fp4kit.quantize(ORDINARY, alias), fp4kit.quantize(ORDINARY, ALIASES[alias]))
     assert fp4kit.quantize(ORDINARY, alias).recipe is RECIPES[ALIASES[alias]]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from inputs import BF16, FINITE, NAMES, ORDINARY, as_strided, ordinary
 from rounding_cases import TE_SCALES
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -120,7 +121,7 @@ TENSOR_SCALES = {
 }
 
 
-@pytest.mark.parametrize("name", TENSOR_SCALES)
+@together("name", TENSOR_SCALES)
 def test_tensor_scales_by_hand(name):
     for amax, expected in TENSOR_SCALES[name].items():
         shape = {"tensor": (), "row": (1,), "block": (1, 1)}[RECIPES[name].tensor_scaling]

@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import BF16, NAMES, STOCHASTIC, extreme, nonfinite, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -349,7 +350,7 @@ ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "given", "kind", "message"), ERRORS)
+@together("name, given, kind, message", ERRORS)
 def test_errors(name, given, kind, message):
     with pytest.raises(kind, match=re.escape(f"quantize: {message}")):
         fp4kit.quantize(X, name, **given)

@@ -9,6 +9,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -108,8 +109,8 @@ def _ranges(q: Quantized) -> tuple[np.ndarray, int]:
     return ~holds | (k - m >= -9), m
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("target", KEEPING)
+@together("seed", range(4))
+@together("target", KEEPING)
 def test_only_blocks_out_of_range_change(target, seed) -> None:
     """Blocks in range keep their codes and values. The target quantizes other blocks under the tensor scale 2^m."""
     q = _drawn(seed)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.formats import E2M1, E4M3
@@ -604,7 +605,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS)
+@together("case", ERRORS)
 def test_errors(case) -> None:
     given, kind, text = ERRORS[case]
     with pytest.raises(kind, match=re.escape(f"search_scales: {text}") + "$"):

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from inputs import BF16, NAMES, ordinary
+from together import together
 
 import fp4kit
 
@@ -75,8 +76,8 @@ def test_record_and_back():
     assert again == row and again.efficiency == 0.9 and again.ratios == {"torchao": 4.0}
 
 
-@pytest.mark.parametrize(
-    ("targets", "met"),
+@together(
+    "targets, met",
     [
         ({}, None),
         ({"target": 0.9}, True),
@@ -302,7 +303,7 @@ def test_a_process_without_torch_gives_no_rows(monkeypatch, tmp_path):
     assert bench.rows == []
 
 
-@pytest.mark.parametrize("name", run.names())
+@together("name", run.names())
 def test_every_script_has_what_the_driver_calls(name):
     tree = ast.parse((BENCHMARKS / f"bench_{name}.py").read_text())
     functions = {node.name: [a.arg for a in node.args.args] for node in tree.body if isinstance(node, ast.FunctionDef)}

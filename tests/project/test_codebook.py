@@ -7,6 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from together import together
 
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, NF4, Codebook, ElementFormat, is_same
@@ -39,7 +40,7 @@ CODEBOOKS = (
 by_name = pytest.mark.parametrize("book", CODEBOOKS, ids=repr)
 
 
-@pytest.mark.parametrize("case", WRONG)
+@together("case", WRONG)
 def test_wrong_tables(case):
     arguments, error, text = WRONG[case]
     with pytest.raises(error, match=f"^Codebook.*{text}"):

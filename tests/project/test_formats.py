@@ -8,6 +8,7 @@ import inputs
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 from fp4kit import formats, layouts
 from fp4kit.evidence.testing import assert_same_bits
@@ -137,7 +138,7 @@ def test_midpoints_are_exact(fmt):
     assert [Fraction(float(m)) for m in fmt.midpoints] == exact
 
 
-@pytest.mark.parametrize("fmt", formats.ELEMENT_FORMATS, ids=by_name)
+@together("fmt", formats.ELEMENT_FORMATS)
 def test_formats_are_frozen(fmt):
     with pytest.raises(FrozenInstanceError):
         fmt.bias = 3
@@ -179,7 +180,7 @@ def test_float32_limits():
     assert formats.FLT_MIN == 2.0**-126
 
 
-@pytest.mark.parametrize("fmt", formats.ELEMENT_FORMATS, ids=repr)
+@together("fmt", formats.ELEMENT_FORMATS)
 def test_packing_says_how_codes_share_bytes(fmt):
     packing = fmt.packing
     assert packing == ((2, 1) if fmt.bits == 4 else (1, 1))

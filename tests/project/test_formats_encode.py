@@ -17,6 +17,7 @@ import pytest
 from codec_inputs import ALL_16_BITS, SWEEP
 from exhaustive import exhaustive
 from inputs import BF16, ML_DTYPES
+from together import together
 
 from fp4kit.arithmetic import is_ieee
 from fp4kit.evidence.testing import assert_same_bits
@@ -263,8 +264,8 @@ def test_nothing_is_written_to():
     assert x.tobytes() == before and is_ieee()
 
 
-@pytest.mark.parametrize(
-    ("call", "kind", "message"),
+@together(
+    "call, kind, message",
     [
         (
             lambda: E2M1.encode(1.0, "up"),

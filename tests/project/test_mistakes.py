@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.arrays import imports
@@ -51,7 +52,7 @@ NO_ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("name", NO_ARRAYS)
+@together("name", NO_ARRAYS)
 def test_an_object_that_is_no_array(name):
     x, way_out = NO_ARRAYS[name]
     with raises(TypeError, f"; needs a NumPy array or an array that exports DLPack (PyTorch, JAX, ...); {way_out}"):
@@ -141,7 +142,7 @@ ARITHMETIC = {
 }
 
 
-@pytest.mark.parametrize("name", ARITHMETIC)
+@together("name", ARITHMETIC)
 def test_arithmetic_of_a_quantized(name):
     text = "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
     with pytest.raises(TypeError, match=f"^{re.escape(text)}$"):

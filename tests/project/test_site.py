@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from together import together
 from tool_module import tool_module
 
 import fp4kit
@@ -27,7 +28,7 @@ DOCUMENTED = set(re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE))
 PICTURES = tool_module("pictures").PICTURES
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@together("name", PICTURES)
 def test_pictures_are_current(name: str) -> None:
     path = DOCS / "images" / f"{name}.svg"
     assert path.read_text() == PICTURES[name](), "run python tools/pictures.py"

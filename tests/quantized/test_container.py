@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import NAMES, ORDINARY
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -187,7 +188,7 @@ WRONG = {  # maps a case to the arguments, the error and its text
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@together("case", WRONG)
 def test_invalid_parts_are_rejected(case):
     arguments, kind, text = WRONG[case]
     with pytest.raises(kind, match=f"^{re.escape(text)}"):

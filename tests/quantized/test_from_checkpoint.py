@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import BF16, ML_DTYPES, NAMES, ORDINARY, codes_of, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -175,8 +176,8 @@ def test_swizzled_scales_of_any_shape(layout):
             built(q, block_scale=q.block_scale.reshape(-1)[:99], scale_layout=layout)
 
 
-@pytest.mark.parametrize("shape", [(4, 64), (64,), (0, 64), (4, 0), (2, 3, 64)])
-@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt"])
+@together("shape", [(4, 64), (64,), (0, 64), (4, 0), (2, 3, 64)])
+@together("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt"])
 def test_the_shape_is_found(shape, name):
     for axis in {0, len(shape) - 1} if 64 in (shape[0], shape[-1]) else ():
         x = np.zeros(tuple(reversed(shape)) if axis == 0 and shape[0] != 64 else shape, F32)
@@ -388,7 +389,7 @@ WRONG = {  # maps a case to the arguments, the error and its text
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@together("case", WRONG)
 def test_invalid_parts_are_rejected(case):
     q, changes, kind, text = WRONG[case]
     with pytest.raises(kind, match=f"^{re.escape(text)}"):

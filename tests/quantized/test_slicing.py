@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from inputs import BF16, INPUTS, NAMES, ORDINARY
 from on_gpu import REPRESENTATIVE
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -140,8 +141,8 @@ def test_swizzled_blocks_of_several_rows():
         q[8:16]
 
 
-@pytest.mark.parametrize("shape", [(0, 64), (4, 0), (0, 0), (3, 0, 64), (0, 4, 64)])
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-te-rowscaled", "int4-modelopt", "mxfp8-te", "int8-modelopt"])
+@together("shape", [(0, 64), (4, 0), (0, 0), (3, 0, 64), (0, 4, 64)])
+@together("name", ["nvfp4-te", "nvfp4-te-rowscaled", "int4-modelopt", "mxfp8-te", "int8-modelopt"])
 def test_slices_of_nothing(name, shape):
     q = fp4kit.quantize(np.zeros(shape, F32), name)
     for rows in (slice(0, 0), slice(None), slice(0, 1), slice(5, 9)):
@@ -155,7 +156,7 @@ def test_spellings_of_slices():
     assert [len(q[i : i + 50]) for i in range(0, len(q), 50)] == [50, 50, 28]
 
 
-@pytest.mark.parametrize("index", [0, -1, np.int64(2), (slice(0, 2), 0), ..., None, "a", [0, 1]])
+@together("index", [0, -1, np.int64(2), (slice(0, 2), 0), ..., None, "a", [0, 1]])
 def test_invalid_slices_are_rejected(index):
     q = fp4kit.quantize(ORDINARY, "nvfp4-te-2d")
     text = r"^Quantized: q\[.*\] is not a slice; needs whole blocks of the first axis, such as q\[0:16\]$"

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engine_cases import agree
+from together import together
 
 import fp4kit
 from fp4kit.cuda.launch.supported import unsupported
@@ -95,7 +96,7 @@ CHANGES = {  # maps a case to the recipe, the replaced fields, and the error's t
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@together("case", WRONG)
 def test_wrong_arguments(case):
     arguments, error, text = WRONG[case]
     with pytest.raises(error, match=r"^custom_recipe: ") as caught:
@@ -103,7 +104,7 @@ def test_wrong_arguments(case):
     assert text in str(caught.value)
 
 
-@pytest.mark.parametrize("case", CHANGES)
+@together("case", CHANGES)
 def test_wrong_variants(case):
     name, changes, text = CHANGES[case]
     with pytest.raises(ValueError, match=f"^Recipe {name}: ") as caught:

@@ -475,7 +475,7 @@ VARIANTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "changes"), VARIANTS, ids=str)
+@together("name, changes", VARIANTS)
 def test_variants_come_near_their_input(name, changes):
     """A combination of rules that Recipe accepts works: the squared error is below 15 % of the sum of squares of x."""
     r = replace(RECIPES[name], **changes)
@@ -588,7 +588,7 @@ FORMATS = {  # maps a case to the fields, the error and its text
 }
 
 
-@pytest.mark.parametrize("case", FORMATS)
+@together("case", FORMATS)
 def test_invalid_formats_are_rejected(case):
     arguments, kind, text = FORMATS[case]
     with pytest.raises(kind, match=re.escape(text)):

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engine_cases import agree
+from together import together
 from variants import TE_CODES, blocks_at_ties
 
 import fp4kit
@@ -45,7 +46,7 @@ def test_products_of_te_are_in_its_order():
     assert encode(x.max(axis=1) * encode_scale * INV6, E4M3).tolist() == [code - 1 for code in TE_CODES]
 
 
-@pytest.mark.parametrize("name", [name for name in BLOCK_RULES if not rules.BLOCK_RULES[name].reads_amax])
+@together("name", [name for name in BLOCK_RULES if not rules.BLOCK_RULES[name].reads_amax])
 def test_a_factor_depends_on_the_code_and_on_zeros_alone(name):
     """The factor of a block's elements depends only on its scale code and on whether the block is zero.
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -30,16 +31,16 @@ def numbers(fmt):
     return np.unique(np.append(grid, [np.float32(3e38), np.inf])).astype(np.float32)
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
-@pytest.mark.parametrize("rounding", ["rn", "rp", "rz"])
+@together("fmt", FORMATS)
+@together("rounding", ["rn", "rp", "rz"])
 def test_scales_are_rounded_as_single_numbers(fmt, rounding):
     x = numbers(fmt)
     assert_same_bits(encode_scale(x, fmt, rounding), fmt.encode(x, rounding))
     assert encode_scale(np.float32([np.nan]), fmt, rounding).tolist() == [fmt.nan_code]
 
 
-@pytest.mark.parametrize("fmt", FORMATS, ids=repr)
-@pytest.mark.parametrize("name", ROUNDINGS)
+@together("fmt", FORMATS)
+@together("name", ROUNDINGS)
 def test_codes_and_factors(fmt, name):
     r = replace(fp4kit.custom_recipe("mine", NF4, fmt, 16), block_rule=name)
     amax = numbers(fmt)

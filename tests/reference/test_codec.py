@@ -13,6 +13,7 @@ from exhaustive import half
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from inputs import BF16, ML_DTYPES
+from together import together
 
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, ELEMENT_FORMATS, INT4, INT8
@@ -100,7 +101,7 @@ def edges(fmt):
 # ---- decode ----
 
 
-@pytest.mark.parametrize("fmt", ELEMENT_FORMATS, ids=str)
+@together("fmt", ELEMENT_FORMATS)
 def test_decode_gives_the_value_of_every_code(fmt):
     codes = np.arange(2**fmt.bits, dtype=np.uint8)
     assert_same_bits(decode(codes, fmt), fmt.values)

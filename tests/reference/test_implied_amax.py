@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from exhaustive import exhaustive
 from inputs import BF16, NAMES, ORDINARY, codes_of
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -117,8 +118,8 @@ def without(q):
     return replace(q, tensor_amax=None)
 
 
-@pytest.mark.parametrize("name", WITH_TENSOR)
-@pytest.mark.parametrize("dtype", [F32, F16, BF16], ids=str)
+@together("name", WITH_TENSOR)
+@together("dtype", [F32, F16, BF16])
 def test_decoding_needs_no_amax(name, dtype):
     """Data in bfloat16 decodes to equal bits without the amax, because the scale implies its bfloat16 amax."""
     x = ORDINARY.astype(BF16).astype(dtype)
@@ -126,7 +127,7 @@ def test_decoding_needs_no_amax(name, dtype):
     assert_same_bits(fp4kit.dequantize(without(q)), fp4kit.dequantize(q))
 
 
-@pytest.mark.parametrize("name", WITH_TENSOR)
+@together("name", WITH_TENSOR)
 def test_decoding_follows_the_tensor_scale(name):
     """Decoding uses the tensor scale, even if a tensor_amax contradicts it."""
     q = fp4kit.quantize(ORDINARY.astype(BF16), name)

@@ -8,13 +8,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from products import drawn, recorded
+from together import together
 
 import fp4kit
 
 RECORDED = [*recorded("mma_sim"), *recorded("h100")]
 
 
-@pytest.mark.parametrize("case", RECORDED, ids=lambda case: case.name)
+@together("case", RECORDED, ids=lambda case: case.name)
 def test_recorded_products(case) -> None:
     """matmul gives every bit of the recorded products, which MMA-Sim and an H100 computed."""
     dtype = ml_dtypes.bfloat16 if case.d.dtype.itemsize == 2 else np.float32

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from inputs import ORDINARY, STOCHASTIC, as_strided, codes_of, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -48,8 +49,8 @@ def test_philox_of_the_paper():
     assert philox((ones,) * 4, (ones,) * 2) == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2**32, 2**63 + 12345])
-@pytest.mark.parametrize("start", [0, 1, 15, 16, 1000, 2**36 - 3, 2**40 + 7])
+@together("seed", [0, 1, 2**32, 2**63 + 12345])
+@together("start", [0, 1, 15, 16, 1000, 2**36 - 3, 2**40 + 7])
 def test_the_stream(seed, start):
     assert stream_bytes(seed, start, 40).tolist() == [random_byte(seed, start + i) for i in range(40)]
 

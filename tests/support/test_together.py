@@ -29,6 +29,17 @@ def test_cases_that_hold_pass(number, tmp_path):
     assert number and tmp_path.is_dir()
 
 
+@together("number, text", [(1, "1"), (2, "2")])
+@together("base", (8, 10))
+def test_cases_have_several_parts(number, text, base):
+    assert int(text, base) == number
+
+
+def test_marks_of_cases_are_refused():
+    with pytest.raises(AssertionError, match="marks of single cases"):
+        together("number", [pytest.param(1, marks=pytest.mark.exhaustive)])
+
+
 @together("number", range(3))
 def does_not_raise(number):
     if number == 0:

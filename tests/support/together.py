@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+_PARAMETER = type(pytest.param())
 # A skip counts as a failure, because it would hide the cases after it.
 FAILURES = (
     Exception,
@@ -21,27 +22,29 @@ FAILURES = (
 
 
 def together(
-    name: str, cases: Iterable[Any], ids: Callable[[Any], str] = str
+    names: str, cases: Iterable[Any], ids: Callable[[Any], str] = str
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Return a decorator that replaces pytest.mark.parametrize: one test runs every case and names those that fail.
 
     All cases get the same fixtures. A case may not skip. Raise AssertionError if there is no case.
 
     Args:
-        name: the argument that takes the case.
+        names: the argument that takes the case, or several arguments that take the parts of a case, as "a, b".
         cases: the cases; one is passed to each run of the test's body.
         ids: the function that names a case.
     """
-    cases = list(cases)
+    cases, arguments = list(cases), names.split(", ")
     assert cases, "no cases"
+    assert not any(isinstance(case, _PARAMETER) for case in cases), "marks of single cases would be lost"
 
     def decorate(body: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(body)
         def test(**fixtures: Any) -> None:
             failed = []
             for case in cases:
+                parts = case if len(arguments) > 1 else (case,)
                 try:
-                    body(**fixtures, **{name: case})
+                    body(**fixtures, **dict(zip(arguments, parts, strict=True)))
                 except FAILURES as error:
                     failed.append((ids(case), error))
             if failed:
@@ -49,7 +52,7 @@ def together(
                 pytest.fail(f"{len(failed)} of {len(cases)} cases:\n{told}")
 
         signature = inspect.signature(body)
-        others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name != name]
+        others = [p.replace(kind=p.KEYWORD_ONLY) for p in signature.parameters.values() if p.name not in arguments]
         test.__signature__ = signature.replace(parameters=others)
         return test
 

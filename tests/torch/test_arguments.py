@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from inputs import ordinary
 from tensors import to_numpy, to_torch
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -146,7 +147,7 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@together("case", BAD)
 def test_errors_carry_the_name_of_the_function(case):
     call, kind, text = BAD[case]
     with pytest.raises(kind, match="^" + re.escape(text)):

@@ -16,6 +16,7 @@ import pytest
 from exhaustive import exhaustive
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
 from tensors import to_numpy, to_torch
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -337,14 +338,14 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("case", BAD)
+@together("case", BAD)
 def test_errors_before_any_work(case):
     call, kind, text = BAD[case]
     with pytest.raises(kind, match="^" + re.escape(text)):
         call(T)
 
 
-@pytest.mark.parametrize("case", BAD)
+@together("case", BAD)
 def test_the_same_errors_while_tracing(case):
     """Errors are raised while tracing, too, by the meta implementation: FakeTensors have no values."""
     from torch._subclasses import FakeTensorMode

@@ -11,6 +11,7 @@ import pytest
 from amax_inputs import FC1, FC2, QKV, SHAPES, assert_same_state, state_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from together import together
 
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.training.amax_names import AmaxName
@@ -19,7 +20,7 @@ from fp4kit.training.amax_state import AmaxCollector
 # ---- names ----
 
 
-@pytest.mark.parametrize(
+@together(
     "key, expected",
     [
         ("m.weight_quantizer.3._amax", ("m.weight_quantizer", 3, "_amax")),
@@ -40,7 +41,7 @@ def test_names(key, expected):
         assert AmaxName.parse(name.key(separator)) == name
 
 
-@pytest.mark.parametrize(
+@together(
     "key",
     [
         "m.weight",
@@ -63,7 +64,7 @@ def test_invalid_names_are_rejected(key):
         state_of({})[key]
 
 
-@pytest.mark.parametrize(
+@together(
     "pattern, hits",
     [
         ("*weight_quantizer", ["a.weight_quantizer.0", "a.weight_quantizer.11", "b.weight_quantizer"]),
@@ -74,7 +75,7 @@ def test_invalid_names_are_rejected(key):
         ("*input_quantizer*", ["a.input_quantizer"]),
     ],
 )
-@pytest.mark.parametrize("separator", [".", "_"])
+@together("separator", [".", "_"])
 def test_wildcards_match_both_spellings(pattern, hits, separator):
     keys = ["a.weight_quantizer.0", "a.weight_quantizer.11", "b.weight_quantizer", "a.input_quantizer"]
     spelled = [re.sub(r"quantizer\.(\d+)", rf"quantizer{separator}\1", key) for key in keys]

@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from inputs import BF16, INPUTS, ordinary
+from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -66,16 +67,16 @@ def test_both_flags_are_an_error_at_once():
         from_environment(**{MXFP4: "1", INT4: "1"})
 
 
-@pytest.mark.parametrize("name", [MXFP4, INT4])
-@pytest.mark.parametrize("value", ["yes", "true", "2", "-1", "1.0", "on"])
+@together("name", [MXFP4, INT4])
+@together("value", ["yes", "true", "2", "-1", "1.0", "on"])
 def test_nonsense_flags(name, value):
     with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; needs 0 or 1")):
         from_environment(**{name: value})
 
 
-@pytest.mark.parametrize("name, default", [(MXFP4_SIZE, 32), (INT4_SIZE, 128)])
-@pytest.mark.parametrize("value", ["0", "-32", "33", "32.0", "thirty", "1e2", "²", "+32", "0x20"])
-@pytest.mark.parametrize("flags", [{}, {MXFP4: "1"}, {INT4: "1"}], ids=["off", "mxfp4", "int4"])
+@together("name, default", [(MXFP4_SIZE, 32), (INT4_SIZE, 128)])
+@together("value", ["0", "-32", "33", "32.0", "thirty", "1e2", "²", "+32", "0x20"])
+@together("flags", [{}, {MXFP4: "1"}, {INT4: "1"}])
 def test_nonsense_sizes_also_where_the_flag_is_off(name, default, value, flags):
     message = f"{name} is {value!r}; needs a positive even number, such as {default}"
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -11,6 +11,7 @@ import pytest
 import synthetic
 from exhaustive import half
 from seconds import TEN, cpu_seconds
+from together import together
 
 from fp4kit.checkpoint import CheckpointError, Rules, TensorConverter, Wishes, convert, convert_tensors
 from fp4kit.checkpoint.model.model_files import open_source
@@ -229,8 +230,8 @@ def test_an_incomplete_group_is_refused_or_quantized():
         TensorConverter(rules, "keep")
 
 
-@pytest.mark.parametrize(
-    ("name", "array", "text"),
+@together(
+    "name, array, text",
     [
         ("model.layers.0.mlp.down_proj.weight", np.ones((32, 32), synthetic.E4M3), "is float8_e4m3fn [32, 32], a part"),
         ("model.layers.0.mlp.down_proj.weight_scale_inv", np.ones((1, 1), np.float32), "is float32 [1, 1], a part"),

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import synthetic
 from synthetic import refused
+from together import together
 
 from fp4kit.checkpoint import ConversionReport, Options, convert, make_plan
 from fp4kit.checkpoint.identify.match_layers import identify_checkpoint
@@ -231,7 +232,7 @@ def test_sizes(text: str, wanted: int) -> None:
     assert bytes_of_text(text) == wanted
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "5g", "5GB", "1.5G", "G", "5 G", "05G"])
+@together("text", ["", "0", "-1", "5g", "5GB", "1.5G", "G", "5 G", "05G"])
 def test_other_sizes_are_refused(text: str) -> None:
     with refused("is not a size; a positive integer is needed, perhaps with K, M or G"):
         bytes_of_text(text)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from together import together
 
 from fp4kit.checkpoint.loaders import exclusion_semantics as m
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
@@ -132,8 +133,8 @@ TRANSFORMERS: tuple[Case, ...] = (
 )
 
 
-@pytest.mark.parametrize(
-    ("excluded", "case"),
+@together(
+    "excluded, case",
     [
         *((m.vllm_modelopt, case) for case in VLLM_MODELOPT),
         *((m.sglang_modelopt, case) for case in SGLANG_MODELOPT),
@@ -142,7 +143,6 @@ TRANSFORMERS: tuple[Case, ...] = (
         *((m.transformers_listed, case) for case in TRANSFORMERS),
         *((served, case) for served in (m.vllm_compressed_tensors, m.sglang_compressed_tensors) for case in SERVED_CT),
     ],
-    ids=lambda value: getattr(value, "__name__", None) or f"{value[0]}-{value[1]}",
 )
 def test_stated_cases(excluded: Callable[[str, Sequence[str]], bool], case: Case) -> None:
     module, patterns, expected = case

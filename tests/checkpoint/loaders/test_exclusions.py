@@ -10,6 +10,7 @@ from exhaustive import half
 from hypothesis import given
 from hypothesis import strategies as st
 from seconds import TEN, cpu_seconds
+from together import together
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, LoaderContainer
 from fp4kit.checkpoint.loaders.engines import Finding
@@ -97,8 +98,8 @@ def test_a_linear_layer_that_is_the_root_of_a_subtree_is_named_itself() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("syntax", "written"),
+@together(
+    "syntax, written",
     [
         ("modelopt", ("E", "E.*")),
         ("compressed-tensors", ("E", r"re:model\.layers\.1\.mlp\.experts\..*")),
@@ -106,7 +107,7 @@ def test_a_linear_layer_that_is_the_root_of_a_subtree_is_named_itself() -> None:
         ("mxfp4", ("E",)),
     ],
 )
-@pytest.mark.parametrize("stacked", [False, True])
+@together("stacked", [False, True])
 def test_experts_that_are_copied_are_named_by_their_container(
     syntax: str, written: tuple[str, ...], stacked: bool
 ) -> None:
@@ -270,8 +271,8 @@ def test_every_engine_understands_every_list(
     assert not any(pattern.endswith(".") for pattern in patterns) and patterns == tuple(sorted(set(patterns)))
 
 
-@pytest.mark.parametrize("container", LINEARS, ids=lambda container: container.id)
-@pytest.mark.parametrize("module", [*mla("model.layers.0"), *attention("model.layers.0"), "model.layers.0.mlp.gate"])
+@together("container", LINEARS, ids=lambda container: container.id)
+@together("module", [*mla("model.layers.0"), *attention("model.layers.0"), "model.layers.0.mlp.gate"])
 def test_every_engine_misses_a_copied_layer_that_is_not_listed(module: str, container: LoaderContainer) -> None:
     found = check(container.id, ["lm_head"], [module], [])
     assert {each.engine for each in found} == {each.engine for each in READERS[container.id]}

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+from together import together
 
 from fp4kit.checkpoint.loaders.containers import CONTAINERS
 from fp4kit.checkpoint.loaders.engines import Finding
@@ -148,13 +149,13 @@ def checked(container: str, tensors: Mapping[str, tuple[str, tuple[int, ...]]], 
     return errors(findings(container, tensors, scales, options.pop("config", config(container)), **options))
 
 
-@pytest.mark.parametrize("container", CONTAINERS)
+@together("container", CONTAINERS)
 def test_a_sound_checkpoint_has_no_errors(container: str) -> None:
     tensors = {**layer(container, name_of(container)), "model.norm.weight": ("BF16", (64,)), "a.bias": ("F32", (4,))}
     assert checked(container, tensors) == []
 
 
-@pytest.mark.parametrize("container", [each for each in CONTAINERS if each not in ("gpt-oss", "bf16")])
+@together("container", [each for each in CONTAINERS if each not in ("gpt-oss", "bf16")])
 def test_a_stack_of_experts(container: str) -> None:
     tensors = layer(container, name_of(container), (4,))
     assert checked(container, tensors) == []
@@ -163,7 +164,7 @@ def test_a_stack_of_experts(container: str) -> None:
             assert checked(container, {**tensors, name: (dtype, (3, *shape[1:]))}), name
 
 
-@pytest.mark.parametrize("container", [each for each in CONTAINERS if each != "bf16"])
+@together("container", [each for each in CONTAINERS if each != "bf16"])
 def test_every_tensor_counts(container: str) -> None:
     """If a tensor of a layer is missing, or has a dtype or shape that engines do not accept, a finding reports it."""
     tensors = layer(container, name_of(container))
@@ -180,8 +181,8 @@ def test_every_tensor_counts(container: str) -> None:
         assert found and all("has shape" in each.text for each in found), name
 
 
-@pytest.mark.parametrize("container", [each for each in CONTAINERS if each not in ("bf16", "gpt-oss")])
-@pytest.mark.parametrize("shape", [(96,), (), (1, 2, 3, 4)])
+@together("container", [each for each in CONTAINERS if each not in ("bf16", "gpt-oss")])
+@together("shape", [(96,), (), (1, 2, 3, 4)])
 def test_weights_of_other_ranks(container: str, shape: tuple[int, ...]) -> None:
     tensors = layer(container, name_of(container))
     weight = next(iter(tensors))
@@ -441,7 +442,7 @@ CONFIGS: tuple[tuple[str, dict[str, Any], str], ...] = (
 )
 
 
-@pytest.mark.parametrize(("container", "given", "text"), CONFIGS)
+@together("container, given, text", CONFIGS)
 def test_faults_of_config_json(container: str, given: dict[str, Any], text: str) -> None:
     found = checked(container, layer(container, name_of(container)), config=given)
     assert text in [each.text for each in found]

@@ -72,7 +72,7 @@ STATED = [
 ]
 
 
-@pytest.mark.parametrize(("container_id", "family", "engine", "status"), STATED)
+@together("container_id, family, engine, status", STATED)
 def test_entries_of_the_table(container_id: str, family: str, engine: str, status: str) -> None:
     assert support.cell(container_id, family, engine).status == status
 
@@ -162,8 +162,8 @@ def test_best_format(kind: str) -> None:
     assert {family: support.best_format(kind, family) for family in support.FAMILIES} == BEST[kind]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", support.FAMILIES)
+@together("kind", KINDS)
+@together("family", support.FAMILIES)
 def test_the_best_format_loads_in_most_engines(kind: str, family: str) -> None:
     counts = {}
     for used in FORMATS[:-1]:
@@ -212,8 +212,8 @@ def test_known_traps() -> None:
     assert not support.known_traps("modelopt NVFP4", "deepseek_v4")  # nothing is known
 
 
-@pytest.mark.parametrize(
-    ("config", "family"),
+@together(
+    "config, family",
     [
         ({"model_type": "qwen3"}, "dense"),
         ({}, "dense"),

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import synthetic
 from changed_bytes import change
+from together import together
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.column_order import SWAPPED_NIBBLES, swapped_layers
@@ -71,7 +72,7 @@ def test_sound_layers_cause_no_warning(strength: float, seed: int, tmp_path: Pat
     assert swapped_layers(found.weights.values(), found.tensors) == []
 
 
-@pytest.mark.parametrize("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
+@together("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
 def test_files_of_other_tools_cause_no_warning(folder: str) -> None:
     found = inspect_checkpoint(FOREIGN / folder)
     assert swapped_layers(found.weights.values(), found.tensors) == []

@@ -15,6 +15,7 @@ import numpy.typing as npt
 import pytest
 import synthetic
 from changed_bytes import change
+from together import together
 
 import fp4kit
 from fp4kit.checkpoint import convert
@@ -138,8 +139,8 @@ def test_transposed_codes(name: str) -> None:
     assert doubt_about_rows(form, Slab(0, None, turned, scales)) == ""  # the layer is not square
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-quark-ceil", "mxfp8-te"])
-@pytest.mark.parametrize("kind", ["normal", "heavy tails"])
+@together("name", ["nvfp4-te", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-quark-ceil", "mxfp8-te"])
+@together("kind", ["normal", "heavy tails"])
 def test_equal_scales(name: str, kind: str) -> None:
     form, codes, scales = encoded(name, weights(kind))
     assert "all block scales are equal, although" in doubt(form, codes, np.full_like(scales, scales[0, 0]))

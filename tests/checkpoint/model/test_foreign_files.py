@@ -15,6 +15,7 @@ import pytest
 import synthetic
 from file_values import read_values
 from synthetic import refused
+from together import together
 
 from fp4kit import formats
 from fp4kit.checkpoint import convert
@@ -52,7 +53,7 @@ def test_every_folder_is_tested_and_small() -> None:
     assert sum(path.stat().st_size for path in ROOT.rglob("*") if path.is_file()) < 2_000_000
 
 
-@pytest.mark.parametrize("name", LAYERS)
+@together("name", LAYERS)
 def test_containers(name: str) -> None:
     model = inspect_checkpoint(ROOT / name)
     assert Counter(str(weight.container) for weight in model.layers.values()) == LAYERS[name]

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import synthetic
 from synthetic import refused
+from together import together
 
 from fp4kit.__main__ import main
 from fp4kit.checkpoint import make_plan
@@ -160,7 +161,7 @@ def test_layers_under_two_names_are_refused(is_quantized: bool, tmp_path: Path) 
     make_plan(tmp_path / "sound", "mxfp4-ocp", format="bf16" if is_quantized else "compressed-tensors")
 
 
-@pytest.mark.parametrize("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
+@together("folder", [path.name for path in sorted(FOREIGN.iterdir()) if path.is_dir()])
 def test_files_of_other_tools_fit(folder: str) -> None:
     model = inspect_checkpoint(FOREIGN / folder)
     assert misfits(model.weights.values(), model.config or {}) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import published
 import pytest
 from synthetic import refused
+from together import together
 
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
 from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
@@ -30,8 +31,8 @@ def test_outside_of_layers(name: str, expected: list[str]) -> None:
         assert hugging_face_names(wrapped) == tuple(expected)
 
 
-@pytest.mark.parametrize(
-    ("rest", "expected"),
+@together(
+    "rest, expected",
     [
         ("input_layernorm.weight", ["input_layernorm.weight"]),
         ("self_attention.linear_qkv.layer_norm_weight", ["input_layernorm.weight"]),
@@ -116,13 +117,13 @@ def test_mlps_without_gates() -> None:
     )
 
 
-@pytest.mark.parametrize("name", published.MODELS)
+@together("name", published.MODELS)
 def test_names_of_hugging_face_are_themselves(name: str) -> None:
     for tensor in published.MODELS[name]():
         assert hugging_face_names(tensor.name, layers=3) == (tensor.name,)
 
 
-@pytest.mark.parametrize(
+@together(
     "name",
     [
         "model.visual.blocks.0.mlp.linear_fc1.weight",
@@ -142,7 +143,7 @@ def test_other_names_are_themselves(name: str) -> None:
     assert hugging_face_names(name, layers=3) == (name,)
 
 
-@pytest.mark.parametrize(
+@together(
     "rest",
     [
         "cross_attention.linear_q.weight",

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save
 from seconds import TEN, cpu_seconds
 from synthetic import refused
+from together import together
 
 from fp4kit.checkpoint.containers import OutputTensor
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
@@ -167,7 +168,7 @@ def test_shard_name_never_leaves_its_directory(name: str) -> None:
         assert os.path.basename(accepted) == accepted and accepted not in ("", ".", "..")
 
 
-@pytest.mark.parametrize(
+@together(
     "name",
     [
         "../evil.safetensors",

@@ -8,6 +8,7 @@ import time
 import numpy as np
 import pytest
 from synthetic import refused
+from together import together
 
 from fp4kit.checkpoint.plan.bit_budget import Option, Point, Unit, curve, shown_points, solve
 
@@ -48,7 +49,7 @@ def test_equals_brute_force(seed: int, ties: bool) -> None:
         assert found.bits == sum(unit.options[c].bits for unit, c in zip(units, found.choices, strict=True))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@together("seed", range(10))
 def test_the_curve_is_optimal_at_its_points(seed: int) -> None:
     units = drawn(np.random.default_rng(seed), 5, 3)
     points = curve(units)

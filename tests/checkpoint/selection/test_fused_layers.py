@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import published
 import pytest
+from together import together
 
 from fp4kit.checkpoint.selection import fused_layers
 from fp4kit.checkpoint.selection.selection import Wishes, decide
@@ -21,8 +22,8 @@ def groups_of(name: str) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("name", "count"),
+@together(
+    "name, count",
     [
         ("qwen3_dense", 3 + 3),
         ("qwen3_moe", 4 + 1 + 3 * 4),
@@ -38,8 +39,8 @@ def test_groups_of_published_models(name: str, count: int) -> None:
     assert len(groups_of(name)) == count
 
 
-@pytest.mark.parametrize(
-    ("parent", "leaves"),
+@together(
+    "parent, leaves",
     [
         ("model.layers.0.self_attn", ("q_proj", "k_proj", "v_proj")),
         ("encoder.layer.0.attention.self", ("query", "key", "value")),

@@ -9,6 +9,7 @@ from collections import Counter
 import published
 import pytest
 from synthetic import refused
+from together import together
 
 from fp4kit.checkpoint.selection.name_rules import STACKS, Candidate, Kind, Model, candidate, model_facts
 from fp4kit.checkpoint.selection.selection import Decision, Wishes, decide
@@ -40,7 +41,7 @@ COUNTS = {
 }
 
 
-@pytest.mark.parametrize("name", published.MODELS)
+@together("name", published.MODELS)
 def test_counts_of_presets(name: str) -> None:
     candidates = published.MODELS[name]()
     converted = {preset: decide(candidates, Wishes(preset), 16) for preset in ("experts", "mlp", "linear")}
@@ -97,8 +98,8 @@ def test_inputs_of_multi_token_prediction_are_copied_even_if_it_is_asked_for(mod
     assert decision("model.layers.0.mlp.fc.weight").converted
 
 
-@pytest.mark.parametrize(
-    ("module", "reason", "listed"),
+@together(
+    "module, reason, listed",
     [
         ("model.embed_tokens", "embedding (embed_tokens)", False),
         ("transformer.wte", "embedding (wte)", False),
@@ -141,8 +142,8 @@ def test_layers_that_are_left_out(module: str, reason: str, listed: bool) -> Non
     assert (found.converted, found.reason, found.listed) == (False, reason, listed)
 
 
-@pytest.mark.parametrize(
-    ("module", "kind"),
+@together(
+    "module, kind",
     [
         ("model.layers.0.mlp.experts.3.gate_proj", "routed expert"),
         ("model.layers.0.block_sparse_moe.experts.3.w2", "routed expert"),
@@ -174,7 +175,7 @@ def test_kinds(module: str, kind: Kind) -> None:
         assert mlp == Decision(False, f"{kind}: not in preset mlp", True)
 
 
-@pytest.mark.parametrize("leaf", STACKS)
+@together("leaf", STACKS)
 def test_stacks_of_experts(leaf: str) -> None:
     name = f"model.layers.0.mlp.experts.{leaf}"
     for stored in (name, f"{name}.weight"):
@@ -197,8 +198,8 @@ def test_stacks_of_other_forms(name: str, shape: tuple[int, ...], reason: str) -
     assert decision(name, shape) == Decision(False, f"unsupported expert stack {reason}", True)
 
 
-@pytest.mark.parametrize(
-    ("name", "shape", "dtype", "expected"),
+@together(
+    "name, shape, dtype, expected",
     [
         ("a.weight", (16, 64), "F16", Decision(True, "linear layer (preset linear)")),
         ("a.weight", (16, 64), "modelopt NVFP4", Decision(True, "linear layer (preset linear)")),
@@ -226,8 +227,8 @@ def test_transposed_layers() -> None:
     assert found == Decision(False, "gpt2 stores its layers transposed ([K, N])", True)
 
 
-@pytest.mark.parametrize(
-    ("config", "model"),
+@together(
+    "config, model",
     [
         ({}, Model(None)),
         ({"num_hidden_layers": None}, Model(None)),
@@ -244,16 +245,16 @@ def test_facts_of_config(config: dict[str, object], model: Model) -> None:
     assert model_facts(config) == model
 
 
-@pytest.mark.parametrize("value", ["1", 0, -1, 100_001, True, 2.0, float("nan")])
-@pytest.mark.parametrize("inside", [False, True])
+@together("value", ["1", 0, -1, 100_001, True, 2.0, float("nan")])
+@together("inside", [False, True])
 def test_invalid_layer_counts_are_rejected(value: object, inside: bool) -> None:
     config = {"num_hidden_layers": value}
     with refused(f"config.json: num_hidden_layers is {value!r}; a whole number from 1 to 100000 is needed"):
         model_facts({"text_config": config} if inside else config)
 
 
-@pytest.mark.parametrize(
-    ("module", "place"),
+@together(
+    "module, place",
     [
         ("model.layers.3.mlp.up_proj", ("model.layers.3", 3)),
         ("model.language_model.layers.3.mlp.up_proj", ("model.language_model.layers.3", 3)),

@@ -14,6 +14,7 @@ import pytest
 import synthetic
 from seconds import TEN, cpu_seconds
 from synthetic import refused
+from together import together
 
 from fp4kit.checkpoint import make_plan
 from fp4kit.checkpoint.model.megatron_names import hugging_face_names
@@ -115,8 +116,8 @@ def test_a_pattern_may_be_a_single_name() -> None:
     assert converted(published.qwen3_moe(), Wishes(only=(name,))) == {name}
 
 
-@pytest.mark.parametrize(
-    ("pattern", "asks"),
+@together(
+    "pattern, asks",
     [
         ("model.layers.3.*", True),
         ("model.layers.3*", True),
@@ -150,8 +151,8 @@ def test_patterns_match_stacks() -> None:
     }
 
 
-@pytest.mark.parametrize("option", ["keep", "only"])
-@pytest.mark.parametrize("pattern", ["layers.9", "*.Experts.*", "*.experts.0.up_proj.weight", "", "*experts.[!0-9]*"])
+@together("option", ["keep", "only"])
+@together("pattern", ["layers.9", "*.Experts.*", "*.experts.0.up_proj.weight", "", "*experts.[!0-9]*"])
 def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
     wishes = Wishes(**{option: ("*.mlp.*", pattern)})  # type: ignore[arg-type]
     refused_wishes(
@@ -209,8 +210,8 @@ def test_a_selection_of_nothing() -> None:
     )
 
 
-@pytest.mark.parametrize("name", published.MODELS)
-@pytest.mark.parametrize(
+@together("name", published.MODELS)
+@together(
     "wishes",
     [
         Wishes(),
@@ -252,8 +253,8 @@ def test_one_selector_keeps_two_models_apart() -> None:
     assert not selector.decide(candidate(name.removesuffix(".weight"), "BF16", (16, 64), models[1])).converted
 
 
-@pytest.mark.parametrize(
-    ("module", "alike"),
+@together(
+    "module, alike",
     [
         ("a.experts.12.up_proj", "a.experts.#.up_proj"),
         ("a.experts.12.b.experts.3.c", "a.experts.#.b.experts.3.c"),

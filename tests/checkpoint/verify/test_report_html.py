@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import synthetic
 from browser import Page, binary, browser
+from together import together
 
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.verify.integrity import Issue
@@ -294,7 +295,7 @@ def test_the_page_without_a_source_without_layers_and_with_infinities(tmp_path: 
 RANGES = [[], [0.0], [5.0], [-3.5], [20.28, 20.62], [0.0, 100.0], [1e-9, 2e-9], [-120.0, 3.0, 1e6], [1e30]]
 
 
-@pytest.mark.parametrize("values", RANGES)
+@together("values", RANGES)
 def test_ticks_are_round_and_around_all_values(values: list[float]) -> None:
     ticks = _ticks(values)
     assert 2 <= len(ticks) <= 8 and all(ticks[0] <= value <= ticks[-1] for value in values)

@@ -10,6 +10,7 @@ import pytest
 from engine_cases import NEEDS_ENGINE
 from exhaustive import every, exhaustive
 from fuzz_faults import SMALL, executed, plant
+from together import together
 
 import fp4kit
 from fp4kit.cli import main
@@ -174,8 +175,8 @@ def test_the_compiled_engine_multiplies_as_the_specification(seed) -> None:
 # ---- patterns ----
 
 
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("pattern", PATTERNS)
+@together("name", FORMATS)
+@together("pattern", PATTERNS)
 def test_patterns_give_codes_of_the_format(pattern, name) -> None:
     c = codes_of(np.dtype(FORMATS[name]))
     codes = drawn(f"codes of {name}, {pattern}", "uint8", (40, 96), 1)

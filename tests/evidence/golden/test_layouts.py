@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from recorded import groups
+from together import together
 
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.layouts import pad, shuffle_rows, swizzle_scales, unswizzle_scales
@@ -37,7 +38,7 @@ def test_shuffled_rows(M, tile, golden):
     assert_same_bits(shuffle_rows(M, tile), golden.get("layouts", f"shuffle_matrix_a_rows/M{M}_tile{tile}"))
 
 
-@pytest.mark.parametrize("tile", [1, 16, 64, 127, 192, 320, 128, 256, 384])
+@together("tile", [1, 16, 64, 127, 192, 320, 128, 256, 384])
 def test_tiles_of_shuffled_rows(tile):
     """Shuffled blocks have 32 rows if the tile is a multiple of 128, else 16.
 

@@ -6,7 +6,7 @@ docs/live-producers.json must be current.
 import json
 from pathlib import Path
 
-import pytest
+from together import together
 from tool_module import tool_module
 
 import fp4kit
@@ -45,7 +45,7 @@ def test_a_run_replaces_the_entries_of_producers_that_were_equal():
     assert (record["a"]["date"], record["a"]["seed"]) == ("2026-11-25", 3)
 
 
-@pytest.mark.parametrize("name", RECORD)
+@together("name", RECORD)
 def test_entries_cover_the_recipes_of_today(name):
     """Each entry covers all current recipes and calls of its producer; a new one requires a new run."""
     entry, adapter = RECORD[name], ADAPTERS[name]
