@@ -29,7 +29,8 @@ def text() -> str:
     four_over_six = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
-    decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in ("float32", "float16"))}]
+    dtypes = ("float32", "float16", "bfloat16")
+    decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in dtypes)}]
     decoded += [as_stored(r, divides) for r in table if not r.fake_only for divides in _stored_directions(r)]
     decodes = {decode_key(r): r for r in reversed(decoded)}
     return "\n".join(

@@ -86,7 +86,8 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_mlx": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_0321": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_metal_0321": _POWER,
-    # Rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix
+    # Rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen, MSLK, aiter
+    # and DeepSeek
     "vllm": BlockRuleTraits("E4M3", six=True),
     "vllm_cuda": BlockRuleTraits("E4M3", six=True, encode=True),
     "auto_round": BlockRuleTraits("E4M3", six=True),
@@ -98,6 +99,10 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "vllm_kv": BlockRuleTraits("E4M3", six=True, encode=True),
     "flashinfer_kv": BlockRuleTraits("E4M3", six=True, flush=True),
     "flashinfer_kv_page": BlockRuleTraits("E4M3", six=True),
+    "comfy_kitchen": BlockRuleTraits("E4M3", "divide"),
+    "mslk": BlockRuleTraits("E4M3", encode=True),
+    "mslk_fast": BlockRuleTraits("E4M3", six=True, encode=True),
+    "mslk_power": BlockRuleTraits("E4M3", encode=True),
     "e8m0_even_finite": _POWER,
     "e8m0_even_normal": _POWER,
     "e8m0_quark_even": _POWER_OF_AMAX,
@@ -114,6 +119,13 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_sglang": _POWER_OF_AMAX,
     "e8m0_sglang_kv": _POWER_OF_AMAX,
     "e8m0_qwix": _POWER_OF_AMAX,
+    "e8m0_comfy_kitchen": _POWER_OF_AMAX,
+    "e8m0_mslk_ceil": _POWER,
+    "e8m0_mslk_even": _POWER,
+    "e8m0_mslk_nearest": _POWER,
+    "e8m0_aiter_up": _POWER,
+    "e8m0_aiter_ceil": _POWER,
+    "e8m0_deepseek": BlockRuleTraits("E8M0", six=True, flush=None),
     # Rules for formats of one's own: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
     "amax_up": BlockRuleTraits(ANY_FORMAT),
@@ -141,6 +153,7 @@ TENSOR_RULES: dict[str, str] = {
     "quark": "E4M3",
     "fouroversix": "E4M3",
     "fouroversix_4": "E4M3",
+    "comfy_kitchen": "E4M3",
     # Rules for formats of one's own: the scale is rounded to float32, or to a number of 16 bits
     "amax": ANY_FORMAT,
     "amax_float16": ANY_FORMAT,
@@ -157,13 +170,14 @@ TOPS = {"fouroversix_4": 4}
 
 
 class DecodeRule(NamedTuple):
-    """Describe a decode rule: which scales it accepts, and how it treats zeros, NaN and float16.
+    """Describe a decode rule: which scales it accepts, and how it treats zeros, NaN and results of 16 bits.
 
     Attributes:
         scales: names of the block scale formats that the rule accepts. None stands for no block scales.
         needs_amax: True if the rule reads the tensor's amax or encode scale.
         unsigned_zero: True if the rule decodes the code of -0 to +0.
         float16: name of the rule to use instead if the result is float16. "": no other rule.
+        bfloat16: name of the rule to use instead if the result is bfloat16. "": no other rule.
         numbers: True if NaN codes of elements decode as if they were ordinary numbers: E4M3's 7F becomes 480.
         fake: name of the rule to use instead in fake_quantize. "": no other rule.
     """
@@ -172,6 +186,7 @@ class DecodeRule(NamedTuple):
     needs_amax: bool = False
     unsigned_zero: bool = False
     float16: str = ""
+    bfloat16: str = ""
     numbers: bool = False
     fake: str = ""
 
@@ -188,6 +203,9 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "modelopt": DecodeRule(("E4M3",), unsigned_zero=True),
     "mlx_0322": DecodeRule(("E4M3",)),
     "fouroversix": DecodeRule(("E4M3",), needs_amax=True),
+    "comfy_kitchen": DecodeRule(("E4M3",), float16="comfy_kitchen_float16", bfloat16="comfy_kitchen_bfloat16"),
+    "comfy_kitchen_float16": DecodeRule(("E4M3",)),
+    "comfy_kitchen_bfloat16": DecodeRule(("E4M3",)),
     "int_modelopt": DecodeRule((None,), needs_amax=True),
     "e8m0": _POWERS,
     "e8m0_flashinfer_host": DecodeRule(("E8M0",), unsigned_zero=True),
@@ -252,4 +270,5 @@ FAKE_RULES: dict[str, FakeRule] = {
     "microxcaling_nearest_flush": _MX,
     "microxcaling_even": _MX,
     "microxcaling_floor": _MX,
+    "fp_quant": FakeRule("E8M0", six=True),
 }

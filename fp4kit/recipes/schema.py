@@ -16,7 +16,8 @@ from fp4kit.recipes.validate import as_block, as_integer, check_recipe
 from fp4kit.recipes.versions import Versions, as_versions
 from fp4kit.registered import FUNCTIONS
 
-TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels")  # producers with a hyphen in their name
+# Producers with a hyphen in their name
+TWO_WORDS = ("compressed-tensors", "auto-round", "triton-kernels", "comfy-kitchen", "fp-quant")
 # the producer in an id -> its full name
 PRODUCER_NAMES = {
     "te": "Transformer Engine",
@@ -36,6 +37,11 @@ PRODUCER_NAMES = {
     "triton-kernels": "triton_kernels",
     "deepgemm": "DeepGEMM",
     "sglang": "SGLang",
+    "comfy-kitchen": "comfy-kitchen (ComfyUI)",
+    "mslk": "MSLK",
+    "aiter": "AMD aiter",
+    "deepseek": "DeepSeek-V4",
+    "fp-quant": "FP-Quant",
     "qat": "Integer QAT flags",
 }
 
@@ -210,10 +216,11 @@ def producer_of(id: str) -> str:
 def decoding(r: Recipe, dtype: Any) -> Recipe:
     """Return r with the decode rule that its producer uses for results of the given dtype.
 
-    Some producers decode to float16 by another rule. For all other recipes and dtypes, r itself is returned.
+    Some producers decode to float16 or bfloat16 by another rule. For other recipes and dtypes, r itself is returned.
     """
-    rule = rules.DECODE_RULES[r.decode_rule].float16
-    return replace(r, decode_rule=rule) if rule and dtype == "float16" else r
+    decode = rules.DECODE_RULES[r.decode_rule]
+    rule = decode.float16 if dtype == "float16" else decode.bfloat16 if dtype == "bfloat16" else ""
+    return replace(r, decode_rule=rule) if rule else r
 
 
 @lru_cache(256)

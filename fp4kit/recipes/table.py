@@ -10,15 +10,20 @@ from typing import Any
 
 from fp4kit.arguments import as_word
 from fp4kit.recipes import (
+    aiter,
     auto_round,
+    comfy_kitchen,
     compressed_tensors,
     deepgemm,
+    deepseek,
     flashinfer,
     fouroversix,
+    fp_quant,
     gguf,
     microxcaling,
     mlx,
     modelopt,
+    mslk,
     ocp,
     qat,
     quark,
@@ -35,6 +40,7 @@ from fp4kit.recipes.versions import Versions
 _PRODUCERS = (
     *(ocp, te, flashinfer, modelopt, torchao, compressed_tensors, microxcaling, qat, gguf, mlx),
     *(vllm, triton_kernels, quark, auto_round, fouroversix, sglang, deepgemm, qwix),
+    *(comfy_kitchen, mslk, aiter, deepseek, fp_quant),
 )
 _FORMATS = ("NVFP4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
 
@@ -58,7 +64,8 @@ def _with_versions(r: Recipe, usual: Versions) -> Recipe:
 RECIPES: dict[str, Recipe] = _table()
 
 # {id of the alias: Alias}. An alias names a producer whose codes and scales equal those of another producer's recipe.
-PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in (*vllm.aliases(), *sglang.aliases(), *mlx.aliases())}
+_ALIASED = (vllm, sglang, mlx, mslk, aiter)  # producers with such aliases
+PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for producer in _ALIASED for alias in producer.aliases()}
 
 # {alias: id of its recipe}
 ALIASES = {
@@ -86,7 +93,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (169, 'nvfp4-te')
+        (182, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """

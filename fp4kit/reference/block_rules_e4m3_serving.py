@@ -1,4 +1,4 @@
-"""Define the E4M3 block rules of vLLM, auto-round, AMD Quark, fouroversix, qwix, and of the stores of KV caches.
+"""Define E4M3 block rules of vLLM, auto-round, Quark, fouroversix, qwix, KV caches, comfy-kitchen and MSLK.
 
 A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
@@ -26,6 +26,7 @@ from fp4kit.reference.tensor_rules import TensorScale
 
 QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon of float32
 NAN = np.float32(np.nan)
+_INFINITY_BITS = 0x7F800000
 
 
 def code_vllm(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -272,3 +273,79 @@ def factor_flashinfer_kv_page(
     """
     scale = decode_scale(codes)
     return np.where(scale == 0, ZERO, ONE / (scale * tensor.decode))
+
+
+# ---- comfy-kitchen and MSLK ----
+
+
+def code_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as comfy-kitchen computes it: E4M3(amax / 6 / tensor.decode).
+
+    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Codes saturate at 448,
+    and NaN gives a NaN code. Source: comfy-kitchen backends/eager/quantization.py quantize_nvfp4.
+    """
+    return encode_e4m3_scale(amax / recipe.element.max / tensor.decode)
+
+
+def factor_comfy_kitchen(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return scale * tensor.decode, by which comfy-kitchen divides the elements of each block, or NaN if that is 0.
+
+    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. With NaN, every element of
+    the block gets the recipe's nan_code. The producer replaces such elements by +0, so that nan_code is 0.
+    """
+    scale = decode_scale(codes) * tensor.decode
+    return np.where(scale == 0, NAN, scale)
+
+
+def _mslk_code(scale: np.ndarray) -> np.ndarray:
+    """Return the E4M3 codes of block scales that are clamped to [2^-9, 448] first. NaN counts as 2^-9."""
+    return encode_e4m3_scale(np.fmin(np.fmax(scale, E4M3.min_subnormal), E4M3.max))
+
+
+def code_mslk(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as MSLK computes it.
+
+        code = E4M3(clamp((amax / 6) * tensor.encode, 2^-9, 448))
+
+    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. So a block of zeros has
+    code 1, and so has a block whose product is NaN. Source: MSLK quantize_kernels/nvfp4.py.
+    """
+    return _mslk_code(amax / recipe.element.max * tensor.encode)
+
+
+def factor_mslk(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block in MSLK: tensor.encode / scale.
+
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. The rule's own codes are
+    never 0. A code 0 that a caller passes gives an infinite factor.
+    """
+    return tensor.encode / decode_scale(codes)
+
+
+def code_mslk_fast(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as MSLK computes it with fast math.
+
+        code = E4M3(clamp((amax * fp32(1/6)) * tensor.encode, 2^-9, 448))
+
+    tensor.encode is the encode scale of the tensor. A NaN product counts as 2^-9.
+    """
+    return _mslk_code(amax * INV6 * tensor.encode)
+
+
+def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E4M3 scale code of each block, as MSLK computes it for scales that are powers of two: E4M3(2^k).
+
+    2^k is (amax / 4) * tensor.encode, rounded up if its mantissa is above 1.75 and otherwise down. A product that is
+    0, infinite or NaN counts as 1. Powers below 2^-9 give code 0. tensor.encode is the encode scale of the tensor.
+    Source: MSLK quantize_kernels/nvfp4.py.
+    """
+    product = np.asarray(amax / np.float32(4) * tensor.encode, np.float32)
+    power = (np.minimum(product.view(np.int32), _INFINITY_BITS) + 0x1FFFFF & _INFINITY_BITS).view(np.float32)
+    return encode_e4m3_scale(np.where((power > 0) & np.isfinite(power), power, ONE))
+
+
+factor_mslk_fast = factor_mslk_power = factor_mslk

@@ -1,4 +1,7 @@
-"""Define E8M0 block rules of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
+"""Define E8M0 block rules of serving engines and quantizers.
+
+They are those of vLLM, triton_kernels, AMD Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen, MSLK,
+aiter and DeepSeek.
 
 A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
@@ -7,6 +10,7 @@ Arguments are those of block_rules.py. Notation:
 
 - a code c stands for the scale 2^(c - 127)
 - M and emax: the largest element value and its exponent
+- fp32(t): t rounded to float32
 - T(t): t rounded to dtype, the dtype of the elements, in which several of these producers compute
 """
 
@@ -14,9 +18,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from fp4kit.formats import E8M0
+from fp4kit.formats import E2M1, E8M0, FLT_MIN
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import ONE, ZERO, log2
+from fp4kit.reference.arith import INV6, ONE, ZERO, log2
 from fp4kit.reference.block_arith import exponent_up, inverse_e8m0, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import TensorScale, round_to
@@ -381,3 +385,96 @@ def factor_e8m0_qwix(
     Code 255, which a NaN amax gives, has the factor NaN.
     """
     return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))
+
+
+# ---- comfy-kitchen, MSLK, aiter and DeepSeek ----
+
+
+def code_e8m0_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of 2^ceil(log2(max(amax / M, 2^-127))), as comfy-kitchen computes it.
+
+    log2 is rounded to float32, and M is the largest element value. The exponent is at most 127. An infinite or NaN amax
+    gives code 0, because the producer casts it to an integer. Source: comfy-kitchen backends/eager/quantization.py
+    quantize_mxfp8.
+    """
+    exponent = np.ceil(show("log2 of the scale", log2(np.maximum(amax / recipe.element.max, np.float32(2.0**-127)))))
+    return np.where(np.isfinite(amax), _clipped(exponent), np.uint8(0))
+
+
+def factor_e8m0_comfy_kitchen(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block in comfy-kitchen: 2^(127 - code).
+
+    Code 0 stands for the scale 0 there, so that its factor is infinite. In a block of zeros it is 1.
+    """
+    return np.where(codes > 0, inverse_e8m0(codes), np.where(amax == 0, ONE, np.float32(np.inf)))
+
+
+def _mslk_code(amax: np.ndarray, addend: int, recipe: Recipe) -> np.ndarray:
+    """Return the E8M0 code of 2^(E - emax), at most that of 2^(127 - emax), as MSLK's MX4 kernel computes it.
+
+    E is the exponent of amax after `addend` is added to its bits, and emax that of the largest element value. An amax
+    of NaN counts as infinity.
+    """
+    bits = np.minimum(np.asarray(amax, np.float32).view(np.int32) & 0x7FFFFFFF, 0x7F800000) + addend
+    show("amax, rounded by the rule", bits.astype(np.int32).view(np.float32))
+    return np.clip((bits >> 23) - recipe.element.emax, 0, 254 - recipe.element.emax).astype(np.uint8)
+
+
+def code_e8m0_mslk_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of 2^(ceil(log2(amax)) - emax), as MSLK's MX4 kernel computes it with mode ceil.
+
+    emax is the exponent of the largest element value. The logarithm is taken exactly. amax = 0 gives code 0. The scale
+    is at most 2^(127 - emax), also for an infinite or NaN amax. Source: MSLK quantize_kernels, triton_quantize_mx4.
+    """
+    return _mslk_code(amax, 0x7FFFFF, recipe)
+
+
+def code_e8m0_mslk_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), as MSLK's MX4 kernel computes it with mode even.
+
+    r is 2^(k + 1) if amax is above 1.75 * 2^k, and otherwise amax. An amax of exactly 1.75 * 2^k is not raised, unlike
+    in the rule e8m0_even. The scale is at most 2^(127 - emax), also for an infinite or NaN amax.
+    """
+    return _mslk_code(amax, 0x1FFFFF, recipe)
+
+
+def code_e8m0_mslk_nearest(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of 2^(floor(log2(amax) + 0.5) - emax), as MSLK's MX4 kernel computes it with mode nearest.
+
+    log2 and the sum are rounded to float32. amax = 0 counts as 2^-126. The scale is at most 2^(127 - emax), also for an
+    infinite or NaN amax.
+    """
+    is_usual = (amax > 0) & np.isfinite(amax)
+    logarithm = show("log2 of the amax", log2(np.where(is_usual, amax, np.float32(2.0**-126))))
+    exponent = np.floor(logarithm + np.float32(0.5)) - recipe.element.emax
+    codes = np.clip(exponent + 127, 0, 254 - recipe.element.emax)
+    return np.where(is_usual | (amax == 0), codes, 254 - recipe.element.emax).astype(np.uint8)
+
+
+def code_e8m0_aiter_up(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of amax / M, rounded up to a power of two, as aiter does with mode RoundUp.
+
+    M is the largest element value. The power is at least 2^-126, so only amax / M = 0 gives code 0. inf and NaN give
+    255. Source: aiter utility/fp4_utils.py f32_to_e8m0.
+    """
+    return np.minimum(exponent_up(amax / recipe.element.max), 255).astype(np.uint8)
+
+
+def code_e8m0_aiter_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of amax / 2^emax, rounded up to a power of two, as aiter does with mode Ceil.
+
+    emax is the exponent of the largest element value. The power is at least 2^-126, so only amax / 2^emax = 0 gives
+    code 0. inf and NaN give 255.
+    """
+    return np.minimum(exponent_up(amax / np.float32(2.0**recipe.element.emax)), 255).astype(np.uint8)
+
+
+def code_e8m0_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of max(amax, 6 * 2^-126) * fp32(1/6), rounded up to a power of two, as DeepSeek-V4 does.
+
+    So the scale is at least 2^-126. inf and NaN give 255. Source: DeepSeek-V4 inference/kernel.py fp4_act_quant.
+    """
+    ratio = np.maximum(amax, E2M1.max * FLT_MIN) * INV6
+    return np.minimum(exponent_up(ratio), 255).astype(np.uint8)

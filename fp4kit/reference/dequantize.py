@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.formats import E4M3, E8M0, ElementFormat
@@ -22,7 +23,7 @@ from fp4kit.reference.codec import decode
 from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, round_to
 from fp4kit.reference.trace import show
 
-HALF = np.dtype(np.float16)
+HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
 ALL_ONES = np.float32(480)  # 15 * 2^5: E4M3's pattern of all ones, read as a number
 
 # Every function decode_<rule> below is a decode rule. It takes element values (m, blocks, block), block scale codes
@@ -200,6 +201,35 @@ def decode_fouroversix(values: np.ndarray, scales: np.ndarray, tensor: TensorSca
     scale is 1. For scale rule static_4, 4 takes the place of 6. Source: fouroversix dequantize.
     """
     return round_to(values * decode(scales, E4M3)[..., None], HALF) * tensor.amax / full_range(recipe)
+
+
+def decode_comfy_kitchen(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """Return values * (e4m3(scales) * tensor.decode), as comfy-kitchen does for float32.
+
+    e4m3() decodes scale codes. For results of 16 bits, the rules comfy_kitchen_float16 and comfy_kitchen_bfloat16 are
+    used instead. Source: comfy-kitchen tensor/nvfp4.py TensorCoreNVFP4Layout.dequantize.
+    """
+    return decode_product(values, scales, tensor, recipe)
+
+
+def _narrow_scales(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, dtype: np.dtype) -> np.ndarray:
+    """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to dtype and e4m3() decodes scale codes."""
+    scale = round_to(decode(scales, E4M3)[..., None] * round_to(np.asarray(tensor.decode), dtype), dtype)
+    return values * scale
+
+
+def decode_comfy_kitchen_float16(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
+    """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to float16 and e4m3() decodes scale codes."""
+    return _narrow_scales(values, scales, tensor, HALF)
+
+
+def decode_comfy_kitchen_bfloat16(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
+    """Return values * T(T(tensor.decode) * e4m3(scales)), where T rounds to bfloat16 and e4m3() decodes scale codes."""
+    return _narrow_scales(values, scales, tensor, BFLOAT16)
 
 
 def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:

@@ -21,7 +21,7 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import ONE, ZERO
+from fp4kit.reference.arith import ONE, ZERO, log2
 from fp4kit.reference.block_arith import encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode
@@ -251,6 +251,26 @@ microxcaling_nearest = _microxcaling(_half_away)
 microxcaling_nearest_flush = _microxcaling(_half_away, flush=True)
 microxcaling_even = _microxcaling(_half_even)
 microxcaling_floor = _microxcaling(lambda v, dtype: np.floor(v))
+
+
+def fp_quant(
+    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
+) -> np.ndarray:
+    """Fake-quantize x as FP-Quant does with method abs_max: y = round(x / s) * s, s = 2^(floor(log2(amax)) - 2) / 0.75.
+
+    s is the scale of a block, and amax its largest magnitude. round() saturates, and ties go toward zero. log2 is
+    rounded to float32. If amax is below 2^-124, s is 0, so that y is a zero with the sign of x. Every zero of x gives
+    -0. If amax is infinite or NaN, the whole block is NaN.
+    """
+    blocks = x.reshape(len(x), -1, recipe.block_size)
+    block = _amax_of(x, recipe, amax)
+    exponent = np.floor(show("log2 of the amax", log2(np.where(np.isfinite(block), block, ONE)))) - np.float32(2)
+    power = np.where(exponent < -126, ZERO, np.ldexp(ONE, np.clip(exponent, -126, 127).astype(np.int32)))
+    scale = np.where(np.isfinite(block), power / np.float32(0.75), np.float32(np.nan))
+    scale = show("factor to divide by", scale.astype(np.float32))[..., None]
+    codes = encode(blocks / scale, recipe.element, "rnz", "not_positive", recipe.element.sign_bit)
+    return (decode(show("code", codes, recipe.element), recipe.element) * scale).reshape(x.shape)
+
 
 FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for name in rules.FAKE_RULES}
 

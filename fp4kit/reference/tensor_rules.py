@@ -301,6 +301,20 @@ def tensor_fouroversix(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pai
 tensor_fouroversix_4 = tensor_fouroversix  # its full_range is 4 * 448, from rules.TOPS
 
 
+def tensor_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of comfy-kitchen.
+
+        decode = T(amax / 2688)
+        encode = 1 / decode
+
+    T rounds to dtype, the dtype of the elements, and 2688 stands for full_range(recipe). An amax of 0, inf or NaN is
+    not treated specially: 0 gives encode = inf, inf gives encode = 0, and NaN gives NaN. Source: comfy-kitchen
+    tensor/nvfp4.py TensorCoreNVFP4Layout.quantize.
+    """
+    decode_scale = round_to(np.asarray(amax / full_range(recipe), np.float32), dtype)
+    return ONE / decode_scale, decode_scale
+
+
 # ---- rules for formats of one's own ----
 
 SMALLEST_SCALE = np.float32(1e-38)  # scales with a smaller magnitude count as 1e-38 when elements are encoded

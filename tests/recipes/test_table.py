@@ -52,7 +52,8 @@ def test_names_exist(r):
 
 def test_every_rule_is_used_or_decodes_recorded_arrays():
     used = {name for r in RECIPES.values() for name in (r.block_rule, r.tensor_rule, r.fake_rule, r.decode_rule)}
-    used |= {rule.float16 for name, rule in rules.DECODE_RULES.items() if name in used}
+    narrow = [rule for name, rule in rules.DECODE_RULES.items() if name in used]
+    used |= {name for rule in narrow for name in (rule.float16, rule.bfloat16)}
     own = {name for name in {*BLOCK_RULES, *TENSOR_RULES} if name.startswith("amax")}  # for formats of one's own
     assert set(BLOCK_RULES) | set(TENSOR_RULES) | set(FAKE_RULES) <= used | own
     # These two are alternative decoders of existing codes.

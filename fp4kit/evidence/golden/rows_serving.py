@@ -1,4 +1,4 @@
-"""List the rows of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM and qwix.
+"""List the rows of serving engines and quantizers: vLLM, triton_kernels, Quark, comfy-kitchen, MSLK and others.
 
 rows.py defines GoldenRow and imports this module. To avoid a circular import, each function here takes the class
 GoldenRow as ``row``.
@@ -14,7 +14,7 @@ Rows = Iterator[Any]
 
 def serving_rows(row: Callable[..., Any]) -> Rows:
     """Yield all rows of this module. ``row`` is the class GoldenRow."""
-    for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _others):
+    for family in (_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others):
         yield from family(row)
 
 
@@ -90,11 +90,40 @@ def _fouroversix(row: Callable[..., Any]) -> Rows:
         yield row(f"nvfp4-fouroversix-triton{name}", "fouroversix", f"nvfp4_{variant}", **fields)
 
 
+def _comfy_kitchen(row: Callable[..., Any]) -> Rows:
+    """Yield the GoldenRow objects for recorded outputs of comfy-kitchen. ``row`` is the class GoldenRow."""
+    yield row("nvfp4-comfy-kitchen", "comfy_kitchen", "nvfp4", skip="nan_value", decoded=True)
+    yield row("mxfp8-comfy-kitchen", "comfy_kitchen", "mxfp8", decoded=True)
+
+
+def _mslk(row: Callable[..., Any]) -> Rows:
+    """Yield the GoldenRow objects for recorded outputs of MSLK. ``row`` is the class GoldenRow."""
+    for name, variant in (("", ""), ("-fast", "_fast"), ("-power", "_e8m0"), ("-power", "_e8m0_fast")):
+        yield row(f"nvfp4-mslk{name}", "triton_h100", f"mslk_nvfp4{variant}")
+    yield row("nvfp4-mslk-single", "triton_h100", "mslk_nvfp4_single")
+    for size in (16, 32):
+        for name, mode in (("", "ceil"), ("-even", "even"), ("-nearest", "nearest")):
+            yield row(f"mxfp4-mslk{name}", "triton_h100", f"mslk_mx4_{mode}_b{size}", block=(1, size))
+        # also named mxfp4-mslk-floor
+        yield row("mxfp4-ocp", "triton_h100", f"mslk_mx4_floor_b{size}", block=(1, size), skip="nonfinite_block")
+    # The Python reference of MSLK's tests. In a block with NaN, its scale byte is 0.
+    yield row("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil", skip="nonfinite_block")
+    yield row("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil_b16", block=(1, 16), skip="nonfinite_block")
+
+
 def _others(row: Callable[..., Any]) -> Rows:
-    """Yield the GoldenRow objects for recorded outputs of SGLang, DeepGEMM and qwix. ``row`` is the class GoldenRow."""
+    """Yield the GoldenRow objects for recorded outputs of SGLang, DeepGEMM, qwix, aiter and FP-Quant.
+
+    ``row`` is the class GoldenRow.
+    """
     yield row("mxfp4-sglang-util", "sglang", "mxfp4")
     yield row("mxfp4-sglang-kv", "sglang", "kv_mxfp4_b16")
     for name in ("mxfp4", "mxfp8"):
         yield row(f"{name}-deepgemm", "deepgemm", name)
         yield row(f"{name}-qwix", "qwix", name)
     yield row("nvfp4-qwix", "qwix", "nvfp4")
+    for name, mode in (("aiter", "up"), ("aiter-ceil", "ceil"), ("ocp", "down"), ("torchao-even", "even")):
+        yield row(f"mxfp4-{name}", "mslk_aiter", f"aiter_mxfp4_{mode}", skip="nan_scale")
+    for inputs in ("__f16", "__bf16"):
+        yield row("mxfp4-fp-quant", "triton_h100", "fp_quant_mxfp4_abs_max", inputs=inputs, fake=True)
+    yield row("mxfp4-fp-quant", "fp_quant", "mxfp4_abs_max", fake=True, skip="flushed_block")

@@ -45,20 +45,20 @@ def blocked(scales: np.ndarray) -> bytes:
     return bytes(found)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp8-te"])
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp8-te", "nvfp4-comfy-kitchen", "mxfp8-comfy-kitchen"])
 def test_bytes_are_those_of_quantize_in_the_order_of_comfyui(recipe: str, tmp_path: Path) -> None:
     x = model(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", recipe, format="comfy")
     have, q = oracle.load(tmp_path / "out"), fp4kit.quantize(x, recipe)
     codes = np.asarray(q.packed)
-    wanted = (codes << 4 | codes >> 4) if recipe == "nvfp4-te" else codes
+    wanted = (codes << 4 | codes >> 4) if recipe.startswith("nvfp4") else codes
     scales = blocked(np.asarray(q.block_scale))
-    dtype = "F8_E4M3" if recipe == "nvfp4-te" else "U8"
+    dtype = "F8_E4M3" if recipe.startswith("nvfp4") else "U8"
     assert have[f"{NAME}.weight"][1:] == (wanted.shape, wanted.tobytes())
     assert have[f"{NAME}.weight_scale"] == (dtype, (256, len(scales) // 256), scales)
     tag = json.loads(have[f"{NAME}.comfy_quant"][2])
     assert tag == {"format": recipe.partition("-")[0], "orig_shape": list(SHAPE)}
-    if recipe == "nvfp4-te":
+    if recipe.startswith("nvfp4"):
         assert have[f"{NAME}.weight_scale_2"] == ("F32", (), np.float32(q.tensor_scale).tobytes())
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
 

@@ -34,7 +34,7 @@ UNRECORDED = (
     *("mxfp8-mlx-metal-0321", "mxfp4-triton-kernels-main"),
     *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
     *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
-    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online"),
+    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
 )
 
 

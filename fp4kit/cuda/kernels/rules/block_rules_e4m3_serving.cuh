@@ -2,7 +2,7 @@
 // same names in reference/block_rules_e4m3_serving.py.
 #pragma once
 
-#include "block_rules.cuh"
+#include "block_rules_e4m3.cuh"
 
 // The block scale that Quark uses in place of 0.
 constexpr float kQuarkZero = 0x1p-23f;
@@ -142,5 +142,50 @@ struct block_flashinfer_kv_page : by_code {
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = decode_scale<R>(code);
     return scale == 0.0f ? 0.0f : 1.0f / (scale * t.decode);
+  }
+};
+
+struct block_comfy_kitchen : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(amax / max_of<typename R::Element>() / t.decode);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code) * t.decode;
+    return scale == 0.0f ? nan_value() : scale;
+  }
+};
+
+// Return the code of a block scale that is at least the smallest positive value of the scale format. NaN gives the code
+// of that value.
+template <class R>
+FP4KIT_DEVICE u32 mslk_code(float scale) {
+  return encode_scale<R>(fminf(fmaxf(scale, min_subnormal_of<typename R::Scale>()), max_of<typename R::Scale>()));
+}
+
+struct block_mslk : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return mslk_code<R>(amax / max_of<typename R::Element>() * t.encode);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return t.encode / decode_scale<R>(code);
+  }
+};
+
+struct block_mslk_fast : block_mslk {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return mslk_code<R>(amax * kInv6 * t.encode);
+  }
+};
+
+struct block_mslk_power : block_mslk {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float power = float_of((minimum(bits_of(amax / 4.0f * t.encode), kInfinityBits) + 0x1FFFFFu) & kInfinityBits);
+    return encode_scale<R>(power > 0.0f && is_finite(power) ? power : 1.0f);
   }
 };

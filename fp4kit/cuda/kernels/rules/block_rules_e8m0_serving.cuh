@@ -222,3 +222,60 @@ struct block_e8m0_qwix : by_amax {
     return !is_nan(amax) && !is_finite(amax) ? 0.0f : inverse_e8m0(code);
   }
 };
+
+// ---- rules of comfy-kitchen, MSLK, aiter and DeepSeek
+
+struct block_e8m0_comfy_kitchen : by_amax {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return is_finite(amax) ? block_e8m0_modelopt::code<R, In>(amax, t) : 0u;
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code != 0u ? inverse_e8m0(code) : amax == 0.0f ? 1.0f : float_of(kInfinityBits);
+  }
+};
+
+// Return the exponent field of amax after kAddend is added to its bits, minus the exponent of the largest element
+// value. The code is at most that of the scale 2^(127 - emax). NaN counts as infinity.
+template <u32 kAddend>
+struct mslk_bits : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const i32 field = static_cast<i32>((minimum(bits_of(amax), kInfinityBits) + kAddend) >> 23);
+    return static_cast<u32>(minimum(maximum(field - R::Element::kEmax, 0), 254 - R::Element::kEmax));
+  }
+};
+struct block_e8m0_mslk_ceil : mslk_bits<0x7FFFFFu> {};
+struct block_e8m0_mslk_even : mslk_bits<0x1FFFFFu> {};
+
+struct block_e8m0_mslk_nearest : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    if (!is_finite(amax)) return static_cast<u32>(254 - R::Element::kEmax);
+    const float exponent = floorf(float32_log2(amax > 0.0f ? amax : kFltMin) + 0.5f);
+    const i32 code = static_cast<i32>(exponent) + 127 - R::Element::kEmax;
+    return static_cast<u32>(minimum(maximum(code, 0), 254 - R::Element::kEmax));
+  }
+};
+
+struct block_e8m0_aiter_up : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return minimum(exponent_up(amax / max_of<typename R::Element>()), 255u);
+  }
+};
+
+struct block_e8m0_aiter_ceil : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return minimum(exponent_up(amax / static_cast<float>(1 << R::Element::kEmax)), 255u);
+  }
+};
+
+struct block_e8m0_deepseek : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return minimum(exponent_up((is_nan(amax) ? amax : fmaxf(amax, 6.0f * kFltMin)) * kInv6), 255u);
+  }
+};

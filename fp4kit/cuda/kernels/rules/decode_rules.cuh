@@ -78,6 +78,18 @@ struct decode_vllm_cuda : decode_product {
     return decode_scale<R>(code) * rcp_approx_ftz(t.encode);
   }
 };
+// The rules of comfy-kitchen: for 16-bit results, the tensor scale and its product with the block scale are rounded to
+// the type of the result.
+struct decode_comfy_kitchen : decode_product {};
+template <class Out>
+struct comfy_kitchen_narrow : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return round_to<Out>(decode_scale<R>(code) * round_to<Out>(t.decode));
+  }
+};
+struct decode_comfy_kitchen_float16 : comfy_kitchen_narrow<Float16> {};
+struct decode_comfy_kitchen_bfloat16 : comfy_kitchen_narrow<Bfloat16> {};
 // A block scale, the tensor's amax, and the range that a tensor scale of 1 covers. An element is value * scale, rounded
 // to float16, times amax / range. If `amax` is negative, the amax is unknown, and an element is value * scale.
 struct ScaleOfAmax {

@@ -186,3 +186,30 @@ struct fake_int4_qat {
     return with_sign_of(nearest_integer(fminf(fmaxf(quotient_by(x, s.decode, s.encode), -max), max)) * s.decode, x);
   }
 };
+
+// The rule of FP-Quant with method abs_max. The result is round(x / s) * s, where ties go toward zero and every zero of
+// x becomes -0. s is 2^(floor(log2(amax)) - 2) / 0.75, or 0 if the power is below 2^-126.
+struct fake_fp_quant {
+  static constexpr bool kHasCodes = false;
+  template <class R, class In>
+  FP4KIT_DEVICE FakeScale scale(float amax, float tensor_amax) {
+    if (!is_finite(amax)) return {nan_value(), nan_value()};
+    const float exponent = floorf(float32_log2(amax)) - 2.0f;
+    if (!(exponent >= -126.0f)) return {0.0f, 0.0f};
+    const float decode = float_of(static_cast<u32>(static_cast<i32>(exponent) + 127) << 23) / 0.75f;
+    return {decode, decode};
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float value(float x, FakeScale s) {
+    using E = typename R::Element;
+    return decode<E>(encode<E, Rounding::rnz, Sign::not_positive, E::kSignBit>(x / s.decode)) * s.decode;
+  }
+  template <class R>
+  FP4KIT_DEVICE bool is_fast(u32 largest, FakeScale s) {
+    return true;
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float fast_value(float x, FakeScale s) {
+    return value<R, In>(x, s);
+  }
+};

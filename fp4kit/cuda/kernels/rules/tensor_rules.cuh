@@ -215,6 +215,14 @@ struct tensor_fouroversix {
 
 struct tensor_fouroversix_4 : tensor_fouroversix {};
 
+struct tensor_comfy_kitchen {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = round_to<In>(amax / full_range<R>());
+    return {1.0f / decode, decode, amax};
+  }
+};
+
 // ---- rules for formats of one's own
 
 // Return the factor of elements under a scale: its reciprocal, or that of 1e-38 if the magnitude of the scale is

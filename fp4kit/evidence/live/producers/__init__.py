@@ -20,7 +20,12 @@ NAMES = (
 )
 
 WITHOUT = {  # {producer in a recipe id: why it has no adapter}
+    "aiter": "aiter needs an AMD GPU to be imported; recorded outputs are compared by --check",
+    "comfy-kitchen": "comfy-kitchen has no adapter yet; recorded outputs are compared by --check",
+    "deepseek": "DeepSeek-V4's kernel needs TileLang and a GPU",
     "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
+    "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
+    "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
     "qat": "open training stacks have no package of their own",
 }

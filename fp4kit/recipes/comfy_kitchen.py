@@ -1,0 +1,40 @@
+"""Define the recipes of comfy-kitchen 0.2.40, which quantizes for ComfyUI: its eager back end, written in PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fp4kit.formats import MXFP8_E4M3, NVFP4
+from fp4kit.recipes.schema import Recipe, of_format
+from fp4kit.recipes.versions import Versions
+
+VERSIONS = Versions("0.2.40", "0.2.40")
+_SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
+
+
+def recipes() -> Iterator[Recipe]:
+    """Yield comfy-kitchen's recipes: one for NVFP4, then one for MXFP8."""
+    yield of_format(
+        NVFP4,
+        "nvfp4-comfy-kitchen",
+        tensor_rule="comfy_kitchen",
+        block_rule="comfy_kitchen",
+        decode_rule="comfy_kitchen",
+        apply="divide",
+        nan_code=0,
+        amax_nan="propagate",
+        source=f"{_SOURCE} quantize_nvfp4, tensor/nvfp4.py TensorCoreNVFP4Layout",
+        exact="codes, scales and decoded values of the eager back end, whose tensor scale has the precision of x. "
+        "ComfyUI's files have the even element in the high nibble, and swizzled scales. Not its stochastic rounding",
+    )
+    yield of_format(
+        MXFP8_E4M3,
+        "mxfp8-comfy-kitchen",
+        block_rule="e8m0_comfy_kitchen",
+        decode_rule="e8m0_flashinfer_api",
+        amax_nan="propagate",
+        source=f"{_SOURCE} quantize_mxfp8",
+        exact="codes, scales and decoded values of the eager back end, where scale byte 0 means 0; except that -0 in a "
+        "block of zeros keeps its sign. Not its stochastic rounding. Differs from mxfp8-modelopt only for blocks with "
+        "scale byte 0, infinities or NaN",
+    )
