@@ -74,6 +74,8 @@ def check(case: CpuCase) -> None:
 def same(actual: Any, wanted: Any, name: str) -> None:
     """Raise AssertionError unless two results, or two tuples of results, are bit-identical.
 
+    Raise ValueError if the tuples have different lengths.
+
     Args:
         actual: the result to check
         wanted: the result that is right
@@ -135,7 +137,7 @@ def of_recipe(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
 def operations(recipe: str, x: np.ndarray) -> Iterator[CpuCase]:
     """Yield the cases that `of_recipe` does not have: other axes and roundings, quantize_both, and more.
 
-    Transpose is among them for recipes with square blocks only.
+    The case of transpose is left out unless the recipe has square blocks.
     """
     yield quantize(recipe, x, "quantize along columns", axis=0)
     yield fake_quantize(recipe, x)

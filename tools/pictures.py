@@ -46,7 +46,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328 }
 
 
 def text(x: float, y: float, words: str, kind: str = "") -> str:
-    """Return an SVG text element with the text `words` at (x, y) in pixels.
+    """Return an SVG text element with the text `words`, which is escaped, at (x, y) in pixels.
 
     kind: the names of CSS classes of STYLE, separated by spaces; "" for none.
     """

@@ -29,8 +29,8 @@ def expert_of(layer: str) -> Expert | None:
 def expert_name(op: str, stack: str, number: int) -> str:
     """Return the layer name of one expert: ("mlp.experts.up_proj", 3) gives "mlp.experts.3.up_proj".
 
-    Raises ValueError, which begins with ``op``, if the stack is not directly in a module called ``experts``, or has the
-    number of an expert already.
+    Raise ValueError if the stack is not directly in a module called ``experts``, or if its name already contains the
+    number of an expert. The message begins with ``op``.
     """
     match = None if expert_of(stack) else _STACK.fullmatch(stack)
     if match is None:

@@ -28,26 +28,26 @@ def register(subparsers: Any) -> None:
             ("fp4kit parity train.json rollout.json", "compare two contracts on drawn numbers"),
             ("fp4kit parity train-logits.safetensors rollout-logits.safetensors", "compare logits bit by bit"),
         ),
-        description="Compare codes, scales, values and products of two sides, layer by layer. Where they differ, print"
+        description="Compare codes, scales, values and products of two sides, layer by layer. If they differ, print"
         " the first step of the arithmetic that differs, counts, one worked element, and the setting that would make"
         " the sides equal. fp4kit convert writes a contract into every model directory. Exit codes: 0 everything that"
-        " was compared is equal in every bit; 1 a layer differs, or is on one side only; 2 error.",
+        " was compared is equal in every bit; 1 a layer differs or is on one side only; 2 an error.",
     )
     add_path(parser, "train", metavar="TRAIN", help=f"the side of the trainer: {_KINDS}")
     add_path(parser, "rollout", metavar="ROLLOUT", help=f"the side of the rollout engine: {_KINDS}")
     text = (
-        "the unquantized model, which contracts quantize and by which the steps behind differing bytes are found"
+        "the unquantized model. Contracts are applied to it, and it shows at which step differing bytes part"
         " (default: drawn numbers if both sides are contracts, otherwise none)"
     )
     parser.add_argument("--weights", metavar="SRC", help=text)
-    text = "file of inputs by layer, (tokens, K) each, for activations and products (default: drawn numbers)"
+    text = "file with the inputs of each layer, (tokens, K), for activations and products (default: drawn numbers)"
     parser.add_argument("--inputs", metavar="FILE", help=text)
-    text = "file of keys or values, (..., head_dim) each, for the recipes of KV caches (default: drawn numbers)"
+    text = "file with keys and values, (..., head_dim), for the recipes of KV caches (default: drawn numbers)"
     parser.add_argument("--kv", metavar="FILE", help=text)
     text = "elements per layer to compare, in evenly spaced rows (default: %(default)s)"
     parser.add_argument("--elements", type=int, default=1 << 18, metavar="N", help=text)
     parser.add_argument("--layers", type=int, metavar="N", help="compare only N evenly spaced layers (default: all)")
-    text = "begin no new layer after S seconds; the layers that are left out are named (default: no limit)"
+    text = "begin no new layer after S seconds, and name the layers that were left out (default: no limit)"
     parser.add_argument("--seconds", type=float, metavar="S", help=text)
 
 

@@ -17,9 +17,11 @@ from fp4kit.ops.explain import Explanation, explain
 
 
 class Compared(NamedTuple):
-    """Hold what one side has of a layer, for the comparison.
+    """Hold the compared rows of one layer on one side.
 
-    label: the name of the side. part: the compared rows. making: how the side made them.
+    label: the name of the side.
+    part: the compared rows.
+    making: how the side made them.
     """
 
     label: str
@@ -39,10 +41,10 @@ def compare_layer(
 
     Args:
         name: the layer.
-        kind: what the layer is.
+        kind: the kind of LayerParity.
         sides: the two sides.
         x: the compared rows of the unquantized weight; None if there is none.
-        rows: the indices of these rows, by which elements are named.
+        rows: the indices of these rows in the layer. Elements are named by them.
         total: the number of elements of the layer.
     """
     a, b = sides
@@ -145,7 +147,7 @@ def _first(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
-    """Return the first part that differs, for sides whose steps are unknown."""
+    """Return the first of tensor scales, block scales, codes and values that differs, for sides of unknown steps."""
     if a.q is None or b.q is None:
         return "value"
     if found.tensor_scales[0]:
@@ -156,7 +158,10 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
 
 
 def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[str]:
-    """Return texts about the settings in which two arithmetics differ, with what would make them equal."""
+    """Return one text per setting in which two arithmetics differ: recipe, transform and tensor amax.
+
+    Each text ends with what would make the sides equal.
+    """
     texts = []
     if a.recipe != b.recipe:
         what = ", ".join(words.recipe_difference(a.recipe, b.recipe))
@@ -183,7 +188,7 @@ def _amax_text(one: Arithmetic) -> str:
 
 
 def _whose(one: Arithmetic, other: Arithmetic) -> str:
-    """Return the text that says to which layers a tensor amax belongs."""
+    """Return the text that follows a tensor amax and says to which layers it belongs."""
     if len(one.layers) > 1:
         return f", the largest of {', '.join(one.layers)}"
     return ", its own" if one.layers else ", which its tensor scale implies"

@@ -14,12 +14,14 @@ _SHAPE = PageShape(pages=2, block_size=16, heads=2, head_dim=128)
 
 
 def compare_layouts(train: str, rollout: str, recipe: Recipe, labels: tuple[str, str]) -> LayerParity:
-    """Return what the rollout reads from pages in the trainer's layout, if the two layouts differ.
+    """Return how many codes and scales change if the rollout reads pages that are in the trainer's layout.
 
-    Drawn keys and values are quantized by a recipe and written in one layout. If the other layout has other arrays,
-    every code and scale counts as differing.
+    Drawn keys and values are quantized by the recipe, written in the layout `train` and read in the layout `rollout`.
+    Every code and scale counts as differing if the layouts have different arrays, or if the recipe does not have blocks
+    of 16 E2M1 elements.
 
-    recipe: the recipe of the KV cache; it needs blocks of 16 E2M1 elements.
+    train, rollout: two different names in KV_LAYOUTS.
+    labels: the names of the two sides, for the text.
     """
     name, total = "layout", 2 * int(np.prod(_SHAPE))
     setting = f"kv_layout {train} in {labels[0]} and {rollout} in {labels[1]}; use one layout, or convert the pages"

@@ -23,7 +23,7 @@ from fp4kit.recipes import RECIPES, Recipe
 class Making(NamedTuple):
     """Say how one side made a layer.
 
-    arithmetic: what gives its bytes; None if nothing that was tried does.
+    arithmetic: the recipe, tensor amax and transform that give the bytes; None if nothing that was tried gives them.
     step, wrong: the step at which the stored bytes are wrong, and how; None and "" if they are right.
     nearest: the nearest recipe in words, if arithmetic is None.
     """
@@ -66,8 +66,13 @@ def making_of(
 ) -> Making:
     """Return how the bytes of a layer were made from its unquantized weight.
 
-    Recipes and amaxes are tried first as the contracts state them, then in wrong orders of bytes, then all recipes that
-    fp4kit.identify finds.
+    For a Quantized, these are tried in turn, until one gives its bytes:
+
+    1. the given recipes with their candidate amaxes
+    2. these recipes and amaxes, with the stored codes or scales in another order
+    3. the recipes that fp4kit.identify finds
+
+    For an array of values, the given recipes are tried, then their own fake quantizers.
 
     Args:
         whole: the matrix of the side.
@@ -125,7 +130,10 @@ def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> M
 
 
 def _identified(q: Quantized, x: np.ndarray) -> Making:
-    """Return the recipe that fp4kit.identify finds for some rows of a layer, with the amax that its scale implies."""
+    """Return the recipe that fp4kit.identify finds for some rows of a layer, with the amax that its scale implies.
+
+    If there is none, return the verdict of fp4kit.identify as `nearest`.
+    """
     found = identify(q, x)
     for id in found.exact:
         r = RECIPES.get(id, q.recipe)
@@ -142,7 +150,10 @@ def _amax(amax: Any) -> Amax:
 
 
 def values_of(one: Weights, other: Weights) -> np.ndarray:
-    """Return the values of one side, decoded to the dtype of the other side's array if that side has no codes."""
+    """Return the values of one side in float32, or in the dtype of its array if that is wider.
+
+    Codes are decoded to the dtype of the other side's array if it has 16 bits or fewer, otherwise to float32.
+    """
     if one.q is None:
         assert one.values is not None
         return one.values.astype(np.float32) if one.values.dtype.itemsize < 4 else one.values
@@ -152,7 +163,10 @@ def values_of(one: Weights, other: Weights) -> np.ndarray:
 
 
 def differing_bits(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return where two arrays of one shape differ in any bit; NaN equals NaN, and arrays of two dtypes are widened."""
+    """Return where two arrays of equal shape differ in any bit. NaN equals NaN.
+
+    Arrays of different dtypes are first converted to the dtype to which NumPy promotes both.
+    """
     if a.dtype != b.dtype:
         wide = np.promote_types(a.dtype, b.dtype)
         a, b = a.astype(wide), b.astype(wide)

@@ -30,11 +30,11 @@ from fp4kit.types import Hadamard
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
 """What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of these."""
 
-_TOKENS = 64  # rows of inputs that are drawn
-_SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # amaxes that are drawn near these numbers times powers of two
-_PRODUCT_ROWS = 128  # rows of a weight that are multiplied
-_DRAWN = (128, 512)  # the shape of weights that are drawn
-_HEAD_DIM = 128
+_TOKENS = 64  # rows of drawn inputs
+_SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # drawn amaxes are near products of these numbers and powers of two
+_PRODUCT_ROWS = 128  # largest number of rows of a weight that are multiplied
+_DRAWN = (128, 512)  # the shape of drawn weights
+_HEAD_DIM = 128  # columns of drawn keys and values
 
 
 @ieee(OP)
@@ -66,29 +66,33 @@ def parity(
     Args:
         train: the side of the trainer.
         rollout: the side of the rollout engine.
-        weights: the unquantized weights, by layer, or a path to them. They are needed for functions, and for naming the
-            steps behind differing bytes. If both sides are contracts, None draws numbers.
-        inputs: layer -> array (tokens, K), the inputs of layers. None draws numbers. They are quantized and multiplied
-            if both contracts state a matrix unit and a recipe of activations.
-        kv: name -> array (..., head_dim), keys or values, which are quantized by the contracts' recipes of the KV
-            cache. None draws numbers.
-        elements: the number of elements per layer that are compared, rounded up to whole blocks of rows. The rows are
-            evenly spaced. A tensor amax is always that of the whole layer.
+        weights: the unquantized weights, by layer, or a path to them. A contract or a function without tensors needs
+            them. They are also needed to name the steps behind differing bytes. If both sides are contracts, None draws
+            numbers.
+        inputs: layer -> array (tokens, K), the inputs of layers, or a path to a file of them. None draws numbers. They
+            are quantized if both contracts state the recipe of activations. They are multiplied by the weights if both
+            contracts also state a matrix unit.
+        kv: name -> array (..., head_dim), keys or values, or a path to a file of them. They are quantized if both
+            contracts state the recipe of the KV cache. None draws numbers.
+        elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
+            several rows. The rows are evenly spaced. A tensor amax is always that of the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
-        seconds: begin no new layer after this time. The result names the layers that were left out. None for no limit.
+        seconds: begin no new layer after this time, but compare at least one. `notes` of the result names the layers
+            that were left out. None for no limit.
 
     Returns:
-        A Parity. `equal` says whether all compared bits are equal.
+        A Parity. `equal` is True if both sides have all layers and all compared bits are equal.
 
     Raises:
-        TypeError: a side is of another kind, or a tensor has no floats.
-        ValueError: weights are missing, shapes differ, or a contract needs a Hadamard transform or scale search that
-            parity does not apply.
+        TypeError: a side is of another kind, a tensor is not an array, or `elements` or `layers` is not an int.
+        ValueError: weights are missing or not floats, the sides have no layer in common, shapes differ, `elements` or
+            `layers` is below 1, or a contract needs a Hadamard transform or a scale search that parity does not apply.
         CheckpointError: a path cannot be read.
 
     Numerics:
         All comparisons are of bits, except that NaN equals NaN. Products are those of fp4kit.matmul, for up to 128 rows
-        of a weight. If activations are unquantized, the unit multiplies bfloat16.
+        of a weight. If activations or a layer's weights are unquantized, the unit multiplies bfloat16. The tensor amax
+        of inputs is always computed from the given or drawn inputs, even if input_scales is "static".
 
         Values are decoded by the recipe's rule. If the contract of a side names a container, they are decoded as its
         loaders decode them, from the stored tensor scale.
@@ -114,7 +118,9 @@ def parity(
 class _Check:
     """Run one parity check.
 
-    sides: the two sides. source: the unquantized weights, or None. inputs: the inputs of layers, or None to draw them.
+    sides: the two sides.
+    source: the unquantized weights, or None.
+    inputs: the inputs of layers, or None to draw them.
     elements: how many elements per layer are compared.
     """
 
@@ -153,9 +159,11 @@ class _Check:
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
 
     def _names(self) -> tuple[list[str], list[str]]:
-        """Return the layers that both sides have, and one text per layer that a side lacks.
+        """Return the layers to compare, and one text per layer that only one side has.
 
-        Raise ValueError if there are no layers in common.
+        Layers to compare are on both sides. If a side makes codes, they also have an unquantized weight.
+
+        Raise ValueError if there is no such layer.
         """
         stored = [side for side in self.sides if side.stored is not None]
         given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]
@@ -219,13 +227,13 @@ class _Check:
         return replace(found, step="quantization", setting=text + way)
 
     def _whole(self, side: Side, name: str, x: np.ndarray | None) -> Weights | None:
-        """Return what a side holds for a layer; None if its contract makes the codes."""
+        """Return the tensors that a side holds or its function returns for a layer; None if its contract makes them."""
         if side.stored is None and side.function is None:
             return None
         return side.weights_of(name, x)
 
     def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
-        """Compare two tensors of any number of axes, such as logits, as one row of values."""
+        """Compare tensors that are not matrices, such as logits of three axes, as one row of values."""
         flat = [Weights(None, _values(w).reshape(1, -1)) for w in wholes]
         making = Making(None)
         sides = [Compared(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
@@ -233,7 +241,7 @@ class _Check:
         return compare_layer(name, "tensor", (sides[0], sides[1]), None, np.zeros(1, np.intp), size)
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
-        """Return the indices of the compared rows: evenly spaced groups of rows that cut no block."""
+        """Return the indices of the compared rows: evenly spaced groups, each of whole blocks of the recipes."""
         height = min(lcm(*(r.block_rows for r in recipes), 1), shape[0])
         groups, needed = -(-shape[0] // height), -(-self.elements // (height * max(shape[1], 1)))
         if needed >= groups:
@@ -275,9 +283,10 @@ class _Check:
         return Compared(side.label, part, making_of(whole, x, rows, likely, candidates))
 
     def _order_without_source(self, i: int, name: str, whole: Weights, rows: np.ndarray) -> Making:
-        """Return what is wrong with the order of the rollout's bytes, if the trainer's bytes show it; else no Making.
+        """Return a Making that says in which wrong order the rollout stores the trainer's bytes.
 
-        Without the unquantized weight, the bytes of the trainer count as right.
+        Without the unquantized weight, the bytes of the trainer count as right. Return a Making without content for the
+        trainer itself, and if no known order explains the difference.
         """
         other = self.sides[1 - i]
         if i == 0 or whole.q is None or other.stored is None:
@@ -311,7 +320,7 @@ class _Check:
         return Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], hadamard, shared)
 
     def _amax(self, layer: str, r: Recipe, hadamard: Hadamard) -> Any:
-        """Return the tensor amax of a whole layer, which is computed once per kind of amax."""
+        """Return the tensor amaxes of a whole layer, which are cached per layer, transform and rule of the recipe."""
         key = layer, r.tensor_scaling, r.amax_nan, r.flush, hadamard
         if key not in self.amaxes:
             x = self._x(layer)
@@ -327,7 +336,11 @@ class _Check:
         recipes: Sequence[Recipe | None],
         shape: tuple[int, ...],
     ) -> LayerParity:
-        """Return the result with the products of the layer, where both contracts state how they are computed."""
+        """Return the result with the counts of the layer's products.
+
+        If a contract does not state how products are computed, or its unit has no instruction for the operands, note
+        the reason and return the result unchanged.
+        """
         contracts = [side.contract for side in self.sides]
         for side, contract in zip(self.sides, contracts, strict=True):
             why = why_no_products(contract)
@@ -348,7 +361,7 @@ class _Check:
         return with_products(found, results[0], results[1], self._units(contracts) or _operands(compared), labels)
 
     def _units(self, contracts: Sequence[Contract | None]) -> str:
-        """Return the text about matrix units that differ; "" if they are equal."""
+        """Return the text about matrix units that differ; "" if they are equal or a contract has none."""
         a, b = contracts
         if a is None or b is None or a.unit is None or b.unit is None or a.unit == b.unit:
             return ""
@@ -358,7 +371,10 @@ class _Check:
         )
 
     def _input(self, name: str, columns: int) -> np.ndarray:
-        """Return the inputs of a layer (tokens, K): the caller's, or drawn numbers in bfloat16."""
+        """Return the inputs of a layer (tokens, K): the caller's, or normally distributed numbers in bfloat16.
+
+        Raise ValueError if those of the caller are not floats of `columns` columns.
+        """
         if self.inputs is not None and name in self.inputs:
             x = array_of(f"inputs: {name}", self.inputs[name])
             x = x.reshape(-1, x.shape[-1])
@@ -373,7 +389,10 @@ class _Check:
         yield from self._by_setting("activations", "input", tensors)
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
-        """Yield the comparison of quantized keys and values: those of the caller, or one drawn array."""
+        """Yield the comparison of quantized keys and values: those of the caller, or one drawn array.
+
+        If the layouts of the KV pages are known and differ, yield their comparison too.
+        """
         tensors = kv or {"drawn": self._input("drawn", _HEAD_DIM)}
         yield from self._by_setting("kv_cache", "kv cache", tensors)
         contracts = [side.contract for side in self.sides]
@@ -417,7 +436,10 @@ class _Check:
 
 
 def _is_plain(part: Weights, x: np.ndarray | None) -> bool:
-    """Return whether some rows are values that are not quantized. x: the rows of the unquantized weight, if known."""
+    """Return whether rows are unquantized: values that equal x, or any values if x is None.
+
+    x: these rows of the unquantized weight; None if it is not known.
+    """
     return part.values is not None and (x is None or _equal(part.values, x))
 
 
@@ -454,10 +476,13 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _drawn(contracts: Sequence[Contract]) -> dict[str, np.ndarray]:
-    """Return drawn bfloat16 weights for contracts: one per pattern, and one per layer that shares an amax.
+    """Return drawn bfloat16 weights for contracts: {layer: array}.
 
-    Their magnitudes differ, so that sharing an amax matters. One row is zero, and one holds multiples of 0.25. A
-    further layer in float32 has amaxes next to the edges of rounding.
+    There is one layer per pattern of `patterns`, one for the first exclusion, one per leaf name of shared_amax, and one
+    named "drawn.linear". The magnitudes of layers differ, so that sharing an amax matters. In each layer, one row is
+    zero, and one holds multiples of 0.25.
+
+    The float32 layer "drawn.edges" has block amaxes next to the midpoints at which scales round.
     """
     leaves = [leaf for one in contracts for group in one.shared_amax for leaf in group]
     patterns = [pattern.replace("*", "drawn") for one in contracts for pattern, _ in one.patterns]

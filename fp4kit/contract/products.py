@@ -34,10 +34,13 @@ def _decoded(one: Weights) -> np.ndarray:
 def products(contract: Contract, inputs: np.ndarray, weights: Weights, quantized: bool) -> np.ndarray:
     """Return inputs (tokens, K) times weights (N, K), float32 (tokens, N), as the contract's unit adds them.
 
-    If the layer is quantized and activations have a recipe, both operands are quantized. Otherwise the unit multiplies
-    bfloat16: inputs are rounded to it, and weights are decoded to it.
+    If the inputs and the weights both have codes, the unit multiplies codes. Otherwise both are converted to bfloat16,
+    after the inputs were quantized.
 
-    Raise ValueError if the unit has no instruction for the operands.
+    Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax is
+    computed from them. Raise ValueError if the unit has no instruction for the operands.
+
+    quantized: True if the contract quantizes the weights of the layer.
     """
     assert contract.unit is not None
     recipe = contract.activations if quantized else None
@@ -51,9 +54,12 @@ def products(contract: Contract, inputs: np.ndarray, weights: Weights, quantized
 def with_products(
     found: LayerParity, a: np.ndarray, b: np.ndarray, setting: str, labels: tuple[str, str]
 ) -> LayerParity:
-    """Return the result of a layer with the counts of its products, which are its first step if all else is equal.
+    """Return the result of a layer with the counts of its products.
 
-    a, b: the products of both sides. setting: how their units differ, or "".
+    If products differ and all else is equal, the first step that differs is "product".
+
+    a, b: the products of both sides.
+    setting: the text about units or operands that differ; "" if only inputs can differ.
     """
     differs = differing_bits(a, b)
     found = replace(found, products=(int(differs.sum()), differs.size))

@@ -16,9 +16,10 @@ _COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step 
 
 @dataclass(frozen=True)
 class LayerParity:
-    """How the two sides of a parity check differ in one layer. All counts are pairs (differing, compared).
+    """How the two sides of a parity check differ in one layer.
 
-    A pair is (0, 0) if a side lacks the part, or if the formats of the two sides differ.
+    codes, scales, tensor_scales, values and products are pairs (differing, compared). A pair is (0, 0) if a side lacks
+    the part, or if the formats of the two sides differ.
 
     Attributes:
         name: the layer.
@@ -32,12 +33,14 @@ class LayerParity:
         products: elements of products with inputs, bit by bit; NaN equals NaN.
         step: the first step of the arithmetic that differs, such as "block scale"; None if everything is equal.
         result: the result that differs at that step, such as "block amax".
-        count: how many of the examined elements differ first at this step.
-        examined: the number of elements whose code or value differs and whose steps were compared.
-        steps: (step, number of elements) pairs that say at which steps the examined elements differ first, in order.
-        element: one element that differs, with its values on both sides.
-        setting: the setting that differs, and what would make the sides equal.
-        worked: the steps of this element on both sides; None if a side's recipe is unknown.
+        count: the number of examined elements whose first difference is at this step.
+        examined: the number of elements whose code, scale or value differs and whose steps were compared. For the step
+            "product", count and examined are both the number of products that differ.
+        steps: (step, number of examined elements whose first difference is at this step) pairs, in the order of steps.
+        element: one element that differs, with its values on both sides, as text.
+        setting: the setting that differs, and what would make the sides equal; "" if no setting is known to differ.
+        worked: the steps of this element on both sides; None if a side's recipe is unknown or has a Hadamard transform,
+            if the order of stored bytes is wrong, or if only products differ.
     """
 
     name: str
@@ -69,7 +72,7 @@ class LayerParity:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The first step that differs, the counts, the setting and the element, as lines of text."""
+        """The text about this layer, by line: the first step that differs with its counts, the setting, the element."""
         if self.equal:
             return (f"{self.kind} {self.name}: equal in every bit",)
         where = f" ({self.result})" if self.result and self.result != self.step else ""
@@ -132,7 +135,7 @@ class Parity:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return the verdict and the table as a notebook shows them."""
+        """Return the table of differing layers as HTML, which notebooks show."""
         return self._panel().html()
 
     @property

@@ -63,7 +63,7 @@ class Contract:
 
     Attributes:
         weights: the recipe of the weights, with its version, block, rounding, 4over6 mode and largest block scale; an
-            id or a Recipe. It applies to layers that no pattern and no exclusion matches.
+            id or a Recipe. It applies to the layers that neither `patterns` nor `excluded` matches.
         patterns: (layer pattern, recipe or None) pairs. The first pattern that matches a layer decides.
         excluded: patterns of layers that stay unquantized, whatever `patterns` says.
         shared_amax: groups of leaf names, such as (("gate_proj", "up_proj"),). Layers of one parent module whose leaf
@@ -159,7 +159,7 @@ class Contract:
         object.__setattr__(self, "inferred", inferred)
         for name in (*unknown, *(name for name, _ in inferred)):
             if name not in SETTINGS:
-                raise ValueError(f"{OP}: {name!r:.60} is no setting; needs one of {', '.join(SETTINGS)}")
+                raise ValueError(f"{OP}: {name!r:.60} is not a setting; needs one of {', '.join(SETTINGS)}")
         object.__setattr__(self, "unknown", tuple(sorted({*unknown}, key=SETTINGS.index)))
         for name in self.unknown:
             if getattr(self, name) not in (None, ()):
@@ -169,13 +169,14 @@ class Contract:
     def of(cls, path: str | Path, *, source: str | Path | None = None) -> Contract:
         """Return the contract of a checkpoint: the one that lies in it, or one that is inferred from it.
 
-        Without a contract file, settings are inferred from fp4kit's record in the config, from containers and from
-        configs. With `source`, the recipe is identified from the bytes. Settings that cannot be inferred are listed in
-        `unknown`, for example those of the server that will load the checkpoint.
+        Without a contract file, settings are inferred from fp4kit's record in the config, from the names of tensors
+        and from tensor scales. If fp4kit recorded no recipe and `source` is given, the recipe is identified from the
+        bytes. Settings that cannot be inferred are listed in `unknown`, for example those of the server that will load
+        the checkpoint.
 
         Args:
             path: a contract file (.json), a model directory, a .safetensors file or a GGUF file.
-            source: the unquantized model that the checkpoint was made from. None identifies nothing.
+            source: the unquantized model that the checkpoint was made from. None: no recipe is identified.
 
         Returns:
             The Contract.
@@ -200,8 +201,8 @@ class Contract:
     def from_settings(cls, settings: FakeQuantSettings) -> Contract:
         """Return the contract of a trainer that fake-quantizes weights by FakeQuantSettings.
 
-        Patterns of parameters become patterns of layers, without ".weight". Activations are unquantized. What the
-        settings do not say is listed in `unknown`.
+        Patterns of parameters become patterns of layers, without ".weight". Activations are unquantized. The settings
+        of a server are listed in `unknown`: kv_cache, kv_layout and unit.
 
         Args:
             settings: what is fake-quantized in training.
@@ -245,11 +246,14 @@ class Contract:
     def environment(self) -> dict[str, str]:
         """Return the flags of open training stacks that select this contract's recipe of routed experts.
 
+        The flags always apply to the weights of routed experts. Which layers `patterns` and `excluded` match is not
+        checked, and all other settings are ignored.
+
         Returns:
             {name of a variable: its value}: a flag and a block size, and "0" for the flag of the other format.
 
         Raises:
-            ValueError: no flag selects the recipe, or other layers are quantized too.
+            ValueError: `weights` is not None, the patterns have several recipes or none, or no flag selects the recipe.
 
         Examples:
             >>> import fp4kit
@@ -281,6 +285,7 @@ class Contract:
         Raises:
             CheckpointError: the file cannot be read, has another version or an unknown key, or states a fact about a
                 recipe that this version of fp4kit does not share.
+            TypeError, ValueError: a setting is invalid, as for Contract.
         """
         return cls(**to_json.load(Path(path), SETTINGS))
 
@@ -304,13 +309,15 @@ class Contract:
         """Return the contract that JSON data describes. This inverts as_data.
 
         Args:
-            data: an object of JSON.
+            data: a JSON object, as as_data returns it.
 
         Returns:
             The Contract.
 
         Raises:
-            CheckpointError: as for load.
+            CheckpointError: the data has another version or an unknown key, or states a fact about a recipe that this
+                version of fp4kit does not share.
+            TypeError, ValueError: a setting is invalid, as for Contract.
         """
         return cls(**to_json.from_data(OP, data, SETTINGS))
 
@@ -350,8 +357,8 @@ class Contract:
             The Contract.
 
         Raises:
-            TypeError: a name is no setting.
-            ValueError: as for Contract.
+            TypeError: a name is no setting, or a value has the wrong type.
+            ValueError: a value is invalid, as for Contract.
 
         Examples:
             >>> import fp4kit
@@ -399,7 +406,10 @@ class Contract:
         return tuple(name for name in layers if name in wanted) or (layer,)
 
     def __str__(self) -> str:
-        """Return one line per setting that is not None, with how it was inferred, then the unknown settings."""
+        """Return one line per setting that is neither None nor (), then a line with the unknown settings.
+
+        The line of an inferred setting says how it was found.
+        """
         how = dict(self.inferred)
         lines = [
             f"{name}: {words.shown(getattr(self, name))}" + (f" (inferred: {how[name]})" if name in how else "")

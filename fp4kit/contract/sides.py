@@ -70,9 +70,10 @@ class Side:
         return None if q is None else q.recipe
 
     def decoding(self, r: Recipe) -> Recipe:
-        """Return a recipe with the decode rule of loaders, if the contract names a container; otherwise r itself.
+        """Return r with the decode rule of loaders if the contract names a container, otherwise r itself.
 
-        Loaders decode with the stored tensor scale, whatever the producer's own function does.
+        Loaders decode with the stored tensor scale, even if the producer's own function does not. Recipes that only
+        fake-quantize are returned unchanged.
         """
         container = None if self.contract is None else self.contract.container
         if container is None or r.fake_only:
@@ -92,8 +93,9 @@ class Side:
     def hadamard_of(self) -> Hadamard:
         """Return the transform of the contract as an argument of quantize.
 
-        Raise ValueError for sizes and signs that fp4kit.quantize does not have, and for searched scales, which a
-        contract alone does not determine.
+        Return False without a contract or a transform. Raise ValueError for sizes and signs that fp4kit.quantize does
+        not have. Raise it also if the side is a contract alone that searches scales, because the settings do not
+        determine the codes then.
         """
         contract = self.contract
         if contract is None:
@@ -152,17 +154,18 @@ def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
 
 
 def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return tensors under the names of layers, without ".weight". A mapping that has only such names stays itself."""
+    """Return tensors under the names of layers: without ".weight". Return `tensors` itself if no name ends so."""
     if not any(name.endswith(_WEIGHT) for name in tensors):
         return tensors
     return {name.removesuffix(_WEIGHT): tensors[name] for name in tensors}
 
 
 def as_weights(what: str, given: Any) -> Weights:
-    """Return a Quantized, or an array of any library, on the host; scales are linear and the quantized axis is last.
+    """Return a Quantized or an array of any library as Weights on the host, with linear block scales.
 
-    Raise TypeError for anything else, and ValueError for a Quantized along another axis. what: the text that messages
-    begin with.
+    Raise ValueError for a Quantized along another axis than the last, and TypeError if `given` is neither.
+
+    what: the text that messages begin with.
     """
     if isinstance(given, Quantized):
         q = on_host(given, OP)
@@ -184,7 +187,8 @@ def array_of(what: str, given: Any) -> np.ndarray:
 def amax_of(x: np.ndarray, recipe: Recipe, hadamard: Hadamard) -> Amax:
     """Return the tensor amaxes of a matrix (M, K) for a recipe: () or (M,); None if quantize needs none.
 
-    Recipes with one tensor scale per block need none, because a part of the matrix has the amaxes of its blocks.
+    Recipes without tensor scales need none. Nor do recipes with one tensor scale per block, because a part of the
+    matrix contains its blocks whole.
     """
     if recipe.tensor_scaling not in ("tensor", "row"):
         return None
@@ -192,9 +196,9 @@ def amax_of(x: np.ndarray, recipe: Recipe, hadamard: Hadamard) -> Amax:
 
 
 def made(x: np.ndarray, recipe: Recipe, amax: Amax, hadamard: Hadamard = False) -> Weights:
-    """Return what a recipe makes of a part of a matrix, with the tensor amaxes of the whole: codes, or values.
+    """Quantize a part of a matrix with the tensor amaxes of the whole matrix. Return a Quantized in Weights.
 
-    Values come from recipes that only fake-quantize.
+    If the recipe only fake-quantizes, return its values instead, without the Hadamard transform.
     """
     if recipe.fake_only:
         return Weights(None, np.asarray(fake_quantize(x, recipe, tensor_amax=amax)))

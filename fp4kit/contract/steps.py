@@ -61,15 +61,18 @@ _STEPS = (
     ("result", "decode"),
 )
 _QUOTIENTS = ("element * factor", "element / factor")
-# step -> results to which all results of this step lead; they act on the decoded value in no other way
+# step -> names of its final result. The other results of the step change the decoded value only through this result.
 _ENDS = {"block scale": ("block scale",), "quotient": ("code", "code of the magnitude"), "code": ("code",)}
-_MOST_WINDOWS = 8  # parts of a layer whose steps are recorded
+_MOST_WINDOWS = 8  # largest number of parts of a layer whose steps are recorded
 
 
 class Arithmetic(NamedTuple):
-    """Hold what determines the codes of a layer: its recipe, its tensor amaxes, () or one per row, and the transform.
+    """Hold what determines the codes of a layer.
 
-    layers: the layers whose largest amax is used; () if the amax comes from elsewhere.
+    recipe: the recipe.
+    amax: the tensor amaxes: (), or one per row; None if the recipe needs none.
+    hadamard: the transform, as an argument of quantize.
+    layers: the layers whose largest amax is used; () if the amax was derived from stored scales.
     """
 
     recipe: Recipe
@@ -81,10 +84,12 @@ class Arithmetic(NamedTuple):
 class FirstStep(NamedTuple):
     """Say which step differs first.
 
-    step: the step. name: the name of the recorded result, such as "block amax". elements: the number of affected
-    elements for which it differs first there. examined: the number of affected elements whose steps were compared.
-    place: the row and column of one of these elements. steps: (step, number of elements) pairs of all steps that differ
-    first for some affected element, in their order.
+    step: the step.
+    name: the name of the recorded result, such as "block amax".
+    elements: the number of affected elements whose first difference is at this step.
+    examined: the number of affected elements whose steps were compared.
+    place: the row and column of one element whose first difference is at this step.
+    steps: (step, number of affected elements whose first difference is there) pairs, in the order of the steps.
     """
 
     step: StepName
@@ -105,7 +110,9 @@ class _Result:
 
 
 def first_step(x: np.ndarray, a: Arithmetic, b: Arithmetic, affected: np.ndarray) -> FirstStep | None:
-    """Return the earliest step that differs for elements whose result differs; None if no recorded step differs.
+    """Return the earliest step that differs for the affected elements; None if no recorded step differs.
+
+    Only parts of x are examined: at most _MOST_WINDOWS, the first ones that hold affected elements.
 
     x: the elements (m, k). affected: bool (m, k), the elements whose codes or values differ.
     """
@@ -197,10 +204,12 @@ def _numbers(values: np.ndarray, fmt: ElementFormat | None) -> np.ndarray:
 def _differing(
     a: dict[str, _Result], b: dict[str, _Result], affected: np.ndarray
 ) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
-    """Yield (order, step, name, mask) of the steps of both sides that differ, each for the elements not yet explained.
+    """Yield (order, step, name, mask) for each result that differs. No element is in two masks.
 
-    Results that only one side has are left out. So are results that only lead to a block scale or to a code, for
-    elements whose block scale or code is equal. order: the position of the step.
+    An element is in the mask of the first result that differs for it. Results that only one side has are left out. A
+    result before the block scale or the code counts only for elements whose block scale or code differs.
+
+    order: the position of the step. mask: bool (m, k).
     """
     left = affected.copy()
     leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
@@ -225,7 +234,7 @@ def _differing(
 
 
 def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...]) -> np.ndarray | None:
-    """Return where the first of some results that both sides have differs; None if there is none.
+    """Return where one result differs: the first of `names` that both sides recorded. Return None if there is none.
 
     Bits are compared, or numbers if the formats differ.
     """

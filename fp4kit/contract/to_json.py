@@ -1,8 +1,8 @@
 """Convert the fields of a Contract to JSON data and back, and write and read contract files.
 
-A recipe of the table is written as its id, its versions and its facts: every other field that differs from its default.
-On reading, the facts must be those of this version of fp4kit. So a contract never changes its meaning silently. A file
-may come from an untrusted source, so all of it is checked.
+A recipe of the table is written as its id, its versions and its facts: the values of the fields that determine bits
+and differ from their defaults. On reading, the facts must be those of this version of fp4kit, so a contract never
+changes its meaning silently. A file may come from an untrusted source, so all of it is checked.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def from_data(label: str, data: Any, settings: Collection[str]) -> dict[str, Any
     """
     if not isinstance(data, Mapping) or data.get(_KEY) != VERSION:
         got = data.get(_KEY) if isinstance(data, Mapping) else data
-        raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads contracts of {VERSION}")
+        raise CheckpointError(f"{label}: {_KEY} is {got!r:.60}; this version of fp4kit reads version {VERSION}")
     known = (*settings, "unknown", "inferred")
     strange = [name for name in data if name != _KEY and name not in known]
     if strange:
@@ -148,7 +148,10 @@ def _pair_from(pair: Any) -> tuple[Any, Recipe | None]:
 
 
 def _unit_from(data: Any) -> Unit | str:
-    """Return the unit that JSON data describes: the id of a unit, or all its fields."""
+    """Return the id of a known unit as it is, or the Unit that an object of fields describes.
+
+    Raise ValueError for an unknown id, and the errors of units.from_spec for invalid fields.
+    """
     if isinstance(data, str):
         if data not in UNITS:
             raise ValueError(f"unit is {data!r:.60}; needs one of {', '.join(UNITS)}, or an object of fields")

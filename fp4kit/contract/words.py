@@ -9,7 +9,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.units import Unit
 
 _PROSE = ("id", "source", "exact", "versions")  # fields of a recipe on which no bit depends
-# field of a recipe -> what it is called in texts
+# field of a recipe -> its name in texts
 _NAMES = {
     "scale": "scale format",
     "element": "element format",
@@ -46,7 +46,7 @@ def shown(value: Any) -> str:
 
 
 def difference(a: Any, b: Any) -> str:
-    """Return the text that says how two unequal settings differ, that of a first."""
+    """Return the text that says how two unequal settings differ. It names the value of a first."""
     if isinstance(a, Recipe) and isinstance(b, Recipe):
         return f"{a.id} and {b.id}: {', '.join(recipe_difference(a, b))}"
     if isinstance(a, tuple) and isinstance(b, tuple):
@@ -61,9 +61,9 @@ def difference(a: Any, b: Any) -> str:
 
 
 def recipe_difference(a: Recipe, b: Recipe) -> list[str]:
-    """Return one text per field that differs and determines bits, and a text about versions.
+    """Return one text per field that differs and determines bits, and a text about the versions if they differ.
 
-    If only versions or names differ, the texts say so.
+    If no such field differs, the first text is "equal arithmetic under two names".
     """
     found = [
         f"{_NAMES.get(one.name, one.name.replace('_', ' '))} {_value(a, one.name)} and {_value(b, one.name)}"

@@ -141,7 +141,7 @@ def _variation_verdict(variations: Sequence[Variation]) -> str:
     if not stochastic:
         return f"Hadamard-transformed: {names}{option} reproduces all bytes"
     start = "Hadamard-transformed, stochastic" if hadamard else "stochastic"
-    return f"{start}: scales equal, and codes are each one of the two neighbours that {names}{option} may choose"
+    return f"{start}: scales equal, and codes are each one of the two neighbors that {names}{option} may choose"
 
 
 @ieee("identify")
@@ -262,9 +262,9 @@ def _matches(q: Quantized, x: np.ndarray, candidates: Sequence[Recipe]) -> list[
 def _matches_by_sample(host: Pair, whole: Pair, candidates: Sequence[Recipe]) -> list[Match]:
     """Return one match per candidate recipe, for a large array.
 
-    All candidates are tried on a sample of `host`, the copy of the arrays on the host. The best candidates are compared
-    on all bytes of `whole`, the arrays on the caller's device. The other matches have whole=False. Matches are in the
-    order of equal bytes of the sample.
+    All candidates are tried on a sample of `host`, the copy of the arrays on the host. Candidates that give the whole
+    sample are then compared on all bytes of `whole`, the arrays on the caller's device. If there are none, the best
+    MAX_PROVED candidates are. The other matches have whole=False. Matches are sorted by equal bytes of the sample.
     """
     box, amaxes = _box_at_start(host.q, SAMPLE), CandidateAmaxes(*host)
     trials = [_try_part(amaxes, r, box) for r in candidates]

@@ -14,7 +14,7 @@ _SOURCE = "fouroversix 1.0.5 quantize/pytorch/reference.py"
 _TRITON = "fouroversix 1.0.5 kernels/triton/quantize.py"
 _BEYOND = (
     "Except for elements of 127 or more times their scale, which exist only if tensor_amax is too small: their codes "
-    "overflow into the neighbouring code. Needs torch 2.13 or later, because earlier versions turn scales that "
+    "overflow into the neighboring code. Needs torch 2.13 or later, because earlier versions turn scales that "
     "overflow into NaN"
 )
 

@@ -23,7 +23,7 @@ from fp4kit.reference.tensor_rules import TensorScale, full_range
 from fp4kit.reference.trace import show
 
 Operation = Callable[..., np.ndarray]
-# {value of recipe.flush: the functions that multiply and divide}
+# recipe.flush -> the functions that multiply and divide; those for True flush subnormals to zero
 ARITHMETIC: dict[bool, tuple[Operation, Operation]] = {
     False: (np.multiply, np.divide),
     True: (multiply_ftz, divide_ftz),

@@ -101,7 +101,13 @@ def _place(name: str, saved: str, module: torch.nn.Module, leaf: str, parameter:
 
 
 def _kind(name: str, module: torch.nn.Module, leaf: str, parameter: torch.Tensor) -> Kind:
-    """Return what a module does with its parameter, judged by the classes of PyTorch and by the rank."""
+    """Return the kind of a parameter: "convolution", "embedding", "stack" or "matrix".
+
+    A weight of a convolution or an embedding is recognized by the class of its module. A "stack" has three axes and
+    ``experts`` in its name. All others are "matrix".
+
+    name: the full name of the parameter. leaf: its name in the module.
+    """
     if leaf == "weight" and isinstance(module, _CONVOLUTIONS) and parameter.ndim > 2:
         return "convolution"
     if leaf == "weight" and isinstance(module, _EMBEDDINGS):

@@ -50,7 +50,7 @@ def test_every_recipe_comes_back_with_its_facts():
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"fp4kit_contract": 2}, "fp4kit_contract is 2; this version of fp4kit reads contracts of 1"),
+        ({"fp4kit_contract": 2}, "fp4kit_contract is 2; this version of fp4kit reads version 1"),
         ([], r"fp4kit_contract is \[\]"),
         ({"fp4kit_contract": 1, "wieghts": "nvfp4"}, "unknown key 'wieghts'; a later version"),
         ({"fp4kit_contract": 1, "weights": {"id": "nvfp4-te", "rounds": 1}}, "weights: unknown key 'rounds'"),
@@ -81,7 +81,7 @@ def test_malformed_data_is_refused(data, message):
         ({"hadamard": 4, "hadamard_signs": "+-"}, ValueError, r"needs 4 of the characters \+ and -"),
         ({"hadamard_signs": "+-"}, ValueError, "needs None, because hadamard is None"),
         ({"container": 1}, TypeError, "container is 1; needs a string"),
-        ({"unknown": ["wieghts"]}, ValueError, "'wieghts' is no setting; needs one of weights"),
+        ({"unknown": ["wieghts"]}, ValueError, "'wieghts' is not a setting; needs one of weights"),
         ({"unit": "sm100", "unknown": ["unit"]}, ValueError, "unit has a value, but is listed as unknown"),
         ({"inferred": [("unit",)]}, ValueError, "needs pairs of a setting and how it was found"),
     ],

@@ -54,7 +54,7 @@ def test_stochastic(name, hadamard) -> None:
     found = fp4kit.identify(q, x)
     assert Variation(name, hadamard, True) in found.variations and not found.exact
     start = "Hadamard-transformed, stochastic: " if hadamard else "stochastic: "
-    assert found.verdict.startswith(f"{start}scales equal, and codes are each one of the two neighbours that ")
+    assert found.verdict.startswith(f"{start}scales equal, and codes are each one of the two neighbors that ")
     codes = unpacked(q.packed.copy(), q.recipe.element.packing)
     # Set the largest code to 0, so that it is not one of the two codes that stochastic rounding may give.
     codes[np.unravel_index(np.argmax(q.recipe.element.decode(codes)), codes.shape)] = 0

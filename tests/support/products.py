@@ -213,7 +213,7 @@ TINY = [
 
 
 def tiny(kind: str) -> tuple[Any, Any]:
-    """Return two operands (40, 64) and (33, 64) whose products of elements are about 2^-128.
+    """Return two operands, (40, 64) and (33, 64), in which the product of two elements is about 2^-128.
 
     Args:
         kind: the kind of both operands, as for `recipe_of`, or "bf16" for plain arrays.

@@ -264,9 +264,10 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
 
 
 def stored_scales(layer: StoredLayer, layout: Layout) -> Iterator[corruptions.Scales]:
-    """Yield the block scales of a layer in linear order, once for each mishap that the stored block scales may have.
+    """Yield the block scales of a layer in linear order, once for each mishap that may have changed the stored ones.
 
-    The mishaps are the orders of corruptions.scale_orders, and for E8M0 scales also exponents that are off by one.
+    The mishaps are the wrong orders of corruptions.scale_orders. For E8M0 scales, exponents that are off by one are
+    mishaps too; these are tried on scales in the right order only.
     """
     shape = layout.shape[0], layout.shape[1] // layer.recipe.block_size
     for found in corruptions.scale_orders(layer.block_scale, layer.scale_layout, shape):

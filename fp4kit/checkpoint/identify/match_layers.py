@@ -319,8 +319,8 @@ def _name(weight: Weight, expert: int) -> str:
 def _origins_by_name(source: Source) -> tuple[dict[tuple[str, int], Origin], dict[str, Origin]]:
     """Return two dicts with the matrices of a source.
 
-    The first maps (weight name, expert number) to matrices. The second maps the keys of pair_names.keys_of to matrices,
-    without the keys that two matrices have.
+    The first maps (weight name, expert number) to matrices. The second maps the keys of pair_names.keys_of to matrices.
+    It lacks every key that belongs to more than one matrix.
     """
     exact: dict[tuple[str, int], Origin] = {}
     found: dict[str, Origin] = {}

@@ -154,7 +154,10 @@ def _vllm_skipped(module: str, prepared: Patterns, fused: Mapping[str, tuple[str
 
 
 def _split_wildcards(patterns: Iterable[str]) -> Iterable[str]:
-    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``. Yield every other pattern unchanged."""
+    """Yield ``prefix`` and ``prefix.*`` for each pattern ``prefix*``. Yield every other pattern unchanged.
+
+    ``*`` alone and patterns that end in ``.*`` are unchanged too.
+    """
     for pattern in patterns:
         if len(pattern) > 1 and pattern[-1] == "*" and pattern[-2] != ".":
             yield from (pattern[:-1], f"{pattern[:-1]}.*")
@@ -411,9 +414,9 @@ class Reader:
     engine: the name of the engine.
     excluded: the engine's predicate: (module, patterns) -> True if the engine leaves the module unquantized.
     fused: last part of a fused layer's name -> last parts of the names of the layers that it joins.
-    experts: which names of experts the engine looks up. "container": that of their container. "each": that of each
-        expert. "not asked": none.
-    linears: False if the engine looks up experts only, and no linear layers.
+    experts: which names the engine looks up for experts. "container": the name of the module that contains all experts.
+        "each": the name of each expert. "not asked": no name.
+    linears: True if the engine looks up linear layers too, False if it looks up experts only.
     head: True if the engine looks up lm_head even if it is tied to the embedding and has no tensor.
     """
 

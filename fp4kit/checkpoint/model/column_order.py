@@ -1,9 +1,9 @@
 """Recognise layers whose nibbles are swapped, by the sizes of their columns. No source is needed.
 
-Swapped nibbles exchange neighbouring columns within their block, so codes still fit their scales. But in trained models
+Swapped nibbles exchange neighboring columns within their block, so codes still fit their scales. But in trained models
 the sizes of a layer's columns are correlated with tensors that nibbles do not touch: the weight of the norm before the
 layer, and the columns of unquantized layers that read the same vector. If such a correlation exists only after
-neighbouring columns are exchanged, the nibbles are swapped. Random weights have no such correlation.
+neighboring columns are exchanged, the nibbles are swapped. Random weights have no such correlation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GAIN = 0.25  # the correlation must be larger by this, and by 6 sigma, than tha
 
 
 SWAPPED_NIBBLES = (
-    "neighbouring columns seem to be exchanged, because only then their sizes follow those of norms or of unquantized"
+    "neighboring columns seem to be exchanged, because only then their sizes follow those of norms or of unquantized"
     " layers; swapped nibbles look so; run fp4kit identify with the unquantized source"
 )
 
@@ -100,7 +100,7 @@ def _sizes(weight: Weight, readers: Readers) -> _Floats:
 
 
 def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
-    """Return whether the columns of a layer follow a reference only if neighbours are exchanged.
+    """Return whether the columns of a layer follow a reference only if neighbors are exchanged.
 
     sizes: the sizes of the layer's columns. references: profiles.
     """

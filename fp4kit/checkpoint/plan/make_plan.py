@@ -653,7 +653,7 @@ class _Planner:
     def _rows_of_other_length(self) -> list[str]:
         """Return warnings about layers that stay unquantized because their rows do not consist of whole blocks.
 
-        Layers with one row length and dtype share a warning. Return [] if there are no such layers.
+        Layers of equal row length and dtype share a warning. Return [] if there are no such layers.
         """
         assert self.form is not None
         rows: dict[str, list[str]] = defaultdict(list)

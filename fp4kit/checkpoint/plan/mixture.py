@@ -69,7 +69,7 @@ class Mixture:
         return choice
 
     def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
-        """Raise CheckpointError for the first pattern that decides about no quantized layer.
+        """Raise CheckpointError for the first pattern that is not the first match of any quantized layer.
 
         Args:
             modules: the names of the layers to quantize.

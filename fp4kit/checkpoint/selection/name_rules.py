@@ -229,7 +229,7 @@ class Candidate:
 
 
 def candidate(name: str, dtype: str, shape: tuple[int, ...], model: Model) -> Candidate:
-    """Return the Candidate for an unquantized tensor.
+    """Return the Candidate, by which the name rules judge a tensor, for an unquantized tensor.
 
     Args:
         name: the tensor's name.

@@ -87,7 +87,7 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Merge the metadata of all files of a checkpoint: key -> value, or a sorted list of values if files disagree.
+    """Merge the metadata of all files of a checkpoint: key -> the value, or a sorted list of values if files disagree.
 
     The keys that number the files of a split GGUF model are left out.
     """

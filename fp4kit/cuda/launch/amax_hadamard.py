@@ -39,7 +39,7 @@ def _function(dtype: np.dtype, counted: str, aligned_runs: bool, mask: int, devi
 def _launch(
     dtype: np.dtype, counted: str, aligned_runs: bool, rows: int, columns: int, mask: int, device: int
 ) -> Launch:
-    """Return the prepared launch for matrices (rows, columns). Other arguments: as in _function."""
+    """Return the prepared launch for matrices (rows, columns). The other arguments are those of _function."""
     wide = -(-columns // (THREADS * (_WORD // dtype.itemsize if aligned_runs else 1)))
     function, patch_rows = _function(dtype, counted, aligned_runs, mask, device), rows // HADAMARD_BLOCK
     return Launch(function, grid(patch_rows * wide, device), AMAX, rows, columns)

@@ -28,7 +28,7 @@ def source(layout: str, target: str, quads: bool = True) -> str:
 
 @cache
 def _function(layout: str, target: str, quads: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device. Other arguments: as in source."""
+    """Return the compiled kernel as a CuPy function on a device. The other arguments are those of source."""
     return loader.function(source(layout, target, quads), "swizzle_kernel", device)
 
 

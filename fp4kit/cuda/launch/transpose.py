@@ -32,7 +32,7 @@ def source(bits: int, block: int, layout: str, wide_codes: bool = True, wide_sca
 
 
 def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True) -> str:
-    """Return the definition of the C++ struct S, which holds the options of the kernel. Arguments: as in source."""
+    """Return the definition of the C++ struct S, the options of the kernel. The arguments are those of source."""
     struct = f"struct S {{ static constexpr int kBits = {bits}, kBlock = {block}; "
     struct += f"static constexpr ScaleLayout kLayout = ScaleLayout::{layout}; "
     return struct + f"static constexpr bool kScaleWords = {str(wide_scales).lower()}; }};"
@@ -40,7 +40,7 @@ def kernel_structs(bits: int, block: int, layout: str, wide_scales: bool = True)
 
 @cache
 def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, device: int) -> Any:
-    """Return the compiled kernel as a CuPy function on a device. Other arguments: as in source."""
+    """Return the compiled kernel as a CuPy function on a device. The other arguments are those of source."""
     return loader.function(source(bits, block, layout, wide_codes, wide_scales), "transpose_kernel", device)
 
 
@@ -48,7 +48,7 @@ def _function(bits: int, block: int, layout: str, wide_codes: bool, wide_scales:
 def _launch(
     bits: int, block: int, layout: str, wide_codes: bool, wide_scales: bool, shape: tuple[int, int, int], device: int
 ) -> Launch:
-    """Return the prepared launch for stacked matrices of a shape (B, M, K). Other arguments: as in source."""
+    """Return the prepared launch for matrices of shape (B, M, K). The other arguments are those of source."""
     function = _function(bits, block, layout, wide_codes, wide_scales, device)
     return Launch(function, grid(work_blocks(bits, block, layout, shape), device, UNLIMITED), ARGUMENTS, *shape)
 

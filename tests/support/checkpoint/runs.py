@@ -65,7 +65,7 @@ class Model:
 
 
 def larger(root: Path) -> None:
-    """Write a model whose conversion takes two workers some tenths of a second, long enough to be interrupted."""
+    """Write a model whose conversion by two workers takes long enough to be interrupted: some tenths of a second."""
     tensors = {f"model.layers.{i}.mlp.down_proj.weight": synthetic.random(str(i), (512, 1024)) for i in range(24)}
     config = {"model_type": "llama", "num_hidden_layers": 24}
     synthetic.write_model(root, config, tensors, lambda name: int(name.split(".")[2]) % 3)
