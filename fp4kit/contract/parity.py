@@ -92,7 +92,8 @@ def parity(
     Numerics:
         All comparisons are of bits, except that NaN equals NaN. Products are those of fp4kit.matmul, for up to 128 rows
         of a weight. If activations or a layer's weights are unquantized, the unit multiplies bfloat16. The tensor amax
-        of inputs is always computed from the given or drawn inputs, even if input_scales is "static".
+        of inputs is always computed from the given or drawn inputs, even if input_scales is "static". The contract's
+        Hadamard transform is applied to weights, but not to inputs.
 
         Values are decoded by the recipe's rule. If the contract of a side names a container, they are decoded as its
         loaders decode them, from the stored tensor scale.

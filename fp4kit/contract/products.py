@@ -38,7 +38,8 @@ def products(contract: Contract, inputs: np.ndarray, weights: Weights, quantized
     after the inputs were quantized.
 
     Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax is
-    computed from them. Raise ValueError if the unit has no instruction for the operands.
+    computed from them, and the contract's Hadamard transform is not applied to them. Raise ValueError if the unit has
+    no instruction for the operands.
 
     quantized: True if the contract quantizes the weights of the layer.
     """

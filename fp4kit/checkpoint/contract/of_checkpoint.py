@@ -95,7 +95,7 @@ class _Inferred:
         self.add("patterns", pairs, "identified")
 
     def contract(self) -> Contract:
-        """Return the contract with the stored settings. It lists `weights` and those of SERVER as unknown if not stored."""
+        """Return the contract with the stored settings. It lists missing ones of `weights` and SERVER as unknown."""
         unknown = tuple(name for name in SETTINGS if name in ("weights", *SERVER) and name not in self.values)
         return Contract(**self.values, unknown=unknown, inferred=tuple(self.how.items()))  # type: ignore[arg-type]
 
