@@ -116,6 +116,31 @@ def _mounted(root: str) -> str:
     return root if name.startswith("layers.") else name
 
 
+# Prefixes in multimodal checkpoints -> the prefixes of the modules that transformers makes of them. The last rule holds
+# only beside a "visual" subtree. Source: transformers 5.23 conversion_mapping.py.
+_IN_TRANSFORMERS = {
+    "language_model.model.": "model.language_model.",
+    "vision_tower.": "model.vision_tower.",
+    "vision_model.": "model.vision_model.",
+    "audio_tower.": "model.audio_tower.",
+    "multi_modal_projector.": "model.multi_modal_projector.",
+    "visual.": "model.visual.",
+    "model.layers.": "model.language_model.layers.",
+}
+
+
+def _in_transformers(names: Iterable[str], roots: Collection[str]) -> Iterator[str]:
+    """Yield the names by which transformers looks up layers or subtrees, if they differ from those in the checkpoint.
+
+    names: names of layers or prefixes of subtrees.
+    roots: prefixes below which everything is excluded.
+    """
+    for name in names:
+        for old, new in _IN_TRANSFORMERS.items():
+            if f"{name}.".startswith(old) and (old != "model.layers." or "visual" in roots):
+                yield (new + f"{name}.".removeprefix(old)).removesuffix(".")
+
+
 def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:
     """Return the exclusion list in compressed-tensors' syntax: names and ``re:`` patterns.
 
@@ -125,7 +150,9 @@ def _compressed_tensors(names: set[str], roots: set[str], containers: set[str], 
     converted: not used in this syntax.
     """
     covered = roots | containers
-    return names | containers | {_expression(root) for root in covered | set(map(_mounted, covered))}
+    plain = names | containers
+    expressions = covered | set(map(_mounted, covered)) | set(_in_transformers(covered, roots))
+    return plain | set(_in_transformers(plain, roots)) | {_expression(root) for root in expressions}
 
 
 def _dotted(names: set[str], roots: set[str], containers: set[str], converted: Collection[str]) -> set[str]:

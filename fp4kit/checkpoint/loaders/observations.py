@@ -155,6 +155,7 @@ RUNS: tuple[Row, ...] = (
     (_FP8, "dense moe deepseek_v3 vlm", "SGLang", "loads", "read", ""),
     ((*_FP8, *_FP8_CHANNEL), "all", "Model-Optimizer", "loads", "read", ""),
     ((*_FP8, *_FP8_CHANNEL), _HF, "transformers", "wrong values", "read", _NO_MODELOPT_FP8),
+    ((*_FP8, *_FP8_CHANNEL), "dense moe deepseek_v3", "transformers", "wrong values", "run", _NO_MODELOPT_FP8),
     (_CT_FP8, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", ""),
     (_CT_FP8, "dense", "SGLang", "loads", "read", ""),
     (_CT_FP8, "dense moe", "transformers", "loads", "run", _ROUNDED_SCALES),
@@ -165,6 +166,7 @@ RUNS: tuple[Row, ...] = (
     (_CT_MIXED, "all", "compressed-tensors", "loads", "run", _AS_ALONE),
     (_MIXED, "dense moe deepseek_v3 vlm", "vLLM", "loads", "read", _MIXABLE),
     (_MIXED, _HF, "transformers", "fails", "read", _NO_MODELOPT),
+    (_MIXED, "dense moe deepseek_v3", "transformers", "fails", "run", _NO_MODELOPT),
     (_SGLANG_MXFP8, _HF, "SGLang", "loads", "run", ""),
     (
         _SGLANG_MXFP8,
@@ -202,5 +204,5 @@ RUNS: tuple[Row, ...] = (
     (_BF16, f"{_HF} granite_moe", "SGLang", "loads", "read", ""),
     (_BF16, "dense moe deepseek_v3 deepseek_v4 gpt_oss granite_moe", "transformers", "loads", "run", ""),
     (_BF16, "stacked_moe llama4", "transformers", "loads", "run", f"only if experts are stacks: {SPLIT_EXPERTS}"),
-    (_BF16, "vlm", "transformers", "loads", "read", ""),
+    (_BF16, "vlm", "transformers", "loads", "run", ""),
 )

@@ -21,6 +21,7 @@ from file_values import read_values
 from safetensors import safe_open
 
 from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.verify.verify import verify
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # set before the import, so that no server is contacted
@@ -359,6 +360,50 @@ def test_transformers_loads_a_mixture(made: Path, tmp_path: Path) -> None:
     found = dict(loaded.named_parameters())
     for name, x in fp8.items():
         assert torch.equal(_bits(found[name]), _bits(torch.from_numpy(x).to(torch.bfloat16)))
+
+
+@pytest.mark.parametrize("target", [NVFP4, pytest.param(MXFP4, marks=pytest.mark.exhaustive)])
+def test_transformers_leaves_the_vision_tower_unquantized(tmp_path: Path, target: Target) -> None:
+    """The exclusion list has transformers' name of the vision tower, which differs from the name in the file."""
+    vision = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.Gemma3Config(
+        text_config=transformers.Gemma3TextConfig(intermediate_size=96, **{**SIZES, **HEADS, "vocab_size": 300}),
+        vision_config=transformers.SiglipVisionConfig(image_size=28, patch_size=14, **vision),
+        mm_tokens_per_image=4,
+    )
+    made = transformers.Gemma3ForConditionalGeneration(config).to(torch.bfloat16)
+    made.save_pretrained(tmp_path / "m")
+    assert convert(tmp_path / "m", tmp_path / "q", target[0], format=target[1]).actions["quantize"] == 14
+    convert(tmp_path / "q", tmp_path / "back", format="bf16")
+    load = transformers.AutoModelForImageTextToText.from_pretrained
+    loaded, numbers = (load(tmp_path / name, dtype=torch.bfloat16) for name in ("q", "back"))
+    logits = _logits(loaded)
+    assert torch.equal(_bits(logits), _bits(_logits(numbers))) and not torch.equal(_bits(logits), _bits(_logits(made)))
+    assert _different(loaded, numbers) == []
+
+
+FAMILIES = [
+    ("llama", "dense"),
+    pytest.param("qwen3_moe", "moe", marks=pytest.mark.exhaustive),
+    pytest.param("deepseek", "deepseek_v3", marks=pytest.mark.exhaustive),
+]
+
+
+@pytest.mark.parametrize(("name", "family"), FAMILIES)
+def test_transformers_has_no_quantizer_for_modelopt(made: Path, tmp_path: Path, name: str, family: str) -> None:
+    """transformers takes the E4M3 codes of FP8 layers for weights, and fails to load a mixture, as the table says."""
+    for recipe, options in (("fp8-modelopt", {"input_scale": 0.5}), ("fp8-modelopt-channel", {})):
+        plan = convert(made / name, tmp_path / recipe, recipe, format="modelopt", **options).plan
+        assert support.cell(plan.format_name, family, "transformers").status == "wrong values"
+        convert(tmp_path / recipe, tmp_path / f"{recipe}-bf16", format="bf16")
+        wrong = _different(_loaded(tmp_path / recipe), _loaded(tmp_path / f"{recipe}-bf16"))
+        assert any(each.endswith("self_attn.o_proj.weight") for each in wrong)
+    plan = convert(
+        made / name, tmp_path / "mixed", "nvfp4-te", format="modelopt", recipes=[("*.o_proj", "mxfp8-te")]
+    ).plan
+    assert support.cell(plan.format_name, family, "transformers").status == "fails"
+    with pytest.raises(RuntimeError):
+        _loaded(tmp_path / "mixed")
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek"])

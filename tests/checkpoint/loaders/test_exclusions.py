@@ -137,6 +137,19 @@ def test_experts_of_a_multimodal_model_are_named_where_engines_mount_them() -> N
     assert r"re:language_model\.model\.layers\.0\.mlp\.experts\..*" in found
 
 
+def test_modules_that_transformers_renames_are_named_twice() -> None:
+    """compressed-tensors' lists have the names of the file and those of transformers; other models keep one name."""
+    projector = "multi_modal_projector.linear_1"
+    copied = [projector, "language_model.model.layers.1.mlp.down_proj", "vision_tower.encoder.layers.0.fc1"]
+    wanted = {*copied[:2], f"model.{projector}", "model.language_model.layers.1.mlp.down_proj", "lm_head"}
+    wanted |= {r"re:vision_tower\..*", r"re:model\.vision_tower\..*"}
+    assert set(exclusion_list("compressed-tensors", copied, ["vision_tower"], [])) == wanted
+    layer = "model.layers.0.mlp.down_proj"
+    found = exclusion_list("compressed-tensors", [layer], ["visual"], [])
+    assert {"model.language_model.layers.0.mlp.down_proj", layer, r"re:model\.visual\..*"} <= set(found)
+    assert exclusion_list("compressed-tensors", [layer], [], []) == ("lm_head", layer)
+
+
 def test_a_converted_head_is_not_excluded() -> None:
     assert exclusion_list("modelopt", ["a"], [], ["lm_head"]) == ("a",)
 
