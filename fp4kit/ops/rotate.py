@@ -35,7 +35,7 @@ def hadamard(
         x_i = s_i size^-1/2 sum_j H_ij y_j               (inverse=True)
 
     H is Sylvester's Hadamard matrix: H_ij is -1 if i & j has an odd number of set bits, otherwise 1. The transform
-    spreads outliers over their block. A server that rotates activations this way needs weights with the rotation.
+    spreads outliers over their block. A server that rotates activations this way needs weights that were rotated alike.
 
     Args:
         x: float32, float16 or bfloat16 array, at least 1-d.
@@ -43,7 +43,7 @@ def hadamard(
         axis: the axis along which blocks lie.
         signs: the s_i, each 1 or -1: (size,) for all blocks alike, or one per position along the axis. None for no
             sign changes.
-        seed: an int from 0 to 2^64 - 1, for the signs random_signs(size, seed), instead of signs.
+        seed: an int from 0 to 2^64 - 1. The signs are then random_signs(size, seed). Not together with `signs`.
         inverse: True undoes the transform with these signs.
         threads: the largest number of CPU threads, for NumPy arrays; None means fp4kit.num_threads(). Ignored on a GPU.
 
@@ -51,19 +51,20 @@ def hadamard(
         An array of the shape and dtype of x, in the library and on the device of x.
 
     Raises:
-        TypeError: x has an unsupported dtype, or size, axis or seed is not an int.
-        ValueError: the size is not one of these six, the length of the axis is not a multiple of it, signs have another
-            length or other values, both signs and seed are given, or the axis does not exist.
+        TypeError: x has an unsupported dtype, size, axis or seed is not an int, or inverse is not a bool.
+        ValueError: the size is not one of these six, the length of the axis is not a multiple of the size, signs have
+            another length or other values, the seed is out of range, both signs and seed are given, or the axis does
+            not exist.
 
     Numerics:
         In float32, by butterflies over the distances 1, 2, 4, ..., size / 2, in this order: a and b become a + b and
-        a - b. The factor size^-1/2, rounded to float32, comes last. Each step is rounded to nearest even, and the
-        result is rounded once more to the dtype of x. Sums overflow to infinity, infinities follow IEEE arithmetic
-        (inf - inf is NaN), and -0 and subnormals are kept. NaN results are the positive quiet NaN.
+        a - b. Then elements are multiplied by the factor size^-1/2, rounded to float32. Each step is rounded to nearest
+        even, and the result is rounded once more to the dtype of x. Sums overflow to infinity, infinities follow IEEE
+        arithmetic (inf - inf is NaN), and -0 and subnormals are kept. NaN results are the positive quiet NaN.
 
     Exact:
-        The CPU and CUDA engines give the bits of the specification. quantize(hadamard=True) uses Transformer Engine's
-        transform of 16 instead. It adds in float64, so that its last bits may differ.
+        The CPU and CUDA engines give the bits of the specification. quantize(hadamard=True) uses another transform,
+        Transformer Engine's of 16 elements. That one adds in float64, so its last bits may differ.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -112,13 +113,13 @@ def rotate(
         An array of the shape and dtype of x, in the library and on the device of x.
 
     Raises:
-        TypeError: x or matrices has an unsupported dtype, or axis is not an int.
+        TypeError: x or matrices has an unsupported dtype, axis is not an int, or inverse is not a bool.
         ValueError: a length or shape does not fit, signs have other values than 1 and -1, the axis does not exist, or a
-            matrix is not orthogonal: an element of M M^T - I exceeds 2^-7, which orthogonal matrices that were rounded
-            to bfloat16 do not.
+            matrix is not orthogonal: the magnitude of an element of M M^T - I exceeds 2^-7. Orthogonal matrices that
+            were rounded to bfloat16 are accepted.
 
     Numerics:
-        In float32. A sum begins with the product of i = 0 and adds one product after the other. Each product and each
+        In float32. A sum begins with the product of index 0 and adds one product after the other. Each product and each
         sum is rounded to nearest even, and the result is rounded once more to the dtype of x. Sums overflow to
         infinity, infinities follow IEEE arithmetic, and -0 and subnormals are kept. NaN results are the positive quiet
         NaN.

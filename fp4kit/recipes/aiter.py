@@ -36,4 +36,4 @@ def recipes() -> Iterator[Recipe]:
 def aliases() -> Iterator[Alias]:
     """Yield the aliases for aiter's modes RoundDown and Even, which equal recipes of OCP and torchao."""
     for name, of, mode in (("down", "mxfp4-ocp", "RoundDown"), ("even", "mxfp4-torchao-even", "Even")):
-        yield Alias(f"mxfp4-aiter-{name}", of, source=_SOURCE, exact=f"codes and scales with mode {mode}")
+        yield Alias(f"mxfp4-aiter-{name}", of, source=_SOURCE, exact=f"has its codes and scales with mode {mode}")

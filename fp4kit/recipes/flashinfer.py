@@ -69,9 +69,9 @@ def recipes() -> Iterator[Recipe]:
 
 
 def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
-    """Yield FlashInfer's recipes for activations with one scale per token, which is a row.
+    """Yield FlashInfer's recipes for activations with one scale per token, that is, per row.
 
-    They are those of its kernels, of the Python reference of its tests, and of that reference with 4over6.
+    There are recipes for its kernels, for the Python reference in its tests, and for this reference with 4over6.
 
     fast: nvfp4-flashinfer. precise: nvfp4-flashinfer-precise.
     """
@@ -122,7 +122,7 @@ def _token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
 
 
 def _kv() -> Iterator[Recipe]:
-    """Yield FlashInfer's recipes for KV caches: that of nvfp4_kv_quant, then that of the store into pages."""
+    """Yield FlashInfer's recipes for KV caches: one for nvfp4_kv_quant, then one for appending to pages."""
     kv = of_format(
         NVFP4,
         "nvfp4-flashinfer-kv",

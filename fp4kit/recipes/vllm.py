@@ -1,7 +1,7 @@
 """Define the recipes of vLLM: its emulation of NVFP4, its MX quantizers, its KV caches and its online NVFP4.
 
-The emulation and the MX quantizers, of vLLM 0.33, run where vLLM has no CUDA kernel. In online NVFP4, named
-nvfp4_per_token, weights are quantized while they are loaded, and activations by FlashInfer with one scale per token.
+vLLM 0.33 uses its emulation and its MX quantizers where it has no CUDA kernel. Online NVFP4 (nvfp4_per_token) quantizes
+weights while they are loaded. Activations are then quantized by FlashInfer with one scale per token.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ACTIVATIONS = "vLLM 0.33 csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh 
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield vLLM's NVFP4 recipes for weights and activations, that of its KV cache, then its two MXFP4 recipes."""
+    """Yield vLLM's recipes: NVFP4 emulation, KV cache, static activations and online weights, then MXFP4."""
     nvfp4 = of_format(
         NVFP4,
         "nvfp4-vllm-emulation",
@@ -92,7 +92,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield the aliases for vLLM's quantizers that equal other recipes, two of them for activations in NVFP4."""
+    """Yield the aliases for vLLM's quantizers that equal other recipes: one for MXFP8, two for NVFP4 activations."""
     yield Alias(
         "mxfp8-vllm",
         "mxfp8-modelopt",
