@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.containers import comfy, ggml_names, mlx
+from fp4kit.checkpoint.containers.configs import MIXED
 from fp4kit.checkpoint.containers.container import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.configs import KNOWN_TO
 from fp4kit.checkpoint.loaders.containers import CONTAINERS, MIXTURES
 from fp4kit.checkpoint.loaders.engines import VERSIONS
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.job import QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.diffusers_classes import class_of
 from fp4kit.checkpoint.verify.sampled_error import SampledError, sampled_error
+from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.storage.errors import CheckpointError, shown
 
 # format -> the engine for which it is made, for formats that support.py does not list
@@ -30,6 +33,7 @@ _SERVE = {
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
 _LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r})"'
+_UNKNOWN = "the requirements of loaders are not known"  # a warning of verify about layers
 _MOST_KEPT = 3  # how many layers the advice about --keep names
 
 
@@ -50,7 +54,7 @@ class Summary:
 def summary_of(report: ConversionReport) -> Summary:
     """Return the summary of a conversion, for which some rows of the result and of the source are read."""
     engines = _engines(report.plan, report.destination)
-    return Summary(engines, _serve(report.plan, report.destination, engines), _error(report))
+    return Summary(engines, serve_command(report.plan.source.config, report.destination, engines), _error(report))
 
 
 def _error(report: ConversionReport) -> SampledError | None:
@@ -78,15 +82,37 @@ def _engines(plan: Plan, destination: Path) -> tuple[str, ...]:
     return found
 
 
-def _serve(plan: Plan, destination: Path, engines: tuple[str, ...]) -> str:
-    """Return the command that serves or loads the result with the first engine that can; "" if there is none."""
-    classes = plan.source.config.get("architectures")
+def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
+    """Return the command that serves or loads a model with the first engine that can; "" if there is none.
+
+    config: the content of the model's config.json.
+    path: the model.
+    engines: the names of the engines that load the model.
+    """
+    classes = config.get("architectures")
     names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
-    path = shlex.quote(str(destination))
     if "transformers" in engines and not generates:
-        return _LOAD.format(str(destination))
-    return next((_SERVE[engine].format(path) for engine in engines if engine in _SERVE), "")
+        return _LOAD.format(str(path))
+    quoted = shlex.quote(str(path))
+    return next((_SERVE[engine].format(quoted) for engine in engines if engine in _SERVE), "")
+
+
+def verified_serve_command(report: VerifyReport) -> str:
+    """Return the command that serves a model that verify found clean; "" if no engine is known to load it.
+
+    Engines about which verify has an issue are left out.
+    """
+    if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
+        return ""
+    config = inspect_checkpoint(report.path).config or {}
+    methods = {name.partition(" ")[0] for name in report.formats}
+    form = report.formats[0] if len(report.formats) == 1 else MIXED.get(methods.pop()) if len(methods) == 1 else None
+    if (form not in CONTAINERS and form not in MIXTURES) or class_of(config):
+        return ""
+    doubted = {issue.loader.partition(" ")[0] for issue in report.issues}
+    engines = (each for each in support.engines_for(form, support.family_of(config)) if each not in doubted)
+    return serve_command(config, report.path, tuple(engines))
 
 
 def body_of(summary: Summary) -> dict[str, Any]:
@@ -135,7 +161,7 @@ def _recipe_line(plan: Plan) -> str:
 def _error_lines(error: SampledError) -> Iterator[str]:
     """Yield the line about the error and, if some layers lose much more than the others, advice to keep them."""
     (worst, db), count = error.layers[0], len(error.layers)
-    of = f"{count} layers" if count == error.total else f"{count} sampled layers of {error.total}"
+    of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"
     noise = 100 * 10 ** (-error.median / 20)
     yield (
         f"SQNR: median {error.median:.1f} dB over {of}, which is an error of {noise:.1f}% of the weights; worst"

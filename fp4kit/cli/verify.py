@@ -15,6 +15,7 @@ from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.report_html import write_report
 from fp4kit.checkpoint.verify.summary import summary_of, unchecked
 from fp4kit.checkpoint.verify.verify import LayerReport, Verification, VerifyReport, execute, prepare
+from fp4kit.cli.conversion_summary import verified_serve_command
 from fp4kit.cli.convert import activations_of, add_activations, add_scale_search, add_workers, devices_of, recipes_of
 from fp4kit.cli.guard import DIFFERENT, DONE
 from fp4kit.cli.output import Output
@@ -131,6 +132,8 @@ def _print(out: Output, report: VerifyReport) -> None:
     step = _next_step(report)
     if step:
         out.line(f"next: {step}")
+    elif report.clean and (command := verified_serve_command(report)):
+        out.line(f"serve: {command}")
     out.line(_verdict(report))
 
 
@@ -172,7 +175,8 @@ def _verdict(report: VerifyReport) -> str:
         "differs": "files differ from the manifest",
         "none": "no manifest",
     }
-    text = f"{len(report.layers)} layers, {manifest[report.manifest]}"
+    count = len(report.layers)
+    text = f"{count} layer{'s' * (count != 1)}, {manifest[report.manifest]}"
     if report.source is not None:
         differing = sum(layer.differing for layer in report.layers)
         compared = sum(layer.compared for layer in report.layers)
