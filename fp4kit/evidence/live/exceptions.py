@@ -53,6 +53,17 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
     return np.isnan(_scale(x, q))
 
 
+def _nan_value(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN."""
+    with np.errstate(all="ignore"):
+        return np.isnan(_scale(x, q) * np.asarray(q.tensor_scale))
+
+
+def _zero_of_zeros(x: np.ndarray, q: Any) -> np.ndarray:
+    """Return a mask of the elements -0 in blocks that hold only zeros."""
+    return (_amax(x, q) == 0) & np.signbit(x)
+
+
 def _rounds_beyond_dtype(x: np.ndarray, q: Any) -> np.ndarray:
     """Return a mask of the elements of blocks whose amax compressed-tensors rounds to a power beyond the dtype of x.
 
@@ -81,4 +92,6 @@ def _infinite_quotient(x: np.ndarray, q: Any) -> np.ndarray:
 QUARK_SMALLEST_SCALE = Exempt("values under 2^-127, which Quark stores as 2^-126", _smallest_scale)
 QUARK_INFINITE = Exempt("quotients that overflow in Quark", _infinite_quotient)
 NAN_SCALE = Exempt("codes under a NaN scale", _nan_scale)
+NAN_VALUE = Exempt("codes that decode to NaN", _nan_value)
+ZERO_OF_ZEROS = Exempt("-0 in a block of zeros", _zero_of_zeros)
 ROUNDS_BEYOND_DTYPE = Exempt("block amax that rounds to a power beyond the dtype", _rounds_beyond_dtype, scales=True)

@@ -4,6 +4,7 @@ have none.
 
 NAMES = (
     "auto_round",
+    "comfy_kitchen",
     "compressed_tensors",
     "fouroversix",
     "gguf",
@@ -21,7 +22,6 @@ NAMES = (
 
 WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "aiter": "aiter needs an AMD GPU to be imported; recorded outputs are compared by --check",
-    "comfy-kitchen": "comfy-kitchen has no adapter yet; recorded outputs are compared by --check",
     "deepseek": "DeepSeek-V4's kernel needs TileLang and a GPU",
     "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",

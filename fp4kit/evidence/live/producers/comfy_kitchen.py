@@ -1,0 +1,106 @@
+"""Define the adapter of comfy-kitchen: its eager back end, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+import fp4kit
+from fp4kit.evidence.live.adapter import SATURATING_CASTS, Adapter, Parts, ProducerCall
+from fp4kit.evidence.live.arrays import to_numpy, to_torch
+from fp4kit.evidence.live.exceptions import NAN_VALUE, ZERO_OF_ZEROS
+from fp4kit.layouts import swizzle_scales, unswizzle_scales
+
+LAYOUT = "swizzled_128x4"
+
+
+def _eager() -> Any:
+    """Return the module of comfy-kitchen's eager back end."""
+    from comfy_kitchen.backends.eager import quantization
+
+    return quantization
+
+
+def _linear(scales: Any, rows: int, blocks: int) -> np.ndarray:
+    """Return the bytes of comfy-kitchen's swizzled scales as an array (rows, blocks)."""
+    import torch
+
+    return np.asarray(unswizzle_scales(to_numpy(scales.view(torch.uint8)), LAYOUT, (rows, blocks)))
+
+
+def _nvfp4(x: np.ndarray) -> Parts:
+    """Quantize and dequantize x to NVFP4 as TensorCoreNVFP4Layout does without a given scale.
+
+    Return {name in compare.PARTS: array} with codes, block scales, the tensor scale, and values decoded to float32 and
+    bfloat16.
+    """
+    import torch
+
+    t = to_torch(x)
+    scale = (torch.amax(t.abs()) / 2688.0).to(torch.float32)
+    codes, scales = _eager().quantize_nvfp4(t, scale)
+    values = {d: _eager().dequantize_nvfp4(codes, scale, scales, d) for d in (torch.float32, torch.bfloat16)}
+    packed = to_numpy(codes)
+    return {
+        "codes": fp4kit.unpack(packed << 4 | packed >> 4),
+        "block_scale": _linear(scales, len(x), x.shape[1] // 16),
+        "tensor_scale": to_numpy(scale),
+        "values": to_numpy(values[torch.float32]),
+        "values_bfloat16": to_numpy(values[torch.bfloat16]),
+    }
+
+
+def _mxfp8(x: np.ndarray) -> Parts:
+    """Quantize and dequantize x to MXFP8.
+
+    Return {name in compare.PARTS: array} with codes, block scales, and values decoded to float32 and bfloat16.
+    """
+    import torch
+
+    codes, scales = _eager().quantize_mxfp8(to_torch(x))
+    values = {d: _eager().dequantize_mxfp8(codes, scales, d) for d in (torch.float32, torch.bfloat16)}
+    return {
+        "codes": to_numpy(codes.view(torch.uint8)),
+        "block_scale": _linear(scales, len(x), x.shape[1] // 32),
+        "values": to_numpy(values[torch.float32]),
+        "values_bfloat16": to_numpy(values[torch.bfloat16]),
+    }
+
+
+def _swizzled(q: fp4kit.Quantized) -> Any:
+    """Return the block scales of q, in linear layout, as the torch tensor that comfy-kitchen decodes: uint8 [M, N]."""
+    rows = -(-q.block_scale.shape[0] // 128) * 128
+    return to_torch(np.asarray(swizzle_scales(q.block_scale, LAYOUT)).reshape(rows, -1))
+
+
+def _decode_nvfp4(q: fp4kit.Quantized) -> np.ndarray:
+    """Return the values that comfy-kitchen decodes from q, in q's dtype."""
+    import torch
+
+    codes, scale = to_torch(q.packed << 4 | q.packed >> 4), to_torch(np.asarray(q.tensor_scale))
+    scales = _swizzled(q).view(torch.float8_e4m3fn)
+    return to_numpy(_eager().dequantize_nvfp4(codes, scale, scales, getattr(torch, str(q.dtype))))
+
+
+def _decode_mxfp8(q: fp4kit.Quantized) -> np.ndarray:
+    """Return the values that comfy-kitchen decodes from q, in q's dtype."""
+    import torch
+
+    codes, scales = to_torch(q.packed).view(torch.float8_e4m3fn), _swizzled(q).view(torch.float8_e8m0fnu)
+    return to_numpy(_eager().dequantize_mxfp8(codes, scales, getattr(torch, str(q.dtype))))
+
+
+ADAPTER = Adapter(
+    name="comfy-kitchen",
+    module="comfy_kitchen",
+    dependencies=("torch",),
+    calls={
+        "nvfp4-comfy-kitchen": ProducerCall(
+            _nvfp4, exempt=(NAN_VALUE,), dependency_versions=SATURATING_CASTS, decode=_decode_nvfp4
+        ),
+        "mxfp8-comfy-kitchen": ProducerCall(
+            _mxfp8, columns=32, exempt=(ZERO_OF_ZEROS,), dependency_versions=SATURATING_CASTS, decode=_decode_mxfp8
+        ),
+    },
+)
