@@ -22,18 +22,19 @@ class Compared(NamedTuple):
     label: the name of the side.
     part: the compared rows.
     making: how the side made them.
+    x: the compared rows of the unquantized weight, after the side's Hadamard transform; None if they are unknown.
     """
 
     label: str
     part: Weights
     making: Making
+    x: np.ndarray | None = None
 
 
 def compare_layer(
     name: str,
     kind: Literal["weight", "input", "kv cache", "tensor"],
     sides: tuple[Compared, Compared],
-    x: np.ndarray | None,
     rows: np.ndarray,
     total: int,
 ) -> LayerParity:
@@ -43,7 +44,6 @@ def compare_layer(
         name: the layer.
         kind: the kind of LayerParity.
         sides: the two sides.
-        x: the compared rows of the unquantized weight; None if there is none.
         rows: the indices of these rows in the layer. Elements are named by them.
         total: the number of elements of the layer.
     """
@@ -62,7 +62,7 @@ def compare_layer(
         return found
     affected |= values
     affected = affected if affected.any() else np.ones_like(affected)
-    return _explained(found, sides, x, rows, affected, (value_a, value_b))
+    return _explained(found, sides, rows, affected, (value_a, value_b))
 
 
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
@@ -92,7 +92,6 @@ def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarra
 def _explained(
     found: LayerParity,
     sides: tuple[Compared, Compared],
-    x: np.ndarray | None,
     rows: np.ndarray,
     affected: np.ndarray,
     values: tuple[np.ndarray, np.ndarray],
@@ -107,9 +106,9 @@ def _explained(
     p, q = a.making.arithmetic, b.making.arithmetic
     at, step, result, count, examined = _first(affected), None, "", 0, 0
     steps: tuple[tuple[StepName, int], ...] = ()
-    if p is not None and q is not None and x is not None:
+    if p is not None and q is not None and a.x is not None and b.x is not None:
         setting += _settings(a.label, p, b.label, q)
-        first = None if wrong else first_step(x, p, q, affected)
+        first = None if wrong else first_step((a.x, b.x), p, q, affected)
         if first is not None:
             step, result, count, examined, at = first.step, first.name, first.elements, first.examined, first.place
             steps = first.steps
@@ -122,8 +121,8 @@ def _explained(
         if {a.part.q is None, b.part.q is None} == {True, False} and not setting:
             setting.append(f"{a.label if a.part.q is None else b.label} has values instead of codes")
     worked = None
-    if p is not None and q is not None and x is not None and not (wrong or p.hadamard or q.hadamard):
-        worked = _worked(a.label, p, b.label, q, x, at, int(rows[at[0]]))
+    if not wrong:
+        worked = _worked(sides, at, int(rows[at[0]]))
     element = f"element [{int(rows[at[0]])}, {at[1]}]: " + " and ".join(
         f"{one.label} {value[at]!s}{_code_text(one.part, at)}" for one, value in zip(sides, values, strict=True)
     )
@@ -168,9 +167,12 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
         texts.append(
             f"recipe {a.recipe.id} in {label_a} and {b.recipe.id} in {label_b} ({what}); use one recipe on both sides"
         )
-    if a.hadamard != b.hadamard:
-        texts.append(f"hadamard is {a.hadamard!r} in {label_a} and {b.hadamard!r} in {label_b}; use one on both sides")
-    same = (a.amax is None or b.amax is None) or (
+    transforms = [one.transform or "none" for one in (a, b)]
+    if transforms[0] != transforms[1]:
+        texts.append(
+            f"hadamard is {transforms[0]} in {label_a} and {transforms[1]} in {label_b}; use one on both sides"
+        )
+    same = (transforms[0] != transforms[1] or a.amax is None or b.amax is None) or (
         np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
     )
     if not same:
@@ -194,16 +196,21 @@ def _whose(one: Arithmetic, other: Arithmetic) -> str:
     return ", its own" if one.layers else ", which its tensor scale implies"
 
 
-def _worked(
-    label_a: str, a: Arithmetic, label_b: str, b: Arithmetic, x: np.ndarray, at: tuple[int, int], row: int
-) -> Explanation:
+def _worked(sides: tuple[Compared, Compared], at: tuple[int, int], row: int) -> Explanation | None:
     """Return the steps of one element on both sides, under the element's index in the layer.
 
-    x: the compared rows. at: the index of the element in x. row: its row in the layer.
+    Return None if a recipe or the unquantized elements are unknown.
+
+    at: the index of the element in the compared rows. row: its row in the layer.
     """
-    parts = [explain(x, one.recipe, at, tensor_amax=one.amax) for one in (a, b)]
-    names = f"{label_a} {a.recipe.id}", f"{label_b} {b.recipe.id}"
-    return Explanation((row, at[1]), names, (parts[0].steps[0], parts[1].steps[0]))
+    steps, names = [], []
+    for one in sides:
+        arithmetic = one.making.arithmetic
+        if arithmetic is None or one.x is None:
+            return None
+        steps.append(explain(one.x, arithmetic.recipe, at, tensor_amax=arithmetic.amax).steps[0])
+        names.append(f"{one.label} {arithmetic.recipe.id}")
+    return Explanation((row, at[1]), tuple(names), tuple(steps))
 
 
 def _code_text(part: Weights, at: tuple[int, int]) -> str:

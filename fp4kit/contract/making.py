@@ -106,7 +106,7 @@ def _fits(part: Weights, r: Recipe) -> bool:
 
 def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
     """Return whether a recipe and an amax give the codes and scales of a Quantized, or the values of an array."""
-    found = made(x, one.recipe, one.amax, one.hadamard)
+    found = made(x, one.recipe, one.amax)
     if part.q is None or found.q is None:
         return _same(values_of(found, part), values_of(part, found))
     pairs = [(getattr(found.q, name), getattr(part.q, name)) for name in ("packed", "block_scale", "tensor_scale")]
@@ -121,7 +121,7 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
     """Return how values were made that quantize and dequantize do not give: by a recipe's own fake quantizer."""
     for one in tried:
-        if not one.recipe.fake_only and not one.hadamard and part.values is not None:
+        if not one.recipe.fake_only and part.values is not None:
             values = np.asarray(fake_quantize(x, one.recipe, tensor_amax=one.amax))
             if _same(values.astype(np.float32), part.values.astype(np.float32)):
                 wrong = f"values are those of fake_quantize of {one.recipe.id}, which differ from its decoded codes"

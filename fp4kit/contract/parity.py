@@ -25,7 +25,6 @@ from fp4kit.contract.steps import Arithmetic
 from fp4kit.contract.stored_order import orders
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import Recipe
-from fp4kit.types import Hadamard
 
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
 """What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of these."""
@@ -86,14 +85,14 @@ def parity(
     Raises:
         TypeError: a side is of another kind, a tensor is not an array, or `elements` or `layers` is not an int.
         ValueError: weights are missing or not floats, the sides have no layer in common, shapes differ, `elements` or
-            `layers` is below 1, or a contract needs a Hadamard transform or a scale search that parity does not apply.
+            `layers` is below 1, or a contract that must determine codes alone searches block scales.
         CheckpointError: a path cannot be read.
 
     Numerics:
         All comparisons are of bits, except that NaN equals NaN. Products are those of fp4kit.matmul, for up to 128 rows
         of a weight. If activations or a layer's weights are unquantized, the unit multiplies bfloat16. The tensor amax
         of inputs is always computed from the given or drawn inputs, even if input_scales is "static". The contract's
-        Hadamard transform is applied to weights, but not to inputs.
+        Hadamard transform is applied to quantized weights and to their inputs.
 
         Values are decoded by the recipe's rule. If the contract of a side names a container, they are decoded as its
         loaders decode them, from the stored tensor scale.
@@ -136,6 +135,8 @@ class _Check:
         self.notes: dict[str, None] = {}
         self.amaxes: dict[Any, Any] = {}
         contracts = [side.contract for side in sides]
+        for side in sides:
+            side.check()
         if source is None and all(side.stored is None and side.function is None for side in sides):
             self.source = _drawn([one for one in contracts if one is not None])
         elif source is None and any(side.makes for side in sides):
@@ -198,7 +199,7 @@ class _Check:
     def _layer(self, name: str) -> LayerParity:
         """Compare one layer of both sides."""
         x = self._x(name)
-        wholes = [self._whole(side, name, x) for side in self.sides]
+        wholes = [self._whole(side, name) for side in self.sides]
         shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())
         if len(shapes) > 1:
             raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
@@ -208,10 +209,14 @@ class _Check:
         recipes = [side.recipe_of(name, None if w is None else w.q) for side, w in zip(self.sides, wholes, strict=True)]
         rows = self._rows(shape, [r for r in recipes if r is not None])
         part = None if x is None else np.ascontiguousarray(x[rows])
-        compared = [self._compared(i, name, wholes[i], part, rows, recipes) for i in range(2)]
+        own = [
+            part if part is None or r is None else side.transformed(part)
+            for side, r in zip(self.sides, recipes, strict=True)
+        ]
+        compared = [self._compared(i, name, wholes[i], own[i], rows, recipes) for i in range(2)]
         plain = [recipe is None and _is_plain(one.part, part) for recipe, one in zip(recipes, compared, strict=True)]
         kind: Any = "tensor" if all(side.contract is None for side in self.sides) and all(plain) else "weight"
-        found = compare_layer(name, kind, (compared[0], compared[1]), part, rows, shape[0] * shape[1])
+        found = compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
         if found.step == "value" and plain[0] != plain[1]:
             found = self._half_quantized(found, plain, recipes)
         return self._with_products(found, name, compared, recipes, shape)
@@ -227,11 +232,11 @@ class _Check:
         way = f"; quantize it by {other.id}, or exclude it on both sides" if other else ""
         return replace(found, step="quantization", setting=text + way)
 
-    def _whole(self, side: Side, name: str, x: np.ndarray | None) -> Weights | None:
+    def _whole(self, side: Side, name: str) -> Weights | None:
         """Return the tensors that a side holds or its function returns for a layer; None if its contract makes them."""
         if side.stored is None and side.function is None:
             return None
-        return side.weights_of(name, x)
+        return side.weights_of(name, None if self.source is None else self.source[name])
 
     def _tensor(self, name: str, wholes: Sequence[Weights]) -> LayerParity:
         """Compare tensors that are not matrices, such as logits of three axes, as one row of values."""
@@ -239,7 +244,7 @@ class _Check:
         making = Making(None)
         sides = [Compared(side.label, w, making) for side, w in zip(self.sides, flat, strict=True)]
         size = _values(flat[0]).size
-        return compare_layer(name, "tensor", (sides[0], sides[1]), None, np.zeros(1, np.intp), size)
+        return compare_layer(name, "tensor", (sides[0], sides[1]), np.zeros(1, np.intp), size)
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
         """Return the indices of the compared rows: evenly spaced groups, each of whole blocks of the recipes."""
@@ -265,23 +270,22 @@ class _Check:
         if whole is None:
             assert x is not None
             if recipe is None:
-                return Compared(side.label, Weights(None, x), Making(None))
-            one = self._arithmetic(name, side.decoding(recipe), self._group(side, name), side.hadamard_of(), rows)
-            return Compared(side.label, made(x, one.recipe, one.amax, one.hadamard), Making(one))
+                return Compared(side.label, Weights(None, x), Making(None), x)
+            one = self._arithmetic(side, name, recipe, self._group(side, name), rows)
+            return Compared(side.label, made(x, one.recipe, one.amax), Making(one), x)
         if whole.q is not None:
             whole = Weights(replace(whole.q, recipe=side.decoding(whole.q.recipe)), None)
         part = rows_of(whole, rows)
         if x is None or (whole.q is None and recipe is None and side.function is None and side.contract is not None):
             return Compared(side.label, part, self._order_without_source(i, name, whole, rows))
         likely = [r for r in (recipe, recipes[1 - i]) if r is not None]
-        hadamard = side.hadamard_of()
 
         def candidates(r: Recipe) -> Iterator[Arithmetic]:
             groups = [self._group(one, name) for one in (side, self.sides[1 - i])]
             for group in dict.fromkeys((groups[0], (name,), groups[1])):
-                yield self._arithmetic(name, side.decoding(r), group, hadamard, rows)
+                yield self._arithmetic(side, name, r, group, rows)
 
-        return Compared(side.label, part, making_of(whole, x, rows, likely, candidates))
+        return Compared(side.label, part, making_of(whole, x, rows, likely, candidates), x)
 
     def _order_without_source(self, i: int, name: str, whole: Weights, rows: np.ndarray) -> Making:
         """Return a Making that says in which wrong order the rollout stores the trainer's bytes.
@@ -312,21 +316,25 @@ class _Check:
         names = self.source or {}
         return side.contract.group_of(name, names)
 
-    def _arithmetic(
-        self, name: str, r: Recipe, group: tuple[str, ...], hadamard: Hadamard, rows: np.ndarray
-    ) -> Arithmetic:
-        """Return a recipe with the largest tensor amax of a group of layers, for the compared rows of one layer."""
-        shared = group if r.tensor_scaling == "tensor" else (name,)
-        amax = largest(self._amax(layer, r, hadamard) for layer in shared)
-        return Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], hadamard, shared)
+    def _arithmetic(self, side: Side, name: str, r: Recipe, group: tuple[str, ...], rows: np.ndarray) -> Arithmetic:
+        """Return a recipe with the largest tensor amax of a group of layers, for the compared rows of one layer.
 
-    def _amax(self, layer: str, r: Recipe, hadamard: Hadamard) -> Any:
+        The recipe decodes as the side does, and amaxes are those after the side's Hadamard transform.
+        """
+        shared = group if r.tensor_scaling == "tensor" else (name,)
+        amax = largest(self._amax(side, layer, r) for layer in shared)
+        rows_of_amax = amax if amax is None or not amax.ndim else amax[rows]
+        return Arithmetic(side.decoding(r), rows_of_amax, shared, side.transform)
+
+    def _amax(self, side: Side, layer: str, r: Recipe) -> Any:
         """Return the tensor amaxes of a whole layer, which are cached per layer, transform and rule of the recipe."""
-        key = layer, r.tensor_scaling, r.amax_nan, r.flush, hadamard
+        contract = side.contract
+        transform = None if contract is None else (contract.hadamard, contract.hadamard_signs)
+        key = layer, r.tensor_scaling, r.amax_nan, r.flush, transform
         if key not in self.amaxes:
             x = self._x(layer)
             assert x is not None
-            self.amaxes[key] = amax_of(x, r, hadamard)
+            self.amaxes[key] = amax_of(side.transformed(x), r)
         return self.amaxes[key]
 
     def _with_products(
@@ -350,11 +358,10 @@ class _Check:
                 return found
         inputs = self._input(name, shape[1])
         results = []
-        for one, contract, recipe in zip(compared, contracts, recipes, strict=True):
-            assert contract is not None
+        for side, one, recipe in zip(self.sides, compared, recipes, strict=True):
             limit = np.arange(min(_PRODUCT_ROWS, _shape(one.part)[0]))
             try:
-                results.append(products(contract, inputs, rows_of(one.part, limit), recipe is not None))
+                results.append(products(side, inputs, rows_of(one.part, limit), recipe is not None))
             except ValueError as error:
                 self.notes[f"products: {one.label}: {error}"] = None
                 return found
@@ -387,6 +394,11 @@ class _Check:
     def _of_inputs(self) -> Iterator[LayerParity]:
         """Yield the comparison of quantized inputs: those of the caller, or one drawn array."""
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
+        static = [
+            side.label for side in self.sides if side.contract is not None and side.contract.input_scales == "static"
+        ]
+        if static:
+            self.notes[f"stored input scales of {' and '.join(static)}; inputs are compared with their own amax"] = None
         yield from self._by_setting("activations", "input", tensors)
 
     def _of_kv(self, kv: Mapping[str, Any] | None) -> Iterator[LayerParity]:
@@ -417,15 +429,9 @@ class _Check:
             x = array_of(f"{kind}: {name}", given)
             x = np.ascontiguousarray(x.reshape(-1, x.shape[-1]))
             rows = self._rows(x.shape, [r for r in recipes if r is not None])
-            compared = []
-            for side, r in zip(self.sides, recipes, strict=True):
-                if r is None:
-                    compared.append(Compared(side.label, Weights(None, x[rows]), Making(None)))
-                    continue
-                amax = amax_of(x, r, False)
-                one = Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], False, (name,))
-                compared.append(Compared(side.label, made(x[rows], r, one.amax), Making(one)))
-            found = compare_layer(name, kind, (compared[0], compared[1]), x[rows], rows, x.size)
+            sides = self.sides if kind == "input" else [Side(side.label) for side in self.sides]
+            compared = [_quantized(side, name, x, rows, r) for side, r in zip(sides, recipes, strict=True)]
+            found = compare_layer(name, kind, (compared[0], compared[1]), rows, x.size)
             plain = [r is None for r in recipes]
             yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
 
@@ -434,6 +440,20 @@ class _Check:
         layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layers"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         return f"compared {elements:,} of {total:,} elements in {layers}"
+
+
+def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> Compared:
+    """Return some rows of activations, or of keys or values, as a side quantizes them; unchanged for None.
+
+    Activations are transformed before they are quantized; keys and values are not, as `side` has no transform then.
+    """
+    if r is None:
+        return Compared(side.label, Weights(None, x[rows]), Making(None), x[rows])
+    x = side.transformed(x)
+    amax = amax_of(x, r)
+    one = Arithmetic(r, amax if amax is None or not amax.ndim else amax[rows], (name,), side.transform)
+    part = np.ascontiguousarray(x[rows])
+    return Compared(side.label, made(part, r, one.amax), Making(one), part)
 
 
 def _is_plain(part: Weights, x: np.ndarray | None) -> bool:

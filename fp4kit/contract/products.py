@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit.contract.making import differing_bits
 from fp4kit.contract.result import LayerParity
 from fp4kit.contract.schema import Contract
-from fp4kit.contract.sides import Weights, made
+from fp4kit.contract.sides import Side, Weights, made
 from fp4kit.ops.dequantize import dequantize
 from fp4kit.ops.matmul import matmul
 
@@ -31,19 +31,22 @@ def _decoded(one: Weights) -> np.ndarray:
     return np.asarray(one.values if one.q is None else dequantize(one.q, BFLOAT16))
 
 
-def products(contract: Contract, inputs: np.ndarray, weights: Weights, quantized: bool) -> np.ndarray:
-    """Return inputs (tokens, K) times weights (N, K), float32 (tokens, N), as the contract's unit adds them.
+def products(side: Side, inputs: np.ndarray, weights: Weights, quantized: bool) -> np.ndarray:
+    """Return inputs (tokens, K) times weights (N, K), float32 (tokens, N), as the unit of a side's contract adds them.
 
     If the inputs and the weights both have codes, the unit multiplies codes. Otherwise both are converted to bfloat16,
     after the inputs were quantized.
 
     Inputs are quantized if `quantized` is True and the contract has a recipe of activations. Their tensor amax is
-    computed from them, and the contract's Hadamard transform is not applied to them. Raise ValueError if the unit has
-    no instruction for the operands.
+    computed from them. If `quantized` is True, the contract's Hadamard transform is applied to inputs first.
+
+    Raise ValueError if the unit has no instruction for the operands.
 
     quantized: True if the contract quantizes the weights of the layer.
     """
-    assert contract.unit is not None
+    contract = side.contract
+    assert contract is not None and contract.unit is not None
+    inputs = side.transformed(inputs) if quantized else inputs
     recipe = contract.activations if quantized else None
     if recipe is None or recipe.fake_only or weights.q is None:
         left = Weights(None, inputs) if recipe is None else made(inputs, recipe, None)

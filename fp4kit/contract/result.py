@@ -39,8 +39,8 @@ class LayerParity:
         steps: (step, number of examined elements whose first difference is at this step) pairs, in the order of steps.
         element: one element that differs, with its values on both sides, as text.
         setting: the setting that differs, and what would make the sides equal; "" if no setting is known to differ.
-        worked: the steps of this element on both sides; None if a side's recipe is unknown or has a Hadamard transform,
-            if the order of stored bytes is wrong, or if only products differ.
+        worked: the steps of this element on both sides; None if a side's recipe is unknown, if the order of stored
+            bytes is wrong, or if only products differ. Elements are shown after the Hadamard transform of their side.
     """
 
     name: str

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fp4kit.arguments import as_index, as_word, is_one_of
+from fp4kit.call.parse import HADAMARD_BLOCK
 from fp4kit.contract import to_json, words
 from fp4kit.layouts.kv import KVLayoutName, as_layout
 from fp4kit.recipes import Recipe, recipe_of
@@ -73,7 +74,8 @@ class Contract:
         kv_cache: the recipe of the KV cache.
         kv_layout: the layout of its pages, a name in fp4kit.layouts.kv.KV_LAYOUTS.
         unit: the matrix unit that multiplies; a Unit or its id.
-        hadamard: the size of a Hadamard transform of weights and activations along K, a power of two from 2 to 512.
+        hadamard: the size of a Hadamard transform of weights and activations along K: 16, 32, ... 512. With 16 and
+            Transformer Engine's signs, or no signs, it is that of `quantize(hadamard=...)`; otherwise fp4kit.hadamard.
         hadamard_signs: the signs of the transform's inputs, such as "+--+"; as many as its size. None for no signs.
         scale_search: how block scales were searched, such as "mse". None for the scales of the recipe.
         container: the container of the weights, such as "modelopt NVFP4".
@@ -134,8 +136,8 @@ class Contract:
         if size is not None:
             size = as_index(OP, "hadamard", size)
             object.__setattr__(self, "hadamard", size)
-            if not 2 <= size <= 512 or size & (size - 1):
-                raise ValueError(f"{OP}: hadamard is {size}; needs a power of two from 2 to 512, or None")
+            if not HADAMARD_BLOCK <= size <= 512 or size & (size - 1):
+                raise ValueError(f"{OP}: hadamard is {size}; needs 16, 32, 64, 128, 256, 512 or None")
         if signs is not None and (as_word(OP, "hadamard_signs", signs).strip("+-") or len(signs) != (size or 0)):
             needed = f"{size} of the characters + and -" if size else "None, because hadamard is None"
             raise ValueError(f"{OP}: hadamard_signs is {signs!r:.60}; needs {needed}")

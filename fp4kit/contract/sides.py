@@ -14,22 +14,26 @@ import numpy as np
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.parse import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.contract.schema import Contract
+from fp4kit.formats import FLT_MAX, FLT_MIN
+from fp4kit.ops.amax import amax as plain_amax
 from fp4kit.ops.fake_quantize import fake_quantize
-from fp4kit.ops.identify_amaxes import SIGN_MASKS
 from fp4kit.ops.quantize import quantize
+from fp4kit.ops.rotate import hadamard
 from fp4kit.ops.swizzle import unswizzle
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import on_host
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import as_stored
+from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.registered import FUNCTIONS
-from fp4kit.types import Hadamard
 
 OP = "parity"
 Amax: TypeAlias = "np.ndarray | None"
-_TE_SIGNS = "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(HADAMARD_BLOCK))  # of hadamard=True
+# signs of Transformer Engine's transforms -> their sign masks
+_MASKS = {None: 0, "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(HADAMARD_BLOCK)): TE_SIGN_MASK}
 _WEIGHT = ".weight"
+_SHOWN = 4  # signs of a transform that texts show
 _DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a divisor
 
 
@@ -90,30 +94,36 @@ class Side:
         assert self.function is not None
         return as_weights(f"{self.label}: {layer}", self.function(layer, x))
 
-    def hadamard_of(self) -> Hadamard:
-        """Return the transform of the contract as an argument of quantize.
+    @property
+    def transform(self) -> str:
+        """The Hadamard transform of the contract in words; "" for none."""
+        contract = self.contract
+        if contract is None or contract.hadamard is None:
+            return ""
+        signs = contract.hadamard_signs
+        return f"{contract.hadamard} " + (f"with signs {signs[:_SHOWN]}..." if signs else "without signs")
 
-        Return False without a contract or a transform. Raise ValueError for sizes and signs that fp4kit.quantize does
-        not have. Raise it also if the side is a contract alone that searches scales, because the settings do not
-        determine the codes then.
+    def transformed(self, x: np.ndarray) -> np.ndarray:
+        """Return a matrix after the Hadamard transform of the contract; x itself for none.
+
+        A transform of 16 with Transformer Engine's signs, or without signs, is that of quantize(hadamard=...).
         """
         contract = self.contract
-        if contract is None:
-            return False
-        if contract.scale_search is not None and self.makes and self.function is None:
+        if contract is None or contract.hadamard is None:
+            return x
+        size, signs = contract.hadamard, contract.hadamard_signs
+        if size == HADAMARD_BLOCK and signs in _MASKS:
+            return hadamard_blocks(x, _MASKS[signs])
+        return np.asarray(hadamard(x, size, signs=None if signs is None else [1 if s == "+" else -1 for s in signs]))
+
+    def check(self) -> None:
+        """Raise ValueError if the contract alone must determine codes, but searches block scales."""
+        contract = self.contract
+        if contract is not None and contract.scale_search is not None and self.makes and self.function is None:
             raise ValueError(
                 f"{OP}: {self.label}: the contract searches block scales ({contract.scale_search}), so it does not"
                 " determine codes alone; give the checkpoint"
             )
-        if contract.hadamard is None:
-            return False
-        if contract.hadamard != HADAMARD_BLOCK or contract.hadamard_signs not in (None, _TE_SIGNS):
-            raise ValueError(
-                f"{OP}: {self.label}: hadamard is {contract.hadamard} with signs {contract.hadamard_signs}; parity"
-                f" applies a transform of {HADAMARD_BLOCK} with signs {_TE_SIGNS} or without signs; give the side as a"
-                " function"
-            )
-        return "no_signs" if contract.hadamard_signs is None else True
 
 
 def side_of(label: str, given: Any) -> Side:
@@ -184,7 +194,7 @@ def array_of(what: str, given: Any) -> np.ndarray:
     return found
 
 
-def amax_of(x: np.ndarray, recipe: Recipe, hadamard: Hadamard) -> Amax:
+def amax_of(x: np.ndarray, recipe: Recipe) -> Amax:
     """Return the tensor amaxes of a matrix (M, K) for a recipe: () or (M,); None if quantize needs none.
 
     Recipes without tensor scales need none. Nor do recipes with one tensor scale per block, because a part of the
@@ -192,17 +202,21 @@ def amax_of(x: np.ndarray, recipe: Recipe, hadamard: Hadamard) -> Amax:
     """
     if recipe.tensor_scaling not in ("tensor", "row"):
         return None
-    return tensor_amax(x, recipe, SIGN_MASKS[hadamard])
+    if recipe.tensor_scaling == "tensor":
+        largest_magnitude = np.asarray(plain_amax(x))
+        if FLT_MIN <= largest_magnitude <= FLT_MAX:  # otherwise recipes differ in what they do with NaN and subnormals
+            return largest_magnitude
+    return tensor_amax(x, recipe)
 
 
-def made(x: np.ndarray, recipe: Recipe, amax: Amax, hadamard: Hadamard = False) -> Weights:
+def made(x: np.ndarray, recipe: Recipe, amax: Amax) -> Weights:
     """Quantize a part of a matrix with the tensor amaxes of the whole matrix. Return a Quantized in Weights.
 
-    If the recipe only fake-quantizes, return its values instead, without the Hadamard transform.
+    If the recipe only fake-quantizes, return its values instead.
     """
     if recipe.fake_only:
         return Weights(None, np.asarray(fake_quantize(x, recipe, tensor_amax=amax)))
-    q: Quantized = quantize(x, recipe, tensor_amax=amax, hadamard=hadamard)
+    q: Quantized = quantize(x, recipe, tensor_amax=amax)
     return Weights(q, None)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import lcm
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from fp4kit.ops.engines import specification
 from fp4kit.recipes import Recipe
 from fp4kit.reference.blocks import TILE_ELEMENTS
 from fp4kit.reference.trace import traced
-from fp4kit.types import Hadamard
 
 StepName: TypeAlias = Literal[
     "quantization",
@@ -36,7 +35,7 @@ StepName: TypeAlias = Literal[
 """The steps of the arithmetic, in their order. "quantization": only one side quantizes. "tie": the quotients are equal
 and lie in the middle between two codes. "value": values differ, and nothing is known about the steps before."""
 
-_ORDER = ("amax", "tensor scale", "block scale", "quotient", "code", "decode")
+_ORDER: tuple[StepName, ...] = ("amax", "tensor scale", "block scale", "quotient", "code", "decode")
 # beginning of a recorded name -> step; the first that fits decides
 _STEPS = (
     ("tensor amax", "amax"),
@@ -71,14 +70,14 @@ class Arithmetic(NamedTuple):
 
     recipe: the recipe.
     amax: the tensor amaxes: (), or one per row; None if the recipe needs none.
-    hadamard: the transform, as an argument of quantize.
     layers: the layers whose largest amax is used; () if the amax was derived from stored scales.
+    transform: the Hadamard transform that was applied before, in words; "" for none.
     """
 
     recipe: Recipe
     amax: Amax
-    hadamard: Hadamard = False
     layers: tuple[str, ...] = ()
+    transform: str = ""
 
 
 class FirstStep(NamedTuple):
@@ -109,19 +108,22 @@ class _Result:
     numbers: np.ndarray
 
 
-def first_step(x: np.ndarray, a: Arithmetic, b: Arithmetic, affected: np.ndarray) -> FirstStep | None:
+def first_step(
+    x: tuple[np.ndarray, np.ndarray], a: Arithmetic, b: Arithmetic, affected: np.ndarray
+) -> FirstStep | None:
     """Return the earliest step that differs for the affected elements; None if no recorded step differs.
 
     Only parts of x are examined: at most _MOST_WINDOWS, the first ones that hold affected elements.
 
-    x: the elements (m, k). affected: bool (m, k), the elements whose codes or values differ.
+    x: the elements (m, k) of both sides. affected: bool (m, k), the elements whose codes or values differ.
     """
     found: dict[tuple[int, StepName, str], list[tuple[int, tuple[int, int]]]] = {}
     traced_count = 0
-    for rows, columns in _windows(x.shape, affected, a.recipe, b.recipe):
+    for rows, columns in _windows(affected, a.recipe, b.recipe):
         part = affected[rows, columns]
         traced_count += int(part.sum())
-        for order, step, name, mask in _differing(_recorded(x, a, rows, columns), _recorded(x, b, rows, columns), part):
+        recorded = [_recorded(each, one, rows, columns) for each, one in zip(x, (a, b), strict=True)]
+        for order, step, name, mask in _differing(recorded[0], recorded[1], part):
             i, j = (int(n) for n in np.unravel_index(int(mask.argmax()), mask.shape))
             found.setdefault((order, step, name), []).append((int(mask.sum()), (rows.start + i, columns.start + j)))
     if not found:
@@ -134,12 +136,12 @@ def first_step(x: np.ndarray, a: Arithmetic, b: Arithmetic, affected: np.ndarray
     return FirstStep(step, name, totals[step], traced_count, place, tuple(totals.items()))
 
 
-def _windows(shape: tuple[int, int], affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice, slice]]:
+def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice, slice]]:
     """Yield parts of a matrix, of whole blocks of both recipes, that hold affected elements; at most _MOST_WINDOWS.
 
     Each part is one tile of the specification, so that every result is recorded once.
     """
-    M, K = shape
+    M, K = affected.shape
     height = lcm(a.block_rows, b.block_rows)
     multiple = lcm(a.length_multiple, b.length_multiple)
     width = max(min(K, 1024, TILE_ELEMENTS // height) // multiple, 1) * multiple
@@ -160,7 +162,7 @@ def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> di
     part = np.ascontiguousarray(x[rows, columns])
     amax = one.amax if one.amax is None or not one.amax.ndim else one.amax[rows]
     with specification(), np.errstate(all="ignore"), traced() as steps:
-        q, _ = made(part, one.recipe, amax, one.hadamard)
+        q, _ = made(part, one.recipe, amax)
         if q is not None:
             dequantize(q, part.dtype)
     found: dict[str, _Result] = {}
@@ -206,34 +208,42 @@ def _differing(
 ) -> Iterator[tuple[int, StepName, str, np.ndarray]]:
     """Yield (order, step, name, mask) for each result that differs. No element is in two masks.
 
-    An element is in the mask of the first result that differs for it. Results that only one side has are left out. A
-    result before the block scale or the code counts only for elements whose block scale or code differs.
+    An element is in the mask of the first result that differs for it. Results that only one side has are left out,
+    except for scales that the other side does not have at all. A result before the block scale or the code counts only
+    for elements whose block scale or code differs.
 
     order: the position of the step. mask: bool (m, k).
     """
     left = affected.copy()
     leads_to = {step: _differs(a, b, names) for step, names in _ENDS.items()}
-    named = [(order, name) for order, step in enumerate(_ORDER) for name in a if name in b and _step(name) == step]
-    for order, name in named:
-        step: StepName = _ORDER[order]  # type: ignore[assignment]
-        differs = _differs(a, b, (name,))
-        end = leads_to.get(step)
-        if differs is None or (end is not None and not end.any()):
-            continue
-        differs = left & differs if end is None else left & differs & end
-        if not differs.any():
-            continue
-        left &= ~differs
-        if name == "code":
-            ties = differs & _ties(a, b)
-            if ties.any():
-                yield order, "tie", name, ties
-            differs &= ~ties
-        if differs.any():
-            yield order, step, name, differs
+    for order, step in enumerate(_ORDER):
+        names = [name for name in a if name in b and _step(name) == step]
+        for name in names:
+            differs = _differs(a, b, (name,))
+            end = leads_to.get(step)
+            differs = left & differs if end is None else left & differs & end
+            left &= ~differs
+            if name == "code":
+                ties = differs & _ties(a, b)
+                if ties.any():
+                    yield order, "tie", name, ties
+                differs &= ~ties
+            if differs.any():
+                yield order, step, name, differs
+        only = next((name for name in (*a, *b) if _step(name) == step and not names and _is_missing(step, a, b)), None)
+        if only is not None and left.any():
+            yield order, step, only, left
+            return
 
 
-def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...]) -> np.ndarray | None:
+def _is_missing(step: str, a: dict[str, _Result], b: dict[str, _Result]) -> bool:
+    """Return whether one side has a tensor scale or block scales, and the other side does not."""
+    if step not in ("tensor scale", "block scale"):
+        return False
+    return any(_step(name) == step for name in a) != any(_step(name) == step for name in b)
+
+
+def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...]) -> Any:
     """Return where one result differs: the first of `names` that both sides recorded. Return None if there is none.
 
     Bits are compared, or numbers if the formats differ.

@@ -12,6 +12,7 @@ from fp4kit.call.parse import TE_SIGN_MASK
 from fp4kit.contract.making import differing_bits
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
+from fp4kit.recipes import RECIPES
 
 BASE = Contract(
     "nvfp4-te",
@@ -78,10 +79,6 @@ def test_another_sharing_of_amaxes():
     alone = {name: fp4kit.quantize(w, "nvfp4-te") for name, w in W.items()}
     layer = one(parity((BASE, STORED), (BASE, alone), weights=W))
     assert layer.step == "amax" and "rollout uses" in layer.setting and ", its own" in layer.setting
-    scaled = {n: fp4kit.quantize(w, "nvfp4-te", tensor_amax=9) for n, w in W.items()}
-    bare = {n: replace(q, tensor_amax=None) for n, q in scaled.items()}
-    layer = one(parity(STORED, bare, weights=W))
-    assert layer.step == "amax" and "rollout uses 9.0, which its tensor scale implies" in layer.setting
 
 
 def test_another_rounding_and_another_version():
@@ -101,6 +98,22 @@ def test_another_decoding_and_another_block_scale_rule():
     assert layer.step == "decode" and layer.codes[0] == layer.scales[0] == 0 and layer.result == "decoded value"
     layer = one(parity(Contract("mxfp4-ocp"), Contract("mxfp4-vllm"), weights=W))
     assert layer.step == "block scale" and layer.worked.parting == "block scale"
+
+
+def test_a_difference_that_rounding_removes_is_no_step():
+    """Block scales differ before rounding, but not after it. So decoding is the first step that differs."""
+    found = parity(Contract("nvfp4-te"), Contract("nvfp4-flashinfer"), weights=W)
+    alike = [layer for layer in found.layers if layer.codes[0] == layer.scales[0] == 0 < layer.values[0]]
+    assert alike and all(layer.step == "decode" and len(layer.steps) == 1 for layer in alike)
+    assert any("block scale before rounding" in str(layer.worked) for layer in alike)
+
+
+def test_scales_of_zeros_may_differ():
+    zeros = {"w": np.ones((32, 64), np.float32)}
+    zeros["w"][3] = 0
+    layer = one(parity(Contract("mxfp4-triton-kernels"), Contract("mxfp4-deepgemm"), weights=zeros))
+    assert layer.step == "block scale" and layer.scales == (2, 64) and layer.values[0] == layer.codes[0] == 0
+    assert layer.examined == layer.count == 64 and layer.worked.index[0] == 3
 
 
 def test_swapped_nibbles():
@@ -170,7 +183,7 @@ def test_another_recipe_of_activations():
 def test_another_kv_recipe_and_layout():
     layer = one(parity(BASE, BASE.stating(kv_cache="mxfp4-sglang-kv"), weights=W), "kv cache")
     assert (
-        layer.step == "block scale"
+        layer.step == "tensor scale"
         and "scale format E4M3 and E8M0" in layer.setting
         and "mxfp4-sglang-kv in rollout" in layer.setting
     )
@@ -216,6 +229,10 @@ def test_bytes_that_no_contract_explains():
     relabelled = {name: replace(q, recipe=fp4kit.recipe("nvfp4-te")) for name, q in other.items()}
     layer = one(parity(BASE, relabelled, weights=W))
     assert layer.worked.recipes[1].startswith("rollout nvfp4-") and "4over6" in layer.worked.recipes[1]
+    scaled = {n: fp4kit.quantize(w, "nvfp4-te", tensor_amax=9) for n, w in W.items()}
+    bare = {n: replace(q, tensor_amax=None) for n, q in scaled.items()}
+    layer = one(parity(STORED, bare, weights=W))
+    assert layer.step == "amax" and "rollout uses 9.0, which its tensor scale implies" in layer.setting
     junk = {name: replace(q, packed=np.roll(q.packed, 1, axis=1)) for name, q in STORED.items()}
     layer = one(parity(BASE, (BASE, junk), weights=W))
     assert layer.step == "code" and layer.setting.startswith("rollout: no recipe reproduces all bytes; nearest is")
@@ -251,6 +268,11 @@ def test_samples_are_stated():
     found = parity(BASE, BASE, weights=W, seconds=0)
     assert len([x for x in found.layers if x.kind == "weight"]) == 1
     assert found.notes == ("2 layers, because 0 s had passed: m.up_proj, m.down_proj",)
+    packed = STORED["m.down_proj.weight"].packed.copy()
+    packed[16] ^= 1
+    late = {"m.down_proj": replace(STORED["m.down_proj.weight"], packed=packed)}
+    layer = one(parity({"m.down_proj": STORED["m.down_proj.weight"]}, late, elements=2 * 384))
+    assert layer.element.startswith("element [16, ") and layer.elements == 2 * 384
     swapped = {name: replace(q, packed=q.packed >> 4 | q.packed << 4) for name, q in STORED.items()}
     layer = one(parity(BASE, (BASE, swapped), weights=W, elements=1))
     assert layer.elements == 384 and "swap the nibbles" in layer.setting
@@ -276,23 +298,64 @@ def test_errors_of_options():
         parity(BASE, BASE, elements=0)
     with pytest.raises(ValueError, match="weights: w is int64"):
         parity(BASE, BASE, weights={"w": np.ones((4, 4), int)})
-    with pytest.raises(ValueError, match="train: hadamard is 64 with signs None; parity applies a transform of 16"):
-        parity(BASE.stating(hadamard=64), BASE)
     with pytest.raises(ValueError, match=r"train: the contract searches block scales \(mse\)"):
         parity(BASE.stating(scale_search="mse"), BASE)
     with pytest.raises(TypeError, match="weights is a int; needs a path or a mapping"):
         parity(BASE, BASE, weights=3)
 
 
-def test_a_hadamard_transform():
-    plain = BASE.stating(hadamard=16)
-    assert parity(plain, plain, weights=W).equal
-    layer = one(parity(plain, BASE, weights=W))
-    assert "hadamard is 'no_signs' in train and False in rollout" in layer.setting
-    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard=True) for n, w in W.items()}
+def test_hadamard_transforms():
     signs = "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(16))
-    signed = plain.stating(hadamard_signs=signs, shared_amax=())
-    assert parity(signed, (signed, q), weights=W).equal
+    alone = BASE.stating(shared_amax=())
+    fused = alone.stating(hadamard=16, hadamard_signs=signs)
+    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard=True) for n, w in W.items()}
+    assert parity(fused, (fused, q), weights=W).equal
+    layer = parity(fused, BASE, weights=W).differing[0]
+    assert (
+        layer.setting == f"hadamard is 16 with signs {signs[:4]}... in train and none in rollout; use one on both sides"
+    )
+    plain = alone.stating(hadamard=16)
+    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard="no_signs") for n, w in W.items()}
+    assert parity(plain, (plain, q), weights=W).equal
+
+    pattern = np.tile([1, -1, -1, 1], 32)
+    large = alone.stating(hadamard=128, hadamard_signs="+--+" * 32)
+    q = {n: fp4kit.quantize(fp4kit.hadamard(w, 128, signs=pattern), "nvfp4-te") for n, w in W.items()}
+    found = parity(large, (large, q), weights=W)
+    assert found.equal and found.layers[0].products == (0, 64 * 32)
+    found = parity(large, alone, weights=W)
+    layer = found.differing[0]
+    assert layer.step == "amax" and layer.worked.steps[0][0] != layer.worked.steps[1][0]  # the elements differ
+    assert layer.setting == "hadamard is 128 with signs +--+... in train and none in rollout; use one on both sides"
+
+
+def test_stored_input_scales_are_noted():
+    found = parity(BASE.stating(input_scales="static"), BASE.stating(input_scales="dynamic"), weights=W)
+    assert found.notes == ("stored input scales of train; inputs are compared with their own amax",)
+    assert found.contracts.differences == ("input_scales: static and dynamic",)
+
+
+@pytest.mark.exhaustive
+def test_every_recipe_is_told_from_another_one():
+    """The sides are equal if and only if codes, scales and values are, and every result prints."""
+    x = {"w": RNG.standard_normal((16, 256)).astype(ml_dtypes.bfloat16)}
+    for r in RECIPES.values():
+        base = fp4kit.recipe("mxfp4-ocp" if r.scale is None or r.scale.name == "E8M0" else "nvfp4-te")
+        found = parity(Contract(base), Contract(r), weights=x)
+        q = fp4kit.quantize(x["w"], base)
+        values = fp4kit.dequantize(q, np.float32)
+        if r.fake_only:
+            fake = fp4kit.fake_quantize(x["w"], r)
+            equal = not differing_bits(fp4kit.dequantize(q, fake.dtype), fake).any()
+        else:
+            other = fp4kit.quantize(x["w"], r)
+            codes = r.element != base.element or np.array_equal(q.packed, other.packed)
+            scales = r.scale != base.scale or r.block_size != base.block_size
+            scales = scales or np.array_equal(q.block_scale, other.block_scale)
+            equal = codes and scales and not differing_bits(values, fp4kit.dequantize(other, np.float32)).any()
+        assert found.equal == equal, r.id
+        layer = found.layers[0]
+        assert equal or (r.id in layer.setting and r.id in str(found) and layer.count > 0), r.id
 
 
 def test_bits_are_compared():

@@ -86,7 +86,7 @@ def test_a_conversion_with_patterns_and_a_search(source, tmp_path):
 
 def test_the_contract_is_inferred_without_a_file(source, tmp_path):
     out = tmp_path / "out"
-    convert(source, out, "nvfp4-te", format="compressed-tensors")
+    convert(source, out, "nvfp4-te-4over6-mse-448", format="compressed-tensors")
     written = fp4kit.Contract.of(out)
     (out / FILE).unlink()
     recorded = fp4kit.Contract.of(out)
@@ -98,13 +98,25 @@ def test_the_contract_is_inferred_without_a_file(source, tmp_path):
     unknown = fp4kit.Contract.of(out)
     assert unknown.weights is None and "weights" in unknown.unknown
     assert unknown.shared_amax == written.shared_amax and unknown.excluded == written.excluded
-    identified = fp4kit.Contract.of(out, source=source)
-    assert identified.weights.id == "nvfp4-te" and identified == written
-    assert dict(identified.inferred)["weights"].startswith("identified: nvfp4-te")
     edit(out / "model.safetensors", double("model.layers.0.mlp.up_proj.weight_global_scale"))
     assert fp4kit.Contract.of(out).shared_amax == (("k_proj", "q_proj", "v_proj"),)
     plain = fp4kit.Contract.of(source)
     assert plain.weights is None and "weights" not in plain.unknown
+
+
+@pytest.mark.exhaustive
+def test_the_recipe_is_identified_from_the_bytes(source, tmp_path):
+    out = tmp_path / "out"
+    convert(source, out, "nvfp4-te-4over6-mse-448", format="compressed-tensors")
+    written = fp4kit.Contract.of(out)
+    (out / FILE).unlink()
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]["fp4kit"]
+    (out / "config.json").write_text(json.dumps(config))
+    edit(out / "model.safetensors", lambda header, data: header.pop("__metadata__"))
+    identified = fp4kit.Contract.of(out, source=source)
+    assert identified.weights.id == "nvfp4-te-4over6-mse-448" and identified == written
+    assert dict(identified.inferred)["weights"].startswith("identified: nvfp4-te-4over6-mse-448")
 
 
 def test_a_malformed_contract_is_refused_by_name(source, tmp_path):
