@@ -17,11 +17,12 @@ _STYLE = (
     ".fp4kit-title{font-weight:600;border-bottom:1px solid;padding-bottom:2px;margin-bottom:4px;overflow-wrap:anywhere}"
     ".fp4kit table{border-collapse:collapse;margin:0 0 6px 0;color:inherit;background:transparent}"
     ".fp4kit tr,.fp4kit tr:hover,.fp4kit tr:nth-child(even){background:transparent}"
-    ".fp4kit th,.fp4kit td{text-align:left;vertical-align:top;padding:1px 14px 1px 0;border:0;font-weight:400}"
+    # The class is repeated because JupyterLab's own rule for cells is more specific than one class.
+    ".fp4kit.fp4kit th,.fp4kit.fp4kit td{text-align:left;vertical-align:top;padding:1px 14px 1px 0;border:0}"
     ".fp4kit td{overflow-wrap:anywhere}"
     ".fp4kit .facts td:first-child{min-width:9em}"  # wide tables would otherwise break names within words
-    ".fp4kit th{opacity:.7}"
-    ".fp4kit .n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
+    ".fp4kit.fp4kit th{opacity:.7;font-weight:400}"
+    ".fp4kit .n.n{text-align:right;white-space:nowrap;font-variant-numeric:tabular-nums}"
     ".fp4kit .bars td{padding-top:0;padding-bottom:0}"
     ".fp4kit .bar{height:.75em;min-width:1px;margin-top:.3em;background:currentColor;opacity:.55}"
 )
