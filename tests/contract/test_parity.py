@@ -318,6 +318,11 @@ def test_hadamard_transforms():
     q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard="no_signs") for n, w in W.items()}
     assert parity(plain, (plain, q), weights=W).equal
 
+    other = plain.stating(hadamard_signs=signs)
+    assert (
+        parity(plain, other, weights=W).differing[0].setting.startswith("hadamard is 16 without signs in train and 16")
+    )
+
     pattern = np.tile([1, -1, -1, 1], 32)
     large = alone.stating(hadamard=128, hadamard_signs="+--+" * 32)
     q = {n: fp4kit.quantize(fp4kit.hadamard(w, 128, signs=pattern), "nvfp4-te") for n, w in W.items()}
@@ -377,3 +382,18 @@ def test_a_result_prints_and_counts():
     layer = found.differing[0]
     assert sum(count for _, count in layer.steps) <= layer.examined and layer.steps[0] == (layer.step, layer.count)
     assert str(replace(layer, step=None, worked=None)) == "weight m.gate_proj: equal in every bit"
+
+
+def test_every_part_of_a_recipe_is_named():
+    te = fp4kit.recipe("nvfp4-te")
+    fast = "rule of the block scale flashinfer and flashinfer_precise"
+    for a, b, step, text in (
+        (te, replace(te, id="mine", block=(1, 32)), "amax", "block (1, 16) and (1, 32)"),
+        (te, "nvfp4-te-2d", "amax", "block (1, 16) and (16, 16)"),
+        ("nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mae-448", "block scale", "4over6 mode mse and mae"),
+        ("nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mse-256", "tensor scale", "largest block scale 448 and 256"),
+        ("nvfp4-flashinfer", "nvfp4-flashinfer-precise", "block scale", fast),
+    ):
+        found = parity(Contract(a), Contract(b), weights=None if text == fast else W)
+        layer = one(found)
+        assert layer.step == step and text in layer.setting and text in found.contracts.differences[0], (a, b)

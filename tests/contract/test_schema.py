@@ -124,6 +124,7 @@ def test_the_difference_of_every_setting_is_said_in_words():
             "rule of fake_quantize microxcaling_nearest and microxcaling_even",
         ),
         ("nvfp4-modelopt", "nvfp4-quark", "decoding"),
+        ("nvfp4-te-4over6-mse-256", "nvfp4-te-4over6-mse-256-fasterr", "fast 4over6 errors False and True"),
         ("mxfp8-torchao-rceil", "mxfp8-torchao-rceil-018", "versions"),
         ("nvfp4-te", "mxfp4-ocp", "scale format E4M3 and E8M0"),
     ],
