@@ -27,6 +27,8 @@ def everything(name: str, x: np.ndarray) -> Iterator[object]:
         yield from fp4kit.fake_quantize_grouped([a, a[:2]], name)
     yield fp4kit.fake_quantize_backward(part, part, name, amax=1e-39, pass_through=False)
     yield from (fp4kit.amax(part), fp4kit.amax(part, axis=1))
+    yield from (fp4kit.hadamard(part, 64, seed=2), fp4kit.hadamard(x, 32, axis=0, inverse=True))
+    yield fp4kit.rotate(part, np.roll(np.eye(8, dtype=np.float32), 3, 0), signs=fp4kit.random_signs(8, 1))
     yield from (a for a in fp4kit.GroupedPlan([part, x], name).amax() if a is not None)
     if r.fake_only:
         return
