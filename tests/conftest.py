@@ -24,7 +24,7 @@ from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import RECIPES
 
 TESTS = Path(__file__).resolve().parent
-settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=100, database=None, print_blob=False)
+settings.register_profile("fp4kit", derandomize=True, deadline=None, max_examples=50, database=None, print_blob=False)
 settings.load_profile("fp4kit")
 
 

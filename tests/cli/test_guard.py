@@ -80,7 +80,11 @@ PHASES = (  # the signal comes just before this audit event
 
 
 @pytest.mark.parametrize(
-    ("after", "last", "state"), [phase[1:] for phase in PHASES], ids=[phase[0] for phase in PHASES]
+    ("after", "last", "state"),
+    [
+        pytest.param(*phase, id=name, marks=pytest.mark.exhaustive if name in ("parse", "lock") else ())
+        for name, *phase in PHASES
+    ],
 )
 @pytest.mark.parametrize("number", ONE, ids=lambda n: n.name)
 def test_signal_in_each_phase(

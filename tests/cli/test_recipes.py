@@ -8,13 +8,16 @@ import re
 import shlex
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 
 import fp4kit
 from fp4kit.cli import main, parser
+from fp4kit.evidence.golden import agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import recipes
 
@@ -92,7 +95,12 @@ def test_errors_are_one_line(arguments, message, capsys) -> None:
     assert message in err and err.count("\n") == 1 and err.startswith("fp4kit recipes: ")
 
 
-def test_formats_and_agreement(capsys) -> None:
+@pytest.mark.parametrize("engine", ["compiled", *exhaustive(["specification"])])
+def test_formats_and_agreement(capsys, monkeypatch, engine) -> None:
+    """The table of recipes that agree is computed by the specification, and equals that of the compiled engine."""
+    if engine == "compiled":
+        monkeypatch.setattr(agreement, "specification", nullcontext)
+    agreement.agreeing.cache_clear()
     assert main(["formats"]) == 0
     assert "NVFP4" in capsys.readouterr().out
     assert main(["recipes", "--agreement"]) == 0

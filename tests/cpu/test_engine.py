@@ -118,7 +118,7 @@ def arrays(dtype):
     yield x
 
 
-EVERYTHING = every(3, [(name, FLOATS[i % 3]) for i, name in enumerate(RECIPES)])
+EVERYTHING = every(5, [(name, FLOATS[i % 3]) for i, name in enumerate(RECIPES)])
 EVERYTHING += exhaustive((name, FLOATS[(i + 1) % 3]) for i, name in enumerate(RECIPES))
 
 

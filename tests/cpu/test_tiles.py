@@ -28,10 +28,14 @@ EIGHTH = every(4, COVERED[::2]) + exhaustive(COVERED[1::2])
 def panels(others):
     """Return cases (recipe, dtype): the recipes of PANELS with every dtype, the recipes `others` with one dtype each.
 
-    Only exhaustive runs take `others`.
+    A usual run takes the recipes of PANELS with one dtype each.
     """
     rest = [name for name in others if name not in PANELS]
-    cases = [pytest.param(name, dtype, id=f"{name}-{dtype}") for name in PANELS for dtype in FLOATS]
+    cases = [
+        pytest.param(name, dtype, id=f"{name}-{dtype}", marks=() if i == k else pytest.mark.exhaustive)
+        for i, name in enumerate(PANELS)
+        for k, dtype in enumerate(FLOATS)
+    ]
     return cases + [
         pytest.param(name, FLOATS[i % 3], id=f"{name}-{FLOATS[i % 3]}", marks=pytest.mark.exhaustive)
         for i, name in enumerate(rest)

@@ -319,10 +319,13 @@ def where_it_is(seen, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [("nvfp4-te-4over6-mse-256", "linear"), ("nvfp4-flashinfer", "swizzled_128x4"), ("mxfp4-ocp", "linear")],
+    ("name", "layout", "known"),
+    [
+        ("nvfp4-te-4over6-mse-256", "linear", True),
+        ("nvfp4-flashinfer", "swizzled_128x4", False),
+        ("mxfp4-ocp", "linear", True),
+    ],
 )
-@pytest.mark.parametrize("known", [True, False])
 def test_identify_proves_a_large_array_where_it_is(name, layout, known, monkeypatch) -> None:
     monkeypatch.setattr("fp4kit.ops.identify.SAMPLE", 1 << 13)
     x = ordinary(6, (64, 512), ml_dtypes.bfloat16)

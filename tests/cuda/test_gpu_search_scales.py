@@ -71,7 +71,7 @@ AROUND = ("all", "near", (-3, 1), (-100, -2), (4, 100), (0, 9), (-8, 5), (-9, 30
 
 
 BOUNDED = list(product([BF16, np.float32], [2688.0, 3.7, 2.0**-41, 1e12]))
-AT_BOUNDS = [(candidates, *BOUNDED[0]) for candidates in ("all", "near", (0, 9))]
+AT_BOUNDS = [("near", *BOUNDED[0]), *exhaustive((candidates, *BOUNDED[0]) for candidates in ("all", (0, 9)))]
 AT_BOUNDS += exhaustive(("near", *pair) for pair in BOUNDED[2::3])
 # Exhaustive runs also try every kind of candidates except "near" with one pair of a dtype and an amax.
 AT_BOUNDS += exhaustive((c, *BOUNDED[(i + k) % 8]) for i, c in enumerate(AROUND) if c != "near" for k in (1,))

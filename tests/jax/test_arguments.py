@@ -159,6 +159,7 @@ def test_a_quantized_without_values_can_be_shown():
     assert "zero blocks" in str(q) and "zero blocks" in q._repr_html_()
 
 
+@pytest.mark.exhaustive
 def test_results_are_where_the_argument_is_and_move_as_it_does():
     """A result is on the argument's device, and committed to it only if the argument is. Sharded arrays are rejected.
 

@@ -46,10 +46,14 @@ def of_layer(tree, module):
     return np.asarray(tree["kernel"]).T if "kernel" in tree else np.asarray(tree["weight"])
 
 
-@pytest.mark.parametrize("leaf", ["kernel", "weight"])
 @pytest.mark.parametrize(
-    ("recipe", "form"),
-    [("nvfp4-te", "compressed-tensors"), ("nvfp4-te", "modelopt"), ("nvfp4-compressed-tensors", None), ("mxfp4", None)],
+    ("recipe", "form", "leaf"),
+    [
+        ("nvfp4-te", "compressed-tensors", "kernel"),
+        ("nvfp4-te", "modelopt", "weight"),
+        ("nvfp4-compressed-tensors", None, "kernel"),
+        ("mxfp4", None, "weight"),
+    ],
 )
 def test_trained_values_are_served_values(tmp_path, recipe, form, leaf):
     params = a_llama(leaf)

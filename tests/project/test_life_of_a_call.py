@@ -73,6 +73,7 @@ def test_the_compiled_engine() -> None:
     compare("compiled", 15)
 
 
+@pytest.mark.exhaustive
 @NEEDS_ENGINE
 def test_a_tensor_of_torch() -> None:
     pytest.importorskip("torch")

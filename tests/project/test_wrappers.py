@@ -135,9 +135,8 @@ def test_parametrized_layers():
     assert model[0].parametrizations.weight.original.grad.abs().sum() > 0
 
 
-@pytest.mark.parametrize(
-    "name, package", [("torch_autograd", "torch"), pytest.param("jax_custom_vjp", "jax", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("name, package", [("torch_autograd", "torch"), ("jax_custom_vjp", "jax")])
+@pytest.mark.exhaustive
 def test_examples_run_and_learn(name, package):
     pytest.importorskip(package)
     command, environment = [sys.executable, ROOT / "examples" / f"{name}.py"], os.environ | {"PYTHONPATH": str(ROOT)}

@@ -56,8 +56,8 @@ def gpu_only(test: T) -> T:
 
 
 def examples(count: int) -> settings:
-    """Return Hypothesis settings with `count` examples on a GPU, and a twentieth of them on the CPU."""
-    return settings(max_examples=count if DEVICES else count // 20)
+    """Return Hypothesis settings with `count` examples on a GPU, and a fortieth of them on the CPU."""
+    return settings(max_examples=count if DEVICES else count // 40)
 
 
 def importable() -> AbstractContextManager[Any]:

@@ -66,7 +66,7 @@ def test_any_reshard(data, n, ranks, others, shape, explicit):
 
 
 @pytest.mark.exhaustive
-@settings(max_examples=400)
+@settings(max_examples=100)
 @given(
     st.data(), st.integers(2, 12), st.integers(1, 4), st.sampled_from(["drop", "duplicate", "nan", "negative", "shape"])
 )
@@ -102,7 +102,7 @@ def test_faults_are_named_on_every_rank(data, n, ranks, fault):
     assert len(set(on_threads(ranks, gather))) == 1
 
 
-@settings(max_examples=200)
+@settings(max_examples=60)
 @given(EXPERTS, RANKS)
 def test_parts_are_consecutive_and_balanced(n, ranks):
     state = state_of({**experts_of(n), QKV: 3})

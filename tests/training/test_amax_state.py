@@ -88,7 +88,7 @@ def test_wildcards_match_both_spellings(pattern, hits, separator):
 # ---- collecting ----
 
 
-@settings(max_examples=300)
+@settings(max_examples=80)
 @given(
     shape=st.sampled_from(list(SHAPES.values())),
     calls=st.lists(

@@ -126,7 +126,7 @@ def scaled_columns(x: np.ndarray, rounded: bool) -> np.ndarray:
     return (x.astype(np.float32) * factors.astype(np.float32)).astype(BF16)
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-compressed-tensors", "mxfp4-compressed-tensors"])
+@pytest.mark.parametrize("recipe", half(["nvfp4-compressed-tensors", "mxfp4-compressed-tensors"]))
 def test_weights_scaled_per_column(recipe: str) -> None:
     x = weight(rows=512, columns=128)
     layer = layer_of(quantize(scaled_columns(x, True), recipe))

@@ -55,7 +55,7 @@ def rewrite(root, change):
 
 # Every model with one recipe, and every recipe with at least one model.
 CONVERSIONS = list(zip(MODELS, cycle(RECIPES), strict=False))
-USUAL_CONVERSION = ("deepseek", RECIPES[2])
+USUAL_CONVERSION = ("dense", RECIPES[2])
 
 
 @pytest.mark.parametrize("conversion", by_default([USUAL_CONVERSION], dict.fromkeys((USUAL_CONVERSION, *CONVERSIONS))))

@@ -114,7 +114,9 @@ def test_by_default():
         by_default(("d",), "abc")
 
 
-@pytest.mark.parametrize(("arguments", "sees"), [((), False), (("-m", "not gpu"), True)])
+@pytest.mark.parametrize(
+    ("arguments", "sees"), [pytest.param((), False, marks=pytest.mark.exhaustive), (("-m", "not gpu"), True)]
+)
 def test_the_long_rest_runs_when_it_is_asked_for(arguments, sees):
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-qq", *arguments, "tests/cpu/test_sanitized.py"],
@@ -135,7 +137,9 @@ def pytest_configure(config):
 """
 
 
-@pytest.mark.parametrize(("second", "status"), [("", 0), ("warnings.warn('another')", 3)])
+@pytest.mark.parametrize(
+    ("second", "status"), [("", 0), pytest.param("warnings.warn('another')", 3, marks=pytest.mark.exhaustive)]
+)
 def test_it_starts_beside_pytest_benchmark(tmp_path, second, status):
     """Check that the suite ignores the warning that pytest-benchmark gives under xdist; other warnings stay errors."""
     (tmp_path / "benchmark_stand_in.py").write_text(PLUGIN.replace("SECOND", second))
