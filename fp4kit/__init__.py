@@ -46,6 +46,7 @@ from fp4kit.ops.identify import Identification, identify
 from fp4kit.ops.identify_kv import KVIdentification, identify_kv
 from fp4kit.ops.kv_cache import dequantize_kv, quantize_kv
 from fp4kit.ops.matmul import matmul
+from fp4kit.ops.matmul_grouped import matmul_grouped
 from fp4kit.ops.pack import pack, unpack
 from fp4kit.ops.partial import partial_amax, partial_cast
 from fp4kit.ops.quantize import quantize, quantize_both
@@ -174,6 +175,7 @@ __all__ = [
     "identify_kv",
     "load",
     "matmul",
+    "matmul_grouped",
     "num_threads",
     "open_checkpoint",
     "pack",

@@ -82,6 +82,7 @@ class MatmulCall(NamedTuple):
         unit: the Unit.
         step: the step of the unit for these operands; None if the unit has an order instead.
         out_dtype: dtype of the result.
+        out: the array (batch, M, N) for the result, contiguous; None to allocate it.
         on_device: whether the arrays are CuPy arrays.
     """
 
@@ -91,6 +92,7 @@ class MatmulCall(NamedTuple):
     unit: Unit
     step: DotAdd | FloorDotAdd | None
     out_dtype: np.dtype
+    out: Any
     on_device: bool
 
     @property
@@ -174,34 +176,52 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
     Errors are those of fp4kit.matmul. Block scales must be in the linear layout.
     """
     op = "matmul"
-    u, dtype = unit_of(op, unit), numpy_dtype(op, out_dtype)
-    if dtype not in FLOATS:
-        raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
+    u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)
     check_one_device(op, a=first_array(a), b=first_array(b), c=c)
-    operands = [_operand(op, name, x) for name, x in (("a", a), ("b", b))]
-    (left, right), (lead, lead_b) = operands, [x.codes.shape[:-2] for x in operands]
-    if left.k != right.k:
-        raise ValueError(
-            f"{op}: a has length {left.k} along K and b {right.k}; needs equal lengths. K is the last axis of an array"
-            " and the quantized axis of a Quantized, so b is (..., N, K)"
-        )
+    left, right = (operand(op, name, x) for name, x in (("a", a), ("b", b)))
+    lead, lead_b = (x.codes.shape[:-2] for x in (left, right))
+    check_lengths(op, left, right)
     if lead and lead_b and lead != lead_b:
         raise ValueError(
             f"{op}: a is a stack {lead} of matrices and b a stack {lead_b}; needs equal stacks, or one matrix"
         )
     M, N = left.codes.shape[-2], right.codes.shape[-2]
     step = step_of(op, u, left, right)
-    if alpha is not None:
-        number = np.float32(_number(op, alpha))
-        left = left._replace(factor=_library(left.codes).full(left.codes.shape[:-1], number))
-        right = right._replace(factor=None)
+    left, right = with_alpha(op, alpha, left, right)
     # A stack times one matrix is a product with more rows.
     left = left.reshaped(prod(lead), M) if lead_b and lead else left.reshaped(1, prod(lead) * M)
     right = right.reshaped(prod(lead_b), N)
-    on_gpu = on_device(left.codes)
-    call = MatmulCall(left, right, None, u, step, dtype, on_gpu)
+    call = MatmulCall(left, right, None, u, step, dtype, None, on_device(left.codes))
     shape = (*(lead or lead_b), M, N)
-    return call._replace(c=None if c is None else _first_sums(op, c, shape).reshape(call.shape)), shape
+    return call._replace(c=None if c is None else first_sums(op, "c", c, shape).reshape(call.shape)), shape
+
+
+def output_dtype(op: str, out_dtype: Any) -> np.dtype:
+    """Return the argument out_dtype as a dtype. Raise TypeError unless it is float32, float16 or bfloat16."""
+    dtype = numpy_dtype(op, out_dtype)
+    if dtype not in FLOATS:
+        raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
+    return dtype
+
+
+def check_lengths(op: str, a: Operand, b: Operand, names: tuple[str, str] = ("a", "b")) -> None:
+    """Raise ValueError unless two operands have equal lengths along K. names: the operands in the message."""
+    if a.k != b.k:
+        raise ValueError(
+            f"{op}: {names[0]} has length {a.k} along K and {names[1]} {b.k}; needs equal lengths. K is the last axis"
+            f" of an array and the quantized axis of a Quantized, so {names[1]} is (..., N, K)"
+        )
+
+
+def with_alpha(op: str, alpha: Any, a: Operand, b: Operand) -> tuple[Operand, Operand]:
+    """Return two operands with the number alpha in place of their tensor scales, or unchanged if alpha is None.
+
+    Raise TypeError if alpha is not a number.
+    """
+    if alpha is None:
+        return a, b
+    number = np.float32(_number(op, alpha))
+    return a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
 
 
 def _library(a: Any) -> Any:
@@ -217,21 +237,21 @@ def _number(op: str, alpha: Any) -> float:
         raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs a number, or None for the tensor scales") from None
 
 
-def _first_sums(op: str, c: Any, shape: tuple[int, ...]) -> Any:
+def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
     """Return c as contiguous float32. Raise TypeError unless its dtype is float32, float16 or bfloat16.
 
-    Raise ValueError unless its shape is `shape`, the shape of the result.
+    Raise ValueError unless its shape is `shape`, the shape of the result. name: the argument in the message.
     """
-    (c,) = import_arrays(op, c=c)
+    (c,) = import_arrays(op, **{name: c})
     if c.dtype not in FLOATS:
-        raise TypeError(f"{op}: c is {c.dtype}; needs float32, float16 or bfloat16")
+        raise TypeError(f"{op}: {name} is {c.dtype}; needs float32, float16 or bfloat16")
     if c.shape != shape:
-        raise ValueError(f"{op}: c has shape {c.shape}; needs {shape}, the shape of the result")
+        raise ValueError(f"{op}: {name} has shape {c.shape}; needs {shape}, the shape of the result")
     return c.astype(np.float32, order="C")
 
 
-def _operand(op: str, name: str, x: Any) -> Operand:
-    """Return an argument of matmul as an Operand whose batch axes are those of the argument. name: "a" or "b".
+def operand(op: str, name: str, x: Any) -> Operand:
+    """Return an argument of matmul as an Operand whose batch axes are those of the argument. name: such as "a".
 
     Raise TypeError unless x is a Quantized or an array of a dtype in _ARRAY_ELEMENTS. Raise ValueError if an array has
     less than two dimensions, or if no matrix unit multiplies a Quantized of this recipe.

@@ -154,7 +154,7 @@ class ProductCall(ctypes.Structure):
         *((name, c_void_p) for name in ("c", "out")),
         *((name, c_int64) for name in ("rows", "columns", "length")),
         *((name, c_int32) for name in ("adder", "step", "promote", "fraction_bits", "output_bits")),
-        *((name, c_int32) for name in ("zero_exponent", "sums", "c_vanishes", "output", "threads")),
+        *((name, c_int32) for name in ("zero_exponent", "sums", "c_vanishes", "output")),
     ]
 
 
@@ -223,7 +223,7 @@ def _load(level: str) -> Any:
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
         ("search_scales", None, [POINTER(SearchScalesCall)]),
         ("search_factors", None, [POINTER(SearchFactorsCall)]),
-        ("matmul", None, [POINTER(ProductCall)]),
+        ("matmul", None, [POINTER(ProductCall), c_int64, c_int32]),
         ("rotate", None, [POINTER(RotateCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):

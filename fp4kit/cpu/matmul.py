@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ctypes
+from collections.abc import Iterator
 from functools import lru_cache
 
 import numpy as np
@@ -25,25 +25,48 @@ from fp4kit.reference.matmul import as_terms
 TERMS_PER_CALL = 1 << 30  # products per call of the library, between which Python can handle Ctrl-C
 
 
-def matmul(call: MatmulCall) -> np.ndarray:
-    """Return the product of a call of fp4kit.matmul: an array (batch, M, N) of call.out_dtype.
+def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
+    """Return the products of calls of fp4kit.matmul: for each call an array (batch, M, N) of its out_dtype.
 
-    The library computes some rows of one matrix per call, because Python can handle Ctrl-C only between calls. Raise
-    Declined if there is no usable library.
+    The library computes all products at once, or parts of them one after the other, because Python can handle Ctrl-C
+    only between its calls. A part is some rows of one matrix. Raise Declined if there is no usable library.
     """
-    product = _prototype(call)
-    out = np.empty(call.shape, call.out_dtype)
+    outs = [np.empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
+    parts: list[ProductCall] = []
+    terms = 0
+    for call, out in zip(calls, outs, strict=True):
+        for part in _parts(call, out):
+            count = part.rows * part.columns * max(part.length, 1)
+            if parts and terms + count > TERMS_PER_CALL:
+                _run(parts, terms)
+                parts, terms = [], 0
+            parts.append(part)
+            terms += count
+    _run(parts, terms)
+    return outs
+
+
+def _run(parts: list[ProductCall], terms: int) -> None:
+    """Compute parts of products, which have `terms` products of elements together."""
+    functions().fp4kit_matmul((ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
+
+
+def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[ProductCall]:
+    """Yield the parts of a call, each with at most TERMS_PER_CALL products of elements or with one row.
+
+    out: the array (batch, M, N) for the results.
+    """
+    prototype = _prototype(call)
     batch, M, N = call.shape
     rows = max(TERMS_PER_CALL // max(N * call.a.k, 1), 1)
     for i in range(batch):
-        b = _operand(call.b, i, 0)
+        prototype.b, prototype.columns = _operand(call.b, i, 0), N
         for start in range(0, M, rows):
             part = out[i, start : start + rows]
-            product.a, product.b, product.rows, product.columns = _operand(call.a, i, start), b, len(part), N
-            product.c = None if call.c is None else address(call.c[i, start:])
-            product.out, product.threads = address(part), threads_for(part.size * max(call.a.k, 1))
-            functions().fp4kit_matmul(ctypes.byref(product))
-    return out
+            prototype.a, prototype.rows = _operand(call.a, i, start), len(part)
+            prototype.c = None if call.c is None else address(call.c[i, start:])
+            prototype.out = address(part)
+            yield ProductCall.from_buffer_copy(prototype)
 
 
 def _prototype(call: MatmulCall) -> ProductCall:

@@ -11,11 +11,16 @@ from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
 TERMS_AT_ONCE = 1 << 18  # products of one step that are computed at once; it bounds the memory
 
 
+def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
+    """Return the results of calls: for each call an array (batch, M, N) of its out_dtype."""
+    return [_matmul(call) for call in calls]
+
+
 @np.errstate(all="ignore")
-def matmul(call: MatmulCall) -> np.ndarray:
+def _matmul(call: MatmulCall) -> np.ndarray:
     """Return the result of a call: (batch, M, N) of call.out_dtype. If the call has no C, it counts as zeros."""
     batch, M, N = call.shape
-    out = np.empty(call.shape, call.out_dtype)
+    out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
     multiple = call.step.k if call.step else call.a.block
     rows = max(TERMS_AT_ONCE // max(N * multiple, 1), 1)
     for i in range(batch):

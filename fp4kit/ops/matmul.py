@@ -96,14 +96,19 @@ def matmul(
     return _matmul(a, b, unit, out_dtype, alpha, c)
 
 
-def _decoded(name: str, x: Any) -> Any:
-    """Return a Quantized decoded to bfloat16, with the quantized axis last. Return an array unchanged.
+def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
+    """Return an operand in the form that the engines take. Other arrays than Quantized are returned unchanged.
 
-    Raise ValueError unless the quantized axis is one of the last two. name: how the message calls x.
+    Block scales are in the linear layout. For the unit "dequantized", a Quantized is decoded to bfloat16, with the
+    quantized axis last; raise ValueError unless that axis is one of the last two.
+
+    op, name: the public function and the operand, as the message names them.
     """
     if not isinstance(x, Quantized):
         return x
-    check_axis("matmul", name, x)
+    if u.order != "dequantized":
+        return unswizzle(x) if x.scale_layout != "linear" else x
+    check_axis(op, name, x)
     values = dequantize(x, ml_dtypes.bfloat16)
     return values if x.axis == len(x.shape) - 1 else values.swapaxes(-1, -2)
 
@@ -112,9 +117,6 @@ def _decoded(name: str, x: Any) -> Any:
 def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
     """Check the arguments of matmul, and return the product in the library of a. Errors are those of matmul."""
     u = unit_of("matmul", unit)
-    if u.order == "dequantized":
-        a, b = _decoded("a", a), _decoded("b", b)
-    # The engines take block scales in the linear layout.
-    a, b = (unswizzle(x) if isinstance(x, Quantized) and x.scale_layout != "linear" else x for x in (a, b))
+    a, b = (prepared("matmul", name, x, u) for name, x in (("a", a), ("b", b)))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
-    return run("matmul", "matmul", call.on_device, call).reshape(shape)
+    return run("matmul", "matmul", call.on_device, [call])[0].reshape(shape)

@@ -41,6 +41,7 @@ RIGHT = {
     "identify_kv": {"arrays": CACHE.arrays, "keys": KEYS, "values": KEYS, "slots": [0, 1]},
     "error_budget": {"x": X, "w": X, "recipe_x": "nvfp4-te", "recipe_w": "nvfp4-te"},
     "matmul": {"a": Q, "b": Q},
+    "matmul_grouped": {"a": [Q], "b": [Q]},
     "pack": {"codes": Q.packed & 7},
     "partial_amax": {"shard": FLAT, "shape": (32, 64), "start": 0, "recipe": "nvfp4-te-2d"},
     "partial_cast": {

@@ -7,7 +7,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from exhaustive import every
+from exhaustive import every, exhaustive
 from on_gpu import DEVICES, ON_GPU, cupy, gpu_only
 from products import PAIRS, TINY, as_quantized, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
 
@@ -52,6 +52,33 @@ def test_stacks_and_empty_operands(shapes) -> None:
     rng = np.random.default_rng(3)
     a, b = (fp4kit.quantize(rng.standard_normal(shape).astype(np.float32), "nvfp4-te") for shape in shapes)
     both(a, b)
+
+
+def grouped(rng, kinds, rows) -> None:
+    """Assert that matmul_grouped gives the bits of the CPU for products of the given kinds and numbers of rows."""
+    a = [drawn(rng, kind, M, 96) for kind, M in zip(kinds, rows, strict=True)]
+    b = [drawn(rng, kind, int(rng.integers(1, 90)), 96) for kind in kinds]
+    with np.errstate(all="ignore"):
+        cpu = fp4kit.matmul_grouped(a, b)
+    gpu = fp4kit.matmul_grouped([*map(moved, a)], [*map(moved, b)])
+    for x, y in zip(gpu, cpu, strict=True):
+        np.testing.assert_array_equal(cupy.asnumpy(x).view(np.uint32), y.view(np.uint32))
+
+
+@pytest.mark.parametrize("kinds", [["nvfp4"] * 4, *exhaustive([["e4m3"] * 4, ["mxfp4", "bf16", "mxfp4", "bf16"]])])
+def test_groups_of_products(kinds) -> None:
+    """Products of several sizes, an empty one among them, take one launch per kernel."""
+    grouped(np.random.default_rng(3), kinds, (70, 0, 1, 130))
+
+
+def test_rows_of_tokens_by_expert() -> None:
+    rng = np.random.default_rng(4)
+    tokens, experts = drawn(rng, "nvfp4", 140, 64), drawn(rng, "nvfp4", 3, 40, 64)
+    starts, c = np.array([0, 70, 70, 140], np.int32), rng.standard_normal((140, 40)).astype(np.float32)
+    with np.errstate(all="ignore"):
+        cpu = fp4kit.matmul_grouped(tokens, experts, m_indptr=starts, c=c)
+    gpu = fp4kit.matmul_grouped(moved(tokens), moved(experts), m_indptr=cupy.asarray(starts), c=cupy.asarray(c))
+    np.testing.assert_array_equal(cupy.asnumpy(gpu).view(np.uint32), cpu.view(np.uint32))
 
 
 @pytest.mark.parametrize(("unit", "kind"), TINY)
@@ -99,10 +126,30 @@ def test_recorded_products(case) -> None:
 
 
 @gpu_only
-def test_large_products() -> None:
+@pytest.mark.parametrize(
+    ("kind", "unit"), [("nvfp4", "sm100"), ("mxfp4", "sm100"), ("bf16", "sm90"), ("e4m3", "sm90")], ids="-".join
+)
+def test_large_products(kind, unit) -> None:
+    """Products of many tiles have the bits of the CPU in drawn rows and columns of every tile.
+
+    Every tile of 32 rows or columns has one that the CPU computes too. In each of these rows and columns, the CPU
+    computes all results.
+    """
     rng = np.random.default_rng(5)
-    for kind, unit in (("nvfp4", "sm100"), ("mxfp4", "sm100"), ("bf16", "sm90"), ("e4m3", "sm90")):
-        both(drawn(rng, kind, 1000, 4096), drawn(rng, kind, 777, 4096), unit=unit)
+    a, b = drawn(rng, kind, 1000, 4096), drawn(rng, kind, 777, 4096)
+    with np.errstate(all="ignore"):
+        gpu = cupy.asnumpy(fp4kit.matmul(moved(a), moved(b), unit=unit)).view(np.uint32)
+        rows, columns = ([min(i + int(rng.integers(32)), n - 1) for i in range(0, n, 32)] for n in gpu.shape)
+        np.testing.assert_array_equal(gpu[rows], fp4kit.matmul(taken(a, rows), b, unit=unit).view(np.uint32))
+        np.testing.assert_array_equal(gpu[:, columns], fp4kit.matmul(a, taken(b, columns), unit=unit).view(np.uint32))
+
+
+def taken(x, rows):
+    """Return the given rows of an operand, a matrix."""
+    if not isinstance(x, Quantized):
+        return x[rows]
+    scales = None if x.block_scale is None else x.block_scale[rows]
+    return replace(x, packed=x.packed[rows], block_scale=scales, shape=(len(rows), x.shape[1]))
 
 
 def on_hopper() -> bool:

@@ -254,16 +254,25 @@ FP4KIT_EXPORT void fp4kit_rotate(const RotateCall* call) {
   });
 }
 
-// Compute the product C + A B^T of a call as a matrix unit does (matmul.h), and store it in call->out.
-FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* call) {
-  const auto run = [&](const auto& task) {
-    auto work = [&](i64 index) { task.run(index); };
-    run_tiles(task.count(), call->threads, work);
-  };
-#if FP4KIT_HAS_VNNI
-  if (uses_vnni(*call)) return run(VnniTask{*call});
+// Compute the products C + A B^T of `count` calls as matrix units do (matmul.h), and store them in call.out of each. At
+// most `threads` threads share the tasks of all calls.
+FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* calls, i64 count, i32 threads) {
+  ProductTasks tasks;
+  for (i64 i = 0; i < count; ++i) {
+#if FP4KIT_HAS_AVX512
+    if (uses_vnni(calls[i])) {
+      tasks.add<VnniTask>(calls[i]);
+      continue;
+    }
+    if (uses_lanes(calls[i])) {
+      tasks.add<LaneTask>(calls[i]);
+      continue;
+    }
 #endif
-  run(ProductTask{*call});
+    tasks.add<ProductTask>(calls[i]);
+  }
+  auto work = [&](i64 index) { tasks.run(index); };
+  run_tiles(tasks.count(), threads, work);
 }
 
 }  // extern "C"

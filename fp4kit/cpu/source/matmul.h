@@ -42,8 +42,7 @@ struct ProductCall {
   // The exponent of a term of zero; for floor, the number of sums of products, and 1 if C counts as 0 when its exponent
   // is far below the largest.
   i32 zero_exponent, sums, c_vanishes;
-  i32 output;   // the dtype of `out`, as an index of with_input_type
-  i32 threads;  // the largest number of threads to use
+  i32 output;  // the dtype of `out`, as an index of with_input_type
 };
 
 namespace {
@@ -353,6 +352,34 @@ struct ProductTask {
         put(row, column, x);
       }
     }
+  }
+};
+
+// The tasks of several calls, numbered one after the other.
+class ProductTasks {
+  struct Part {
+    const ProductCall* call;
+    i64 end;  // the number of tasks of this call and of those before it
+    void (*run)(const ProductCall&, i64);
+  };
+  std::vector<Part> parts_;
+
+ public:
+  // Add the tasks of a call. Task: a class such as ProductTask, which computes the call.
+  template <class Task>
+  void add(const ProductCall& call) {
+    const auto run_task = [](const ProductCall& product, i64 index) { Task{product}.run(index); };
+    parts_.push_back({&call, count() + Task{call}.count(), run_task});
+  }
+
+  // Return the number of tasks.
+  i64 count() const { return parts_.empty() ? 0 : parts_.back().end; }
+
+  // Compute and store the results of task `index`.
+  void run(i64 index) const {
+    const auto is_before = [](i64 i, const Part& part) { return i < part.end; };
+    const auto part = std::upper_bound(parts_.begin(), parts_.end(), index, is_before);
+    part->run(*part->call, part == parts_.begin() ? index : index - (part - 1)->end);
   }
 };
 

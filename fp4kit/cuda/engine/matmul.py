@@ -10,14 +10,19 @@ from fp4kit.call.parse import Declined
 from fp4kit.cuda.launch.matmul import multiply
 
 
-def matmul(call: MatmulCall) -> Any:
-    """Return the result of a call: (batch, M, N) of call.out_dtype. Raise Declined for blocks that no kernel takes."""
-    _check_blocks(call)
-    with imports.making_current(call.a.codes.device.id):
-        out = imports.cupy().empty(call.shape, call.out_dtype)
-        if out.size:
-            multiply(call, out)
-        return out
+def matmul(calls: list[MatmulCall]) -> list[Any]:
+    """Return the results of calls on one device: for each call an array (batch, M, N) of its out_dtype.
+
+    Raise Declined for blocks that no kernel takes.
+    """
+    for call in calls:
+        _check_blocks(call)
+    with imports.making_current(calls[0].a.codes.device.id):
+        outs = [imports.cupy().empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
+        filled = [(call, out) for call, out in zip(calls, outs, strict=True) if out.size]
+        if filled:
+            multiply([call for call, _ in filled], [out for _, out in filled])
+        return outs
 
 
 def _check_blocks(call: MatmulCall) -> None:

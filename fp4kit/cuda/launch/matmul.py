@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -29,47 +29,55 @@ _PRODUCT = np.dtype(
     + [("c", "u8"), ("out", "u8")]
     + [(name, "i8") for name in ("batch", "length", *Addition._fields[1:])]
 )
+_GROUP = np.dtype([("products", "u8"), ("ends", "u8"), ("count", "i8"), ("tiles", "i8")])
 
 
 @cache
-def _function(adder: str, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul.cu as a CuPy function on a device."""
-    source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", Output=TYPES[dtype])
+def _function(adder: str, grouped: bool, dtype: np.dtype, device: int) -> Any:
+    """Return the compiled kernel of matmul.cu as a CuPy function on a device. grouped: whether it takes a group."""
+    source = instantiation("matmul", _HEADER, kAdder=f"Adder::{adder}", kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_kernel", device)
 
 
 @cache
-def _fp4_function(scales_are_e8m0: bool, dtype: np.dtype, device: int) -> Any:
-    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device."""
-    source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, Output=TYPES[dtype])
+def _fp4_function(scales_are_e8m0: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
+    """Return the compiled kernel of matmul_fp4.cu as a CuPy function on a device. grouped: whether it takes a group."""
+    source = instantiation("matmul_fp4", kScalesAreE8M0=scales_are_e8m0, kGrouped=grouped, Output=TYPES[dtype])
     return loader.function(source, "matmul_fp4_kernel", device)
 
 
 @cache
-def _fp8_function(rows: str, columns: str, wide_step: bool, dtype: np.dtype, device: int) -> Any:
+def _fp8_function(rows: str, columns: str, wide_step: bool, grouped: bool, dtype: np.dtype, device: int) -> Any:
     """Return the compiled kernel of matmul_fp8.cu as a CuPy function on a device.
 
-    rows, columns: the element formats of the operands. wide_step: True for steps of 32 elements, False for 16.
+    rows, columns: the element formats of the operands. wide_step: True for steps of 32 elements, False for 16. grouped:
+    whether it takes a group.
     """
     names: dict[str, Any] = {
         "kRowsAreE5M2": rows == "E5M2",
         "kColumnsAreE5M2": columns == "E5M2",
         "kWideStep": wide_step,
+        "kGrouped": grouped,
     }
     return loader.function(instantiation("matmul_fp8", **names, Output=TYPES[dtype]), "matmul_fp8_kernel", device)
 
 
 @lru_cache(CACHE_SIZE)
-def _launch(kernel: tuple[Any, ...], dtype: np.dtype, shape: tuple[int, int, int], device: int) -> Launch:
-    """Return the launch of a kernel for results of a shape (batch, M, N).
+def _launch(kernel: tuple[Any, ...], dtype: np.dtype, tiles: int, grouped: bool, device: int) -> Launch:
+    """Return the launch of a kernel for a number of tiles.
 
-    kernel: the function that compiles the kernel, and its arguments besides dtype and device.
+    kernel: the function that compiles the kernel, and its arguments besides grouped, dtype and device. grouped: whether
+    the launch takes a group of products.
     """
     make, *arguments = kernel
-    tile = TILE if make is _function else LARGE_TILE
+    return Launch(make(*arguments, grouped, dtype, device), grid(tiles, device), _GROUP if grouped else _PRODUCT)
+
+
+def _tile_count(kernel: tuple[Any, ...], shape: tuple[int, int, int]) -> int:
+    """Return the number of tiles into which a kernel divides results of a shape (batch, M, N)."""
+    tile = TILE if kernel[0] is _function else LARGE_TILE
     batch, M, N = shape
-    blocks = grid(batch * -(-M // tile) * -(-N // tile), device)
-    return Launch(make(*arguments, dtype, device), blocks, _PRODUCT)
+    return batch * -(-M // tile) * -(-N // tile)
 
 
 def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | None:
@@ -126,13 +134,51 @@ def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
     return [*map(address, arrays), *sizes], arrays
 
 
-def multiply(call: MatmulCall, out: Any) -> None:
-    """Write the product of a call into out, a contiguous array (batch, M, N) of call.out_dtype."""
+class _Product(NamedTuple):
+    """Hold what a launch needs for one product.
+
+    Attributes:
+        kernel: the kernel, as _launch takes it.
+        dtype: the dtype of the result.
+        tiles: the number of tiles.
+        values: the values of the fields of _PRODUCT.
+        held: the arrays that must live until the launch.
+    """
+
+    kernel: tuple[Any, ...]
+    dtype: np.dtype
+    tiles: int
+    values: list[int]
+    held: list[Any]
+
+
+def _product(call: MatmulCall, out: Any) -> _Product:
+    """Return the product of a call, which is written into out, a contiguous array (batch, M, N)."""
     device = out.device.id
     adder, *fields = addition_of(call)
     (a, a_arrays), (b, b_arrays) = (_operand(x, device) for x in (call.a, call.b))
     c = None if call.c is None else imports.cupy().ascontiguousarray(call.c)
     kernel = _special_kernel(call, [a_arrays[0], b_arrays[0]]) or (_function, adder)
-    launch = _launch(kernel, call.out_dtype, call.shape, device)
-    launch(*(value & (2**64 - 1) for value in (*a, *b, address(c), address(out), call.shape[0], call.a.k, *fields)))
-    del a_arrays, b_arrays
+    values = [*a, *b, address(c), address(out), call.shape[0], call.a.k, *fields]
+    tiles = _tile_count(kernel, call.shape)
+    return _Product(kernel, call.out_dtype, tiles, [v & (2**64 - 1) for v in values], [*a_arrays, *b_arrays, c])
+
+
+def multiply(calls: list[MatmulCall], outs: list[Any]) -> None:
+    """Write the products of calls into outs, contiguous arrays (batch, M, N) of call.out_dtype with elements.
+
+    All arrays are on one device. Products that one kernel computes take one launch.
+    """
+    groups: dict[Any, list[_Product]] = {}
+    for call, out in zip(calls, outs, strict=True):
+        product = _product(call, out)
+        groups.setdefault((product.kernel, product.dtype), []).append(product)
+    for (kernel, dtype), products in groups.items():
+        device, tiles = outs[0].device.id, [product.tiles for product in products]
+        launch = _launch(kernel, dtype, sum(tiles), len(products) > 1, device)
+        if len(products) == 1:
+            launch(*products[0].values)
+            continue
+        table = np.array([*(product.values for product in products)], np.uint64).reshape(-1)
+        on_gpu = imports.cupy().asarray(np.concatenate([table, np.cumsum(tiles).astype(np.uint64)]))
+        launch(on_gpu.data.ptr, on_gpu[table.size :].data.ptr, len(products), sum(tiles))

@@ -1,7 +1,7 @@
 // matmul: matrix products as a matrix unit adds them, or in another stated order, for operands of every kind.
 //
 // A thread block computes tiles of kTile x kTile results. It decodes kDepth elements of K at a time to shared memory.
-// kAdder and the type Output are defined by the instantiation.
+// kAdder, kGrouped and the type Output are defined by the instantiation.
 #include "matmul.cuh"
 
 constexpr int kTile = 32;                        // number of rows, and of columns, of a tile
@@ -218,12 +218,12 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
   }
 }
 
+using Products = ProductsOf<kGrouped>::Type;
+
 // Compute and store the products of all matrices. A thread block takes one tile at a time. Launch with any grid.
-extern "C" __global__ void __launch_bounds__(kThreads) matmul_kernel(ProductArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) matmul_kernel(Products products) {
   __shared__ Decoded decoded_tile[1];
-  const i64 tiles = tile_count<kTile>(a);
-  for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) {
-    const ProductTile tile = tile_at<kTile>(a, i);
+  for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
     multiply_tile<kAdder, Output>(a, decoded_tile[0], tile.matrix, tile.row, tile.column);
-  }
+  });
 }

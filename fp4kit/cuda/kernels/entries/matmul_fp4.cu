@@ -268,13 +268,13 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   }
 }
 
+using Products = ProductsOf<kGrouped>::Type;
+
 // Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
 // multiple of 32. fraction_bits must be 35, output_bits 23, step 64 and promote 0. Launch with any grid.
-extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(ProductArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(Products products) {
   __shared__ Step memory[1];
-  const i64 tiles = tile_count<kTile>(a);
-  for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) {
-    const ProductTile tile = tile_at<kTile>(a, i);
+  for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
     multiply_tile<kScalesAreE8M0, Output>(a, memory[0], tile.matrix, tile.row, tile.column);
-  }
+  });
 }

@@ -290,15 +290,15 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix,
   }
 }
 
+using Products = ProductsOf<kGrouped>::Type;
+
 // Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
 // multiple of 16. A step must have 16 or 32 elements, and fraction_bits and output_bits must be at most 13. Launch with
 // any grid.
-extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(ProductArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp8_kernel(Products products) {
   __shared__ Step memory[1];
-  const i64 tiles = tile_count<kTile>(a);
-  for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) {
-    const ProductTile tile = tile_at<kTile>(a, i);
+  for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
     multiply_tile<kRowsAreE5M2 ? 2 : 3, kColumnsAreE5M2 ? 2 : 3, kWideStep ? 8 : 4, Output>(a, memory[0], tile.matrix,
                                                                                             tile.row, tile.column);
-  }
+  });
 }

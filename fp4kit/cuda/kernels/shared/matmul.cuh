@@ -44,6 +44,23 @@ struct ProductArguments {
   i64 step, promote, fraction_bits, output_bits, zero_exponent, sums, c_vanishes;
 };
 
+// A group of products, in device memory. ends[i] is the number of tiles of products 0 to i, and `tiles` that of all.
+struct ProductGroup {
+  const ProductArguments* products;
+  const i64* ends;
+  i64 count, tiles;
+};
+
+// ProductsOf<kGrouped>::Type is the type of the argument of a kernel: a group, or one product.
+template <bool kGrouped>
+struct ProductsOf {
+  using Type = ProductArguments;
+};
+template <>
+struct ProductsOf<true> {
+  using Type = ProductGroup;
+};
+
 // Sixteen bytes of codes.
 struct alignas(16) Codes {
   u32 words[4];
@@ -65,6 +82,35 @@ template <int kTile>
 FP4KIT_DEVICE ProductTile tile_at(const ProductArguments& a, i64 index) {
   const i64 rows = (a.a.rows + kTile - 1) / kTile, columns = (a.b.rows + kTile - 1) / kTile;
   return {index / columns / rows, index / columns % rows * kTile, index % columns * kTile};
+}
+
+// Call body(arguments, tile) for each tile of a product that this thread block takes.
+template <int kTile, class Body>
+FP4KIT_DEVICE void for_each_tile(const ProductArguments& a, Body body) {
+  const i64 tiles = tile_count<kTile>(a);
+  for (i64 i = blockIdx.x; i < tiles; i += gridDim.x) body(a, tile_at<kTile>(a, i));
+}
+
+// Call body(arguments, tile) for each tile of a group of products that this thread block takes. All threads of a thread
+// block must call this function, and get the same calls.
+template <int kTile, class Body>
+FP4KIT_DEVICE void for_each_tile(const ProductGroup& group, Body body) {
+  __shared__ ProductArguments arguments[1];
+  for (i64 i = blockIdx.x; i < group.tiles; i += gridDim.x) {
+    i64 low = 0, high = group.count - 1;  // the product of the tile is among low to high
+    while (low < high) {
+      const i64 middle = (low + high) / 2;
+      if (group.ends[middle] > i) {
+        high = middle;
+      } else {
+        low = middle + 1;
+      }
+    }
+    __syncthreads();  // until then, threads may use the arguments of the previous tile
+    if (threadIdx.x == 0) arguments[0] = group.products[low];
+    __syncthreads();
+    body(arguments[0], tile_at<kTile>(arguments[0], low == 0 ? i : i - group.ends[low - 1]));
+  }
 }
 
 // Return the index of row `row` of matrix `matrix` among all rows of an operand. If the operand is no stack, `matrix`

@@ -1,0 +1,173 @@
+"""Parse the arguments of fp4kit.matmul_grouped into one call of the engines per product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, is_array, making_current, on_device
+from fp4kit.call.matmul import (
+    MatmulCall,
+    Operand,
+    check_lengths,
+    first_sums,
+    operand,
+    output_dtype,
+    step_of,
+    with_alpha,
+)
+from fp4kit.quantized.container import Quantized
+from fp4kit.units import Unit
+
+OP = "matmul_grouped"
+
+
+class NamedOperand(NamedTuple):
+    """Hold a matrix of a group: its name in messages, such as "a[2]", and the operand with the axes (1, rows)."""
+
+    name: str
+    operand: Operand
+
+    def rows(self, start: int, stop: int) -> NamedOperand:
+        """Return the rows `start` to `stop` of the matrix."""
+        codes, scales, factor = (
+            None if part is None else part[:, start:stop]
+            for part in (self.operand.codes, self.operand.scales, self.operand.factor)
+        )
+        return NamedOperand(self.name, self.operand._replace(codes=codes, scales=scales, factor=factor))
+
+
+def is_single(x: Any) -> bool:
+    """Return whether an argument is one operand, and not a sequence of operands."""
+    return isinstance(x, Quantized) or is_array(x)
+
+
+def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> list[MatmulCall]:
+    """Return the calls of matmul_grouped for a sequence `a`: one per product, without arrays for the results.
+
+    Errors are those of fp4kit.matmul_grouped. Block scales must be in the linear layout.
+    """
+    lefts, rights = matrices("a", a), matrices("b", b)
+    if len(lefts) != len(rights):
+        raise ValueError(f"{OP}: a has {len(lefts)} matrices and b {len(rights)}; needs equally many")
+    dtype = output_dtype(OP, out_dtype)
+    firsts: Sequence[Any] = _per_product("c", c, len(lefts))
+    calls = []
+    for i, (left, right) in enumerate(zip(lefts, rights, strict=True)):
+        call = _call(left, right, u, dtype, _per_product("alpha", alpha, len(lefts))[i])
+        if firsts[i] is not None:
+            check_one_device(OP, **{left.name: left.operand.codes, f"c[{i}]": firsts[i]})
+            call = call._replace(c=first_sums(OP, f"c[{i}]", firsts[i], call.shape[1:])[None])
+        calls.append(call)
+    return calls
+
+
+def rows_call(
+    a: Any, b: Any, m_indptr: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any
+) -> tuple[list[MatmulCall], Any]:
+    """Return the calls of matmul_grouped for one matrix `a` and m_indptr, and the array (rows, N) that they write to.
+
+    Errors are those of fp4kit.matmul_grouped. Block scales must be in the linear layout.
+    """
+    (left,), rights = matrices("a", [a], ""), matrices("b", b)
+    check_one_device(OP, a=left.operand.codes, c=c)
+    rows, dtype = left.operand.codes.shape[1], output_dtype(OP, out_dtype)
+    if not rights:
+        raise ValueError(f"{OP}: b has no matrices; needs at least one with m_indptr")
+    starts = _starts(m_indptr, rows, len(rights))
+    widths = [right.operand.codes.shape[1] for right in rights]
+    if len(set(widths)) > 1:
+        raise ValueError(
+            f"{OP}: b has matrices of {sorted(set(widths))} rows; needs equal numbers of rows with m_indptr"
+        )
+    first = None if c is None else first_sums(OP, "c", c, (rows, widths[0]))
+    out = _empty((rows, widths[0]), dtype, left.operand.codes)
+    alphas = _per_product("alpha", alpha, len(rights))
+    calls = []
+    for i, (start, stop) in enumerate(pairwise(starts)):
+        call = _call(left.rows(start, stop), rights[i], u, dtype, alphas[i])
+        calls.append(call._replace(c=None if first is None else first[None, start:stop], out=out[None, start:stop]))
+    return calls, out
+
+
+def _empty(shape: tuple[int, int], dtype: np.dtype, like: Any) -> Any:
+    """Return a new array in the library and on the device of the array `like`."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    with making_current(like.device.id):
+        return cupy().empty(shape, dtype)
+
+
+def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
+    """Return the matrices of a sequence of operands, or of one stack of matrices.
+
+    name: the argument in messages. index: what follows it for matrix i, as a format string.
+    Raise TypeError or ValueError as `operand` does, and ValueError unless a stack has three axes and an entry two.
+    """
+    if is_single(xs):
+        whole = operand(OP, name, xs)
+        axes = whole.codes.ndim
+        if axes != 3:
+            raise ValueError(f"{OP}: {name} is one {axes}-d array; needs a sequence of matrices, or a stack of them")
+        stack = NamedOperand(name, whole.reshaped(1, whole.codes.shape[0] * whole.codes.shape[1]))
+        N = whole.codes.shape[1]
+        return [
+            NamedOperand(f"{name}[{i}]", stack.rows(i * N, (i + 1) * N).operand) for i in range(whole.codes.shape[0])
+        ]
+    found = []
+    for i, x in enumerate(xs):
+        own = name + index.format(i)
+        x = operand(OP, own, x)
+        if x.codes.ndim != 2:
+            raise ValueError(f"{OP}: {own} is {x.codes.ndim}-d; needs a matrix")
+        found.append(NamedOperand(own, x.reshaped(1, x.codes.shape[0])))
+    return found
+
+
+def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
+    """Return the call of one product without C. Raise an error if the unit cannot multiply the two matrices."""
+    names = left.name, right.name
+    check_one_device(OP, **{names[0]: left.operand.codes, names[1]: right.operand.codes})
+    check_lengths(OP, left.operand, right.operand, names)
+    step = step_of(OP, u, left.operand, right.operand, names)
+    a, b = with_alpha(OP, alpha, left.operand, right.operand)
+    return MatmulCall(a, b, None, u, step, dtype, None, on_device(a.codes))
+
+
+def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
+    """Return an argument as one entry per product. None and, for alpha, a number count for all products.
+
+    Raise ValueError if a sequence or array does not have `count` entries.
+    """
+    if value is None or (name == "alpha" and not hasattr(value, "__len__")):
+        return [value] * count
+    if name == "alpha" and getattr(value, "ndim", 1) == 0:
+        return [value] * count
+    if not hasattr(value, "__len__") or len(value) != count:
+        got = f"{len(value)} entries" if hasattr(value, "__len__") else f"the value {value!r:.40}"
+        raise ValueError(f"{OP}: {name} has {got}; needs one entry for each of {count} products")
+    return [value[i] for i in range(count)]
+
+
+def _starts(m_indptr: Any, rows: int, count: int) -> list[int]:
+    """Return m_indptr as a list of numbers. On a GPU, it is copied to the host.
+
+    Raise TypeError unless it consists of integers. Raise ValueError unless it has count + 1 entries from 0 to `rows`
+    that do not decrease.
+    """
+    array = np.asarray(m_indptr) if isinstance(m_indptr, (list, tuple)) else import_arrays(OP, m_indptr=m_indptr)[0]
+    array = array if isinstance(array, np.ndarray) else array.get()
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{OP}: m_indptr is {array.dtype}; needs integers")
+    if array.shape != (count + 1,):
+        raise ValueError(f"{OP}: m_indptr has shape {array.shape}; needs ({count + 1},), one more than matrices in b")
+    starts: list[int] = array.tolist()
+    if starts[0] != 0 or starts[-1] != rows:
+        raise ValueError(f"{OP}: m_indptr goes from {starts[0]} to {starts[-1]}; needs 0 to {rows}, the rows of a")
+    for i, (start, stop) in enumerate(pairwise(starts)):
+        if stop < start:
+            raise ValueError(f"{OP}: m_indptr[{i + 1}] is {stop}, less than m_indptr[{i}]; needs numbers that increase")
+    return starts

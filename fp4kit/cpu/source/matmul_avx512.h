@@ -1,0 +1,440 @@
+// Products whose terms are single products (Adder::truncate), with AVX-512: FP8, FP6 and 16-bit floats on NVIDIA's
+// units, and MX formats. matmul.h computes them on other processors.
+//
+// A term is an integer in units of the last bit that a step keeps, so the sum of a step is an integer sum. float32
+// holds the elements and the products of two elements exactly, unless exponents are extreme. Lanes with extreme
+// exponents, infinities or NaN are added term by term.
+#pragma once
+
+#include "matmul.h"
+
+#if defined(__AVX512BW__) && defined(__AVX512DQ__) && defined(__GNUC__)
+#define FP4KIT_HAS_AVX512 1
+#include <immintrin.h>
+
+namespace {
+
+constexpr int kTowardZero = _MM_FROUND_TO_ZERO | _MM_FROUND_NO_EXC;
+
+// ---- what matmul_vnni.h uses, too ----
+
+// Return the lanes of the panel that begins at column `first` whose columns exist.
+__mmask16 lanes_from(const ProductCall& call, i64 first) {
+  const i64 count = std::min<i64>(kProductLanes, call.columns - first);
+  return static_cast<__mmask16>((1u << count) - 1);
+}
+
+// Return eight floats as doubles: the lower half of x if `half` is 0, and the upper half if it is 1.
+__m512d half_of(__m512 x, int half) {
+  return _mm512_cvtps_pd(half ? _mm512_extractf32x8_ps(x, 1) : _mm512_castps512_ps256(x));
+}
+
+// Return eight integers as doubles: the lower half of x if `half` is 0, and the upper half if it is 1.
+__m512d integer_half_of(__m512i x, int half) {
+  return _mm512_cvtepi32_pd(half ? _mm512_extracti64x4_epi64(x, 1) : _mm512_castsi512_si256(x));
+}
+
+// Return doubles as floats, truncated toward zero. `low` holds the first eight, and `high` the last eight.
+__m512 truncated(__m512d low, __m512d high) {
+  const __m512 first = _mm512_castps256_ps512(_mm512_cvt_roundpd_ps(low, kTowardZero));
+  return _mm512_insertf32x8(first, _mm512_cvt_roundpd_ps(high, kTowardZero), 1);
+}
+
+// Store in `sums` the first sums of `padded` rows from row `row` on, for the panel that begins at column `first`: C, or
+// zeros without C. Only `rows` of the rows exist; the sums of others, and of columns that do not exist, are zeros.
+void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64 first, float (*sums)[kProductLanes]) {
+  std::memset(sums, 0, static_cast<size_t>(padded) * sizeof *sums);
+  if (!call.c) return;
+  const __mmask16 exist = lanes_from(call, first);
+  for (i64 r = 0; r < rows; ++r) {
+    _mm512_store_ps(sums[r], _mm512_maskz_loadu_ps(exist, call.c + (row + r) * call.columns + first));
+  }
+}
+
+// Multiply the sums of a row of a panel by the tensor scales, and store them. first: the panel's first column.
+void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
+  const float *fa = call.a.factors, *fb = call.b.factors;
+  if (call.output != kFloat32 || (fb && call.b.factors_step)) {
+    const i64 count = std::min<i64>(kProductLanes, call.columns - first);
+    const ProductTask task{call};
+    for (i64 lane = 0; lane < count; ++lane) task.put(row, first + lane, sums[lane]);
+    return;
+  }
+  const __m512 factor = _mm512_set1_ps((fa ? fa[row * call.a.factors_step] : 1) * (fb ? *fb : 1));
+  const __m512 x = _mm512_mul_ps(_mm512_load_ps(sums), factor);
+  const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7FFFFFFF));  // as `store` writes NaN
+  const __m512 found = _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), nan);
+  _mm512_mask_storeu_ps(static_cast<float*>(call.out) + row * call.columns + first, lanes_from(call, first), found);
+}
+
+// Replace lanes of `sums` by the sums that task.add_slowly finds. k: the first element of the step. before: the sums of
+// the row before the step. sums: the sums after the step.
+template <class Task>
+void replace_lanes(const Task& task, __mmask16 replaced, i64 row, i64 first, i64 k, __m512 before, __m512& sums) {
+  alignas(64) float old[kProductLanes], found[kProductLanes];
+  _mm512_store_ps(old, before);
+  _mm512_store_ps(found, sums);
+  for (unsigned lanes = replaced; lanes; lanes &= lanes - 1) {
+    const int lane = __builtin_ctz(lanes);
+    found[lane] = task.add_slowly(row, first + lane, k, old[lane]);
+  }
+  sums = _mm512_load_ps(found);
+}
+
+// ---- products whose terms are single products ----
+
+constexpr i64 kLanesDepth = 256;  // largest number of elements of K that are decoded at once
+constexpr i64 kLanesRows = 128;   // largest number of rows of a task
+constexpr int kLanesPanels = 16;  // largest number of panels of a task
+constexpr int kLanesBlock = 4;    // number of rows that are multiplied at once with a panel
+constexpr int kLanesChunk = 16;   // the most terms whose sum fits 32 bits
+
+// The largest exponents of a step for which float32 computes its terms. Elements of zero have kNoExponent. Infinities,
+// NaN and elements that float32 cannot hold have kSpecialExponent, so that even their products with zero are above
+// kHighest.
+constexpr int kLowest = -90, kHighest = 100;
+constexpr int16_t kNoExponent = -8000, kSpecialExponent = 20000;
+
+// The decoded elements of one row or column, for at most kLanesDepth elements of K: the values, times the block scales,
+// and their exponents.
+struct LaneLine {
+  alignas(64) float values[kLanesDepth];
+  alignas(64) int16_t exponents[kLanesDepth];
+};
+
+// The lines of a panel of columns, transposed. A word of `pairs` holds the exponents of elements 2i and 2i + 1.
+struct LaneColumns {
+  alignas(64) float values[kLanesDepth][kProductLanes];
+  alignas(64) i32 pairs[kLanesDepth / 2][kProductLanes];
+
+  // Store the lines of a panel of columns: the first `depth` elements of each.
+  void transpose(const LaneLine* lines, i64 depth) {
+    for (i64 i = 0; i < depth; i += 2) {
+#pragma GCC unroll 16
+      for (int lane = 0; lane < kProductLanes; ++lane) {
+        values[i][lane] = lines[lane].values[i];
+        values[i + 1][lane] = lines[lane].values[i + 1];
+        std::memcpy(&pairs[i / 2][lane], lines[lane].exponents + i, sizeof(i32));
+      }
+    }
+  }
+};
+
+// Decodes the elements of an operand, sixteen at a time.
+struct LaneDecoder {
+  const ProductOperand& x;
+  const bool is_bfloat16;
+  const int least;             // the exponent of subnormal elements
+  alignas(64) u16 table[256];  // the values of codes of at most 8 bits, as bfloat16, which holds them exactly
+
+  explicit LaneDecoder(const ProductOperand& operand)
+      : x(operand),
+        is_bfloat16(operand.code_bits == 16 && operand.values[0x3F80] == 1),
+        least(exponent_of(operand.powers[0])) {
+    for (int code = 0; code < 256; ++code) {
+      const bool exists = x.code_bits <= 8 && code < 1 << x.code_bits;
+      const float value = exists ? static_cast<float>(x.values[code]) : 0;
+      u32 bits;
+      std::memcpy(&bits, &value, sizeof bits);
+      table[code] = static_cast<u16>(bits >> 16);
+    }
+  }
+
+  // Return the exponent of a power of two.
+  static int exponent_of(double power) { return static_cast<int>(__double_as_longlong(power) >> 52) - 1023; }
+
+  // Decode `depth` elements of a row of the operand, from element k of K on. Elements from element `length` of K on are
+  // zeros. k and x.block are multiples of 16.
+  void decode(LaneLine& to, i64 row, i64 length, i64 k, i64 depth) const {
+    const u8* codes = static_cast<const u8*>(x.codes) + row * x.codes_step;
+    const __m512i absolute = _mm512_set1_epi32(0x7FFFFFFF);
+    for (i64 i = 0; i < depth; i += 16) {
+      const i64 count = std::min<i64>(16, length - k - i);
+      if (count <= 0) {
+        _mm512_store_ps(to.values + i, _mm512_setzero_ps());
+        _mm256_store_si256(reinterpret_cast<__m256i*>(to.exponents + i), _mm256_set1_epi16(kNoExponent));
+        continue;
+      }
+      __m512 values = sixteen(codes, k + i, count);
+      const __m512i field = _mm512_srli_epi32(_mm512_and_si512(_mm512_castps_si512(values), absolute), 23);
+      __m512i exponents = _mm512_sub_epi32(field, _mm512_set1_epi32(127));
+      exponents = _mm512_max_epi32(exponents, _mm512_set1_epi32(least));
+      if (x.scales) {
+        const u8 code = x.scales[row * x.scales_step + (k + i) / x.block];
+        values = _mm512_mul_ps(values, _mm512_set1_ps(static_cast<float>(x.scale_values[code])));
+        exponents = _mm512_add_epi32(exponents, _mm512_set1_epi32(exponent_of(x.scale_powers[code])));
+      }
+      // Numbers below 2^-126, which may have lost bits, and from 2^127 on are special.
+      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(values), absolute);
+      const __mmask16 zeros = _mm512_cmpeq_epi32_mask(bits, _mm512_setzero_si512());
+      const __m512i above = _mm512_sub_epi32(bits, _mm512_set1_epi32(1 << 23));
+      const __mmask16 special = _mm512_cmpge_epu32_mask(above, _mm512_set1_epi32(253 << 23));
+      exponents = _mm512_mask_mov_epi32(exponents, special, _mm512_set1_epi32(kSpecialExponent));
+      exponents = _mm512_mask_mov_epi32(exponents, zeros, _mm512_set1_epi32(kNoExponent));
+      _mm512_store_ps(to.values + i, values);
+      _mm256_store_si256(reinterpret_cast<__m256i*>(to.exponents + i), _mm512_cvtepi32_epi16(exponents));
+    }
+  }
+
+  // Return the values of elements k to k + 15 of a row, without block scales. Only `count` elements exist; the others
+  // are zeros.
+  __m512 sixteen(const u8* codes, i64 k, i64 count) const {
+    const auto exist = static_cast<__mmask16>((1u << count) - 1);
+    __m256i halves;
+    if (x.code_bits == 16) {
+      halves = _mm256_maskz_loadu_epi16(exist, codes + 2 * k);
+      if (!is_bfloat16) return _mm512_cvtph_ps(halves);
+    } else if (x.code_bits == 8) {
+      halves = looked_up(_mm_maskz_loadu_epi8(exist, codes + k));
+    } else {
+      const auto pairs_exist = static_cast<__mmask16>((1u << (count + 1) / 2) - 1);
+      const __m128i pairs = _mm_maskz_loadu_epi8(pairs_exist, codes + k / 2), low = _mm_set1_epi8(15);
+      const __m128i second = _mm_and_si128(_mm_srli_epi16(pairs, 4), low);
+      halves = looked_up(_mm_unpacklo_epi8(_mm_and_si128(pairs, low), second));
+    }
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
+  }
+
+  // Return the entries of the table for sixteen codes. An instruction looks up six bits of a code in 64 entries; bits 6
+  // and 7 choose among the results.
+  __m256i looked_up(__m128i codes) const {
+    const __m512i index = _mm512_castsi256_si512(_mm256_cvtepu8_epi16(codes));
+    __m512i quarters[4];
+    for (int i = 0; i < 4; ++i) {
+      const u16* entries = table + 64 * i;
+      quarters[i] = _mm512_permutex2var_epi16(_mm512_load_si512(entries), index, _mm512_load_si512(entries + 32));
+    }
+    const __mmask32 odd = _mm512_test_epi16_mask(index, _mm512_set1_epi16(64));
+    const __mmask32 upper = _mm512_test_epi16_mask(index, _mm512_set1_epi16(128));
+    const __m512i low = _mm512_mask_mov_epi16(quarters[0], odd, quarters[1]);
+    const __m512i high = _mm512_mask_mov_epi16(quarters[2], odd, quarters[3]);
+    return _mm512_castsi512_si256(_mm512_mask_mov_epi16(low, upper, high));
+  }
+};
+
+// Return true if LaneTask can compute a product.
+bool uses_lanes(const ProductCall& call) {
+  const auto fits = [](const ProductOperand& x) {
+    return !x.scales || (x.block % 16 == 0 && kLanesDepth % x.block == 0);
+  };
+  return call.adder == Adder::truncate && call.step % 4 == 0 && call.step <= 2 * kLanesChunk &&
+         kLanesDepth % call.step == 0 && call.fraction_bits <= 25 && call.zero_exponent < kLowest && fits(call.a) &&
+         fits(call.b);
+}
+
+// The tasks of a call for which uses_lanes is true. A task computes a tile of at most kLanesRows rows and kLanesPanels
+// panels of columns.
+struct LaneTask {
+  const ProductCall& call;
+
+  // The memory of a task: the decoded elements of a panel and of all rows, the sums of the current chains and, with
+  // promotion, the sums of the chains that ended.
+  struct Memory {
+    LaneColumns columns;
+    LaneLine lines[kProductLanes], rows[kLanesRows];
+    alignas(64) float sums[kLanesPanels][kLanesRows][kProductLanes], totals[kLanesPanels][kLanesRows][kProductLanes];
+  };
+
+  // Return the number of tasks side by side.
+  i64 across() const { return (call.columns + kLanesPanels * kProductLanes - 1) / (kLanesPanels * kProductLanes); }
+  // Return the number of tasks.
+  i64 count() const { return across() * ((call.rows + kLanesRows - 1) / kLanesRows); }
+
+  // Compute and store the results of task `index`.
+  void run(i64 index) const {
+    const std::unique_ptr<Memory> memory(new Memory);  // not make_unique, which would set the memory to zeros
+    Memory& m = *memory;
+    const LaneDecoder rows_of(call.a), columns_of(call.b);
+    const i64 first_row = index / across() * kLanesRows, first = index % across() * kLanesPanels * kProductLanes;
+    const i64 rows = std::min(kLanesRows, call.rows - first_row);
+    const i64 padded = (rows + kLanesBlock - 1) / kLanesBlock * kLanesBlock;
+    const i64 columns = std::min<i64>(kLanesPanels * kProductLanes, call.columns - first);
+    const int panels = static_cast<int>((columns + kProductLanes - 1) / kProductLanes);
+    for (int p = 0; p < panels; ++p) {
+      const i64 column = first + p * kProductLanes;
+      load_first_sums(call, first_row, rows, padded, column, call.promote ? m.totals[p] : m.sums[p]);
+      if (call.promote) std::memset(m.sums[p], 0, static_cast<size_t>(padded) * sizeof m.sums[p][0]);
+    }
+    for (i64 k = 0; k < call.length; k += kLanesDepth) {
+      const i64 depth = std::min(kLanesDepth, (call.length - k + call.step - 1) / call.step * call.step);
+      for (i64 r = 0; r < padded; ++r) rows_of.decode(m.rows[r], first_row + r, r < rows ? call.length : 0, k, depth);
+      for (int p = 0; p < panels; ++p) {
+        const i64 column = first + p * kProductLanes;
+        for (int lane = 0; lane < kProductLanes; ++lane) {
+          const i64 length = column + lane < call.columns ? call.length : 0;
+          columns_of.decode(m.lines[lane], column + lane, length, k, depth);
+        }
+        m.columns.transpose(m.lines, depth);
+        for (i64 r = 0; r < padded; r += kLanesBlock) {
+          add_steps(m.rows + r, m.columns, first_row + r, column, k, depth, m.sums[p] + r, m.totals[p] + r);
+        }
+      }
+    }
+    const auto& sums = call.promote ? m.totals : m.sums;
+    for (int p = 0; p < panels; ++p) {
+      for (i64 r = 0; r < rows; ++r) put_lanes(call, first_row + r, first + p * kProductLanes, sums[p][r]);
+    }
+  }
+
+  // Add decoded elements, which begin at element k of K, to the sums of kLanesBlock rows and one panel. `row` is the
+  // first of the rows, and `first` the first column of the panel.
+  void add_steps(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k, i64 depth,
+                 float (*sums)[kProductLanes], float (*totals)[kProductLanes]) const {
+    // The sum of a step fits 31 bits, because a term is less than 4 * 2^fraction_bits.
+    const bool is_small = i64{4} * (call.step + 1) << call.fraction_bits < i64{1} << 31;
+    for (i64 i = 0; i < depth; i += call.step) {
+      if (is_small) {
+        add_step<true>(a, b, row, first, k, i, sums);
+      } else {
+        add_step<false>(a, b, row, first, k, i, sums);
+      }
+      const i64 done = k + i + call.step;
+      if (call.promote && (done % call.promote == 0 || done >= call.length)) {
+        for (int r = 0; r < kLanesBlock; ++r) {
+          _mm512_store_ps(totals[r], _mm512_add_ps(_mm512_load_ps(totals[r]), _mm512_load_ps(sums[r])));
+          _mm512_store_ps(sums[r], _mm512_setzero_ps());
+        }
+      }
+    }
+  }
+
+  // Add one step, which begins at decoded element i, to the sums c of kLanesBlock rows and one panel. kSmall: whether
+  // the sum of a step fits 32 bits. The other arguments are those of add_steps.
+  template <bool kSmall>
+  void add_step(const LaneLine* a, const LaneColumns& b, i64 row, i64 first, i64 k, i64 i,
+                float (*c)[kProductLanes]) const {
+    __m512i exponents[kLanesBlock], totals[kLanesBlock], others[kLanesBlock];
+    __m512 sums[kLanesBlock], inverses[kLanesBlock];
+    __mmask16 slow[kLanesBlock];
+    unsigned any = 0;
+    const __mmask16 lanes = lanes_from(call, first);
+    find_exponents(a, b, i, exponents);
+    for (int r = 0; r < kLanesBlock; ++r) {
+      sums[r] = _mm512_load_ps(c[r]);
+      const __m512i bits = _mm512_and_si512(_mm512_castps_si512(sums[r]), _mm512_set1_epi32(0x7FFFFFFF));
+      const __m512i own = _mm512_sub_epi32(_mm512_srli_epi32(bits, 23), _mm512_set1_epi32(127));
+      const __m512i largest = _mm512_max_epi32(exponents[r], own);
+      const __m512i above = _mm512_sub_epi32(largest, _mm512_set1_epi32(kLowest));
+      const __mmask16 exist = row + r < call.rows ? lanes : static_cast<__mmask16>(0);
+      slow[r] = _mm512_mask_cmpgt_epu32_mask(exist, above, _mm512_set1_epi32(kHighest - kLowest));
+      any |= slow[r];
+      // 2^(fraction_bits - largest), by which terms become integers
+      const __m512i biased = _mm512_sub_epi32(_mm512_set1_epi32(127 + call.fraction_bits), largest);
+      inverses[r] = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
+      totals[r] = others[r] = _mm512_setzero_si512();
+    }
+    if (kSmall || call.step <= kLanesChunk) {
+      add_terms(a, b, i, call.step, inverses, totals);
+    } else {
+      add_terms(a, b, i, kLanesChunk, inverses, totals);
+      add_terms(a, b, i + kLanesChunk, call.step - kLanesChunk, inverses, others);
+    }
+    const __m512i kept = _mm512_set1_epi32(-1 << (23 - call.output_bits));
+    for (int r = 0; r < kLanesBlock; ++r) {
+      const __m512i own = _mm512_cvttps_epi32(_mm512_mul_ps(sums[r], inverses[r]));
+      __m512 total;
+      if (kSmall) {
+        total = _mm512_cvt_roundepi32_ps(_mm512_add_epi32(totals[r], own), kTowardZero);
+      } else {
+        __m512d halves[2];
+        for (int v = 0; v < 2; ++v) {
+          halves[v] = _mm512_add_pd(integer_half_of(totals[r], v), integer_half_of(own, v));
+          if (call.step > kLanesChunk) halves[v] = _mm512_add_pd(halves[v], integer_half_of(others[r], v));
+        }
+        total = truncated(halves[0], halves[1]);
+      }
+      total = _mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(total), kept));
+      const __m512i unit = _mm512_sub_epi32(_mm512_set1_epi32(254 << 23), _mm512_castps_si512(inverses[r]));
+      _mm512_store_ps(c[r], _mm512_mul_ps(total, _mm512_castsi512_ps(unit)));
+    }
+    if (any) add_slow_lanes(slow, exponents, sums, row, first, k + i, c);
+  }
+
+  // Store in `exponents` the largest exponents of the products of a step, for kLanesBlock rows.
+  void find_exponents(const LaneLine* a, const LaneColumns& b, i64 i, __m512i* exponents) const {
+    __m512i pairs[kLanesBlock];
+    for (int r = 0; r < kLanesBlock; ++r) pairs[r] = _mm512_set1_epi16(-0x8000);
+    for (i64 j = i; j < i + call.step; j += 2) {
+      const __m512i columns = _mm512_load_si512(b.pairs[j / 2]);
+      for (int r = 0; r < kLanesBlock; ++r) {
+        i32 pair;
+        std::memcpy(&pair, a[r].exponents + j, sizeof pair);
+        pairs[r] = _mm512_max_epi16(pairs[r], _mm512_adds_epi16(columns, _mm512_set1_epi32(pair)));
+      }
+    }
+    for (int r = 0; r < kLanesBlock; ++r) {
+      const __m512i even = _mm512_srai_epi32(_mm512_slli_epi32(pairs[r], 16), 16);
+      exponents[r] = _mm512_max_epi32(even, _mm512_srai_epi32(pairs[r], 16));
+    }
+  }
+
+  // Add to `totals` the terms of `count` products, from decoded element i on, as integers, for kLanesBlock rows.
+  static void add_terms(const LaneLine* a, const LaneColumns& b, i64 i, i64 count, const __m512* inverses,
+                        __m512i* totals) {
+    __m512i sums[kLanesBlock];
+    for (int r = 0; r < kLanesBlock; ++r) sums[r] = totals[r];
+    for (i64 j = i; j < i + count; j += 4) {
+#pragma GCC unroll 4
+      for (i64 n = j; n < j + 4; ++n) {
+        const __m512 column = _mm512_load_ps(b.values[n]);
+#pragma GCC unroll 4
+        for (int r = 0; r < kLanesBlock; ++r) {
+          const __m512 product = _mm512_mul_ps(column, _mm512_set1_ps(a[r].values[n]));
+          sums[r] = _mm512_add_epi32(sums[r], _mm512_cvttps_epi32(_mm512_mul_ps(product, inverses[r])));
+        }
+      }
+    }
+    for (int r = 0; r < kLanesBlock; ++r) totals[r] = sums[r];
+  }
+
+  // Replace the sums of the lanes in `slow` after the step that begins at element k of K. If all products and C are
+  // zero, the sum is +0; otherwise it is added term by term. before: the sums before the step. exponents: the largest
+  // exponents of the products.
+  void add_slow_lanes(const __mmask16* slow, const __m512i* exponents, const __m512* before, i64 row, i64 first, i64 k,
+                      float (*c)[kProductLanes]) const {
+    for (int r = 0; r < kLanesBlock; ++r) {
+      if (!slow[r]) continue;
+      const __mmask16 empty = _mm512_mask_cmplt_epi32_mask(slow[r], exponents[r], _mm512_set1_epi32(kNoExponent / 2));
+      const __mmask16 zeros = _mm512_mask_cmp_ps_mask(empty, before[r], _mm512_setzero_ps(), _CMP_EQ_OQ);
+      const __mmask16 replaced = slow[r] & static_cast<__mmask16>(~zeros);
+      __m512 sums = _mm512_mask_mov_ps(_mm512_load_ps(c[r]), zeros, _mm512_setzero_ps());
+      replace_lanes(*this, replaced, row + r, first, k, before[r], sums);
+      _mm512_store_ps(c[r], sums);
+    }
+  }
+
+  // Return the sum of one result after the step that begins at element k of K, computed term by term. c is the sum
+  // before the step.
+  float add_slowly(i64 row, i64 column, i64 k, float c) const {
+    const double zero_power = double_power(call.zero_exponent);
+    double terms[2 * kLanesChunk] = {}, largest = sum_power(c, zero_power);
+    for (int i = 0; i < call.step; ++i) {
+      double power = zero_power;
+      if (k + i < call.length) {
+        const auto [x, x_power] = element(call.a, row, k + i);
+        const auto [y, y_power] = element(call.b, column, k + i);
+        terms[i] = x * y;
+        if (x_power * y_power != 0) power = x_power * y_power;
+      }
+      largest = std::max(largest, power);
+    }
+    return static_cast<float>(sum_of_terms(c, terms, call.step, largest, call.fraction_bits, call.output_bits));
+  }
+
+  // Return element k of a row times its block scale, and 2^exponent of both together. The power of zero is 0.
+  static std::pair<double, double> element(const ProductOperand& x, i64 row, i64 k) {
+    const unsigned code = Row::code_at(x, static_cast<const u8*>(x.codes) + row * x.codes_step, k);
+    double value = x.values[code], power = value == 0 ? 0 : x.powers[code];
+    if (x.scales) {
+      const u8 scale = x.scales[row * x.scales_step + k / x.block];
+      value *= x.scale_values[scale];
+      power *= x.scale_values[scale] == 0 ? 0 : x.scale_powers[scale];
+    }
+    return {value, power};
+  }
+};
+
+}  // namespace
+#else
+#define FP4KIT_HAS_AVX512 0
+#endif
