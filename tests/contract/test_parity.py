@@ -27,6 +27,7 @@ W = {
     f"m.{leaf}.weight": (RNG.standard_normal((32, 384)) * size).astype(ml_dtypes.bfloat16)
     for leaf, size in (("gate_proj", 1), ("up_proj", 1.5), ("down_proj", 1))
 }
+DOWN = {"m.down_proj.weight": W["m.down_proj.weight"]}
 SHARED = max(fp4kit.amax(W["m.gate_proj.weight"]), fp4kit.amax(W["m.up_proj.weight"]))
 STORED = {name: fp4kit.quantize(w, "nvfp4-te", tensor_amax=None if "down" in name else SHARED) for name, w in W.items()}
 
@@ -308,27 +309,29 @@ def test_hadamard_transforms():
     signs = "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(16))
     alone = BASE.stating(shared_amax=())
     fused = alone.stating(hadamard=16, hadamard_signs=signs)
-    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard=True) for n, w in W.items()}
-    assert parity(fused, (fused, q), weights=W).equal
-    layer = parity(fused, BASE, weights=W).differing[0]
+    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard=True) for n, w in DOWN.items()}
+    assert parity(fused, (fused, q), weights=DOWN).equal
+    layer = parity(fused, BASE, weights=DOWN).differing[0]
     assert (
         layer.setting == f"hadamard is 16 with signs {signs[:4]}... in train and none in rollout; use one on both sides"
     )
     plain = alone.stating(hadamard=16)
-    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard="no_signs") for n, w in W.items()}
-    assert parity(plain, (plain, q), weights=W).equal
+    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard="no_signs") for n, w in DOWN.items()}
+    assert parity(plain, (plain, q), weights=DOWN).equal
 
     other = plain.stating(hadamard_signs=signs)
     assert (
-        parity(plain, other, weights=W).differing[0].setting.startswith("hadamard is 16 without signs in train and 16")
+        parity(plain, other, weights=DOWN)
+        .differing[0]
+        .setting.startswith("hadamard is 16 without signs in train and 16")
     )
 
     pattern = np.tile([1, -1, -1, 1], 32)
     large = alone.stating(hadamard=128, hadamard_signs="+--+" * 32)
-    q = {n: fp4kit.quantize(fp4kit.hadamard(w, 128, signs=pattern), "nvfp4-te") for n, w in W.items()}
-    found = parity(large, (large, q), weights=W)
+    q = {n: fp4kit.quantize(fp4kit.hadamard(w, 128, signs=pattern), "nvfp4-te") for n, w in DOWN.items()}
+    found = parity(large, (large, q), weights=DOWN)
     assert found.equal and found.layers[0].products == (0, 64 * 32)
-    found = parity(large, alone, weights=W)
+    found = parity(large, alone, weights=DOWN)
     layer = found.differing[0]
     assert layer.step == "amax" and layer.worked.steps[0][0] != layer.worked.steps[1][0]  # the elements differ
     assert layer.setting == "hadamard is 128 with signs +--+... in train and none in rollout; use one on both sides"
@@ -394,6 +397,6 @@ def test_every_part_of_a_recipe_is_named():
         ("nvfp4-te-4over6-mse-448", "nvfp4-te-4over6-mse-256", "tensor scale", "largest block scale 448 and 256"),
         ("nvfp4-flashinfer", "nvfp4-flashinfer-precise", "block scale", fast),
     ):
-        found = parity(Contract(a), Contract(b), weights=None if text == fast else W)
+        found = parity(Contract(a), Contract(b), weights=None if text == fast else DOWN)
         layer = one(found)
         assert layer.step == step and text in layer.setting and text in found.contracts.differences[0], (a, b)
