@@ -107,7 +107,7 @@ class Comparison:
         return f"Comparison({', '.join([*counts, *error])})"
 
     def _repr_html_(self) -> str:
-        """Return the table as a notebook shows it."""
+        """Return the table as HTML, which notebooks show."""
         return Panel(self._title(), tuple(self._facts())).html()
 
     def _title(self) -> str:

@@ -67,7 +67,7 @@ class RecipeComparison:
         return f"RecipeComparison({len(self.recipes)} recipes; {equal} of {len(pairs[0])} pairs have equal values)"
 
     def _repr_html_(self) -> str:
-        """Return the tables as a notebook shows them."""
+        """Return the tables as HTML, which notebooks show."""
         return self._matrix().html() + self._pairs().html()
 
     def _matrix(self) -> Panel:

@@ -73,7 +73,7 @@ class ErrorBudget:
         return f"ErrorBudget({', '.join(f'{name}={getattr(self, name):.2f}' for name in names)} dB)"
 
     def _repr_html_(self) -> str:
-        """Return the table as a notebook shows it."""
+        """Return the table as HTML, which notebooks show."""
         return self._panel().html()
 
     def _panel(self) -> Panel:

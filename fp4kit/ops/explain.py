@@ -106,7 +106,7 @@ class Explanation:
         return f"Explanation(element {self.index}, {', '.join(ends)})"
 
     def _repr_html_(self) -> str:
-        """Return the table as a notebook shows it."""
+        """Return the table as HTML, which notebooks show."""
         return self._panel().html()
 
     def _column(self, i: int) -> dict[str, ExplainedStep]:
@@ -298,7 +298,7 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
 
 
 def _first_scales(steps: list[Step]) -> Iterable[Step]:
-    """Yield the steps without tensor scales that are computed again for decoding, after the first block or code."""
+    """Yield all steps, but each step of the tensor amax and the tensor scale once: decoding computes them again."""
     tensor = set()
     for step in steps:
         if step.name.startswith("tensor"):

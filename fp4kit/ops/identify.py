@@ -114,7 +114,7 @@ class Identification:
         return f"Identification({self.verdict})"
 
     def _repr_html_(self) -> str:
-        """Return the verdict and the table as a notebook shows them."""
+        """Return the verdict and the table as HTML, which notebooks show."""
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:

@@ -30,7 +30,7 @@ class KVMatch(NamedTuple):
 
     Attributes:
         layout: the name of the layout.
-        fault: what the reading assumes besides the layout, such as "K and V are swapped". "": nothing.
+        fault: what the reading assumes besides the layout, such as "K and V are swapped"; "" if nothing.
         key_error: the relative error of keys, ||read - reference|| / ||reference||. inf if a NaN was read.
         value_error: the relative error of values.
         fits: True if both errors are those of the format: at most 0.16, and at most 1.05 times those of the best
@@ -98,7 +98,7 @@ class KVIdentification:
         return f"KVIdentification({self.verdict})"
 
     def _repr_html_(self) -> str:
-        """Return the verdict and the table as a notebook shows them."""
+        """Return the verdict and the table as HTML, which notebooks show."""
         return Panel(self.verdict, columns=_COLUMNS, rows=self._rows()).html()
 
     def _rows(self) -> tuple[tuple[str, str, str, str], ...]:
@@ -185,7 +185,10 @@ def identify_kv(
 
 
 def _arrays(op: str, arrays: Any) -> tuple[Any, ...]:
-    """Return the arrays of a cache as NumPy arrays of bytes. Raise TypeError or ValueError unless they are 1 or 4."""
+    """Return the arrays of a cache as NumPy arrays of bytes.
+
+    Raise ValueError unless there are one or four arrays, and TypeError unless they are arrays of bytes.
+    """
     given = tuple(arrays) if isinstance(arrays, (tuple, list)) else (arrays,)
     if len(given) not in (1, 4):
         raise ValueError(f"{op}: got {len(given)} arrays; needs 1, vLLM's pages, or 4, those of FlashInfer's cache")

@@ -135,7 +135,7 @@ class QatPlan:
         return [row.name for row in self.rows if row.quantized]
 
     def members(self, name: str) -> list[str]:
-        """Return the parameters whose amaxes the tensor scale of a fake-quantized parameter covers, itself included."""
+        """Return the parameters that share a tensor amax with a fake-quantized parameter, itself included."""
         group = next(row.group for row in self.rows if row.name == name)
         return [row.name for row in self.rows if group and row.group == group] or [name]
 

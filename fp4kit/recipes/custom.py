@@ -39,8 +39,8 @@ def custom_recipe(
             block_scale. Or the name of a float type; then each block has a tensor_scale, a float32 number that is
             rounded to this type.
         block: the number of elements along the quantized axis that share a scale, or (rows, columns).
-        scale_rounding: how a scale is rounded to its format. "up" keeps every element within the largest element value;
-            otherwise the largest elements of a block may be clipped. float32 scales are not rounded further.
+        scale_rounding: how a scale is rounded to its format. With "up", elements are clipped only if the scale
+            saturates; otherwise the largest elements of a block may be clipped. float32 scales are not rounded further.
         tensor_scale: True to add one float32 scale per tensor. It needs block scales of at most 8 bits, but not E8M0.
 
     Returns:

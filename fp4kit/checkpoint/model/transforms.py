@@ -2,7 +2,7 @@
 
 In such a checkpoint, a weight W [N, K] is stored as W H / sqrt(n), in blocks of n columns, and an engine rotates the
 inputs of the layer by the same matrix before the product. H is Sylvester's Hadamard matrix, so that the transform is
-its own inverse. Only transforms of this kind are undone: every other one is refused by name.
+its own inverse. Only transforms of this kind are undone. If a checkpoint declares another one, an error names it.
 
 Source: compressed-tensors 0.20 transform/factory/hadamard.py and transform/utils/matrix.py. Tests run its code.
 """
@@ -102,7 +102,7 @@ def decodable(tensors: closed_world.Tensors, config: Mapping[str, Any]) -> dict[
 
 
 def _turned(weights: Mapping[str, Weight], sizes: Mapping[str, tuple[str, int]]) -> dict[str, Weight]:
-    """Return the weights, those in ``sizes`` with their rotation. sizes: the pairs of _sizes."""
+    """Return all weights. Those in ``sizes``, which holds the pairs of _sizes, get their rotation."""
     return {name: replace(one, rotation=sizes[name][1]) if name in sizes else one for name, one in weights.items()}
 
 
