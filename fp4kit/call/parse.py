@@ -203,14 +203,21 @@ def fake_call(
     return with_amaxes(call, imported["tensor_amax"], imported["block_amax"])
 
 
-def any_call(op: str, x: Any, recipe: str | Recipe, axis: int, **amaxes: Any) -> Call:
+def any_call(
+    op: str,
+    x: Any,
+    recipe: str | Recipe,
+    axis: int,
+    options: QuantizeOptions = QuantizeOptions(),  # noqa: B008  (immutable)
+    **amaxes: Any,
+) -> Call:
     """Check the arguments of an operation that accepts every recipe, and return its Call.
 
     The errors are those of fake_quantize for a recipe that only fake-quantizes, and those of quantize for any other.
     amaxes: tensor_amax and block_amax, as for quantize.
     """
-    call = fake_call(op, x, recipe, axis, QuantizeOptions(), **amaxes)
-    return call if call.recipe.fake_only else quantize_call(op, x, recipe, axis, **amaxes)
+    call = fake_call(op, x, recipe, axis, options, **amaxes)
+    return call if call.recipe.fake_only else quantize_call(op, x, recipe, axis, options, **amaxes)
 
 
 def backward_call(op: str, grad: Any, x: Any, recipe: str | Recipe, axis: int, amax: Any) -> tuple[Call, Any]:

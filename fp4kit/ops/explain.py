@@ -17,14 +17,15 @@ from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.call.amaxes import is_per_expert
-from fp4kit.call.parse import Call, any_call
+from fp4kit.call.parse import HADAMARD_BLOCK, Call, QuantizeOptions, any_call
 from fp4kit.display.panel import Panel
 from fp4kit.formats import ElementFormat
 from fp4kit.ops.engines import run, specification
 from fp4kit.recipes import Recipe
 from fp4kit.reference.quantize import tensor_amax as matrix_amax
+from fp4kit.reference.stochastic import RandomStream
 from fp4kit.reference.trace import Step, show, traced
-from fp4kit.types import Array, RecipeId
+from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode
 
 OP = "explain"
 _ABSENT, _DIFFERS, _FIRST = "-", "  differs", "  <- they part here"
@@ -161,6 +162,9 @@ def explain(
     axis: int = -1,
     tensor_amax: Any = None,
     block_amax: Any = None,
+    rounding: RoundingMode = "nearest",
+    seed: Any = None,
+    hadamard: Hadamard = False,
 ) -> Explanation:
     """Show how a recipe quantizes one element, step by step, as its producer computes it.
 
@@ -177,13 +181,18 @@ def explain(
         axis: the axis along which blocks run.
         tensor_amax: as for fp4kit.quantize; None computes it from x.
         block_amax: as for fp4kit.quantize, for recipes that accept it.
+        rounding: "nearest" or "stochastic", as for fp4kit.quantize. For "stochastic", the random byte of the element is
+            a step.
+        seed: the seed or the random bytes for stochastic rounding, as for fp4kit.quantize.
+        hadamard: False, True or "no_signs", as for fp4kit.quantize. The transformed element is a step. The columns of a
+            block must be a multiple of 16, unless the recipe has no blocks.
 
     Returns:
         An Explanation. `explanation["code"]` is a step of the first recipe, and `explanation.steps` has all of them.
 
     Raises:
         TypeError: index does not consist of integers, or x has an unsupported dtype.
-        ValueError: x, axis, tensor_amax or block_amax do not fit the recipe, as for fp4kit.quantize.
+        ValueError: x or another argument does not fit the recipe, as for fp4kit.quantize.
         ValueError: recipe is an empty sequence.
         IndexError: x has no such element.
 
@@ -214,13 +223,25 @@ def explain(
     array = to_host(imported)
     at = _checked_index(index, array.shape)
     amaxes = {"tensor_amax": _on_host(tensor_amax), "block_amax": _on_host(block_amax)}
-    calls = [any_call(OP, array, r, axis, **amaxes) for r in recipes]
+    options = QuantizeOptions(rounding=rounding, seed=_on_host(seed), hadamard=hadamard)
+    calls = [any_call(OP, array, r, axis, options, **amaxes) for r in recipes]
+    for call in calls:
+        _check_transform(call)
     return Explanation(at, tuple(call.recipe.id for call in calls), tuple(tuple(_explained(c, at)) for c in calls))
 
 
-def _on_host(amax: Any) -> Any:
-    """Return the amaxes that the caller passed as an array on the host; None and numbers unchanged."""
-    return to_host(import_arrays(OP, amax=amax)[0]) if hasattr(amax, "shape") and np.ndim(amax) else amax
+def _on_host(array: Any) -> Any:
+    """Return amaxes or random bytes that the caller passed as an array on the host; None and numbers unchanged."""
+    return to_host(import_arrays(OP, array=array)[0]) if hasattr(array, "shape") and np.ndim(array) else array
+
+
+def _check_transform(call: Call) -> None:
+    """Raise ValueError if a call has a Hadamard transform whose blocks do not lie within blocks of the recipe."""
+    r = call.recipe
+    if call.mask is not None and r.block is not None and r.block_size % HADAMARD_BLOCK:
+        raise ValueError(
+            f"{OP}: {r.id} has blocks of {r.block_size} columns; hadamard needs a multiple of {HADAMARD_BLOCK}"
+        )
 
 
 def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -260,7 +281,7 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     if moved.ndim == 1:
         moved, where = moved[None], (0, *where)
     *lead, row, column = where
-    width = r.length_multiple
+    width = r.length_multiple if call.mask is None else max(r.length_multiple, HADAMARD_BLOCK)
     top, left = row // r.block_rows * r.block_rows, column // width * width
     rows, columns = slice(top, top + r.block_rows), slice(left, left + width)
     matrix = moved[tuple(lead)]
@@ -271,6 +292,12 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
         shape = (*moved.shape[:-1], -1)
         block_amax = block_amax.reshape(shape)[tuple(lead)][rows, left // width : left // width + 1]
     crop = call._replace(x=x, moved=x, axis=1, tensor_amax=amax, block_amax=block_amax)
+    if isinstance(call.random, int):
+        first = int(np.ravel_multi_index((*lead, 0), moved.shape[:-1])) * moved.shape[-1]
+        whole_rows = slice(top, min(top + r.block_rows, moved.shape[-2]))
+        crop = crop._replace(random=RandomStream(call.random, first, moved.shape[-1]).tile(whole_rows, columns))
+    elif call.random is not None:
+        crop = crop._replace(random=call.random.reshape(moved.shape)[tuple(lead)][rows, columns])
     return crop, row - top, column - left
 
 
@@ -285,7 +312,7 @@ def _tensor_amax(call: Call, moved: np.ndarray, at: tuple[tuple[int, ...], slice
     matrix, width = moved[lead], r.block_size
     if given is None:
         covered = {"tensor": moved.reshape(prod(moved.shape[:-1]), -1), "row": matrix[rows]}
-        amax = matrix_amax(covered.get(r.tensor_scaling, matrix[rows, columns]), r)
+        amax = matrix_amax(covered.get(r.tensor_scaling, matrix[rows, columns]), r, call.mask)
         return amax.reshape(-1) if r.tensor_scaling == "row" else amax
     if is_per_expert(given, r):
         return np.asarray(given[lead[0] if lead else rows.start])

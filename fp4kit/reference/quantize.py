@@ -52,7 +52,7 @@ def widen(x: np.ndarray, recipe: Recipe, hadamard: int | None = None) -> np.ndar
     transformed, and the result is rounded to the dtype of x.
     """
     if hadamard is not None:
-        x = hadamard_blocks(x, hadamard)
+        x = show("element after the Hadamard transform", hadamard_blocks(x, hadamard))
     return np.ascontiguousarray(x, np.float32)
 
 
@@ -190,6 +190,7 @@ def encode_elements(
     if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
         scaled = show("scaled element without NaN", np.where(np.isnan(scaled), recipe.element.max, scaled))
     if random is not None:
+        random = show("random byte", random)
         return show("code", encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape)), recipe.element)
     if recipe.narrow:
         scaled = show("scaled element, limited below", np.maximum(scaled, -recipe.element.max))

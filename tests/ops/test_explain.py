@@ -1,5 +1,7 @@
 """Test fp4kit.explain: its last steps equal quantize, dequantize and fake_quantize in every bit, for every recipe."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -26,7 +28,7 @@ def drawn(dtype, finite):
     return x.astype(dtype)
 
 
-def assert_last_steps_are_the_public_ones(x, recipe, count, seed, **options):
+def assert_last_steps_are_the_public_ones(x, recipe, count, drawing, /, **options):
     """Compare the steps of `count` drawn elements with the results of the public functions on the whole array."""
     r = RECIPES[recipe]
     if r.fake_only:
@@ -36,7 +38,7 @@ def assert_last_steps_are_the_public_ones(x, recipe, count, seed, **options):
         values = fp4kit.dequantize(q)
         codes = np.moveaxis(np.arange(x.size).reshape(x.shape), q.axis, -1)  # index in x -> index among the codes
         stored = fp4kit.unpack(q.packed) if r.is_packed else q.packed
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(drawing)
     for flat in rng.integers(x.size, size=count):
         at = np.unravel_index(flat, x.shape)
         found = fp4kit.explain(x, recipe, [int(i) for i in at], **options)
@@ -94,6 +96,31 @@ def test_block_amaxes_from_a_search_are_used(recipe):
     at = (0, 5)
     step = fp4kit.explain(x, recipe, at, block_amax=amax)["block amax"]
     assert step.value == amax[0, 5 // RECIPES[recipe].block_size]
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp4-ocp", "fp8-modelopt"])
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_stochastic_rounding_and_hadamard_transform(recipe, axis):
+    """The last steps equal quantize with these options, and the random byte and the transformed element are steps."""
+    rng = np.random.default_rng(5)
+    x = drawn(np.float32, True).astype(ml_dtypes.bfloat16).reshape(4, 16, 64)
+    x = np.ascontiguousarray(np.moveaxis(x, -1, axis))
+    for options in (
+        {"rounding": "stochastic", "seed": 7},
+        {"rounding": "stochastic", "seed": rng.integers(0, 256, x.shape, np.uint8)},
+        {"hadamard": True},
+        {"hadamard": "no_signs", "rounding": "stochastic", "seed": 2**40 + 3},
+    ):
+        assert_last_steps_are_the_public_ones(x, recipe, 4, 1, axis=axis, **options)
+        found = fp4kit.explain(x, recipe, (1, 2, 3), axis=axis, **options)
+        assert ("random byte" in found.names) == ("seed" in options)
+        assert ("element after the Hadamard transform" in found.names) == ("hadamard" in options)
+
+
+def test_hadamard_needs_blocks_of_a_multiple_of_16_columns():
+    r = dataclasses.replace(RECIPES["mxfp4-ocp"], id="blocks-of-24", block=(1, 24))
+    with pytest.raises(ValueError, match=r"blocks-of-24 has blocks of 24 columns; hadamard needs a multiple of 16"):
+        fp4kit.explain(np.ones((1, 48), np.float32), r, (0, 0), hadamard=True)
 
 
 UE5M3 = ElementFormat("UE5M3", 5, 3, 15, specials="nan", signed=False)

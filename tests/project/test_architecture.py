@@ -170,6 +170,7 @@ def test_nothing_but_the_public_api_takes_more_than_eight_arguments():
     grouped = {"grouped.quantize_grouped", "grouped_plan.__init__"}
     of_checkpoints = {"convert.convert", "make_plan.make_plan"}
     assert many == {
+        "explain.explain",
         "quantize.quantize",
         "search_scales.search_scales",
         *grouped,

@@ -41,7 +41,7 @@ FP4KIT_DEVICE u32 encode_own_scale(float x) {
 }
 
 template <ScaleRounding kRounding>
-struct block_amax_rule : by_code {
+struct own_block_rule : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return encode_own_scale<R, kRounding>(amax / max_of<typename R::Element>() * t.encode);
@@ -52,6 +52,6 @@ struct block_amax_rule : by_code {
     return reciprocal_of_scale(scale * t.decode);
   }
 };
-struct block_amax : block_amax_rule<ScaleRounding::rn> {};
-struct block_amax_up : block_amax_rule<ScaleRounding::rp> {};
-struct block_amax_down : block_amax_rule<ScaleRounding::rz> {};
+struct block_amax : own_block_rule<ScaleRounding::rn> {};
+struct block_amax_up : own_block_rule<ScaleRounding::rp> {};
+struct block_amax_down : own_block_rule<ScaleRounding::rz> {};

@@ -247,7 +247,7 @@ FP4KIT_DEVICE float narrowed(float x) {
 
 // The amax rules: decode = amax / (largest element * largest block scale), rounded to T, or not rounded for Float32.
 template <class T, int kDirection>
-struct tensor_amax_rule {
+struct own_tensor_rule {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
     const float range =
@@ -257,13 +257,13 @@ struct tensor_amax_rule {
     return {reciprocal_of_scale(decode), decode, amax};
   }
 };
-struct tensor_amax : tensor_amax_rule<Float32, 0> {};
-struct tensor_amax_float16 : tensor_amax_rule<Float16, 0> {};
-struct tensor_amax_float16_up : tensor_amax_rule<Float16, 1> {};
-struct tensor_amax_float16_down : tensor_amax_rule<Float16, -1> {};
-struct tensor_amax_bfloat16 : tensor_amax_rule<Bfloat16, 0> {};
-struct tensor_amax_bfloat16_up : tensor_amax_rule<Bfloat16, 1> {};
-struct tensor_amax_bfloat16_down : tensor_amax_rule<Bfloat16, -1> {};
+struct tensor_amax : own_tensor_rule<Float32, 0> {};
+struct tensor_amax_float16 : own_tensor_rule<Float16, 0> {};
+struct tensor_amax_float16_up : own_tensor_rule<Float16, 1> {};
+struct tensor_amax_float16_down : own_tensor_rule<Float16, -1> {};
+struct tensor_amax_bfloat16 : own_tensor_rule<Bfloat16, 0> {};
+struct tensor_amax_bfloat16_up : own_tensor_rule<Bfloat16, 1> {};
+struct tensor_amax_bfloat16_down : own_tensor_rule<Bfloat16, -1> {};
 
 // Return the amax at `index` of an array that a caller gave, without its sign bit. Otherwise the sign bit of -0 would
 // become the sign of scales and codes.
