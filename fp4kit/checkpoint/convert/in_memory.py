@@ -167,7 +167,7 @@ class Rules:
         return decide((self._candidate(*one) for one in tensors), self._wishes, self.form.row_multiple)
 
     def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
-        """Return the reason why a tensor stays unquantized if it is only that its rows are no whole blocks; else "".
+        """Return why a tensor stays unquantized, if the only reason is that its rows are not whole blocks; else "".
 
         Args:
             name: the Hugging Face name of the tensor.
@@ -238,7 +238,7 @@ class TensorConverter:
         self._seen: set[str] = set()
         self._modules: dict[str, tuple[int, ...]] = {}  # converted layer or stack -> its shape
         self._beside: dict[str, str] = {}  # possible layer -> a tensor under its name that is not known beside layers
-        self._short_rows: dict[str, list[str]] = {}  # why rows are no whole blocks -> the names of the tensors
+        self._short_rows: dict[str, list[str]] = {}  # why rows are not whole blocks -> the names of the tensors
         self._since = since or {}
 
     def convert(self, tensors: Iterable[Named]) -> Iterator[Named]:
@@ -359,7 +359,7 @@ class TensorConverter:
             tensor scale. Otherwise nothing.
 
         Warns:
-            UserWarning: tensors stayed unquantized because their rows are no whole blocks. Name them in
+            UserWarning: tensors stayed unquantized because their rows are not whole blocks. Name them in
                 Wishes(keep=...) if this is intended.
 
         Raises:
@@ -491,7 +491,7 @@ def convert_tensors(
         TypeError: a name is not a str, or a value is not an array.
 
     Warns:
-        UserWarning: tensors stay unquantized because their rows are no whole blocks.
+        UserWarning: tensors stay unquantized because their rows do not consist of whole blocks.
 
     Exact: the bytes are those that convert writes for these tensors.
 
