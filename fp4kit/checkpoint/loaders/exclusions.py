@@ -14,10 +14,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from fp4kit.checkpoint.loaders.engines import Finding, finding
-from fp4kit.checkpoint.loaders.exclusion_semantics import MLA_LEAVES, READERS, Patterns, Reader, container_of
+from fp4kit.checkpoint.loaders.exclusion_semantics import (
+    MLA_LEAVES,
+    READERS,
+    Patterns,
+    Reader,
+    compressed_tensors,
+    container_of,
+    sglang_compressed_tensors,
+    vllm_compressed_tensors,
+)
 from fp4kit.checkpoint.selection.fused_layers import fused_groups, join_module, split_module
 
 _HEAD = "lm_head"
@@ -125,6 +135,7 @@ _IN_TRANSFORMERS = {
     "audio_tower.": "model.audio_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
     "visual.": "model.visual.",
+    "language_model.lm_head.": "lm_head.",
     "model.layers.": "model.language_model.layers.",
 }
 
@@ -324,18 +335,51 @@ def check(
     """
     converted = tuple(converted)
     modules = dict.fromkeys((*copied, *converted))
-    return tuple(_check(container, Patterns(patterns), modules, frozenset(converted)))
+    roots = {"visual"} if any(module.startswith("visual.") for module in modules) else set()
+    return tuple(_check(container, tuple(patterns), modules, frozenset(converted), roots))
+
+
+def _as_looked_up(reader: Reader, patterns: Sequence[str], roots: Collection[str]) -> tuple[Reader, Sequence[str]]:
+    """Return a reader that takes names of the checkpoint, and the exclusion list for it.
+
+    transformers renames modules of multimodal models before it looks them up. Serving engines instead rename the plain
+    names in the list of compressed-tensors, so that names of transformers stand for those of the checkpoint.
+
+    reader: how the engine looks up modules.
+    patterns: the exclusion list.
+    roots: {"visual"} for the older names of Qwen2-VL, otherwise empty.
+    """
+    excluded = reader.excluded
+    if excluded is compressed_tensors:
+
+        def renamed(module: str, patterns: Sequence[str]) -> bool:
+            return compressed_tensors(next(_in_transformers([module], roots), module), patterns)
+
+        return replace(reader, excluded=renamed), Patterns(patterns)
+    if excluded in (vllm_compressed_tensors, sglang_compressed_tensors):
+        olds = {new: old for old, new in _IN_TRANSFORMERS.items() if old != "model.layers." or roots}
+        more = [
+            (old + f"{pattern}.".removeprefix(new)).removesuffix(".")
+            for pattern in patterns
+            for new, old in olds.items()
+            if f"{pattern}.".startswith(new)
+        ]
+        return reader, Patterns((*patterns, *more))
+    return reader, Patterns(patterns)
 
 
 def _check(
-    container: str, patterns: Sequence[str], modules: Iterable[str], converted: Collection[str]
+    container: str, listed: Sequence[str], modules: Iterable[str], converted: Collection[str], roots: Collection[str]
 ) -> Iterator[Finding]:
     """Yield the findings of ``check`` for every engine that reads ``container``.
 
+    listed: the exclusion list.
     modules: names of all layers, copied or quantized.
     converted: names of the quantized layers.
+    roots: {"visual"} for the older names of Qwen2-VL, otherwise empty.
     """
-    for reader in READERS.get(container, ()):
+    for one in READERS.get(container, ()):
+        reader, patterns = _as_looked_up(one, listed, roots)
         lookups = reader.lookups(modules)
         if reader.head:
             lookups.setdefault(_HEAD, [_HEAD])

@@ -360,6 +360,11 @@ def _embedding(tensor: Candidate) -> str | None:
     return f"embedding ({part})" if part else None
 
 
+def is_embedding_table(tensor: Candidate) -> bool:
+    """Return whether a tensor is an embedding table, which engines never take for a linear layer."""
+    return _embedding(tensor) is not None and _embedding_layer(tensor) is None
+
+
 def _embedding_layer(tensor: Candidate) -> str | None:
     """Return the reason why a linear layer of an embedding module stays unquantized; None for all other tensors.
 

@@ -41,7 +41,7 @@ from fp4kit.checkpoint.model.weights import Weight, part_names
 from fp4kit.checkpoint.plan.layer_checks import doubtful_layers
 from fp4kit.checkpoint.plan.request import is_deepseek_v4
 from fp4kit.checkpoint.selection import diffusers_classes
-from fp4kit.checkpoint.selection.name_rules import candidate, model_facts
+from fp4kit.checkpoint.selection.name_rules import candidate, is_embedding_table, model_facts
 from fp4kit.checkpoint.selection.selection import Wishes, decide
 
 
@@ -347,6 +347,7 @@ def _unquantized(model: Checkpoint, form: Container) -> list[str]:
         for name, (_, entry) in model.tensors.items()
         if name not in parts
     ]
+    found = [one for one in found if not is_embedding_table(one)]  # such tables occur in vision towers
     decisions = decide(found, Wishes(), form.row_multiple)
     return [one.module for one in found if decisions[one.name].converted or decisions[one.name].listed]
 

@@ -380,6 +380,20 @@ def test_transformers_leaves_the_vision_tower_unquantized(tmp_path: Path, target
     logits = _logits(loaded)
     assert torch.equal(_bits(logits), _bits(_logits(numbers))) and not torch.equal(_bits(logits), _bits(_logits(made)))
     assert _different(loaded, numbers) == []
+    # llm-compressor lists the names of transformers' modules
+    linears = [name for name, module in made.named_modules() if isinstance(module, torch.nn.Linear)]
+    listed = [name for name in linears if ".language_model." not in name]
+    assert _listing(tmp_path / "q", listed) == [] and len(listed) > 6
+    assert {name for name, _ in _listing(tmp_path / "q", listed[1:])} == {listed[0].removeprefix("model.")}
+
+
+def _listing(root: Path, names: list[str]) -> list[tuple[str, str]]:
+    """Write an exclusion list into the config of a checkpoint, and return what verify says transformers makes of it."""
+    config = json.loads((root / "config.json").read_text())
+    config["quantization_config"]["ignore"] = names
+    (root / "config.json").write_text(json.dumps(config))
+    issues = verify(root).issues
+    return [(each.subject, each.text) for each in issues if each.loader.startswith("transformers")]
 
 
 FAMILIES = [

@@ -150,6 +150,25 @@ def test_modules_that_transformers_renames_are_named_twice() -> None:
     assert exclusion_list("compressed-tensors", [layer], [], []) == ("lm_head", layer)
 
 
+@pytest.mark.parametrize(
+    ("file", "runtime"),
+    [
+        ("vision_tower.encoder.layers.0.fc1", "model.vision_tower.encoder.layers.0.fc1"),
+        ("language_model.model.layers.1.mlp.down_proj", "model.language_model.layers.1.mlp.down_proj"),
+        ("visual.blocks.0.attn.proj", "model.visual.blocks.0.attn.proj"),
+    ],
+)
+def test_names_of_transformers_exclude_the_layers_of_the_file(file: str, runtime: str) -> None:
+    """A list with transformers' names, as llm-compressor writes it, is sound for every engine; no other name is."""
+    container = CONTAINERS["compressed-tensors nvfp4-pack-quantized"].id
+    assert check(container, [runtime], [file], []) == ()
+    engines = {found.engine.partition(" ")[0] for found in check(container, [runtime + "x"], [file], [])}
+    assert engines == {"vLLM", "SGLang", "compressed-tensors", "transformers"}
+    older = ["visual.a", "model.layers.0.mlp.down_proj"]
+    assert check(container, ["visual.a", "model.language_model.layers.0.mlp.down_proj"], older, []) != ()
+    assert check(container, ["model.visual.a", "model.language_model.layers.0.mlp.down_proj"], older, []) == ()
+
+
 def test_a_converted_head_is_not_excluded() -> None:
     assert exclusion_list("modelopt", ["a"], [], ["lm_head"]) == ("a",)
 
