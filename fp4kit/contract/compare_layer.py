@@ -15,6 +15,9 @@ from fp4kit.contract.steps import Arithmetic, StepName, first_step
 from fp4kit.layouts import unpacked
 from fp4kit.ops.explain import Explanation, explain
 
+_SIGNS = " with signs "  # what stands between the size and the signs in the text of a transform
+_SHOWN = 4  # smallest number of signs that texts show
+
 
 class Compared(NamedTuple):
     """Hold the compared rows of one layer on one side.
@@ -167,12 +170,10 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
         texts.append(
             f"recipe {a.recipe.id} in {label_a} and {b.recipe.id} in {label_b} ({what}); use one recipe on both sides"
         )
-    transforms = [one.transform or "none" for one in (a, b)]
-    if transforms[0] != transforms[1]:
-        texts.append(
-            f"hadamard is {transforms[0]} in {label_a} and {transforms[1]} in {label_b}; use one on both sides"
-        )
-    same = (transforms[0] != transforms[1] or a.amax is None or b.amax is None) or (
+    if a.transform != b.transform:
+        one, other = _shown_transforms(a.transform or "none", b.transform or "none")
+        texts.append(f"hadamard is {one} in {label_a} and {other} in {label_b}; use one on both sides")
+    same = (a.transform != b.transform or a.amax is None or b.amax is None) or (
         np.shape(a.amax) == np.shape(b.amax) and not differing_bits(a.amax, b.amax).any()
     )
     if not same:
@@ -182,6 +183,18 @@ def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[
         ]
         texts.append(f"tensor amax: {' and '.join(uses)}; let the same layers share an amax (shared_amax)")
     return texts
+
+
+def _shown_transforms(a: str, b: str) -> tuple[str, str]:
+    """Return two different transforms in words, with their signs up to the first that differs, but four at least."""
+    first = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), 0)
+
+    def shown(text: str) -> str:
+        size, _, signs = text.partition(_SIGNS)
+        length = max(len(size) + len(_SIGNS) + _SHOWN, first + 1)
+        return f"{text[:length]}..." if signs and length < len(text) else text
+
+    return shown(a), shown(b)
 
 
 def _amax_text(one: Arithmetic) -> str:

@@ -131,7 +131,7 @@ class Contract:
         self._check_unknown()
 
     def _check_hadamard(self) -> None:
-        """Raise an error unless hadamard is None or a power of two, and hadamard_signs has as many signs."""
+        """Raise an error unless hadamard is None or a supported size, and hadamard_signs None or as many signs."""
         size, signs = self.hadamard, self.hadamard_signs
         if size is not None:
             size = as_index(OP, "hadamard", size)

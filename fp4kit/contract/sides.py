@@ -33,7 +33,6 @@ Amax: TypeAlias = "np.ndarray | None"
 # signs of Transformer Engine's transforms -> their sign masks
 _MASKS = {None: 0, "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(HADAMARD_BLOCK)): TE_SIGN_MASK}
 _WEIGHT = ".weight"
-_SHOWN = 4  # signs of a transform that texts show
 _DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a divisor
 
 
@@ -101,7 +100,7 @@ class Side:
         if contract is None or contract.hadamard is None:
             return ""
         signs = contract.hadamard_signs
-        return f"{contract.hadamard} " + (f"with signs {signs[:_SHOWN]}..." if signs else "without signs")
+        return f"{contract.hadamard} " + (f"with signs {signs}" if signs else "without signs")
 
     def transformed(self, x: np.ndarray) -> np.ndarray:
         """Return a matrix after the Hadamard transform of the contract; x itself for none.

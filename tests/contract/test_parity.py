@@ -326,6 +326,11 @@ def test_hadamard_transforms():
         .setting.startswith("hadamard is 16 without signs in train and 16")
     )
 
+    last = alone.stating(hadamard=16, hadamard_signs=signs[:-1] + "+-"[signs[-1] == "+"])
+    texts = [f"16 with signs {one.hadamard_signs} in {side}" for one, side in ((fused, "train"), (last, "rollout"))]
+    setting = parity(fused, last, weights=DOWN).differing[0].setting
+    assert setting == f"hadamard is {' and '.join(texts)}; use one on both sides"
+
     pattern = np.tile([1, -1, -1, 1], 32)
     large = alone.stating(hadamard=128, hadamard_signs="+--+" * 32)
     q = {n: fp4kit.quantize(fp4kit.hadamard(w, 128, signs=pattern), "nvfp4-te") for n, w in DOWN.items()}
