@@ -31,16 +31,16 @@ def matmul_grouped(
 
         D[i] = matmul(a[i], b[i], ...)
 
-    The numbers of rows may differ, as those of the tokens of experts do. On a GPU, one launch computes all products of
-    a kind of operands.
+    The sizes of the products may differ, such as the number of tokens per expert. On a GPU, all products whose operands
+    have equal formats usually take one launch.
 
     Args:
         a: a sequence of matrices (M_i, K_i), each as in matmul; or, with m_indptr, one matrix (rows, K), such as the
             tokens sorted by expert.
         b: a sequence of matrices (N_i, K_i), one per product, each as in matmul; or one stack (products, N, K).
-        m_indptr: None if a is a sequence. Otherwise integers (products + 1,): product i has the rows m_indptr[i] to
-            m_indptr[i + 1] of a, so they begin with 0, do not decrease, and end with the number of rows. They are read
-            on the host, so an array on a GPU makes the call wait for the GPU.
+        m_indptr: None if a is a sequence. Otherwise integers (products + 1,), which begin with 0, do not decrease, and
+            end with the number of rows of a. Product i has the rows of a from m_indptr[i] to m_indptr[i + 1] - 1. If
+            m_indptr is an array on a GPU, the call waits for the GPU to copy it to the host.
         unit: as in matmul, for all products.
         out_dtype: as in matmul, for all products.
         alpha: as in matmul, for all products; or a sequence with one number per product.

@@ -19,5 +19,5 @@ def recipes() -> Iterator[Recipe]:
         block_rule="e8m0_deepseek",
         source="DeepSeek-V4 inference/kernel.py fp4_act_quant",
         exact="the TileLang kernel, except for blocks with infinities or NaN; read from its source, not recorded. Same "
-        "as mxfp4-torchao-rceil except for amaxes below 2^-124",
+        "as mxfp4-torchao-rceil except for these blocks and for amaxes below 2^-124",
     )
