@@ -48,9 +48,23 @@ def tree(path):
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+def statements(node):
+    """Yield all statements below a node. Unlike ast.walk, this does not visit expressions, which are most nodes."""
+    for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+        for child in getattr(node, name, ()):
+            yield child
+            yield from statements(child)
+
+
+@cache
 def imported_modules(path):
+    """Return the modules of fp4kit that a file imports; see found_imports."""
+    return tuple(found_imports(path))
+
+
+def found_imports(path):
     """Yield the modules of fp4kit that a file imports, at its top or inside functions."""
-    for node in ast.walk(tree(path)):
+    for node in statements(tree(path)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "fp4kit")
         elif isinstance(node, ast.ImportFrom):

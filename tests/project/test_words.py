@@ -33,7 +33,11 @@ def tracked(*patterns: str) -> list[Path]:
 
 def docstrings(text: str) -> Iterator[tuple[int, str]]:
     """Yield (line number, docstring) of every docstring in the source code `text`."""
-    for node in ast.walk(ast.parse(text)):
+    pending: list[ast.AST] = [ast.parse(text)]
+    while pending:
+        node = pending.pop()
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):  # ast.walk would visit expressions, too
+            pending += getattr(node, name, ())
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found = ast.get_docstring(node)
             if found:
@@ -59,10 +63,9 @@ def wrong(path: Path) -> list[str]:
     text, name = path.read_text(), path.relative_to(ROOT)
     found = []
     if path.suffix == ".py":
-        texts = [*docstrings(text), *python_comments(text)]
-        found += [
-            f"{name}:{line}: begins with {HEADS.match(doc)[1]!r}" for line, doc in docstrings(text) if HEADS.match(doc)
-        ]
+        docs = list(docstrings(text))
+        texts = [*docs, *python_comments(text)]
+        found += [f"{name}:{line}: begins with {HEADS.match(doc)[1]!r}" for line, doc in docs if HEADS.match(doc)]
     else:
         texts = list(cpp_comments(text))
     return found + [f"{name}:{line}: {match[0]!r}; say per" for line, one in texts for match in PER.finditer(one)]
