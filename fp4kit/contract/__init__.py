@@ -5,6 +5,7 @@
 - words.py: differences between settings, in words.
 - parity.py: fp4kit.parity, which compares two sides layer by layer.
 - sides.py: a side of a comparison: a Contract, quantized or unquantized tensors, or a function.
+- stacks.py: the matrices of a stack of experts as layers.
 - making.py: how a side made the codes or values of a layer.
 - stored_order.py: a wrong order of stored codes or scales.
 - compare_layer.py: the comparison of one layer.

@@ -21,6 +21,7 @@ from fp4kit.contract.products import products, why_no_products, with_products
 from fp4kit.contract.result import LayerParity, Parity
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import OP, Side, Weights, amax_of, array_of, largest, made, side_of, source_of
+from fp4kit.contract.stacks import stacks_in, unstacked
 from fp4kit.contract.steps import Arithmetic
 from fp4kit.contract.stored_order import orders
 from fp4kit.formats import FLOATS
@@ -57,6 +58,9 @@ def parity(
     - tensors by name: a Quantized or an array per layer, such as weights, activations or logits;
     - a function f(layer, weight) that returns a Quantized or an array of values, such as a trainer's fake quantizer;
     - a pair of a Contract and one of these.
+
+    A stack of matrices, such as a Quantized of shape (experts, N, K), counts as one layer per matrix. Matrix 3 of
+    "experts.up_proj" is the layer "experts.3.up_proj".
 
     For each layer, codes, block scales, tensor scales, values and products are compared. Where they differ, the steps
     of the arithmetic are compared in their order, and the first one that differs is reported with counts, one worked
@@ -111,7 +115,12 @@ def parity(
     if elements < 1 or (layers is not None and as_index(OP, "layers", layers) < 1):
         raise ValueError(f"{OP}: elements is {elements} and layers {layers}; needs at least 1")
     sides = side_of("train", train), side_of("rollout", rollout)
-    check = _Check(sides, source_of("weights", weights), source_of("inputs", inputs), elements)
+    source = source_of("weights", weights)
+    stacks = {*stacks_in(source, True), *(name for side in sides for name in stacks_in(side.stored, False))}
+    for side in sides:
+        side.stored = None if side.stored is None else unstacked(side.stored, stacks)
+    source = None if source is None else unstacked(source, stacks)
+    check = _Check(sides, source, source_of("inputs", inputs), elements)
     return check.run(layers, seconds, source_of("kv", kv))
 
 

@@ -241,6 +241,25 @@ def test_bytes_that_no_contract_explains():
     assert one(parity((BASE, STORED), (BASE, inverted))).step == "tensor scale"
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-rowscaled", "mxfp4-ocp"])
+def test_stacks_of_experts_are_compared_per_matrix(recipe):
+    w = {f"mlp.experts.{n}": RNG.standard_normal((2, 32, 64), np.float32) for n in ("gate_proj", "up_proj")}
+    experts = Contract(patterns=[("*.experts.*", recipe)], shared_amax=[("gate_proj", "up_proj")])
+    amax = np.maximum(*(np.abs(x).max(axis=(1, 2)) for x in w.values()))
+    given = {"tensor_amax": amax} if recipe == "nvfp4-te" else {}
+    q = {name: fp4kit.quantize(x, recipe, **given) for name, x in w.items()}
+    found = parity(experts, (experts, q), weights=w)
+    assert found.equal and [layer.name for layer in found.layers] == [
+        f"mlp.experts.{e}.{leaf}" for leaf in ("gate_proj", "up_proj") for e in (0, 1)
+    ]
+    assert parity(experts, lambda name, x: fp4kit.quantize(x, recipe), weights=w).layers[0].total == 32 * 64
+    q["mlp.experts.up_proj"].packed[1, 0, 0] ^= 1
+    assert [layer.name for layer in parity(experts, (experts, q), weights=w).differing] == ["mlp.experts.1.up_proj"]
+    assert parity(q, q).equal and parity(w, q, weights=w).differing[0].step == "quantization"
+    plain = {"logits": w["mlp.experts.up_proj"]}
+    assert parity(plain, plain).layers[0].kind == "tensor"  # three axes, and no side has codes
+
+
 def test_plain_tensors_such_as_logits():
     a = {"logits": np.float32([[1, 2], [np.nan, 0]]), "x": np.ones((2, 3, 4), ml_dtypes.bfloat16)}
     b = {"logits": np.float32([[1, 2], [np.nan, -0.0]]), "x": np.ones((2, 3, 4), np.float32)}

@@ -17,8 +17,8 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import by_layer
+from fp4kit.contract.stacks import matrix_of
 from fp4kit.quantized.container import Quantized
-from fp4kit.quantized.slicing import box_of
 from fp4kit.storage.errors import CheckpointError
 from fp4kit.storage.quantized_file import load
 
@@ -110,23 +110,4 @@ def _values(weight: Weight, expert: int, span: tuple[int, int]) -> np.ndarray:
 def _matrix(read: Callable[[str], Quantized], weight: Weight, expert: int) -> Quantized:
     """Return one matrix of a quantized weight as a Quantized of two axes."""
     q = read(weight.name)
-    if len(q.shape) == 2:
-        return q
-    box = (slice(expert, expert + 1), *(slice(0, n) for n in q.shape[1:]))
-    part = box_of(q, box)
-    scalar = part.recipe.tensor_scaling == "tensor"
-
-    def first(a: Any, is_tensor: bool = False) -> Any:
-        return None if a is None else (a.reshape(()) if is_tensor and scalar else a[0] if a.ndim else a)
-
-    return Quantized(
-        part.packed[0],
-        first(part.block_scale),
-        first(part.tensor_scale, True),
-        first(part.tensor_amax, True),
-        q.shape[1:],
-        q.dtype,
-        q.axis - 1,
-        q.recipe,
-        q.scale_layout,
-    )
+    return q if len(q.shape) == 2 else matrix_of(q, expert)
