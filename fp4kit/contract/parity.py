@@ -150,7 +150,10 @@ class _Check:
             self.source = _drawn([one for one in contracts if one is not None])
         elif source is None and any(side.makes for side in sides):
             label = next(side.label for side in sides if side.makes)
-            raise ValueError(f"{OP}: {label} makes codes from weights, and there are none; pass weights=")
+            raise ValueError(
+                f"{OP}: {label} quantizes weights, but none are given; pass the unquantized model as weights= or"
+                " --weights"
+            )
 
     def run(self, most: int | None, seconds: float | None, kv: Mapping[str, Any] | None) -> Parity:
         """Compare all layers, then inputs and KV caches, and return the result."""
@@ -182,16 +185,17 @@ class _Check:
         names = [name for name in first if name in {*last}]
         missing = [f"{name}: not in {self.sides[1].label}" for name in first if name not in {*last}]
         missing += [f"{name}: not in {self.sides[0].label}" for name in last if name not in {*first}]
+        lacking = "the sides have no layer in common"
         if any(side.makes for side in self.sides) and stored:
             assert self.source is not None
+            lacking = "no layer of the sides has an unquantized weight" if names else lacking
             absent = [name for name in names if name not in self.source]
             if absent:
-                self.notes[f"{len(absent):,} layers without an unquantized weight: {_some(absent)}"] = None
+                count = f"{len(absent):,} layer{'s' * (len(absent) != 1)}"
+                self.notes[f"{count} without an unquantized weight: {_some(absent)}"] = None
             names = [name for name in names if name in self.source]
         if not names:
-            raise ValueError(
-                f"{OP}: the sides have no layer in common; needs layers of one name, such as {_some(first)}"
-            )
+            raise ValueError(f"{OP}: {lacking}; needs equal names of layers, such as {_some(first)}")
         return names, missing
 
     def _x(self, name: str) -> np.ndarray | None:

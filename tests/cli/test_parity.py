@@ -47,7 +47,10 @@ def test_a_mismatch_is_explained(files, capsys):
 def test_errors_have_exit_code_2(files, capsys):
     for arguments, message in (
         (["train.json", "none"], "none: does not exist"),
-        (["train.json", "w.safetensors"], "train makes codes from weights, and there are none; pass weights="),
+        (
+            ["train.json", "w.safetensors"],
+            "train quantizes weights, but none are given; pass the unquantized model as weights= or --weights",
+        ),
         (["train.json", "rollout.json", "--layers", "0"], "needs at least 1"),
     ):
         assert main(["parity", *arguments]) == 2

@@ -277,7 +277,7 @@ def test_layers_of_one_side_only_are_named():
     assert "on one side only: m.up_proj: not in rollout" in str(found)
     assert parity(fewer, STORED).missing == ("m.up_proj: not in train",)
     found = parity(BASE, STORED, weights={k: v for k, v in W.items() if "up" not in k})
-    assert found.notes[0] == "1 layers without an unquantized weight: m.up_proj"
+    assert found.notes[0] == "1 layer without an unquantized weight: m.up_proj"
 
 
 def test_samples_are_stated():
@@ -302,8 +302,12 @@ def test_samples_are_stated():
     ("arguments", "error", "message"),
     [
         ((BASE, 3), TypeError, "parity: rollout is a int; needs a Contract, a path, a mapping"),
-        ((BASE, STORED), ValueError, "train makes codes from weights, and there are none; pass weights="),
-        ((STORED, {"other": STORED["m.up_proj.weight"]}), ValueError, "the sides have no layer in common"),
+        (
+            (BASE, STORED),
+            ValueError,
+            "train quantizes weights, but none are given; pass the unquantized model as weights=",
+        ),
+        ((STORED, {"other": STORED["m.up_proj.weight"]}), ValueError, "the sides have no layer in common; needs equal"),
         (({"a": [1]}, {"a": [1]}), TypeError, "parity: train: a is a list; needs an array or a Quantized"),
         ((STORED, {n: w[:16] for n, w in W.items()}), ValueError, "has the shapes .* needs one shape"),
     ],
@@ -316,6 +320,10 @@ def test_errors(arguments, error, message):
 def test_errors_of_options():
     with pytest.raises(ValueError, match="elements is 0 and layers None; needs at least 1"):
         parity(BASE, BASE, elements=0)
+    with pytest.raises(
+        ValueError, match="no layer of the sides has an unquantized weight; needs equal names of layers"
+    ):
+        parity(BASE, STORED, weights={"other": np.ones((32, 64), np.float32)})
     with pytest.raises(ValueError, match="weights: w is int64"):
         parity(BASE, BASE, weights={"w": np.ones((4, 4), int)})
     with pytest.raises(ValueError, match=r"train: the contract searches block scales \(mse\)"):
