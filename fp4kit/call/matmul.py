@@ -238,16 +238,17 @@ def _number(op: str, alpha: Any) -> float:
 
 
 def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
-    """Return c as contiguous float32. Raise TypeError unless its dtype is float32, float16 or bfloat16.
+    """Return c as contiguous float32. It is not copied if it is that already.
 
-    Raise ValueError unless its shape is `shape`, the shape of the result. name: the argument in the message.
+    Raise TypeError unless its dtype is float32, float16 or bfloat16, and ValueError unless its shape is `shape`, the
+    shape of the result. name: the argument in the message.
     """
     (c,) = import_arrays(op, **{name: c})
     if c.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {c.dtype}; needs float32, float16 or bfloat16")
     if c.shape != shape:
         raise ValueError(f"{op}: {name} has shape {c.shape}; needs {shape}, the shape of the result")
-    return c.astype(np.float32, order="C")
+    return c.astype(np.float32, order="C", copy=False)
 
 
 def operand(op: str, name: str, x: Any) -> Operand:

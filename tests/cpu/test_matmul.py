@@ -50,11 +50,49 @@ def test_terms_that_lose_bits(kind) -> None:
         both(a, b, c=c)
 
 
-@pytest.mark.parametrize("spread", [0, 9, 10, 11, 13, 14, 15, 20])
+@pytest.mark.parametrize("spread", [3, 10, 14, *exhaustive([0, 4, 9, 11, 13, 15, 20])])
 def test_sums_at_the_bounds_of_fast_ways(spread) -> None:
     for a, b, c in at_bounds(np.random.default_rng(spread), spread):
         both(a, b, c=c)
-        both(a, b)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("unit", "kind"), [("sm90", "e4m3"), ("sm100", "nvfp4"), ("sm100", "mxfp4"), ("sm80", "bf16")])
+def test_long_sums(unit, kind) -> None:
+    rng = np.random.default_rng(1)
+    both(drawn(rng, kind, 2, 65_536), drawn(rng, kind, 3, 65_536), unit=unit)
+
+
+def values_of(rng, sizes, kind, rows) -> np.ndarray:
+    """Return a matrix of bfloat16, float16 or E4M3 with magnitudes of a kind, for test_float32_lanes."""
+    dtype, shape = sizes[0], (rows, 96)
+    signs = rng.choice([-1, 1], shape)
+    if kind == "largest significands":  # sums of a step that need 33 bits
+        x = signs ** sizes[1] * (4 - float(ml_dtypes.finfo(dtype).eps) * 2) / 2
+    elif kind == "sparse":
+        x = np.where(rng.random(shape) < 0.9, 0, rng.standard_normal(shape))
+    elif kind == "zero rows":
+        x = rng.standard_normal(shape) * (rng.random((rows, 1)) < 0.5)
+    else:
+        x = rng.standard_normal(shape) * 2.0 ** rng.integers(-60, 60, shape)
+    x = np.clip(x, -448, 448) if dtype == ml_dtypes.float8_e4m3fn else np.clip(x, -60000, 60000)
+    if kind == "special":
+        x = rng.standard_normal(shape)
+        x[rng.random(shape) < 0.01] = np.nan
+        x[rng.random(shape) < 0.01] = 0
+    return x.astype(np.float32).astype(dtype)
+
+
+@pytest.mark.parametrize("kind", ["largest significands", "sparse", "zero rows", "far apart", "special"])
+def test_float32_lanes(kind) -> None:
+    """Products at the bounds of what matmul_avx512.h adds in float32 have the bits of the specification."""
+    rng = np.random.default_rng(2)
+    for dtype, unit in ((ml_dtypes.bfloat16, "sm90"), (np.float16, "sm80"), (ml_dtypes.float8_e4m3fn, "sm100")):
+        for power in (0, 1):  # the signs of the largest significands are all equal, or drawn
+            a, b = (values_of(rng, (dtype, power), kind, rows) for rows in (6, 35))
+            c = (rng.standard_normal((6, 35)) * 2.0 ** rng.integers(-99, 99, (6, 35))).astype(np.float32)
+            for first in (None, np.float32(-0.0) * c, c):
+                both(a, b, c=first, unit=unit)
 
 
 @pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((2, 3, 5, 64), (7, 64)), ((5, 64), (3, 7, 64))], ids=str)

@@ -171,6 +171,12 @@ def matmul(place: Place, call: KernelCall) -> list[Any]:
     return [fp4kit.matmul(q, q, **call.given(place))]
 
 
+def matmul_grouped(place: Place, call: KernelCall) -> list[Any]:
+    """Multiply the quantized input with its own transpose, and some of its rows with others."""
+    q = quantized(place, call)
+    return list(fp4kit.matmul_grouped([q, q[0:32]], [q, q[16:48]], **call.given(place)))
+
+
 def search_scales(place: Place, call: KernelCall) -> list[Any]:
     x = np.nan_to_num(searched_blocks(call.dtype)[:43].astype(np.float32), nan=1, posinf=1, neginf=1)
     return [fp4kit.search_scales(place(x.astype(call.dtype)), call.recipe, **call.given(place))]
@@ -352,6 +358,8 @@ KINDS = [
     call_of(matmul, "mxfp8-te", unit="sm100"),
     call_of(matmul, "fp8-modelopt", unit="sm90"),
     call_of(matmul, "fp8-modelopt", unit="sm89"),
+    call_of(matmul_grouped, "nvfp4-te", unit="sm100"),
+    call_of(matmul_grouped, "fp8-modelopt", unit="sm90"),
     *(call_of(matmul, "nvfp4-te", unit=order) for order in ("exact", "float64", "float32-blocks", "dequantized")),
     *SEARCHES,
     call_of(quantize_grouped, "nvfp4-te"),

@@ -244,8 +244,8 @@ def far_apart(kind: str, rng: np.random.Generator) -> Iterator[tuple[Any, Any, n
             yield replace(a, block_scale=scales), b, c
 
 
-def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any, np.ndarray]]:
-    """Yield operands a, b and c whose sums are near the bounds of the fast ways of the CPU engine (matmul_vnni.h).
+def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any, np.ndarray | None]]:
+    """Yield a, b and c (or None) whose sums are near the bounds of the fast ways of the CPU engine (matmul_vnni.h).
 
     Args:
         spread: the difference between the largest and the smallest exponent of products of scales, at most 28 for E4M3
@@ -263,6 +263,7 @@ def at_bounds(rng: np.random.Generator, spread: int) -> Iterator[tuple[Any, Any,
         exponents = [int(np.log2(float(x))) for x in (_value(kind, low), _value(kind, high))]
         for codes in (largest, any_codes, tiny_term):
             a, b = (quantized(recipe_of(kind), one, scale) for one, scale in zip(codes, scales, strict=True))
+            yield a, b, None
             middle = (exponents[0] + 28 + exponents[1] - 12) // 2
             for exponent in (
                 exponents[1] - 14,
