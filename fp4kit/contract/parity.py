@@ -450,7 +450,7 @@ class _Check:
 
     def _sampled(self, found: Sequence[LayerParity], count: int) -> str:
         """Return what was compared, in words."""
-        layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layers"
+        layers = f"{len(found):,} of {count:,} layers" if len(found) < count else f"{count:,} layer{'s' * (count != 1)}"
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         return f"compared {elements:,} of {total:,} elements in {layers}"
 

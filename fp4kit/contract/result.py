@@ -11,6 +11,7 @@ from fp4kit.display.panel import Panel
 from fp4kit.ops.explain import Explanation
 
 Count = tuple[int, int]  # (differing, compared); (0, 0) if the parts cannot be compared
+_NOUNS = {"input": "input", "kv cache": "KV cache"}  # kind of a LayerParity -> noun in texts; others are layers
 _COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
 
 
@@ -140,12 +141,21 @@ class Parity:
 
     @property
     def verdict(self) -> str:
-        """The result in one sentence."""
-        parts = [f"{len(self.differing):,} of {len(self.layers):,} layers differ"]
-        if not self.differing:
-            parts = [f"{len(self.layers):,} layers are equal in every bit"]
+        """The result in one sentence. Inputs and KV caches are counted apart from layers."""
+        counts: dict[str, list[int]] = {}  # noun -> [differing, compared]
+        for layer in self.layers:
+            count = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])
+            count[0] += not layer.equal
+            count[1] += 1
+        if self.differing:
+            differing = [f"{n:,} of {total:,} {noun}{_s(total)}" for noun, (n, total) in counts.items() if n]
+            parts = [f"{_joined(differing)} differ"]
+        else:
+            equal = [f"{total:,} {noun}{_s(total)}" for noun, (_, total) in counts.items()]
+            parts = [f"{_joined(equal)} {'is' if len(self.layers) == 1 else 'are'} equal in every bit"]
         if self.missing:
-            parts.append(f"{len(self.missing):,} layers are on one side only")
+            one = len(self.missing) == 1
+            parts.append(f"{len(self.missing):,} layer{'' if one else 's'} {'is' if one else 'are'} on one side only")
         return "; ".join(filter(None, (*parts, self.sampled)))
 
     @property
@@ -177,6 +187,16 @@ class Parity:
 
 
 COLUMNS = _COLUMNS
+
+
+def _s(count: int) -> str:
+    """Return the ending of a plural noun for a count: "" for one, otherwise "s"."""
+    return "" if count == 1 else "s"
+
+
+def _joined(texts: list[str]) -> str:
+    """Return texts as a list in words: "a", "a and b", or "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(texts[:-1]), *texts[-1:])))
 
 
 def _later(steps: tuple[tuple[StepName, int], ...]) -> str:

@@ -45,7 +45,7 @@ def test_equal_sides_are_equal_in_every_bit():
         assert [layer.name for layer in found.layers[:3]] == ["m.gate_proj", "m.up_proj", "m.down_proj"]
         assert all(layer.codes == (0, 32 * 384) for layer in found.layers[:3])
     assert parity(BASE, BASE).verdict.startswith(
-        "6 layers are equal in every bit; compared 262,144 of 262,144 elements"
+        "4 layers, 1 input and 1 KV cache are equal in every bit; compared 262,144 of 262,144 elements"
     )
     every = parity(BASE, BASE, weights=W).layers
     assert every[0].products == (0, 64 * 32) and [layer.kind for layer in every[3:]] == ["input", "kv cache"]

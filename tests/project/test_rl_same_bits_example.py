@@ -21,7 +21,7 @@ def test_mismatches_are_found(mismatch, step, setting, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["rl_same_bits.py", "--steps", "2", "--mismatch", mismatch])
     example.main()
     out = capsys.readouterr().out
-    assert "log-probabilities equal in every bit in 2 steps\n4 layers are equal in every bit" in out
+    assert "log-probabilities equal in every bit in 2 steps\n3 layers and 1 input are equal in every bit" in out
     assert f"first step that differs: {step}" in out and setting in out
 
 
