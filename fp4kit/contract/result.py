@@ -129,15 +129,15 @@ class Parity:
         """Return the verdict, the differing layers as a table, and the first layer of each kind of difference."""
         lines = [self.verdict]
         if self.differing:
-            lines.append(self._panel().text())
+            lines.append(self._panel("layers that differ").text())
         lines += map(str, self.examples)
         for title, texts in self.remarks:
             lines += [f"{title}: {text}" for text in texts]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        """Return the table of differing layers as HTML, which notebooks show."""
-        return self._panel().html()
+        """Return the verdict and the table of differing layers as HTML, which notebooks show."""
+        return self._panel(self.verdict).html()
 
     @property
     def verdict(self) -> str:
@@ -181,9 +181,9 @@ class Parity:
             for layer in self.differing
         )
 
-    def _panel(self) -> Panel:
-        """Return the table of differing layers."""
-        return Panel("layers that differ", columns=_COLUMNS, rows=self.rows())
+    def _panel(self, title: str) -> Panel:
+        """Return the table of differing layers under a title."""
+        return Panel(title, columns=_COLUMNS, rows=self.rows())
 
 
 COLUMNS = _COLUMNS

@@ -413,7 +413,11 @@ def test_a_result_prints_and_counts():
     found = parity(BASE, BASE.stating(weights="nvfp4-flashinfer", unit="exact"), weights=W)
     text = str(found)
     assert text.startswith(found.verdict) and "first step that differs" in text and "Element [" in text
-    assert "setting: unit: sm100 and exact" in text and "<table" in found._repr_html_()
+    assert (
+        "setting: unit: sm100 and exact" in text
+        and "<table" in found._repr_html_()
+        and found.verdict in found._repr_html_()
+    )
     layer = found.differing[0]
     assert sum(count for _, count in layer.steps) <= layer.examined and layer.steps[0] == (layer.step, layer.count)
     assert str(replace(layer, step=None, worked=None)) == "weight m.gate_proj: equal in every bit"
