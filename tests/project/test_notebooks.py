@@ -132,6 +132,22 @@ def test_stored_notebook_is_a_clean_run(notebook):
     assert notebook.stat().st_size < 300_000
 
 
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_notebook_asks_and_answers_a_question(notebook):
+    """The first cell asks a question, a cell after the last code answers it, and the setup cell is folded."""
+    cells = load(notebook)["cells"]
+    last = max(i for i, cell in enumerate(cells) if cell["cell_type"] == "code")
+    assert "**Question:**" in "".join(cells[0]["source"])
+    assert any("## Answer" in "".join(cell["source"]) for cell in cells[last + 1 :])
+    (setup,) = (cell for cell in cells if cell["id"] == "setup")
+    assert setup["metadata"]["jupyter"] == {"source_hidden": True}
+
+
+def test_every_notebook_is_listed_with_the_guides():
+    page = (ROOT / "docs" / "guides" / "notebooks.md").read_text(encoding="utf-8")
+    assert re.findall(r"notebooks/([\w-]+)\.ipynb\)", page) == [path.stem for path in NOTEBOOKS]
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_fresh_run_prints_what_is_stored(name, tmp_path):
     """A new run gives no error, nothing on stderr, and the stored texts.
