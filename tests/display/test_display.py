@@ -224,11 +224,12 @@ def test_print_of_nan_and_of_scales_of_rows():
 
 
 def test_print_of_a_recipe():
+    names = ("mxfp4", "mxfp4-torchao-floor", "mxfp4-mslk-floor", "mxfp4-aiter-down")
     assert str(fp4kit.recipe("mxfp4")).splitlines()[:4] == [
         "Recipe mxfp4-ocp",
-        "  recipe       in the table, also called mxfp4, also called mxfp4-torchao-floor",
-        "  elements     E2M1, 4 bits, up to 6",
-        "  scales       E8M0 per 1 x 32 block",
+        "  recipe            in the table" + "".join(f", also called {name}" for name in names),
+        "  elements          E2M1, 4 bits, up to 6",
+        "  scales            E8M0 per 1 x 32 block",
     ]
     variant = str(replace(fp4kit.recipe("nvfp4-te"), sign="negative"))
     assert "a variant, not in the table" in variant and re.search(r"\n  sign +negative\n", variant)
