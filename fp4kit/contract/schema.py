@@ -248,14 +248,15 @@ class Contract:
     def environment(self) -> dict[str, str]:
         """Return the flags of open training stacks that select this contract's recipe of routed experts.
 
-        The flags always apply to the weights of routed experts. Which layers `patterns` and `excluded` match is not
-        checked, and all other settings are ignored.
+        The flags apply to the weights of routed experts only. A few names of experts and of other layers are tried, to
+        find out whether the contract does so too. All settings besides weights, patterns and excluded are ignored.
 
         Returns:
             {name of a variable: its value}: a flag and a block size, and "0" for the flag of the other format.
 
         Raises:
-            ValueError: `weights` is not None, the patterns have several recipes or none, or no flag selects the recipe.
+            ValueError: `weights` is not None, the patterns have several recipes or none, no flag selects the recipe, or
+                routed experts are not quantized, or other layers are.
 
         Examples:
             >>> import fp4kit
@@ -267,12 +268,18 @@ class Contract:
             own = self.from_environment(dict.fromkeys(flags[:1], "1")).patterns[0][1]
             if self.weights is None and len(recipes) == 1 and own is not None:
                 (recipe,) = recipes
-                if recipe is not None and recipe.block is not None and recipe == replace(own, block=recipe.block):
-                    return {other[0]: "0" for other in _FLAGS} | {flags[0]: "1", flags[1]: str(recipe.block_size)}
+                if recipe and recipe.block and recipe.block_rows == 1 and recipe == replace(own, block=recipe.block):
+                    found = {other[0]: "0" for other in _FLAGS} | {flags[0]: "1", flags[1]: str(recipe.block_size)}
+                    if self._quantizes_experts(self.from_environment(found).patterns[0][1]):
+                        return found
         raise ValueError(
-            f"{OP}: no flag selects this contract; needs weights=None and patterns of one recipe, mxfp4-flashinfer or"
-            " int4-qat"
+            f"{OP}: no flag selects this contract; needs weights=None and patterns that quantize routed experts alone,"
+            " by mxfp4-flashinfer or int4-qat"
         )
+
+    def _quantizes_experts(self, recipe: Recipe | None) -> bool:
+        """Return whether some name of a routed expert has a recipe, and no name of another layer has any."""
+        return any(self.recipe_of(name) == recipe for name in _EXPERTS) and not any(map(self.recipe_of, _NO_EXPERTS))
 
     @classmethod
     def load(cls, path: str | Path) -> Contract:
@@ -427,6 +434,11 @@ _FLAGS = (
     ("OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG", "OPEN_TRAINING_MXFP4_BLOCK_SIZE"),
     ("OPEN_TRAINING_INT4_FAKE_QAT_FLAG", "OPEN_TRAINING_INT4_GROUP_SIZE"),
 )
+
+
+# names of routed experts, and of other layers, by which `environment` checks what a contract quantizes
+_EXPERTS = ("model.layers.3.mlp.experts.0.up_proj", "decoder.layers.3.mlp.experts.linear_fc1")
+_NO_EXPERTS = ("model.layers.3.mlp.up_proj", "model.layers.3.self_attn.q_proj", "lm_head")
 
 
 def _layer_pattern(parameter: str) -> str:

@@ -199,6 +199,8 @@ def test_flags_become_a_contract_and_come_back():
     with pytest.raises(ValueError, match="are both '1'; weights have one format"):
         Contract.from_environment(both)
     assert Contract.from_environment({}).patterns == ()
-    for other in (Contract("int4-qat"), Contract(patterns=[("*", "nvfp4-te")]), Contract()):
+    square = replace(fp4kit.recipe("mxfp4-flashinfer"), block=(32, 32))
+    wrong = [Contract(patterns=[p]) for p in (("*", "int4-qat"), ("*.q_proj", "int4-qat"), ("*.experts.*", square))]
+    for other in (Contract("int4-qat"), Contract(patterns=[("*", "nvfp4-te")]), Contract(), *wrong):
         with pytest.raises(ValueError, match="no flag selects this contract"):
             other.environment()

@@ -24,9 +24,9 @@ from fp4kit.storage.quantized_file import load
 
 
 class LazyTensors(Mapping[str, Any]):
-    """Map the names of layers to functions that read them. Nothing is cached.
+    """Map the names of layers to their tensors, which are read at every access.
 
-    readers: layer -> function that returns a Quantized or an array.
+    readers: layer -> function that reads it, and returns a Quantized or an array.
     """
 
     def __init__(self, readers: Mapping[str, Callable[[], Any]]) -> None:
