@@ -25,7 +25,7 @@ def both(a, b, **options) -> None:
             assert_same_bits(d, fp4kit.matmul(a, b, **options))
 
 
-@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 25))])
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 7))])
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_drawn_products(pair, seed) -> None:
     unit, left, right = pair

@@ -251,7 +251,7 @@ def test_wrong_types_are_named(call, message):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(200))
+@together("seed", range(100))
 def test_drawn_sizes(seed):
     rng = np.random.default_rng(seed)
     name = rng.choice([*kv.KV_LAYOUTS])

@@ -153,7 +153,7 @@ def change(sound: Sound, rng: np.random.Generator) -> tuple[str, Loaded, dict[st
     return f"{kind} {name} {other}", tensors, config, metadata
 
 
-@pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 60))])
+@pytest.mark.parametrize("seed", [*range(8), *exhaustive(range(8, 24))])
 @pytest.mark.parametrize(("recipe", "form"), SOUND)
 def test_a_change_is_refused_or_does_not_change_values(
     recipe: str, form: str, seed: int, sound: Callable[[str, str], Sound], tmp_path: Path

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from exhaustive import every, exhaustive
 from fuzz_faults import SMALL, executed, one_bit, plant
+from together import together
 
 import fp4kit
 from fp4kit.cli import main
@@ -56,7 +57,7 @@ def test_values_are_written_out_where_they_are_few():
     assert np.array_equal(fuzz_arrays.given("float32", (2, 64), "0000c03f" * 128), many.x.values())
 
 
-@pytest.mark.parametrize("kind", fuzz_arrays.VALUES)
+@together("kind", fuzz_arrays.VALUES)
 @pytest.mark.parametrize("shape", every(4, [(0,), (1,), (3, 33), (2, 0, 16), (2, 3, 4, 32)]))
 def test_values_of_every_kind(kind, shape):
     shape = (shape[0], 16, 16) if kind == "hessians" else shape
