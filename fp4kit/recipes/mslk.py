@@ -42,7 +42,7 @@ def recipes() -> Iterator[Recipe]:
 
 
 def aliases() -> Iterator[Alias]:
-    """Yield the alias for MSLK's MX4 mode that equals a recipe of another producer, mode floor."""
+    """Yield the alias for mode floor of MSLK's MX4 kernel, which equals the OCP recipe."""
     yield Alias(
         "mxfp4-mslk-floor",
         "mxfp4-ocp",
@@ -52,7 +52,7 @@ def aliases() -> Iterator[Alias]:
 
 
 def _nvfp4() -> Iterator[Recipe]:
-    """Yield MSLK's NVFP4 recipes: with exact arithmetic, with fast math, with power-of-two scales, and one level."""
+    """Yield MSLK's NVFP4 recipes: exact, with fast math, with power-of-two scales, and without tensor scale."""
     on_h100 = "on an H100, where MSLK's FP4 conversion was replaced by an equal function"
     given = "except for blocks with NaN if a tensor_amax is given"
     precise = of_format(

@@ -290,10 +290,10 @@ def code_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
 def factor_comfy_kitchen(
     codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
 ) -> np.ndarray:
-    """Return scale * tensor.decode, by which comfy-kitchen divides the elements of each block, or NaN if that is 0.
+    """Return scale * tensor.decode, the divisor of each block's elements in comfy-kitchen; NaN if it is 0.
 
     scale is the value of the scale code, and tensor.decode the decode scale of the tensor. With NaN, every element of
-    the block gets the recipe's nan_code. The producer replaces such elements by +0, so that nan_code is 0.
+    the block gets the recipe's nan_code. This code is 0, because the producer replaces such elements by +0.
     """
     scale = decode_scale(codes) * tensor.decode
     return np.where(scale == 0, NAN, scale)
