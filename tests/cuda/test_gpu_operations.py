@@ -12,7 +12,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import every
-from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, gpu_only
+from on_gpu import ON_GPU, all_or_few, assert_same, blocks, check, cupy, differing, dtypes_of, gpu_only
 from rounding_cases import TE_SCALES
 
 import fp4kit
@@ -29,9 +29,9 @@ ON_DEVICE_FAKE = [name for name in WITH_CODES if RECIPES[name].fake_rule is None
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", all_or_few(WITH_CODES))
 def test_adversarial_blocks(name) -> None:
-    for dtype in DTYPES:
+    for dtype in dtypes_of(name, DTYPES):
         gpu = check(blocks(dtype), name)
-        for other in DTYPES:
+        for other in dtypes_of(name, DTYPES):
             cpu = fp4kit.quantize(blocks(dtype), name)
             assert differing(fp4kit.dequantize(gpu, other), fp4kit.dequantize(cpu, other)) == 0
 
@@ -188,7 +188,7 @@ def test_hadamard() -> None:
 
 @pytest.mark.parametrize("name", all_or_few(ON_DEVICE_FAKE))
 def test_fake_quantize(name) -> None:
-    for dtype in DTYPES:
+    for dtype in dtypes_of(name, DTYPES):
         x = blocks(dtype)
         assert differing(fp4kit.fake_quantize(cupy.asarray(x), name), fp4kit.fake_quantize(x, name)) == 0
 

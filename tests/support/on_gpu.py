@@ -16,6 +16,7 @@ from hypothesis import settings
 import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import bit_patterns
+from fp4kit.recipes import RECIPES
 
 T = TypeVar("T")
 try:
@@ -72,6 +73,15 @@ def all_or_few(values: Iterable[T], few: Sequence[T] = REPRESENTATIVE) -> list[A
     """
     rest = () if DEVICES else (pytest.mark.exhaustive,)
     return [value if value in few else pytest.param(value, marks=rest) for value in values]
+
+
+def dtypes_of(name: str, dtypes: Sequence[T], few: Sequence[str] = REPRESENTATIVE) -> Sequence[T]:
+    """Return the dtypes with which a test runs a recipe: all of them on a GPU, or if the recipe is in `few`.
+
+    On the CPU, where each dtype is compiled, the other recipes take one dtype each.
+    """
+    turn = [*RECIPES].index(name) % len(dtypes)
+    return dtypes if DEVICES or name in few else dtypes[turn : turn + 1]
 
 
 def differing(gpu, cpu) -> int:
