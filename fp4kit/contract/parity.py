@@ -87,9 +87,11 @@ def parity(
         A Parity. `equal` is True if both sides have all layers and all compared bits are equal.
 
     Raises:
-        TypeError: a side is of another kind, a tensor is not an array, or `elements` or `layers` is not an int.
+        TypeError: a side is of the wrong kind, a tensor is not an array, `elements` or `layers` is not an int, or
+            `seconds` is not a number.
         ValueError: weights are missing or not floats, the sides have no layer in common, shapes differ, `elements` or
-            `layers` is below 1, or a contract that must determine codes alone searches block scales.
+            `layers` is below 1, `seconds` is negative or NaN, or a contract that must determine codes alone searches
+            block scales.
         CheckpointError: a path cannot be read.
 
     Numerics:
@@ -114,6 +116,10 @@ def parity(
     elements = as_index(OP, "elements", elements)
     if elements < 1 or (layers is not None and as_index(OP, "layers", layers) < 1):
         raise ValueError(f"{OP}: elements is {elements} and layers {layers}; needs at least 1")
+    if seconds is not None and (not isinstance(seconds, (int, float)) or isinstance(seconds, bool)):
+        raise TypeError(f"{OP}: seconds is {seconds!r:.60}; needs a number or None")
+    if seconds is not None and not seconds >= 0:
+        raise ValueError(f"{OP}: seconds is {seconds:g}; needs 0 or more")
     sides = side_of("train", train), side_of("rollout", rollout)
     source = source_of("weights", weights)
     stacks = {*stacks_in(source, True), *(name for side in sides for name in stacks_in(side.stored, False))}

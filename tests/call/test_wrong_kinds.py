@@ -14,6 +14,7 @@ import fp4kit
 from fp4kit.cpu import library
 from fp4kit.formats import E2M1
 from fp4kit.layouts import kv
+from fp4kit.storage.errors import CheckpointError
 from fp4kit.training.communicators import SingleProcess, _check_gather
 
 X = np.ones((32, 64), np.float32)
@@ -43,6 +44,7 @@ RIGHT = {
     "matmul": {"a": Q, "b": Q},
     "matmul_grouped": {"a": [Q], "b": [Q]},
     "pack": {"codes": Q.packed & 7},
+    "parity": {"train": fp4kit.Contract(weights="nvfp4-te"), "rollout": fp4kit.Contract(weights="nvfp4-modelopt")},
     "partial_amax": {"shard": FLAT, "shape": (32, 64), "start": 0, "recipe": "nvfp4-te-2d"},
     "partial_cast": {
         "shard": FLAT,
@@ -118,6 +120,8 @@ def test_errors_carry_the_name(name):
                 refused += 1
             except FileNotFoundError:
                 assert name == "load" and value == "three"
+            except CheckpointError as error:
+                assert name == "parity" and value == "three" and str(error).startswith("three: does not exist")
     assert refused >= 4
 
 
