@@ -256,7 +256,7 @@ FORMS = {
 
 @sampled(
     24,
-    150,
+    80,
     seed=st.integers(0, 2**32),
     dtype=st.sampled_from(FLOATS),
     form=st.sampled_from(sorted(FORMS)),

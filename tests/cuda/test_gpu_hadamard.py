@@ -3,11 +3,12 @@ rounding mode.
 """
 
 from importlib import import_module
+from itertools import cycle
 from unittest.mock import patch
 
 import numpy as np
 import pytest
-from exhaustive import by_default, exhaustive
+from exhaustive import exhaustive
 from hadamard_runs import KINDS, Runs
 from inputs import BF16
 from on_gpu import ON_GPU, check, cupy, differing
@@ -20,9 +21,13 @@ pytestmark = ON_GPU
 ROW = 64  # elements
 
 
-@pytest.mark.parametrize("dtype", [BF16, *exhaustive([np.dtype(np.float16), np.dtype(np.float32)])], ids=str)
-@pytest.mark.parametrize("kind", by_default(("normal", "edges", "ties"), KINDS))
-def test_every_kind_of_runs(kind, dtype):
+USUAL = [(kind, BF16) for kind in ("normal", "edges", "ties")]
+OTHERS = list(zip(KINDS, cycle((np.dtype(np.float16), np.dtype(np.float32))), strict=False))
+
+
+@pytest.mark.parametrize("case", USUAL + exhaustive(OTHERS), ids=lambda case: f"{case[0]}-{case[1]}")
+def test_every_kind_of_runs(case):
+    kind, dtype = case
     x = Runs(dtype).of_kind(kind).reshape(-1, ROW)
     with np.errstate(all="ignore"):
         transformed = hadamard_blocks(x)

@@ -89,7 +89,7 @@ UNTRACED = {
 }
 
 
-@pytest.mark.parametrize("name", by_default(("requantize",), UNTRACED))
+@pytest.mark.parametrize("name", by_default(("requantize",), [*UNTRACED][::2]))
 def test_functions_of_arrays_break_the_graph(name):
     """torch.compile does not trace fp4kit's functions of arrays, but breaks the graph there.
 
