@@ -169,7 +169,7 @@ def left(out: Path) -> set[str]:
     return {path.name for path in (*inside, *out.parent.iterdir()) if path.name.startswith(".")}
 
 
-@pytest.mark.parametrize("moment", half(MOMENTS), ids=str)
+@pytest.mark.parametrize("moment", half(MOMENTS), ids=lambda moment: f"{moment[0]}-{moment[1]}")
 def test_killed_when_finished(tmp_path: Path, called: Callable[..., Run], moment: tuple[str, int, set[str]]) -> None:
     """If a run is killed when its result is finished, verify names the leftovers, and --remove-stale removes them.
 
