@@ -155,9 +155,10 @@ def compared(weights: Weights, recipe: str, samples: Samples, recipes: Sequence[
 
 
 def measured(words: Sequence[str], recipes: Sequence[str], seeds: int, steps: int = STEPS) -> dict[str, Any]:
-    """Return {name: numbers (seeds, trainings, servers)} of all pairs of recipes, with the settings.
+    """Train with each recipe, serve with each, and return what was measured, with the settings.
 
-    The words are divided in an order that does not depend on the seeds.
+    For "loss", "divergence" and "difference" (see compared), the result has lists of numbers [seed][training][server].
+    A tenth of the words is held out, the same words for all seeds.
     """
     order = np.random.default_rng(0).permutation(len(words))
     held_out, rest = np.split(order, [len(words) // 10])

@@ -22,13 +22,13 @@ class DotAdd:
     """Describe one step of an NVIDIA matrix unit.
 
     The terms of a step are C and the products of K pairs of elements. All terms are shifted to the largest exponent
-    among them, and truncated toward zero to fraction_bits bits behind the point. Their sum is exact; it is normalized
-    and truncated toward zero to output_bits bits behind the point.
+    among them, and truncated toward zero to fraction_bits bits after the point. Their sum is exact; it is normalized
+    and truncated toward zero to output_bits bits after the point.
 
     Args:
         k: number of products per step.
-        fraction_bits: bits behind the point that a shifted term keeps, 1 to 40.
-        output_bits: bits behind the point that the result keeps, 1 to 23.
+        fraction_bits: bits after the point that a shifted term keeps, 1 to 40.
+        output_bits: bits after the point that the result keeps, 1 to 23.
         zero_exponent: the exponent of a term that is zero.
         group: number of products whose exact sum is one term. It is 1, or 16 for block-scaled FP4. k is a multiple.
 
@@ -61,8 +61,8 @@ class FloorDotAdd:
     """Describe one step of a matrix unit of AMD's CDNA3.
 
     The products are divided into `sums` sums: product k belongs to sum k % sums. The products of a sum are shifted to
-    their largest exponent, truncated toward zero to fraction_bits bits behind the point, and added exactly. The sums
-    are then added to C, each rounded down (floor): the sum of products keeps sum_bits + 1 bits behind the point, C
+    their largest exponent, truncated toward zero to fraction_bits bits after the point, and added exactly. The sums
+    are then added to C, each rounded down (floor): the sum of products keeps sum_bits + 1 bits after the point, C
     fraction_bits, and their total sum_bits. The total is rounded to float32, to nearest even.
 
     Args:

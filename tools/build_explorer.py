@@ -128,7 +128,7 @@ def compile_module() -> None:
 def sources_digest() -> str:
     """Return the digests of the CPU engine's sources and of engine.cpp as one text, separated by a space.
 
-    It differs from the content of tools/explorer/engine.digest if the module must be compiled again.
+    The module must be compiled again if this differs from tools/explorer/engine.digest, without its final newline.
     """
     import hashlib
 

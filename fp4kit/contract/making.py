@@ -105,7 +105,7 @@ def _fits(part: Weights, r: Recipe) -> bool:
 
 
 def _gives(one: Arithmetic, x: np.ndarray, part: Weights) -> bool:
-    """Return whether a recipe and an amax give the codes and scales of a Quantized, or the values of an array."""
+    """Return whether quantizing x by `one` gives the codes and scales of `part` or, without codes, its values."""
     found = made(x, one.recipe, one.amax)
     if part.q is None or found.q is None:
         return _same(values_of(found, part), values_of(part, found))

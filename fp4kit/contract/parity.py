@@ -179,11 +179,13 @@ class _Check:
         return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled)
 
     def _names(self) -> tuple[list[str], list[str]]:
-        """Return the layers to compare, and one text per layer that only one side has.
+        """Return the names of the layers to compare, and one text per layer that only one side has.
 
-        Layers to compare are on both sides. If a side makes codes, they also have an unquantized weight.
+        A layer is compared if every side with stored tensors has it. If no side has stored tensors, the layers are
+        those of the weights. If one side has stored tensors and the other quantizes the weights (`makes`), layers
+        without an unquantized weight are left out, and self.notes names them.
 
-        Raise ValueError if there is no such layer.
+        Raise ValueError if no layer is left.
         """
         stored = [side for side in self.sides if side.stored is not None]
         given = [list(side.stored) for side in stored] or [list(self.source or ())]  # type: ignore[arg-type]

@@ -47,7 +47,10 @@ class ContractDiff:
         return not self.differences and not self.uncertain
 
     def __str__(self) -> str:
-        """Return one line per difference, then one line per unknown setting."""
+        """Return one line per difference, then one line per unknown setting.
+
+        If there are neither, return "the contracts are equal".
+        """
         return "\n".join((*self.differences, *self.uncertain)) or "the contracts are equal"
 
 

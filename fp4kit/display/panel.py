@@ -120,7 +120,7 @@ def _html_bar(label: str, count: int, largest: int, total: int) -> str:
 
 
 def _html_row(row: Row) -> str:
-    """Return the cells of a table row as HTML."""
+    """Return a row of a text table as a row of an HTML table, `<tr>` included. The texts of cells are escaped."""
     return "<tr>" + "".join(f"<td{_right(i)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
 
 

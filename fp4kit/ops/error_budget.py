@@ -106,7 +106,7 @@ def error_budget(
 ) -> ErrorBudget:
     """Return where the error of a quantized matrix product x w^T comes from.
 
-    With x' and w' for the quantized operands, the error of the result is exactly the sum of five errors:
+    With x' and w' for the quantized operands, the total error of the result is exactly the sum of the other five:
 
         weight        x (w' - w)^T
         activation    (x' - x) w^T

@@ -59,8 +59,9 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     changes the sign of zeros.
 
     Every other case is quantize(dequantize(q, np.float32), recipe), so no value is rounded to q's dtype in between.
-    This applies to conversions other than MXFP4 to NVFP4, and to scales that hold NaN. It also applies if 2688 * 2^m is
-    no float32 number, or if the recipe's tensor rule does not make the tensor scale 2^m from it.
+    This applies to conversions other than MXFP4 to NVFP4, to empty arrays, to targets with a tensor scale per row or
+    block, and to scales that hold NaN. It also applies if 2688 * 2^m is no float32 number, or if the recipe's tensor
+    rule does not make the tensor scale 2^m from it.
 
     Args:
         q: a Quantized with arrays of any library. Its axis, dtype and scale layout are kept.

@@ -52,22 +52,24 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
 def layers(ratios: Mapping[str, float], *, ax: Any = None) -> Any:
     """Draw the SQNR of layers as bars, the worst layer on top.
 
-    SQNR is the signal-to-quantization-noise ratio: 6 dB more halve the error. The bars of layers more than 1 dB below
+    SQNR is the signal-to-quantization-noise ratio: 6 dB more halves the error. The bars of layers more than 1 dB below
     the median are hatched.
 
     Args:
-        ratios: {name of the layer: SQNR in dB}, such as {name: fp4kit.compare(x, q).sqnr}. Infinite ratios, which
-            stand for layers without an error, have no bar.
+        ratios: {name of the layer: SQNR in dB}, such as {name: fp4kit.compare(x, q).sqnr}. A layer without an error
+            (inf) or without a signal (-inf) has a label, but no bar.
         ax: the Axes to draw on.
 
     Returns:
-        The Axes, with one bar per layer from the worst to the best.
+        The Axes, with the layers from the worst to the best.
 
     Raises:
-        ValueError: there are no layers.
+        ValueError: there are no layers, or a ratio is NaN.
     """
     if not ratios:
         raise ValueError("plot.layers: ratios is empty; needs at least one layer")
+    if missing := [name for name, ratio in ratios.items() if np.isnan(ratio)]:
+        raise ValueError(f"plot.layers: the ratio of {missing[0]} is NaN; needs a number")
     names = sorted(ratios, key=lambda name: ratios[name])
     heights = [ratios[name] if np.isfinite(ratios[name]) else 0.0 for name in names]
     limit = float(np.median([ratios[name] for name in names])) - 1

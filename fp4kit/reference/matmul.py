@@ -104,7 +104,7 @@ def truncated_sum(t: Terms, step: DotAdd) -> np.ndarray:
     """Return the sum of Terms over the last axis as an NVIDIA unit adds them: float32.
 
     The terms are truncated as DotAdd, the class of `step`, says. Their sum is exact, and it is truncated toward zero to
-    step.output_bits bits behind the point.
+    step.output_bits bits after the point.
 
     The least exponent of the result is -126. A sum of zero is +0, and NaN is 0x7FFFFFFF. A result of 2^128 or more is
     infinite.

@@ -47,7 +47,7 @@ class TensorScale(NamedTuple):
     def cut(self, rows: slice, blocks: slice) -> TensorScale:
         """Return the scales of the tile with these rows and blocks. self must be a result of columns().
 
-        A scale that covers all rows or all blocks is returned unchanged.
+        Only axes with more than one entry are cut: scales per row lose rows, and a single scale is returned unchanged.
         """
         parts = (p[rows] if len(p) > 1 else p for p in self)
         return TensorScale(*(p[:, blocks] if p.shape[1] > 1 else p for p in parts))

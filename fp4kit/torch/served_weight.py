@@ -91,7 +91,7 @@ class ServedWeight(torch.nn.Module):
         return found
 
     def _is_own(self, module: torch.nn.Module, leaf: str) -> bool:
-        """Return whether a parameter of the group is the one that this module parametrizes."""
+        """Return whether self is one of the parametrizations of the parameter `leaf` of `module`."""
         return any(part is self for part in parts_of(module, leaf))
 
 

@@ -136,3 +136,5 @@ def test_wrong_arguments_are_named(x):
         fp4kit.plot.number_line(fp4kit.formats.E2M1, [np.nan])
     with pytest.raises(ValueError, match="ratios is empty"):
         fp4kit.plot.layers({})
+    with pytest.raises(ValueError, match="the ratio of b is NaN; needs a number"):
+        fp4kit.plot.layers({"a": 20.0, "b": np.nan})

@@ -242,7 +242,7 @@ def partial(place: Place, call: KernelCall) -> list[Any]:
 
 
 def master_weights(place: Place, call: KernelCall) -> list[Any]:
-    """Cast master weights to codes.
+    """Cast master weights to codes, and return the arrays of all results.
 
     There are matrices of whole blocks in both directions, and matrices whose last blocks have few rows.
     """
@@ -255,7 +255,10 @@ def master_weights(place: Place, call: KernelCall) -> list[Any]:
 
 
 def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
-    """Cast the master weights of a matrix that two processes hold in halves."""
+    """Cast the master weights of a matrix of which two processes hold one half each.
+
+    Return the arrays that process 0 gets.
+    """
     x = ordinary(6, call.shape, call.dtype)
 
     def cast(comm: ThreadGroup) -> list[Any]:

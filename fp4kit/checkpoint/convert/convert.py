@@ -411,7 +411,10 @@ def _execute(plan: Plan, target: Path, options: Options) -> tuple[tuple[Done, ..
 
 
 def _check_planned(plan: Plan) -> None:
-    """Raise CheckpointError if a file of the source has changed since the conversion was planned."""
+    """Raise CheckpointError if the size or header of a source file is no longer what planning read.
+
+    The bytes of tensors are not compared.
+    """
     for file in plan.source.files:
         if read_any_header(file.path, file.name) != file:
             raise CheckpointError(

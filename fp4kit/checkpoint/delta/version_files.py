@@ -63,7 +63,7 @@ def are_of_files(names: Collection[str]) -> bool:
 
 
 def paths_to_write(names: Collection[str], target: Path) -> dict[str, Path]:
-    """Return name in a patch -> final path, to write a model that is not a directory as ``target``.
+    """Return {name in a patch: final path} for a model of single files that is written as ``target``.
 
     names: the names in the patch of all files of the new version; not empty.
 

@@ -70,10 +70,11 @@ class LayerVerdict:
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
         """Return whether one of ``recipes`` explains the layer and its mishap is ``mishap`` (None for no mishap).
 
-        An all-zero layer fits any mishap, because a wrong order of its bytes cannot be told from the right order.
+        For an all-zero layer only the recipe counts, because a wrong order of its bytes cannot be told from the right
+        order.
 
-        recipes: ids of recipes, or rules.
-        mishap: a name without the numbers of one layer, from ``kind``.
+        recipes: ids of recipes, or descriptions of rules.
+        mishap: the name of a mishap as ``kind`` returns it, without the numbers of a single layer.
         """
         return bool({*recipes} & {*self.explanation.names}) and (self.explanation.blank or _kind(self) == mishap)
 
@@ -131,7 +132,10 @@ class CheckpointVerdict:
 
     @property
     def sentence(self) -> str:
-        """The verdict on the checkpoint in one sentence, such as "nvfp4-te made 12 layers"."""
+        """The verdict on the checkpoint in one sentence, such as "nvfp4-te made 12 layers".
+
+        It has a part for each format, for layers made from scaled weights, and for layers without a counterpart.
+        """
         others = {id(layer) for part in self.others for layer in part.layers}
         own = replace(self, layers=tuple(layer for layer in self.layers if id(layer) not in others), others=())
         found = "; ".join(part._own_sentence for part in (own, *self.others))

@@ -63,9 +63,12 @@ def _references(
     columns: int,
     readers: Readers,
 ) -> Iterator[tuple[str, _Floats]]:
-    """Yield (name, profile) for the tensors that tell the order of columns: norms, and columns of unquantized layers.
+    """Yield (name, profile) for tensors that tell the order of ``columns`` columns: norms, and unquantized weights.
 
-    A profile is the logarithm of the sizes of ``columns`` columns. Constant profiles are left out.
+    A profile is the logarithm of each column's magnitude, shifted and scaled to mean 0 and standard deviation 1. The
+    magnitude is that of the norm, or the root mean square of the first rows of a weight. At most _MOST_REFERENCES norms
+    and as many weights are used. Tensors whose columns are nearly equal, or of which half or more are zero or not
+    finite, are left out.
     """
     norms = [
         located(file, entry)

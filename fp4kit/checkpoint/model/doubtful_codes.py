@@ -32,8 +32,9 @@ _ROWS = 128  # a sample has this many rows, which is the height of a tile of swi
 _ELEMENTS = 1 << 19  # a sample has as many such groups of rows as fit into this many elements, but at least one
 FEWEST_BLOCKS = 64  # no statistic of fewer blocks is used
 _FITS, _GAIN = -0.4, 0.3  # another order is reported if its correlation is below _FITS, and lower by _GAIN
-# Bits of a code -> a share of the largest magnitude that codes of every layer reach. Recipes that round scales up give
-# uniform weights no larger code than 3 of 6, and ternary weights none above 160 of 448.
+# {bits of a code: share of the format's largest magnitude that some code of every sound layer reaches}. Recipes that
+# round scales up use the least of the range: their largest codes are 3 of 6 for uniform weights, and 160 of 448 for
+# ternary weights.
 _LEAST_SHARE = {4: 0.5, 8: 0.25}
 _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitudes, such as ternary ones
 

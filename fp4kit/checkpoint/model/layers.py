@@ -35,8 +35,8 @@ class Piece:
         total_rows: the number of rows of the output layer, counted over all matrices of a stack.
         first_row: the index of the piece's first row among the total_rows.
         transposed: True if unquantized outputs are written transposed, as [K, N].
-        height: the number of rows of the output layer that the piece becomes, for pieces of different heights and for
-            transposed parts of a matrix; 0 for the rows of the span.
+        height: the number of rows of the output layer that the piece fills; 0 for the number of rows in the span. It is
+            set for pieces of different heights, and for transposed parts of a matrix.
     """
 
     weight: Weight

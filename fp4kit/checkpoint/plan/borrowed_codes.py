@@ -105,10 +105,11 @@ def _origins(source: Source) -> dict[_Layer, Origin]:
 
 
 def _layers(weight: Weight, model: Source) -> list[_Layer]:
-    """Return the layers (module, expert) that a weight of ``model`` consists of, in the order of its rows.
+    """Return the layers (module, expert) of a weight of ``model``, gate before up.
 
-    A single matrix is one layer. In a GGUF file, a stack has one layer per expert, with the stack's name. In a model
-    directory, each expert has a name of its own, and gate and up of a gate_up stack are separate layers.
+    A single matrix is one layer, with expert 0. A stack in a GGUF file gives (its name, e) for each expert e. In a
+    model directory, the layers of each expert have names of their own, with expert 0; a gate_up stack gives gate and up
+    of each expert.
     """
     if len(weight.shape) == 2 or _is_file(model):
         return [(weight.name, e) for e in range(weight.experts)]

@@ -266,7 +266,8 @@ def _sections(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 def model_facts(config: Mapping[str, Any]) -> Model:
     """Return the facts that the selection rules use, from the content of config.json.
 
-    Sections such as text_config are searched too.
+    Sections such as text_config are searched too. The first section with a number of layers counts; the number is None
+    if no section has one.
 
     Raises:
         CheckpointError: if a number of layers is not a whole number from 1 to _MAX_LAYERS.

@@ -89,8 +89,8 @@ FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
   encode_tiles(*call, {});
 }
 
-// Do the work of fp4kit_encode in a format of one's own. block_rule says only whether
-// scales are computed (0) or not (-1).
+// Do the work of fp4kit_encode in a user-defined format (OwnFormat). block_rule says only whether scales are computed
+// (0) or not (-1).
 FP4KIT_EXPORT void fp4kit_encode_own(const EncodeCall* call, const OwnFormat* own) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   with_input_type(call->input, [&](auto in) {

@@ -36,7 +36,7 @@ struct ProductCall {
   Adder adder;
   i32 step;     // the number of elements of K per step
   i32 promote;  // the number of elements of K per chain, whose sum is added in float32; 0 for one chain over all of K
-  // The number of bits that a term keeps behind the point of the largest term, and the number of bits behind the point
+  // The number of bits that a term keeps after the point of the largest term, and the number of bits after the point
   // to which a sum is truncated. For floor, output_bits is FloorDotAdd::sum_bits.
   i32 fraction_bits, output_bits;
   // The exponent of a term of zero; for floor, the number of sums of products, and 1 if C counts as 0 when its exponent

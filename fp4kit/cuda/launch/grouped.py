@@ -31,7 +31,7 @@ from fp4kit.cuda.launch.matrix import AMAX, Matrix, has_aligned_runs, kernel_str
 _GROUP = np.dtype([("members", "u8"), ("count", "i8"), ("pieces", "i8")])
 _PIECE = np.dtype([("member", "u4"), ("index", "u4")])
 SMALL_GROUP = 32  # the most members of a small group: kSmallGroup in grouped.cuh
-# The number of pieces, unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements.
+# Pieces per multiprocessor, unless pieces would have fewer than MIN_PIECE or more than MAX_PIECE elements.
 PIECES_PER_MULTIPROCESSOR = 20
 # The fewest and the most elements per piece. If each of the 256 threads of a thread block reads 32 bfloat16 elements
 # (64 bytes) per turn, the thread block processes 8192 elements per turn, so these sizes are one turn and three turns.

@@ -165,7 +165,7 @@ def _product(call: MatmulCall, out: Any) -> _Product:
 
 
 def multiply(calls: list[MatmulCall], outs: list[Any]) -> None:
-    """Write the products of calls into outs, contiguous arrays (batch, M, N) of call.out_dtype with elements.
+    """Write the products of calls into outs: contiguous, nonempty arrays (batch, M, N) of call.out_dtype.
 
     All arrays are on one device. Products that one kernel computes take one launch.
     """

@@ -79,7 +79,7 @@ def power_amax(source: Source, target: Recipe, amax: Any) -> None:
 
 
 def keep_codes(source: Source, result: Quantized) -> None:
-    """Overwrite the blocks of a result whose codes can be kept by the codes of the source.
+    """Where a block can keep the codes of the source, write these codes into the result in place of its own.
 
     result: the values of the source, quantized with the amax that power_amax left, with scales in the linear layout.
     """

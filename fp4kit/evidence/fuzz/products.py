@@ -190,7 +190,7 @@ def _other_step(d: Picks, step: Any) -> Any:
 
 
 def draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
-    """Return a random product. Where its operands are Quantized, that of ``a`` has this recipe.
+    """Return a random product. If its operand ``a`` is a Quantized, it has this recipe.
 
     A few products have a unit that need not multiply their operands, so that the call may have to be rejected.
     """

@@ -157,7 +157,7 @@ def _over_part(part: str, where: np.ndarray, scales: bool, r: fp4kit.Recipe) -> 
 
 
 def _differing(part: str, theirs: np.ndarray, ours: np.ndarray, r: fp4kit.Recipe) -> np.ndarray:
-    """Return a mask of the elements in which two arrays of equal shape differ. Any NaN equals any other NaN.
+    """Return a mask of the elements whose bits differ in two arrays of equal shape. Any NaN equals any other NaN.
 
     Args:
         part: the name of the part, which says whether the elements are codes, block scales or values.

@@ -54,7 +54,10 @@ def _nan_scale(x: np.ndarray, q: Any) -> np.ndarray:
 
 
 def _nan_value(x: np.ndarray, q: Any) -> np.ndarray:
-    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN."""
+    """Return a mask of elements whose block scale times tensor scale is NaN, so that any code decodes to NaN.
+
+    q must have a tensor scale.
+    """
     with np.errstate(all="ignore"):
         return np.isnan(_scale(x, q) * np.asarray(q.tensor_scale))
 

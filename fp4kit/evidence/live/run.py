@@ -245,8 +245,8 @@ def _key(version: str) -> tuple[int, ...]:
 def _step(id: str, call: ProducerCall, seed: int, number: int, result: ProducerResult) -> float:
     """Compare the producer with fp4kit on input ``number`` of the recipe ``id``, and count the result in ``result``.
 
-    Return the seconds spent on shrinking; 0 if nothing was shrunk. A difference is shrunk and stored in result.found if
-    it is the first with its recipe, dtype and parts, but at most MAX_SHRUNK per recipe are.
+    Return the seconds spent on shrinking; 0 if nothing was shrunk. At most MAX_SHRUNK differences per recipe are
+    shrunk and stored in result.found: the first of each dtype and parts.
 
     Args:
         id: id of the recipe.

@@ -1,7 +1,7 @@
 // Arithmetic of matrix products, shared by the CUDA kernels and the CPU engine: how terms are cut and added
 // (fp4kit/reference/matmul.py is the specification).
 //
-// Every term is an exact double, and exponents are kept as powers of two. Truncating a term to F bits behind the point
+// Every term is an exact double, and exponents are kept as powers of two. Truncating a term to F bits after the point
 // of the largest exponent 2^E is truncating term * 2^(F-E) to an integer.
 #pragma once
 
@@ -40,14 +40,15 @@ FP4KIT_DEVICE double double_power(i64 exponent) {
   return double_of(static_cast<u64>(exponent + 1023) << 52);
 }
 
-// Return 2^exponent of a number as a term: at least `least`, and `least` for zero, infinities and NaN.
+// Return 2^floor(log2(|x|)), or `least` if that is larger. Return `least` for zero, infinities and NaN.
 FP4KIT_DEVICE double term_power(double x, double least) {
   const u64 bits = double_bits_of(x) & 0x7FF0000000000000u;
   const double power = double_of(bits);
   return bits == 0x7FF0000000000000u || power < least ? least : power;
 }
 
-// Return 2^exponent of a sum as a term. A sum of zero has the power zero_power; the least power of others is 2^-126.
+// Return 2^floor(log2(|sum|)), but at least 2^-126. Return 2^-126 for infinities and NaN, and zero_power for a sum of
+// zero.
 FP4KIT_DEVICE double sum_power(double sum, double zero_power) {
   return sum == 0.0 ? zero_power : term_power(sum, 0x1p-126);
 }
@@ -57,7 +58,7 @@ FP4KIT_DEVICE double over(i64 shift, double power) {
   return double_of((static_cast<u64>(2046 + shift) << 52) - double_bits_of(power));
 }
 
-// Return a sum that is exact in double as an NVIDIA unit rounds it: truncated to `bits` bits behind the point, with
+// Return a sum that is exact in double as an NVIDIA unit rounds it: truncated to `bits` bits after the point, with
 // -126 as the least exponent. Zero is +0, and 2^128 and more are infinite.
 FP4KIT_DEVICE double truncated_sum(double sum, i64 bits) {
   const double normal = double_of(double_bits_of(sum) & ~((u64{1} << (52 - bits)) - 1));

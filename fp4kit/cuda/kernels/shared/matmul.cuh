@@ -31,8 +31,8 @@ struct ProductOperand {
 //   batch, length  the number of matrices, and K
 //   step           the number of elements of K per step
 //   promote        the number of elements of K per chain; the sums of chains are added in float32; 0 for one chain
-//   fraction_bits  the number of bits that a term keeps behind the point of the largest term
-//   output_bits    the number of bits behind the point to which a sum is truncated; sum_bits for floor
+//   fraction_bits  the number of bits that a term keeps after the point of the largest term
+//   output_bits    the number of bits after the point to which a sum is truncated; sum_bits for floor
 //   zero_exponent  the exponent that a term of zero has
 //   sums           floor: the number of sums of products, 1 or 2
 //   c_vanishes     floor: 1 if C counts as 0 when its exponent is far below the largest (FloorDotAdd)
