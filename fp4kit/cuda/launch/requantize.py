@@ -79,7 +79,7 @@ def power_amax(source: Source, target: Recipe, amax: Any) -> None:
 
 
 def keep_codes(source: Source, result: Quantized) -> None:
-    """Where a block can keep the codes of the source, write these codes into the result in place of its own.
+    """Write the codes of the source into the blocks of a result that can keep them, in place of their own.
 
     result: the values of the source, quantized with the amax that power_amax left, with scales in the linear layout.
     """
