@@ -15,7 +15,7 @@ from fp4kit.cuda.launch.geometry import Launch, address, grid
 from fp4kit.reference.rotate import hadamard_factor
 
 TILE = 4096  # elements that a thread block takes at a time, as in rotate.cu
-_NAMES = ("x", "out", "signs", "matrices", "outer", "length", "inner", "matrix_step", "sign_blocks")
+_NAMES = ("x", "out", "signs", "matrices", "outer", "length", "inner", "matrix_step")
 _ARGUMENTS = np.dtype([(name, "u8") for name in _NAMES])
 
 
@@ -61,22 +61,12 @@ def _function(kernel: Kernel, device: int) -> Any:
 
 @lru_cache(CACHE_SIZE)
 def _launch(kernel: Kernel, shape: tuple[int, int, int], matrix_step: int, device: int) -> Launch:
-    """Return the prepared launch for arrays of this shape (outer, length, inner).
-
-    If the elements of a block are neighbors and all blocks share one matrix or transform, the array is treated as one
-    long list of blocks. A thread block then reads neighboring blocks, which is faster than blocks of many rows.
-    """
+    """Return the prepared launch for arrays of this shape (outer, length, inner)."""
     outer, length, inner = shape
-    sign_blocks = 1
-    if kernel.contiguous and matrix_step == 0:
-        sign_blocks = length // kernel.size
-        outer, length = outer * sign_blocks, kernel.size
     lanes = TILE // kernel.size
     groups = -(-outer // lanes) if kernel.contiguous else outer * -(-inner // lanes)
     blocks = groups * (length // kernel.size)
-    return Launch(
-        _function(kernel, device), grid(blocks, device), _ARGUMENTS, outer, length, inner, matrix_step, sign_blocks
-    )
+    return Launch(_function(kernel, device), grid(blocks, device), _ARGUMENTS, *shape, matrix_step)
 
 
 def rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, inverse: bool) -> None:

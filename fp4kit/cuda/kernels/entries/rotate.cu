@@ -15,7 +15,6 @@ struct RotateArguments {
   const float* matrices;  // out_j = sum_i x_i M_ij; read only if kHasMatrices
   i64 outer, length, inner;
   i64 matrix_step;  // distance of the matrices of neighboring blocks; 0 for one matrix
-  i64 sign_blocks;  // 1; or, if the middle axis is one block, the number of blocks after which the signs repeat
 };
 
 using Bits = Input::Bits;
@@ -60,11 +59,9 @@ FP4KIT_DEVICE int index_of(int e) {
   return kContiguous ? e % kSize : e / kLanes;
 }
 
-// Return the sign of element i of the block of a lane: 1 or -1.
-FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, const LaneBlocks& b, int lane, int i) {
-  if (!kHasSigns) return 1.0f;
-  const u32 repeated = static_cast<u32>(b.first / kSize + lane) % static_cast<u32>(a.sign_blocks);
-  return a.signs[(b.block + repeated) * kSize + i] ? -1.0f : 1.0f;
+// Return the sign of an element of a block: 1 or -1.
+FP4KIT_DEVICE float sign_of_element(const RotateArguments& a, i64 block, int i) {
+  return kHasSigns && a.signs[block * kSize + i] ? -1.0f : 1.0f;
 }
 
 // Load the tile of b, with signs if the call is not inverse. Absent lanes are zeros.
@@ -76,7 +73,7 @@ FP4KIT_DEVICE void load_tile(const RotateArguments& a, const LaneBlocks& b, floa
     float value = 0.0f;
     if (lane < b.lanes) {
       value = Input::widen(static_cast<const Bits*>(a.x)[b.first + lane * b.lane_step + i * b.element_step]);
-      if (!kIsInverse) value *= sign_of_element(a, b, lane, i);
+      if (!kIsInverse) value *= sign_of_element(a, b.block, i);
     }
     tile[padded(e)] = value;
   }
@@ -87,7 +84,7 @@ FP4KIT_DEVICE void load_tile(const RotateArguments& a, const LaneBlocks& b, floa
 FP4KIT_DEVICE void store_result(const RotateArguments& a, const LaneBlocks& b, int e, float value) {
   const int lane = lane_of(e), i = index_of(e);
   if (e >= kCount || lane >= b.lanes) return;
-  if (kIsInverse) value *= sign_of_element(a, b, lane, i);
+  if (kIsInverse) value *= sign_of_element(a, b.block, i);
   Bits& out = static_cast<Bits*>(a.out)[b.first + lane * b.lane_step + i * b.element_step];
   if constexpr (sizeof(Bits) == 4) {
     out = is_nan(value) ? nan_value() : value;
