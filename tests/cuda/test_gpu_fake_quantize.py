@@ -40,6 +40,20 @@ def same(x: np.ndarray, name, **options) -> None:
 # ---- fake_quantize ----
 
 
+@pytest.mark.parametrize("name", ["mxfp8-microxcaling-even", "mxfp4-microxcaling-floor"])
+def test_given_amaxes_between_the_values_of_the_dtype(name) -> None:
+    """log2 of a given amax is rounded to the dtype of x. Its floor is that of the CPU just below each power of two."""
+    powers = np.float64(2) ** np.arange(-126, 128)
+    below = np.concatenate([powers * 2.0**-log for log in (*2.0 ** -np.arange(1, 12), *(3 * 2.0 ** -np.arange(3, 12)))])
+    amax = np.concatenate([np.nextafter(below.astype(np.float32), np.float32(side)) for side in (0, 9e37)])
+    amax = np.concatenate([amax, below.astype(np.float32), np.float32(2.0) ** np.arange(-149, 128, dtype=np.float32)])
+    r = replace(RECIPES[name], static=True)
+    for dtype in DTYPES[1:]:
+        x = np.tile(np.float32([1, -0.75]), (len(amax), 16)).astype(dtype)
+        with np.errstate(all="ignore"):
+            same(x, r, block_amax=amax[:, None])
+
+
 @recipes
 def test_inputs_of_every_dtype(name) -> None:
     for dtype in DTYPES:

@@ -51,12 +51,20 @@ struct fake_microxcaling {
   FP4KIT_DEVICE FakeScale scale(float amax, float tensor_amax) {
     const float positive = amax == 0.0f ? round_to<In>(kFltMin) : amax;
     if (!(positive > 0.0f && is_finite(positive))) return {nan_value(), nan_value()};  // float16 has no 2^-126: log2(0)
-    const bool subnormal = positive < kFltMin;
-    const i32 shared = log2_floor<In>(bits_of(subnormal ? positive * 0x1p64f : positive), subnormal ? 64 : 0);
+    const i32 shared = shared_exponent<R, In>(positive);
     const i32 exponent = maximum(shared - R::Element::kEmax, -127);
     const float decode = round_to<In>(value_of_e8m0(static_cast<u32>(exponent + 127)));  // NaN for 2^128
     if (!(decode > 0.0f && is_finite(decode))) return {nan_value(), nan_value()};        // x / 0 * 0
     return {kFlushBlocks && shared <= -127 ? 0.0f : inverse_e8m0(static_cast<u32>(exponent + 127)), decode};
+  }
+  // Return floor(log2(amax)), computed in the type In. A given amax may lie between two values of In, for which
+  // log2_floor is not valid.
+  template <class R, class In>
+  FP4KIT_DEVICE i32 shared_exponent(float amax) {
+    if constexpr (R::kStatic && sizeof(typename In::Bits) == 2)
+      return static_cast<i32>(floorf(round_to<In>(float32_log2(amax))));
+    const bool subnormal = amax < kFltMin;
+    return log2_floor<In>(bits_of(subnormal ? amax * 0x1p64f : amax), subnormal ? 64 : 0);
   }
   // Return a >= 0 rounded to an integer: to the nearest one with halves as kHalfWay says, or down if kHalfWay is
   // `none`.
