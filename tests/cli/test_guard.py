@@ -112,7 +112,7 @@ def spread(moments: list[str], count: int) -> list[tuple[int, tuple[str, str]]]:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=lambda n: n.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM], ids=lambda n: n.name)
 def test_signals_at_every_few_moments(model: Path, moments: list[str], tmp_path: Path, number: signal.Signals) -> None:
     found = set()
     for i, (last, after) in enumerate(spread(moments, 6)):

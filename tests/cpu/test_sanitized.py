@@ -114,7 +114,7 @@ def run(code: str, runtime: str) -> subprocess.CompletedProcess[str]:
 def test_drawn_calls_and_all_operations(kind, tmp_path):
     library, runtime = sanitized(tmp_path, kind)
     found = run(
-        WORK.format(tests=SUPPORT, folder=str(tmp_path), cases=20 if kind == "address" else 12),
+        WORK.format(tests=SUPPORT, folder=str(tmp_path), cases=9 if kind == "address" else 6),
         runtime,
     )
     assert found.stdout.endswith("done\n"), found.stderr[-6000:]

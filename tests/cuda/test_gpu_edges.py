@@ -50,7 +50,7 @@ GUARDED = [(RECIPES[f"nvfp4-{id}"], {}) for id in SIX]
 GUARDED += [(replace(RECIPES["nvfp4-te-4over6-mse-448"], tensor_scaling="row"), {})]
 GUARDED += [(square("nvfp4-flashinfer-4over6-mae-448"), {})]
 GUARDED += [(RECIPES[id], {"rounding": "stochastic", "seed": 7}) for id in ("nvfp4-te", "nvfp4-flashinfer", "mxfp8-te")]
-AMAXES = (0.02, 1e-38, 2.0**-61, 2.0**-59, 2.0**61, 3e38, 0.0, np.inf)
+AMAXES = (0.02, 1e-38, 2.0**-61, 2.0**61, 0.0)
 
 
 @pytest.mark.parametrize(

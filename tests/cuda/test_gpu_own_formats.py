@@ -40,7 +40,7 @@ def drawn_supported(rng):
             return r
 
 
-@pytest.mark.parametrize("seed", [*range(4), *exhaustive(range(4, 30))])
+@pytest.mark.parametrize("seed", [*range(4), *exhaustive(range(4, 14))])
 def test_drawn_calls(seed):
     rng = np.random.default_rng(seed)
     r = drawn_supported(rng)

@@ -55,7 +55,7 @@ def cast_both(x: np.ndarray, name: str, edges: list[int]) -> None:
 
 
 @pytest.mark.parametrize("name", all_or_few(ALLOWED))
-@pytest.mark.parametrize("dtype", [DTYPES[0], *exhaustive(DTYPES[1:])])
+@pytest.mark.parametrize("dtype", [DTYPES[0], *exhaustive(DTYPES[2:])])
 def test_every_recipe(name, dtype) -> None:
     x = np.ascontiguousarray(blocks(dtype)[:, : 5 * RECIPES[name].block_size])
     cast_both(x, name, [0, 1, 18, 18, 335, x.shape[1] * 20 + 7, x.size // 2 | 1, x.size - 3, x.size])

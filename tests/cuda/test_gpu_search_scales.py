@@ -46,7 +46,7 @@ def check(x: np.ndarray, recipe: Any = STATIC, **options: Any) -> None:
     assert differing(found, fp4kit.search_scales(x, recipe, **options)) == 0
 
 
-@pytest.mark.parametrize("dtype", [np.float32, *exhaustive([np.float16, BF16])])
+@pytest.mark.parametrize("dtype", [np.float32, *exhaustive([BF16])])
 def test_every_kind_of_block(dtype) -> None:
     x = searched_blocks(dtype)
     finite = np.nan_to_num(x.astype(np.float32), nan=1, posinf=1, neginf=1).astype(dtype)
@@ -80,7 +80,7 @@ AT_BOUNDS += exhaustive((c, *BOUNDED[(i + k) % 8]) for i, c in enumerate(AROUND)
 @pytest.mark.parametrize("case", AT_BOUNDS, ids=str)
 def test_blocks_at_bounds(case) -> None:
     candidates, dtype, amax = case
-    x = blocks_at_bounds(amax, 640).astype(dtype).reshape(-1, 64)
+    x = blocks_at_bounds(amax, 256).astype(dtype).reshape(-1, 64)
     check(x, tensor_amax=np.float32(amax), candidates=candidates)
     if candidates == "near":
         check(x, "nvfp4-modelopt-static-4over6", tensor_amax=np.float32(amax))

@@ -45,7 +45,7 @@ def everything(x: np.ndarray, r: Recipe, **options) -> None:
             assert_same(gpu, cpu)
 
 
-@pytest.mark.parametrize("dtype", [DTYPES[0], *exhaustive(DTYPES[1:])])
+@pytest.mark.parametrize("dtype", [DTYPES[0], *exhaustive(DTYPES[2:])])
 @pytest.mark.parametrize(
     "options", [{}, *exhaustive([{"rounding": "stochastic", "seed": 3}, {"hadamard": True}])], ids=str
 )

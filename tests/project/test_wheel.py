@@ -46,7 +46,11 @@ def copied(folder, *more):
 
 def built(source, folder):
     """Build the wheel of a source folder or of a source distribution; return its path."""
-    environment = os.environ | {"FP4KIT_CPU_LEVELS": "base"}  # if it has setup.py; one level, because compiling is slow
+    # If it has setup.py, one level is compiled, without optimization, because compiling is slow.
+    compiler = folder / "unoptimized"
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "c++")} "$@" -O0\n')
+    compiler.chmod(0o755)
+    environment = os.environ | {"FP4KIT_CPU_LEVELS": "base", "CXX": str(compiler)}
     build = ["wheel", "--no-deps", "--no-index", "--no-build-isolation", "--wheel-dir", str(folder), str(source)]
     subprocess.run([*PIP, *build], check=True, cwd=folder, env=environment)
     (path,) = folder.glob("*.whl")

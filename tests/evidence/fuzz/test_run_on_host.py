@@ -97,7 +97,7 @@ POOLS: dict[str, Pool] = {
     ),
     "variants": Pool(dtypes=FLOATS, layouts=("linear", "swizzled_128x4")),
 }
-FEW, MANY = 12, 24
+FEW, MANY = 12, 13
 
 
 @contextmanager
