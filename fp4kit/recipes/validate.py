@@ -67,11 +67,12 @@ def can_be_repacked(r: Any) -> bool:
     Repacking recomputes codes as auto-round does when it packs them. It needs float elements and a block rule with
     apply "multiply", and neither four_over_six nor nan_is_max.
 
-    With E4M3 scales, sign "negative" is excluded. Repacking would change the code of small negative values from -0 to
-    0, and the fast paths of the engines do not make that change.
+    With E4M3 scales, signs "negative" and "not_positive" are excluded. Repacking would change the sign of the code of
+    zero for small elements, and the fast paths of the engines do not make that change.
     """
     floats_in_blocks = r.block_rule is not None and r.apply == "multiply" and not r.element.is_integer
-    return floats_in_blocks and not (r.four_over_six or r.nan_is_max or (r.scale != E8M0 and r.sign == "negative"))
+    keeps_signs = r.scale == E8M0 or r.sign in ("signbit", "unsigned_zero")
+    return floats_in_blocks and keeps_signs and not (r.four_over_six or r.nan_is_max)
 
 
 def as_block(id: object, block: Any) -> tuple[int, int] | None:
@@ -482,7 +483,7 @@ def _check_options(r: Any) -> None:
         )
     if r.repacked and not can_be_repacked(r):
         needed = "needs float elements, a block_rule with apply 'multiply', and neither four_over_six nor nan_is_max"
-        _refuse(r, "repacked", f"{needed}; under E4M3 scales also a sign other than 'negative'")
+        _refuse(r, "repacked", f"{needed}; under E4M3 scales also sign 'signbit' or 'unsigned_zero'")
     if r.nan_is_max and (r.element.specials == "none" or r.nan_code is not None):
         _refuse(
             r,

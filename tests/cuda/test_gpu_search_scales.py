@@ -618,3 +618,13 @@ def test_blocks_of_gguf_files(recipe: str, weighted: bool) -> None:
     wanted = gguf_blocks.quantized(x, RECIPES[recipe], "mse", weights)
     np.testing.assert_array_equal(found.block_scale, wanted.block_scale)
     np.testing.assert_array_equal(found.packed, wanted.packed)
+
+
+def test_a_search_without_a_transform_in_its_kernel_is_refused() -> None:
+    """The full search has no Hadamard transform, so a call that needs both is refused instead of searching x itself."""
+    r = replace(RECIPES["nvfp4-te"], search="modelopt_sweep")
+    x = cupy.asarray(np.eye(16, dtype=np.float32))
+    message = "no CUDA kernel searches scales of nvfp4-te after a Hadamard transform"
+    for call in (fp4kit.quantize, fp4kit.quantize_both):
+        with pytest.raises(NotImplementedError, match=message):
+            call(x, r, hadamard=True)

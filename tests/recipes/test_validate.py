@@ -325,7 +325,13 @@ WRONG = {  # maps a case to the recipe, the replaced fields, the error, and its 
         "nvfp4-vllm-emulation",
         {"repacked": True},
         V,
-        "E4M3 scales also a sign other than 'negative'",
+        "E4M3 scales also sign 'signbit' or 'unsigned_zero'",
+    ),
+    "repacked with the sign of zeros": (
+        "nvfp4-auto-round",
+        {"sign": "not_positive"},
+        V,
+        "E4M3 scales also sign 'signbit' or 'unsigned_zero'",
     ),
     "repacked without blocks": (
         "fp8-modelopt",

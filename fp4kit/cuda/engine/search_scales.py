@@ -103,6 +103,8 @@ def check_search(search: Search) -> None:
         raise Declined(f"no CUDA kernel searches scales of {r.id}, by rule {rule!r} for own formats; {_ON_THE_CPU}")
     if search.searches_e8m0 or terms.grid is not None:
         check_formats(r)
+    if terms.grid is None:
+        _check_transform(r, terms, search.call.mask)
     if search.searches_e8m0 and (r.block_size % BLOCK_COLUMNS or r.block_size > MAX_BLOCK_COLUMNS):
         needed = f"needs a multiple of {BLOCK_COLUMNS}, {MAX_BLOCK_COLUMNS} at most"
         raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
@@ -190,6 +192,8 @@ def with_searched_amaxes(call: Call) -> Call:
     if not r.search or call.has_scales:
         return call
     without = call._replace(recipe=without_search(r))
+    if r.search not in FACTORS:
+        _check_transform(r, DEFAULT_TERMS, call.mask)
     kernel_for(launch_request(without)._replace(calibrated=True))  # may raise Declined, so call it first
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
@@ -201,6 +205,12 @@ def with_searched_amaxes(call: Call) -> Call:
             for matrix in matrices:
                 search_matrix(*matrix, r, mask=call.mask)
         return without._replace(tensor_amax=amax, block_amax=block_amaxes)
+
+
+def _check_transform(r: Recipe, terms: Terms, mask: int | None) -> None:
+    """Raise Declined if a search needs a Hadamard transform (mask is not None), but its kernel has none."""
+    if mask is not None and (terms.hessian is not None or not _is_pruned(r, terms)):
+        raise Declined(f"no CUDA kernel searches scales of {r.id} after a Hadamard transform; {_ON_THE_CPU}")
 
 
 @cache
