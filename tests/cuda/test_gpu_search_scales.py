@@ -628,3 +628,10 @@ def test_a_search_without_a_transform_in_its_kernel_is_refused() -> None:
     for call in (fp4kit.quantize, fp4kit.quantize_both):
         with pytest.raises(NotImplementedError, match=message):
             call(x, r, hadamard=True)
+
+
+def test_an_empty_array_gives_its_amaxes_without_signs() -> None:
+    amax = np.float32([-0.0, 0.0, 3.0])
+    found = fp4kit.search_scales(cupy.zeros((3, 0), np.float32), "fp8-modelopt-channel", tensor_amax=cupy.asarray(amax))
+    cpu = fp4kit.search_scales(np.zeros((3, 0), np.float32), "fp8-modelopt-channel", tensor_amax=amax)
+    assert differing(found, cpu) == 0 and not np.signbit(cpu).any()

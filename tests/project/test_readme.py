@@ -45,8 +45,9 @@ EXECUTED = re.findall(r"<!-- executed -->\n```python\n(.*?)```", PAGES, re.DOTAL
 )
 def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
     """The other examples of the README run without an error. One calls torch.compile and is slow."""
-    if "import torch" in code:
-        pytest.importorskip("torch")
+    for optional in ("torch", "jax"):
+        if f"import {optional}" in code:
+            pytest.importorskip(optional)
     monkeypatch.chdir(tmp_path)
     exec(compile(code, "README.md", "exec"), {})
 

@@ -31,14 +31,14 @@ MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss p
 def search_amaxes(search: Search) -> Any:
     """Return each tensor amax times its best multiple: float32 in the shape of the tensor amaxes.
 
-    If the array is empty, return a copy of the tensor amaxes.
+    If the array is empty, return a copy of the tensor amaxes, without signs.
     """
     call, cupy = search.call, imports.cupy()
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
         amaxes = tensor_amax(call, x)
         if not x.size:
-            return amaxes.copy()
+            return cupy.abs(amaxes)  # the sign bit of a given -0 is ignored
         out = cupy.empty(amaxes.shape, np.float32)
         assert search.terms.grid is not None
         factors = cupy.asarray(multiples(search.terms.grid))
