@@ -54,10 +54,10 @@ def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: 
     if len(lefts) != len(rights):
         raise ValueError(f"{OP}: a has {len(lefts)} matrices and b {len(rights)}; needs equally many")
     dtype = output_dtype(OP, out_dtype)
-    firsts: Sequence[Any] = _per_product("c", c, len(lefts))
+    firsts, alphas = _per_product("c", c, len(lefts)), _per_product("alpha", alpha, len(lefts))
     calls = []
     for i, (left, right) in enumerate(zip(lefts, rights, strict=True)):
-        call = _call(left, right, u, dtype, _per_product("alpha", alpha, len(lefts))[i])
+        call = _call(left, right, u, dtype, alphas[i])
         if firsts[i] is not None:
             check_one_device(OP, **{left.name: left.operand.codes, f"c[{i}]": firsts[i]})
             call = call._replace(c=first_sums(OP, f"c[{i}]", firsts[i], call.shape[1:])[None])
@@ -142,9 +142,8 @@ def _per_product(name: str, value: Any, count: int) -> Sequence[Any]:
 
     Raise ValueError if a sequence or array does not have `count` entries.
     """
-    if value is None or (name == "alpha" and not hasattr(value, "__len__")):
-        return [value] * count
-    if name == "alpha" and getattr(value, "ndim", 1) == 0:
+    is_number = not hasattr(value, "__len__") or getattr(value, "ndim", 1) == 0
+    if value is None or (name == "alpha" and is_number):
         return [value] * count
     if not hasattr(value, "__len__") or len(value) != count:
         got = f"{len(value)} entries" if hasattr(value, "__len__") else f"the value {value!r:.40}"
