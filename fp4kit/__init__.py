@@ -21,9 +21,6 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from fp4kit.contract.parity import parity
-from fp4kit.contract.result import LayerParity, Parity
-from fp4kit.contract.schema import Contract, ContractDiff
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
 from fp4kit.display.quantized import html_of, text_of
 from fp4kit.display.recipe import panel
@@ -75,9 +72,23 @@ _ELSEWHERE = {
     "convert": "; it is fp4kit.checkpoint.convert, after import fp4kit.checkpoint",
 }
 
+# {public name: the module that has it}, for names that are imported at their first use.
+_LAZY = {
+    "Contract": "fp4kit.contract.schema",
+    "ContractDiff": "fp4kit.contract.schema",
+    "LayerParity": "fp4kit.contract.result",
+    "Parity": "fp4kit.contract.result",
+    "open_checkpoint": "fp4kit.checkpoint",
+    "parity": "fp4kit.contract.parity",
+}
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
+
+    from fp4kit.contract.parity import parity
+    from fp4kit.contract.result import LayerParity, Parity
+    from fp4kit.contract.schema import Contract, ContractDiff
 
     def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> Mapping[str, Quantized]:
         """Open a checkpoint, and return its quantized layers by name. This is fp4kit.checkpoint.open_checkpoint.
@@ -99,12 +110,12 @@ if TYPE_CHECKING:
 else:  # type checkers would accept any attribute of a module with __getattr__
 
     def __getattr__(name: str) -> Any:
-        """Return open_checkpoint, which is imported at its first use. Raise AttributeError for any other name.
+        """Return a name of _LAZY, which is imported at its first use. Raise AttributeError for any other name.
 
         For a name that users may expect here, such as fp4kit.torch, the message says which import provides it.
         """
-        if name == "open_checkpoint":
-            return import_module("fp4kit.checkpoint").open_checkpoint
+        if name in _LAZY:
+            return getattr(import_module(_LAZY[name]), name)
         way_out = _ELSEWHERE.get(name, "")
         raise AttributeError(
             f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name, obj=sys.modules[__name__]
