@@ -141,14 +141,14 @@ def int_modelopt(
 
     M is the largest element value; low is -M if recipe.narrow is set, otherwise -M - 1. -0 and NaN are kept. If
     tensor_amax is at most 2^-24, y is +0, as in the producer's CUDA code. If the recipe has one scale per block, y is
-    then a zero with the sign of x, as in the producer's PyTorch code.
+    then 0 * x, as in the producer's PyTorch code: a zero with the sign of x, or NaN if x is infinite or NaN.
     """
     zero = (tensor_amax <= TINY_AMAX)[..., None]
     scale = np.where(zero, ONE, recipe.element.max / tensor_amax[..., None])
     low = -recipe.element.max - (not recipe.narrow)
     blocks = _tensor_blocks(x, recipe)
     y = np.clip(np.rint(blocks * scale), low, recipe.element.max) / scale
-    nothing = np.copysign(ZERO, blocks) if recipe.tensor_scaling == "block" else ZERO
+    nothing = ZERO * blocks if recipe.tensor_scaling == "block" else ZERO
     return np.where(zero, nothing, y).reshape(x.shape)
 
 

@@ -90,6 +90,19 @@ def test_int8_by_its_formula(name, low, high):
     assert np.array_equal(codes, np.clip(np.rint(X * s), low, high).astype(np.int8))
 
 
+def test_tiny_given_amaxes_of_integers():
+    """With one scale per block, elements give 0 * x. With one scale per tensor, all elements give +0."""
+    x = np.float32([np.nan, -np.nan, np.inf, -np.inf, 0, -0.0, 1, -1])
+    x = np.pad(x, (0, 120))[None]
+    with np.errstate(invalid="ignore"):
+        products = np.float32(0) * x
+    for dtype in (np.float32, np.float16, BF16):
+        blocks = fp4kit.fake_quantize(x.astype(dtype), "int4-modelopt", tensor_amax=np.full((1, 4), 1e-9, np.float32))
+        assert_same_bits(np.abs(blocks), np.abs(products).astype(dtype))
+        assert np.array_equal(np.signbit(blocks)[:, 4:], np.signbit(x)[:, 4:])
+        assert not fp4kit.fake_quantize(x.astype(dtype), "int8-modelopt", tensor_amax=1e-9).view(np.uint8).any()
+
+
 def test_nvfp4_modelopt_fake_loses_tiny_tensors():
     """Model-Optimizer's fake quantizer returns zeros for a tensor with an amax below 6e-5.
 

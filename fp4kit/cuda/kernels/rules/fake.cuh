@@ -148,7 +148,7 @@ struct fake_int_modelopt {
   }
   template <class R, class In>
   FP4KIT_DEVICE float value(float x, FakeScale s) {
-    if (s.encode == kUnscaled) return R::kTensorScaling == TensorScaling::block ? with_sign_of(0.0f, x) : 0.0f;
+    if (s.encode == kUnscaled) return R::kTensorScaling == TensorScaling::block ? 0.0f * x : 0.0f;
     return clip(rintf(x * s.encode), lowest<R>(), max_of<typename R::Element>()) / s.encode;
   }
   template <class R>
