@@ -11,11 +11,14 @@ import numpy as np
 
 from fp4kit.arguments import as_index, as_shape
 from fp4kit.call import checks
+from fp4kit.formats import PairedMicroexponents
 from fp4kit.recipes import Recipe
 
 
 def check_castable(op: str, r: Recipe) -> None:
-    """Raise ValueError for a recipe that chooses or searches scales (4over6, mse), because it needs whole blocks."""
+    """Raise ValueError for a recipe that needs whole blocks or pairs: one with 4over6, a search or microexponents."""
+    if isinstance(r.element, PairedMicroexponents):
+        raise ValueError(f"{op}: pairs of {r.element} elements share a bit; use quantize on the whole matrix")
     if r.four_over_six or r.search:
         raise ValueError(f"{op}: {r.id} chooses scales from whole blocks; use quantize on the whole matrix")
 

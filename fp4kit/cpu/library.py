@@ -72,7 +72,7 @@ class OwnFormat(ctypes.Structure):
     _fields_ = [
         *((name, c_void_p) for name in ("bounds", "codes", "values", "scale_bounds", "scale_codes", "scale_values")),
         ("largest", c_float),
-        *((name, c_int32) for name in ("uses_tables", "is_nibble", "has_scales")),
+        *((name, c_int32) for name in ("uses_tables", "is_nibble", "has_scales", "has_pairs")),
     ]
 
 

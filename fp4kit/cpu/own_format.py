@@ -12,14 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
 
 from fp4kit.cpu.coverage import element_key
 from fp4kit.cpu.library import OwnFormat, address, functions
-from fp4kit.formats import Codebook, ElementFormat
+from fp4kit.formats import Codebook, ElementFormat, PairedMicroexponents
 from fp4kit.recipes import Recipe
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import decode
@@ -45,14 +45,28 @@ class Tables(NamedTuple):
 def tables_of(r: Recipe) -> Tables:
     """Return the tables of a recipe with an amax rule. Raise Declined if there is no usable library."""
     size = 16 if r.element.bits == 4 else 256
-    bounds, codes = _pieces(lambda x: _element_codes(x, r), -_LAST - 1, size)
-    arrays = [bounds, codes, _values(r.element, size)]
+    arrays = [*_element_pieces(r, size), _values(r.element, size)]
     if r.scale is not None:
         arrays += [*_pieces(lambda x: _scale_codes(x, r), 0, 256), _values(r.scale, 256)]
     addresses = [*map(address, arrays), *[None] * (6 - len(arrays))]
     element = -1 if isinstance(r.element, Codebook) else functions().fp4kit_element(element_key(r).encode())
-    struct = OwnFormat(*addresses, float(r.element.max), element < 0, size == 16, r.scale is not None)
+    struct = OwnFormat(*addresses, float(r.element.amax_target), element < 0, size == 16, r.scale is not None)
+    struct.has_pairs = isinstance(r.element, PairedMicroexponents)
     return Tables(struct, tuple(arrays), max(element, 0))
+
+
+def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pieces of a recipe's rounding of scaled elements, as _pieces does.
+
+    With paired microexponents, entries 0 to 7 are the pieces under microexponent 0, and entries 8 to 15 those under
+    microexponent 1. Each has 7 bounds, so bounds[7] is not used.
+    """
+    e = r.element
+    if not isinstance(e, PairedMicroexponents):
+        return _pieces(lambda x: _element_codes(x, r), -_LAST - 1, size)
+    parts = [_pieces(partial(e.nearest_under, microexponent=bit), -_LAST - 1, 8) for bit in (False, True)]
+    bounds = np.concatenate([parts[0][0], np.array([_UNUSED], np.int32), parts[1][0]])
+    return bounds, np.concatenate([parts[0][1], parts[1][1]])
 
 
 def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:

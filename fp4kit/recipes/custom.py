@@ -23,7 +23,7 @@ def custom_recipe(
 ) -> Recipe:
     """Return a recipe for element and scale formats of one's own.
 
-    With M, the largest magnitude of an element, and S(), which rounds to the scale format:
+    With M, the largest magnitude of an element (1 for MX4), and S(), which rounds to the scale format:
 
         scale = S(amax / M)
         code = the code of x * (1 / scale)
@@ -34,7 +34,7 @@ def custom_recipe(
 
     Args:
         id: a name for the recipe. It must not be the id of a recipe in the table.
-        element: the format of the elements: a Codebook, a float or an integer.
+        element: the format of the elements: a Codebook, MX4, a float or an integer. MX4 needs scale=E8M0.
         scale: the format of the block scales. A float format of at most 8 bits, stored as one byte per block in
             block_scale. Or the name of a float type; then each block has a tensor_scale, a float32 number that is
             rounded to this type.

@@ -11,7 +11,15 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 from fp4kit import formats
-from fp4kit.formats import E2M1, E4M3, E8M0, MAX_MAGNITUDE_EXPONENT, Codebook, ElementFormat
+from fp4kit.formats import (
+    E2M1,
+    E4M3,
+    E8M0,
+    MAX_MAGNITUDE_EXPONENT,
+    Codebook,
+    ElementFormat,
+    PairedMicroexponents,
+)
 from fp4kit.recipes import rules
 
 _TEXTS = ("source", "exact")
@@ -167,6 +175,8 @@ def _check_element(r: Any) -> None:
             "is a table of values; needs block_rule 'amax' or tensor_rule 'amax', because rules of"
             " producers are for their own formats",
         )
+    if isinstance(r.element, PairedMicroexponents) and r.scale != E8M0:
+        _refuse(r, "scale", f"needs E8M0 for elements {r.element}, whose microexponents count from a power of two")
     if r.nan_code is not None and not 0 <= r.nan_code < 2**r.element.bits:
         _refuse(r, "nan_code", f"needs a code of {r.element}, 0 to {2**r.element.bits - 1}, or None")
 
@@ -185,6 +195,8 @@ def _check_block(r: Any) -> None:
     rows, columns = r.block
     if r.block_rule is None and r.tensor_scaling != "block":
         _refuse(r, "block", "needs block_rule or tensor_scaling 'block', which give a block its scale; otherwise None")
+    if rows > 1 and isinstance(r.element, PairedMicroexponents):
+        _refuse(r, "block", f"needs blocks of one row, in which pairs of elements {r.element} lie")
     if columns % r.element.packing.codes:
         _refuse(r, "block", f"needs a multiple of {r.element.packing.codes} columns: codes of {r.element} share bytes")
     if r.amax_nan == "lanes" and columns % 2:

@@ -1,8 +1,9 @@
 """Define the amax rules: block rules for formats of one's own, which belong to no producer.
 
 block_rules.py explains what a block rule is, and the arguments of its functions. In the docstrings, M is the largest
-magnitude of an element, and S() gives a code of the scale format of the recipe, which saturates at its largest value.
-All arithmetic is float32 and rounds to nearest even after every written operation.
+magnitude of an element (1 for MX4; ElementFormat.amax_target). S() gives a code of the scale format of the recipe,
+which saturates at its largest value. All arithmetic is float32 and rounds to nearest even after every written
+operation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ def _code(rounding: str) -> Code:
         scale format, or its largest value if it has no NaN.
         """
         assert recipe.scale is not None
-        scale = show("block scale before rounding", amax / recipe.element.max * tensor.encode)
+        scale = show("block scale before rounding", amax / recipe.element.amax_target * tensor.encode)
         return encode_scale(scale, recipe.scale, rounding)
 
     return code

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.formats import E8M0
+from fp4kit.formats import E8M0, PairedMicroexponents
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.arith import multiply_ftz, reciprocal_or_zero
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -194,6 +194,8 @@ def encode_elements(
         return show("code", encode_stochastic(scaled, recipe.element, random.reshape(blocks.shape)), recipe.element)
     if recipe.narrow:
         scaled = show("scaled element, limited below", np.maximum(scaled, -recipe.element.max))
+    if isinstance(recipe.element, PairedMicroexponents):
+        show("microexponent of the pair", recipe.element.microexponents(scaled).astype(np.float32))
     codes = encode(scaled, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code)
     if recipe.repacked:
         show("code before packing", codes, recipe.element)

@@ -1,7 +1,9 @@
 """Test the compiled engine on formats of one's own: drawn recipes and arrays, against the specification."""
 
 from dataclasses import replace
+from itertools import product
 
+import ml_dtypes
 import numpy as np
 import pytest
 from engine_cases import NEEDS_ENGINE, VIEWS, agree, as_large_ones, counted
@@ -16,6 +18,7 @@ from fp4kit.formats import (
     E4M3,
     E8M0,
     INT8,
+    MX4,
     NF4,
 )
 from fp4kit.reference.block_rules import BLOCK_RULES
@@ -35,8 +38,7 @@ def test_drawn_calls(seed):
     check_drawn_calls(seed)
 
 
-@pytest.mark.parametrize("element", [NF4, E2M1, INT8], ids=repr)
-@pytest.mark.parametrize("scale", [UE5M3, "float16"], ids=str)
+@pytest.mark.parametrize(("element", "scale"), [*product([NF4, E2M1, INT8], [UE5M3, "float16"]), (MX4, E8M0)], ids=str)
 def test_finite_elements_are_done_by_the_engine(element, scale, monkeypatch):
     """The engine computes finite elements itself. Otherwise the tests would compare the specification with itself."""
     x = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
@@ -55,6 +57,20 @@ def test_memory_layouts(view):
     for axis in range(x.ndim):
         if x.shape[axis] % 16 == 0:
             agree(fp4kit.quantize, x, fp4kit.custom_recipe("mine", NF4, UE5M3, 16), axis=axis)
+
+
+def test_pairs_follow_the_quantized_axis_and_every_bound():
+    """Scaled elements of MX4 at every midpoint, at 1, and beside them, beside small and large partners."""
+    at = np.array([0, 0.125, 0.25, 0.375, 0.5, 0.625, 0.75, 0.875, 1, 1.25, 1.5, 1.75], np.float32)
+    beside = np.concatenate([at, np.nextafter(at, np.float32(0)), np.nextafter(at, np.float32(2))])
+    scaled = np.concatenate([beside, -beside])
+    pairs = np.stack(np.meshgrid(scaled, scaled), axis=-1).reshape(-1, 2)
+    x = np.tile(np.array([1.5, 0], np.float32), (len(pairs), 8))  # the first pair keeps the block scale at 1
+    x[:, 2:4], x[:, 6:8] = pairs, pairs
+    r = fp4kit.custom_recipe("mine", MX4, E8M0, 16, scale_rounding="down")
+    agree(fp4kit.quantize, x, r)
+    agree(fp4kit.quantize, np.asfortranarray(x.T), r, axis=0)
+    agree(fp4kit.quantize, x[:, :16].astype(ml_dtypes.bfloat16), r, hadamard=True)
 
 
 def test_stochastic_rounding_and_hadamard():

@@ -16,7 +16,7 @@ from fp4kit.cuda import engine
 from fp4kit.cuda.engine.search_scales import check_search
 from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.supported import unsupported
-from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E4M3, NF4, ElementFormat
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E4M3, E8M0, MX4, NF4, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -70,6 +70,9 @@ def test_dequantize_refuses_too(case):
 FAR = ElementFormat("Far", 4, 3, -3, specials="none")
 CUSTOM = {  # maps a recipe for formats of one's own to a part of its error
     fp4kit.custom_recipe("powers", E2M1, ElementFormat("E5M0", 5, 0, 15, signed=False), 32): "scales E5M0 without mant",
+    fp4kit.custom_recipe(
+        "pairs", MX4, E8M0, 16
+    ): "elements MX4, whose pairs share a bit, which no CUDA kernel supports",
     fp4kit.custom_recipe("far", E2M1, FAR, 32): "scales Far with bias -3, which no CUDA kernel supports; needs a bias",
 }
 

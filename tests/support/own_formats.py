@@ -22,6 +22,7 @@ from fp4kit.formats import (
     FLOATS,
     INT4,
     INT8,
+    MX4,
     NF4,
     Codebook,
     ElementFormat,
@@ -53,6 +54,8 @@ def drawn_scale(rng):
 
 def drawn_recipe(rng):
     """Return a random recipe with amax rules."""
+    if rng.random() < 0.1:
+        return drawn_microexponents(rng)
     element, scale, rounding = drawn_element(rng), drawn_scale(rng), str(rng.choice(["nearest", "up", "down"]))
     columns = int(rng.choice([2, 16, 32, 64, 96, 128]))
     if isinstance(scale, str):
@@ -75,6 +78,13 @@ def drawn_recipe(rng):
             "sign": str(rng.choice(["signbit", "negative", "not_positive", "unsigned_zero"])),
         }
     return replace(r, **changes)
+
+
+def drawn_microexponents(rng):
+    """Return a random recipe with elements MX4."""
+    columns, rounding = int(rng.choice([2, 16, 32, 96])), str(rng.choice(["nearest", "up", "down"]))
+    r = fp4kit.custom_recipe("mine", MX4, E8M0, columns, scale_rounding=rounding)
+    return replace(r, amax_nan=str(rng.choice(["propagate", "ignore"])))
 
 
 def drawn_array(rng, r):

@@ -17,10 +17,12 @@
 //   values              the value of each element code, 16 or 256
 //   scale_bounds, scale_codes, scale_values
 //                       the tables of block scales, 255 bounds, 256 codes and values
-//   largest             the largest magnitude of an element
+//   largest             the value to which the largest element of a block is scaled
 //   uses_tables         1 to encode elements by these tables, 0 to encode them by the entry of kElements in the call
 //   is_nibble           1 if codes have 4 bits and are stored two per byte
 //   has_scales          1 if the recipe has block scales
+//   has_pairs           1 if pairs of elements share a bit (formats.PairedMicroexponents). Then the first 7 bounds and
+//                       8 codes are for pairs with a magnitude of 1 or more, and those from index 8 on for other pairs
 struct OwnFormat {
   const i32* bounds;
   const u8* codes;
@@ -29,7 +31,7 @@ struct OwnFormat {
   const u8* scale_codes;
   const float* scale_values;
   float largest;
-  i32 uses_tables, is_nibble, has_scales;
+  i32 uses_tables, is_nibble, has_scales, has_pairs;
 };
 
 namespace {
@@ -55,10 +57,27 @@ __forceinline__ float reciprocal_of_scale(float scale) {
   return 1.0f / (magnitude_of(scale) < kSmallestScale ? kSmallestScale : scale);
 }
 
+// Store the codes, one per byte, of `count` elements multiplied by a factor, in a format whose pairs share a bit.
+template <class In>
+void encode_pairs(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
+  for (i64 i = 0; i < count; i += 2) {
+    const float scaled[2] = {Input<In>::value(x[i]) * factor, Input<In>::value(x[i + 1]) * factor};
+    const i32 first = magnitude_of(scaled[0]) < 1.0f && magnitude_of(scaled[1]) < 1.0f ? 8 : 0;
+    for (int j = 0; j < 2; ++j) {
+      const i32 key = key_of(scaled[j]);
+      i32 piece = first;
+      for (int b = 0; b < 7; ++b) piece += key >= own.bounds[first + b];
+      out[i + j] = own.codes[piece];
+    }
+  }
+}
+
 // Store the codes, one per byte, of `count` elements multiplied by a factor. Elements have type In.
 template <class In>
 void encode_pieces(const typename Input<In>::Bits* x, float factor, i64 count, const OwnFormat& own, u8* out) {
-  if (own.is_nibble) {
+  if (own.has_pairs) {
+    encode_pairs<In>(x, factor, count, own, out);
+  } else if (own.is_nibble) {
     i32 bounds[15];
     std::memcpy(bounds, own.bounds, sizeof bounds);
     for (i64 i = 0; i < count; ++i) {
