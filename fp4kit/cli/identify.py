@@ -28,8 +28,9 @@ def register(subparsers: Any) -> None:
             ("fp4kit identify Llama-NVFP4", "print what the checkpoint tells without its source"),
         ),
         description="Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
-        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained; 1 a layer is not explained, is"
-        " corrupted, or has no counterpart in the source; 2 error.",
+        " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained by a recipe, or recognized as the"
+        " result of a known method such as GPTQ; 1 a layer is neither, is corrupted, or has no counterpart in the"
+        " source; 2 error.",
     )
     parser.hints = {"": "; did you mean --source {}?"}
     add_path(parser, "path", metavar="DST", help="directory or GGUF file of the quantized model")
@@ -43,8 +44,9 @@ def register(subparsers: Any) -> None:
 
 
 def _identify(args: argparse.Namespace, out: Output) -> int:
-    """Run the command identify. Return 0 if recipes or known rules alone explain every layer, otherwise 1.
+    """Run the command identify. Return 0 if every layer is explained or recognized, otherwise 1.
 
+    A layer is explained by a recipe or a known rule, and recognized as the result of a method with calibration data.
     The result is also 1 if a layer can be explained only with a mishap (a fault between quantizer and file), or if a
     quantized layer has no counterpart in the source.
     """

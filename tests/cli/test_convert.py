@@ -454,6 +454,10 @@ def test_identify_without_a_source_says_what_the_checkpoint_tells(tmp_path: Path
     assert "container: modelopt NVFP4 in 14 of 14 quantized layers" in text
     assert "config quant_method: modelopt" in text and re.search("recorded by fp4kit: .*recipe nvfp4-te", text)
     assert "largest block scale: 448 in " in text and text.splitlines()[-1].startswith("not checked: which recipe")
+    (tmp_path / "q" / "recipe.yaml").write_text(
+        "s:\n  m:\n    GPTQModifier:\n      ignore: [lm_head]\n    AWQModifier: {}\n"
+    )
+    assert "recipe.yaml: GPTQModifier, AWQModifier\n" in run("identify", tmp_path / "q").out
     assert "add --source SRC" in run("identify", tmp_path / "q", "--all").err
     assert "there are no quantized layers" in run("identify", tmp_path / "m").out
 

@@ -77,6 +77,8 @@ SAME_BYTES = {
     "F8_E8M0": ("F8_E8M0", "U8"),
     "F32": ("F32", "BF16", "F16"),
 }
+# the first word of a container's name -> its producer in recipe ids, if they differ
+_PRODUCERS = {"comfy": "comfy-kitchen", "sglang-mxfp8": "sglang", "deepseek-v4": "deepseek"}
 Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
 _Pair = tuple[str, str]
 
@@ -156,6 +158,12 @@ class Container:
     flat_scales: bool = False
     method: str = ""
     algorithm: str = ""
+
+    @property
+    def producer(self) -> str:
+        """The producer of the container, as recipe ids name it, such as "compressed-tensors"."""
+        word = self.name.partition(" ")[0]
+        return _PRODUCERS.get(word, word)
 
     def __repr__(self) -> str:
         return self.name

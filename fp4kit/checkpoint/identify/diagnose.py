@@ -14,6 +14,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.convert.quantize_rows import saturated
+from fp4kit.checkpoint.identify.calibrated import fit_of, is_gptq
 from fp4kit.checkpoint.identify.column_factors import scaled_rows, scalings
 from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders
 from fp4kit.checkpoint.identify.hypotheses import (
@@ -62,7 +63,9 @@ DAMAGED_SHARE = 0.95
 
 SIGNS_UNDER_SCALES = 0.9  # share of codes that must have the sign of the source; GPTQ may flip signs of values near 0
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
-SCALED = "weights scaled per column (AWQ or SmoothQuant)"
+GPTQ = "GPTQ: block scales are a recipe's; codes of one column are too, and those of the other columns follow it"
+SCALING = "AWQ or SmoothQuant"
+SCALED = f"weights scaled per column ({SCALING})"
 SCALED_CAUSE = (
     f"{SCALED}: the factors are not known exactly, and with the factors that were tried no recipe gives all bytes"
 )
@@ -88,6 +91,8 @@ class Explanation:
     cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule gives every byte. It
         has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.
     scaled: True if recipes give every byte only from the source with its columns multiplied by factors.
+    method: the method that made the layer, such as "GPTQ", if no recipe or rule gives every byte because the method
+        uses calibration data, but all codes fit the source as the method's do (calibrated.py). Otherwise None.
     """
 
     recipe: str | None
@@ -103,11 +108,22 @@ class Explanation:
     rules: tuple[str, ...] = ()
     cause: str | None = None
     scaled: bool = False
+    method: str | None = None
 
     @property
     def explained(self) -> bool:
         """True if a recipe or a rule without a recipe gives every byte, with or without a mishap."""
         return bool(self.names)
+
+    @property
+    def is_doubtful(self) -> bool:
+        """True if something is known about the layer, but neither a recipe, a rule nor a method is recognized."""
+        return self.cause is not None and self.method is None and not self.explained
+
+    @property
+    def recognized(self) -> bool:
+        """True if the layer is explained without a mishap, or is recognized as the result of a known method."""
+        return self.method is not None or (self.explained and self.mishap is None)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -346,7 +362,9 @@ def _explained_under_stored_scales(evidence: LayerEvidence, plain: Layout, trial
     if nearest.share > DAMAGED_SHARE:
         share = min(100 * nearest.share, 99.99)
         text += f"; {name_of(trial.nearest.recipe)} gives {share:.2f}% of bytes"
-    return Explanation(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES)
+    fit = fit_of(evidence.layer, evidence.x)
+    method = "searched scales" if fit is not None and fit.has_signal else None
+    return Explanation(None, None, equal, 0, total, text, searched=True, cause=GIVEN_SCALES, method=method)
 
 
 def _search_family(
@@ -370,7 +388,8 @@ def _search_family(
         return Explanation(None, None, tally.codes, tally.scales, tally.total, sentence, rules=(FOUR_OVER_SIX,))
     if AUTO_ROUND in names and is_weighted_search(evidence, plain):
         text = f"searched scales: {IMPORTANCE}"
-        return Explanation(None, None, tally.codes, 0, tally.total, text, searched=True, cause=text)
+        method = "searched scales"
+        return Explanation(None, None, tally.codes, 0, tally.total, text, searched=True, cause=text, method=method)
     return None
 
 
@@ -405,9 +424,13 @@ def _other_codes_under_scales(
     names = tuple(dict.fromkeys(name_of(h.recipe) for h, _ in whole))
     whose = either(names[:3]) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more recipes"
     share = max(100 * t.codes / max(evidence.layer.codes.size, 1) for _, t in whole)
-    text = f"all block scales are those of {whose}, and codes follow another rule under them, as GPTQ's do"
+    fit = fit_of(evidence.layer, evidence.x)
+    by_gptq = fit is not None and fit.has_signal and is_gptq(evidence.layer, evidence.x)
+    rule = "GPTQ rounded the codes" if by_gptq else "codes follow another rule under them, as GPTQ's do"
+    text = f"all block scales are those of {whose}, and {rule}"
     sentence = f"{text}; {share:.2f}% of code bytes are the recipe's"
-    return replace(_unexplained(text, whole[0][1]), sentence=sentence, cause=OTHER_CODES)
+    cause, method = (GPTQ, "GPTQ") if by_gptq else (OTHER_CODES, None)
+    return replace(_unexplained(text, whole[0][1]), sentence=sentence, cause=cause, method=method)
 
 
 def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | None:
@@ -430,7 +453,13 @@ def _explained_with_column_factors(evidence: LayerEvidence) -> Explanation | Non
             return replace(explained, sentence=f"of {SCALED}: {explained.sentence}", scaled=True)
     low, high = rows.factors.min(), rows.factors.max()
     text = f"{SCALED}: by {low:.3g} to {high:.3g}; no recipe gives all bytes under factors rounded to bfloat16"
-    return replace(_unexplained(text, MatchCount(total=_all_bytes(evidence).total)), sentence=text, cause=SCALED_CAUSE)
+    fits = (fit_of(evidence.layer, evidence.x, rows.factors, rows=per_row) for per_row in (False, True))
+    sound = [fit is not None and fit.is_sound for fit in fits]
+    if sound == [False, True]:
+        text += "; its rows are scaled too, by factors of the next layer's columns"
+    method = SCALING if any(sound) else None
+    unknown = _unexplained(text, MatchCount(total=_all_bytes(evidence).total))
+    return replace(unknown, sentence=text, cause=SCALED_CAUSE, method=method)
 
 
 def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> Explanation | None:

@@ -15,8 +15,10 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
+from fp4kit.checkpoint.identify.calibrated import LEAST_DB
 from fp4kit.checkpoint.identify.diagnose import Explanation
 from fp4kit.checkpoint.identify.hypotheses import CHUNK
+from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.formats import E4M3
 from fp4kit.ops.identify import either
 from fp4kit.ops.quantize import quantize
@@ -96,7 +98,10 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     if quotients:
         text = f"{name} under given scales, which are not amax / 448; codes nearest to the quotient in {quotients[0]}"
         cause = f"{name} under given scales: codes are nearest, and scales are not amax / 448"
-        return Explanation(None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause)
+        method = "given scales" if _has_signal(layer, x) else None
+        return Explanation(
+            None, None, equal_codes, equal_scales, total, text, searched=True, cause=cause, method=method
+        )
     if _are_reciprocals(layer, x):
         cause = f"{name}: scales are inverted, because their reciprocals decode to the source"
         return Explanation(None, None, equal_codes, equal_scales, total, cause, cause=cause)
@@ -117,6 +122,14 @@ def _are_reciprocals(layer: Fp8Layer, x: np.ndarray) -> bool:
     with np.errstate(all="ignore"):
         inverted = Fp8Layer(layer.codes, np.float32(1) / layer.scales, layer.scaling)
     return max(_quotients(inverted, x).values()) >= _NEARLY_ALL * layer.codes.size
+
+
+def _has_signal(layer: Fp8Layer, x: np.ndarray) -> bool:
+    """Return whether the decoded values have a signal-to-noise ratio of at least LEAST_DB, with x as the signal."""
+    with np.errstate(all="ignore"):
+        values = E4M3.values[layer.codes] * layer.spread(layer.scales)
+        noise = np.sum(np.square(values - x.astype(np.float32), dtype=np.float64))
+    return sqnr_db(float(np.sum(np.square(x, dtype=np.float64))), float(noise)) >= LEAST_DB
 
 
 def _rule(name: str, scales: str, quotient: str) -> str:

@@ -12,9 +12,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from fp4kit.checkpoint.identify.calibrated import fit_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import SCALED, Explanation, explain, kind
 from fp4kit.checkpoint.identify.fp8_layers import Fp8Layer, explain_fp8
+from fp4kit.checkpoint.identify.search_families import TUNED, TUNED_BY_AUTO_ROUND
 from fp4kit.ops.identify import either
 from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
 
@@ -37,6 +39,7 @@ class LayerPair:
     amaxes: amaxes of the groups of layers that may share the layer's tensor scale. Its own amax may be left out.
     is_rest: True if the layer has a low-rank part (SVDQuant). ``source`` is then nearly the rest that the codes store.
     producer: the producer that the file names, such as "modelopt". Its recipes come first if several give every byte.
+    recorded: the id of the recipe that fp4kit recorded in the file; "" if there is none. It comes before all others.
     """
 
     name: str
@@ -48,6 +51,7 @@ class LayerPair:
     amaxes: tuple[float, ...] = ()
     is_rest: bool = False
     producer: str = ""
+    recorded: str = ""
 
     @property
     def format(self) -> str:
@@ -60,12 +64,13 @@ class LayerPair:
 
 @dataclass(frozen=True)
 class LayerVerdict:
-    """Hold the name of a layer, its explanation, its format and its producer (see LayerPair)."""
+    """Hold the name of a layer and its explanation; for format, producer and recorded see LayerPair."""
 
     name: str
     explanation: Explanation
     format: str = ""
     producer: str = ""
+    recorded: str = ""
 
     def fits(self, recipes: tuple[str, ...], mishap: str | None) -> bool:
         """Return whether one of ``recipes`` explains the layer and its mishap is ``mishap`` (None for no mishap).
@@ -112,13 +117,15 @@ class CheckpointVerdict:
 
     @property
     def is_clean(self) -> bool:
-        """True if every layer has a counterpart in the source, and is explained without a mishap.
+        """True if every layer has a counterpart in the source, and recipe and method of every layer are known.
 
-        A mishap is a fault that happened to a layer's bytes after the recipe had made them. False if there are no
-        quantized layers.
+        A layer counts if the verdict on its format explains it without a mishap, or if it is recognized as the result
+        of a method with calibration data, such as GPTQ. A mishap is a fault that happened to a layer's bytes after the
+        recipe had made them. False if there are no quantized layers.
         """
-        parts = (self, *self.others)
-        return not self.unpaired and not self.exceptions and all(p._names and p.mishap is None for p in parts)
+        other = {id(layer) for layer in self.exceptions}
+        known = (x.explanation.method or (x.explanation.recognized and id(x) not in other) for x in self.layers)
+        return bool(self.layers) and not self.unpaired and all(known)
 
     @property
     def exceptions(self) -> tuple[LayerVerdict, ...]:
@@ -150,14 +157,17 @@ class CheckpointVerdict:
 
     @property
     def problems(self) -> tuple[str, ...]:
-        """The problems of the layers, most frequent first, such as "nibbles are swapped, 14 of 14 layers".
+        """The problems of the layers, such as "nibbles are swapped, 14 of 14 layers". () if nothing is wrong.
 
-        These are mishaps, layers that nothing explains, and layers without a counterpart. () if nothing is wrong.
+        These are mishaps, the most frequent first; layers that nothing explains; layers that look like the result of a
+        method, but do not fit their source as such results do; and layers without a counterpart.
         """
         counts = Counter(_kind(layer) for layer in self.layers if layer.explanation.mishap)
         unknown = sum(not (x.explanation.explained or x.explanation.cause) for x in self.layers)
         found = [(str(mishap), count) for mishap, count in counts.most_common()]
         found += [("nothing explains the bytes", unknown)] if unknown else []
+        doubts = (str(x.explanation.cause).split(": ")[0] for x in self.layers if x.explanation.is_doubtful)
+        found += [(f"{what}, but codes do not fit as they should", n) for what, n in Counter(doubts).most_common()]
         total = len(self.layers)
         texts = [f"{what}, {count:,} of {_layers(total)}" for what, count in found]
         if self.unpaired:
@@ -249,9 +259,13 @@ def short_text(text: str, recipes: tuple[str, ...]) -> str:
 
 
 def with_producer(id: str) -> str:
-    """Return a recipe id with the name of its producer in parentheses, if the id does not contain this name."""
-    name = PRODUCER_NAMES.get(producer_of(id), "")
-    return f"{id} ({name})" if name and name.lower().replace("_", "-") not in id else id
+    """Return a recipe id with the name of its producer in parentheses, if the id does not contain this name.
+
+    For names with two parts, such as "llama.cpp (GGUF)", it is the first part that the id does not contain.
+    """
+    names = PRODUCER_NAMES.get(producer_of(id), "").removesuffix(")").split(" (")
+    name = next((one for one in names if one.lower().replace("_", "-") not in id), "")
+    return f"{id} ({name})" if name else id
 
 
 def _summary(found: Explanation) -> str:
@@ -279,10 +293,9 @@ def identify_layers(layers: Iterable[LayerPair], unpaired: Sequence[str] = ()) -
     """Explain every layer, and return a verdict that says what made most of them.
 
     If layers have several formats, there is one verdict per format. Its mishap is the one that most explained layers
-    have, not counting all-zero layers. Its recipes are those that explain the most layers with this mishap; those of
-    the producer that the file names come first. After
-    MAX_FAILURES unexplained layers in a row, faults without a name (see explain) are not searched until a layer is
-    explained.
+    have, not counting all-zero layers. Its recipes are those that explain the most layers with this mishap. The recipe
+    that the file records comes first, then those of the producer that the file names. After MAX_FAILURES unexplained
+    layers in a row, faults without a name (see explain) are not searched until a layer is explained.
 
     layers: the layers with their sources. One layer is requested at a time, so that an iterator that reads files needs
         the memory of one layer.
@@ -311,9 +324,10 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
     made = [layer.explanation for layer in explained if _kind(layer) == mishap]
     winners = _most_votes(e.names for e in made)
     known = {name for e in made for name in e.recipes}
-    producer = Counter(layer.producer for layer in explained).most_common(1)[0][0]
+    producer, recorded = Counter((layer.producer, layer.recorded) for layer in explained).most_common(1)[0][0]
     own = sorted((name for name in winners if name in known and producer_of(name) == producer), key=len)
-    recipes = (*own, *(name for name in winners if name in known and name not in own))
+    first = [name for name in own if name == recorded]
+    recipes = tuple(dict.fromkeys((*first, *own, *(name for name in winners if name in known))))
     return CheckpointVerdict(recipes, mishap, found, rules=() if recipes else winners)
 
 
@@ -330,7 +344,7 @@ def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
         found = _explained(layer, unnamed=failed < MAX_FAILURES)
         if not found.blank:
             failed = 0 if found.explained or found.cause else failed + 1
-        yield LayerVerdict(layer.name, found, layer.format, layer.producer)
+        yield LayerVerdict(layer.name, found, layer.format, layer.producer, layer.recorded)
 
 
 def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
@@ -351,7 +365,9 @@ def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
         unnamed=unnamed,
     )
     if layer.is_rest and not found.unlike:
-        return _of_rest(found)
+        return _of_rest(layer, found)
+    if found.cause == TUNED and layer.producer == "auto-round" and _is_sound(layer, steps=2):
+        return replace(found, cause=TUNED_BY_AUTO_ROUND, sentence=TUNED_BY_AUTO_ROUND, method="auto-round")
     if unnamed or found.explained or found.cause:
         return found
     return replace(
@@ -362,15 +378,27 @@ def _explained(layer: LayerPair, unnamed: bool) -> Explanation:
 _LOW_RANK = "low-rank part (SVDQuant): the codes store the rest of the weight, which is not known in every bit"
 
 
-def _of_rest(found: Explanation) -> Explanation:
+def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
+    """Return whether every code of a layer in blocks is near its source under the stored scales.
+
+    steps: the largest distance of codes that counts as near.
+    """
+    assert isinstance(layer.parts, StoredLayer)
+    fit = fit_of(layer.parts, layer.source, steps=steps)
+    return fit is not None and fit.is_sound
+
+
+def _of_rest(layer: LayerPair, found: Explanation) -> Explanation:
     """Return the explanation of a layer whose codes store only the rest of its weight, without a low-rank part.
 
     If recipes give every byte, they are named. Otherwise the cause is _LOW_RANK, and the sentence gives the share of
-    bytes that the nearest recipe gives.
+    bytes that the nearest recipe gives. The method is SVDQuant if every code is near the rest.
 
-    found: the explanation of the codes from a source that is nearly this rest.
+    layer: the layer, with nearly this rest as its source.
+    found: the explanation of the codes from this source.
     """
     if found.explained:
         return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
     share = min(100 * (found.codes_equal + found.scales_equal) / max(found.total, 1), 99.99)
-    return replace(found, cause=_LOW_RANK, sentence=f"{_LOW_RANK}; the nearest recipe gives {share:.2f}% of bytes")
+    text = f"{_LOW_RANK}; the nearest recipe gives {share:.2f}% of bytes"
+    return replace(found, cause=_LOW_RANK, sentence=text, method="SVDQuant" if _is_sound(layer) else None)

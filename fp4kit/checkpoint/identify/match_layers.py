@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -22,6 +22,7 @@ from fp4kit.checkpoint.model.decode import scales_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.layers import expert_name, pieces
 from fp4kit.checkpoint.model.model_files import Source, open_source
+from fp4kit.checkpoint.model.quantized_layers import recorded
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
 from fp4kit.checkpoint.model.transforms import decodable
@@ -149,7 +150,7 @@ def identify_checkpoint(
         )
     tick = progress or (lambda count: None)
     with Readers() as readers:
-        pairs = _Pairs(stored.config, weights, origin, readers, tick)
+        pairs = _Pairs(stored, weights, origin, readers, tick)
         found, unpaired = tuple(pairs), tuple(pairs.unpaired())
         if not found:
             raise CheckpointError(_nothing_matches(weights, destination, source))
@@ -211,10 +212,9 @@ class _Pairs:
     pair is in memory.
     """
 
-    def __init__(
-        self, config: Mapping[str, Any], weights: list[Weight], source: Source, readers: Readers, tick: Progress
-    ) -> None:
-        self.config, self.weights, self.readers, self.tick = config, weights, readers, tick
+    def __init__(self, stored: Source, weights: list[Weight], source: Source, readers: Readers, tick: Progress) -> None:
+        self.config, self.weights, self.readers, self.tick = stored.config, weights, readers, tick
+        self.recorded = recorded(stored)
         self._origin = Counterparts(source).of
         self.amaxes: dict[tuple[str, int], tuple[float, ...]] = {}
         self.members: dict[tuple[str, int], list[Origin]] = defaultdict(list)
@@ -254,18 +254,25 @@ class _Pairs:
         self.tick(weight.nbytes // weight.experts)
         name = _name(weight, expert)
         if LOW_RANK_A in weight.parts:
-            return LayerPair(name, parts, self._rest(weight, origin), is_rest=True, producer=self._producer(weight))
+            return LayerPair(name, parts, self._rest(weight, origin), is_rest=True, **self._declared(weight))
         amaxes, x = self._amaxes(weight, expert), origin.values(self.readers)
-        return LayerPair(name, parts, x, other, leaf in _SECOND, heads, amaxes, producer=self._producer(weight))
+        return LayerPair(name, parts, x, other, leaf in _SECOND, heads, amaxes, **self._declared(weight))
+
+    def _declared(self, weight: Weight) -> dict[str, Any]:
+        """Return the facts that the file declares about the maker of a layer, as arguments of LayerPair."""
+        return {"producer": self._producer(weight), "recorded": "" if self.recorded is None else self.recorded.id}
 
     def _producer(self, weight: Weight) -> str:
-        """Return the producer that the file names: that of the recorded recipe, or else that of the container."""
+        """Return the producer that the file names: of the recorded recipe, or of the config, or else of the container.
+
+        auto-round names itself as ``provider`` in the configs that it writes for compressed-tensors.
+        """
+        if self.recorded is not None:
+            return self.recorded.producer
         declared = self.config.get("quantization_config")
-        own = declared.get("fp4kit") if isinstance(declared, dict) else None
-        recorded = own.get("recipe") if isinstance(own, dict) else None
-        if isinstance(recorded, str) and recorded in RECIPES:
-            return RECIPES[recorded].producer
-        return str(weight.container).partition(" ")[0]
+        provider = declared.get("provider") if isinstance(declared, dict) else None
+        assert weight.container is not None
+        return "auto-round" if provider == "auto-round" else weight.container.producer
 
     def _rest(self, weight: Weight, origin: Origin) -> np.ndarray:
         """Return approximately what the codes of an SVDQuant layer store: the source without factors and low-rank part.

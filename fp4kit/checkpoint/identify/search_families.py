@@ -38,6 +38,7 @@ IMPORTANCE = "auto-round's (nvfp4-auto-round-opt, iters=0), weighted by an impor
 STATIC_4OVER6, AUTO_ROUND = "nvfp4-modelopt-static-4over6", "nvfp4-auto-round"
 _STATIC, _AUTO_ROUND = RECIPES[STATIC_4OVER6], RECIPES["nvfp4-auto-round-opt"]
 TUNED = "scales and codes by another rule, with every code near its quotient: tuned (auto-round), or another source"
+TUNED_BY_AUTO_ROUND = "tuned by auto-round: scales and codes by another rule, with every code near its quotient"
 _TIE = 1e-6  # relative difference of two errors that are equal up to the rounding of float32 sums
 _CHOSEN = 0.9  # the smallest share of blocks in which four over six chose the smaller error
 _WITHIN, _NEAREST = 0.98, 0.5  # the smallest shares of codes near their quotients, and nearest to them, if tuned

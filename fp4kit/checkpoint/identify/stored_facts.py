@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 
@@ -35,6 +37,8 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         yield "container", f"{form} in {count} of {len(layers)} quantized layers"
     for key, value in quantization_summary(checkpoint):
         yield ("recorded by fp4kit" if key == _OWN else f"config {key}"), value
+    if names := _modifiers(checkpoint.path / _RECIPE_FILE):
+        yield _RECIPE_FILE, ", ".join(names)
     entries = {(key, value) for file in checkpoint.files for key, value in file.metadata.items()}
     for key, text in sorted((key, str(value)) for key, value in entries):
         if len(text) <= _LONGEST and not key.startswith("tokenizer."):
@@ -42,6 +46,22 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
     yield from _largest_scales(checkpoint)
 
 
+_RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
+
+
+def _modifiers(path: Path) -> list[str]:
+    """Return the names of the modifiers that a recipe of llm-compressor lists, such as "GPTQModifier", in its order.
+
+    Return [] if there is no such file. Only the names are parsed, because they suffice and need no YAML parser.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        text = file.read(_MOST_BYTES).decode(errors="replace")
+    return list(dict.fromkeys(re.findall(r"^\s+(\w+Modifier):", text, re.MULTILINE)))
+
+
+_MOST_BYTES = 1 << 20  # of a recipe file
 _LONGEST = 120  # longer metadata, such as a vocabulary, is left out
 
 

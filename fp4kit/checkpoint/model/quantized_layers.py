@@ -12,6 +12,7 @@ import numpy as np
 from fp4kit.checkpoint.containers.container import COLUMN_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.containers.ggml_names import RECIPE
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
+from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, scales_of, slabs
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.quantized.container import Quantized
@@ -130,7 +131,7 @@ def _recipe(wanted: str | Recipe) -> Recipe:
     return recipe(wanted)
 
 
-def recorded(checkpoint: Checkpoint) -> Recipe | None:
+def recorded(checkpoint: Checkpoint | Source) -> Recipe | None:
     """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
     declared = (checkpoint.config or {}).get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None

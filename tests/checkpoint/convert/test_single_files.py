@@ -74,6 +74,18 @@ def test_other_commands_read_a_file(source: Path) -> None:
     assert [*inspect_checkpoint(quantized).layers] == ["blocks.0.qkv"]
 
 
+def test_identify_names_comfy_kitchen_or_the_recorded_recipe_first(source: Path) -> None:
+    for recipe in ("nvfp4-comfy-kitchen", "mxfp8-comfy-kitchen", "mxfp8-te"):
+        path = source.with_name(f"{recipe}.safetensors")
+        convert(source, path, recipe, format="comfy")
+        recorded = identify_checkpoint(path, source)
+        assert recorded.recipe == recipe and recorded.is_clean and len(recorded.recipes) > 2
+        path.write_bytes(path.read_bytes().replace(b"fp4kit.recipe", b"fp4kit.other "))
+        own = identify_checkpoint(path, source)
+        assert own.recipe == f"{recipe.partition('-')[0]}-comfy-kitchen" and {*own.recipes} == {*recorded.recipes}
+        assert own.short_sentence.startswith(f"{own.recipe} (ComfyUI) or ")
+
+
 def test_what_the_config_would_say_is_printed(source: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["convert", str(source), str(source.with_name("q.safetensors")), "--format", "modelopt"]) == 0
     assert '"quant_algo": "W4A16_NVFP4"' in capsys.readouterr().out

@@ -11,7 +11,7 @@ from exhaustive import half
 
 from fp4kit import formats
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, Explanation, explain
+from fp4kit.checkpoint.identify.diagnose import GIVEN_SCALES, OTHER_CODES, Explanation, explain
 from fp4kit.checkpoint.identify.identify import LayerPair, identify_layers
 from fp4kit.checkpoint.identify.search_families import FOUR_OVER_SIX, IMPORTANCE, TUNED
 from fp4kit.ops.dequantize import dequantize
@@ -53,12 +53,27 @@ def error_feedback(x: np.ndarray, recipe: str) -> StoredLayer:
 @pytest.mark.parametrize("recipe", half(["nvfp4-compressed-tensors", "mxfp4-compressed-tensors"]))
 def test_scales_of_a_recipe_and_codes_by_another_rule(recipe: str) -> None:
     x = weight(columns=64)
-    found = explain(error_feedback(x, recipe), x)
-    assert not found.explained and found.cause is not None and "(GPTQ?)" in found.cause
+    layer = error_feedback(x, recipe)
+    found = explain(layer, x)
+    assert not found.explained and found.method == "GPTQ"
     assert found.sentence.startswith("all block scales are those of ") and recipe in found.sentence
-    verdict = identify_layers([LayerPair("a", error_feedback(x, recipe), x)])
-    assert verdict.sentence.startswith("scales of a recipe, codes by another rule in 1 layer: ")
-    assert not verdict.is_clean and "nearest is" not in str(verdict)
+    verdict = identify_layers([LayerPair("a", layer, x)])
+    assert verdict.sentence.startswith("GPTQ in 1 layer: ")
+    assert verdict.is_clean and "nearest is" not in str(verdict)
+    layer.codes[::8] ^= 1  # now no column is whole
+    found = explain(layer, x)
+    assert found.method is None and found.cause == OTHER_CODES
+
+
+@pytest.mark.parametrize("share", [0.06, 0.3])
+def test_random_damage_is_no_gptq(share: float) -> None:
+    """Codes that change at random are no codes of GPTQ, although the scales are those of a recipe."""
+    x, rng = weight(), np.random.default_rng(4)
+    layer = layer_of(quantize(x, "nvfp4-te"))
+    damaged = np.where(rng.random(layer.codes.shape) < share, layer.codes ^ 0x11, layer.codes)  # to the next code
+    assert explain(replace(layer, codes=damaged), x).method is None
+    random = np.where(rng.random(layer.codes.shape) < share, rng.integers(0, 256, layer.codes.shape), layer.codes)
+    assert explain(replace(layer, codes=random.astype(np.uint8)), x).method is None
 
 
 def test_stochastic_rounding_is_no_gptq() -> None:
@@ -145,6 +160,24 @@ def test_factors_that_are_not_known_exactly() -> None:
     found = explain(layer_of(quantize(scaled_columns(x, False), "nvfp4-compressed-tensors")), x)
     assert not found.explained and found.cause is not None
     assert found.sentence.startswith("weights scaled per column (AWQ or SmoothQuant): by 1.5")
+    assert found.method == "AWQ or SmoothQuant"
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["", "code", "scale"])
+def test_rows_scaled_by_the_next_layer(fault: str) -> None:
+    """If the columns of a layer are scaled, the rows of the layer before it are too. Damage is still found."""
+    x = weight(rows=512, columns=128)
+    factors = np.random.default_rng(6).uniform(0.7, 1.4, (512, 1)).astype(np.float32)
+    q = quantize((scaled_columns(x, False).astype(np.float32) * factors).astype(BF16), "nvfp4-compressed-tensors")
+    layer = layer_of(q)
+    if fault == "code":
+        layer.codes[7, 5] ^= 0x88
+    if fault == "scale":
+        layer.block_scale[9, 2] += 24
+    found = explain(layer, x)
+    assert found.cause is not None and found.method == (None if fault else "AWQ or SmoothQuant")
+    assert bool(fault) != found.sentence.endswith("; its rows are scaled too, by factors of the next layer's columns")
 
 
 def test_an_unrelated_source_has_no_factors() -> None:
@@ -266,7 +299,7 @@ def test_a_search_with_an_importance_matrix(spread: float) -> None:
     found = explain(layer, x)
     assert found.cause == f"searched scales: {IMPORTANCE}" and found.searched
     verdict = identify_layers([LayerPair("a", layer, x)])
-    assert verdict.sentence == f"searched scales in 1 layer: {IMPORTANCE}" and not verdict.is_clean
+    assert verdict.sentence == f"searched scales in 1 layer: {IMPORTANCE}" and verdict.is_clean
     others = rng.integers(chosen.min(), chosen.max() + 1, chosen.shape).astype(np.uint8)
     random = explain(layer_of(with_scales(x, "nvfp4-auto-round", others, plain.tensor_scale)), x)
     assert random.searched and random.cause == GIVEN_SCALES
@@ -288,3 +321,8 @@ def test_tuned_scales_and_codes(half_width: float, named: bool) -> None:
     if named:
         verdict = identify_layers([LayerPair("a", layer, x)])
         assert verdict.sentence.startswith("scales and codes by another rule, with every code near its quotient in 1")
+        assert not verdict.is_clean  # because another source may be the reason
+        verdict = identify_layers([LayerPair("a", layer, x, producer="auto-round")])
+        assert verdict.sentence.startswith("tuned by auto-round in 1 layer: ") and verdict.is_clean
+        layer.codes[3, 3] ^= 0x88
+        assert not identify_layers([LayerPair("a", layer, x, producer="auto-round")]).is_clean

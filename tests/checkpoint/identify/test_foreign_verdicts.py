@@ -63,8 +63,9 @@ def test_the_tool_that_wrote_the_file_is_named_first(name: str, recipe: str) -> 
 @pytest.mark.exhaustive
 def test_awq_is_told() -> None:
     verdict = identify_checkpoint(FOREIGN / "modelopt--NVFP4_AWQ_LITE_CFG", SOURCES / "llama")
-    assert not verdict.is_clean and len(verdict.exceptions) == 7
+    assert verdict.is_clean and len(verdict.exceptions) == 7
     assert verdict.sentence.startswith("weights scaled per column (AWQ or SmoothQuant) in 7 layers: ")
+    assert {layer.explanation.method for layer in verdict.layers} == {"AWQ or SmoothQuant"}
 
 
 @pytest.mark.exhaustive
@@ -73,7 +74,7 @@ def test_svdquant_is_told() -> None:
     assert verdict.sentence == (
         "low-rank part (SVDQuant) in 7 layers: the codes store the rest of the weight, which is not known in every bit"
     )
-    assert not verdict.is_clean and verdict.hint is None
+    assert verdict.is_clean and verdict.hint is None
     shares = [layer.explanation.sentence.rpartition(" gives ")[2] for layer in verdict.layers]
     assert all(float(share.removesuffix("% of bytes")) > 95 for share in shares)
 

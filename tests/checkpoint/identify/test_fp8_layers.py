@@ -74,6 +74,13 @@ def test_the_amax_of_a_group_is_tried() -> None:
     assert explain_fp8(layer, x, (9.0,)).explained
     given = explain_fp8(layer, x)
     assert not given.explained and given.searched and "given scales" in given.sentence
+    assert given.method == "given scales" and identify_layers([LayerPair("a", layer, x)]).is_clean
+    clipped = Fp8Layer(np.where(x < 0, 0xFE, 0x7E).astype(np.uint8), layer.scales / 1e6, "tensor")
+    found = explain_fp8(clipped, x)
+    assert found.searched and found.method is None
+    assert identify_layers([LayerPair("a", clipped, x)]).problems == (
+        "FP8 per tensor under given scales, but codes do not fit as they should, 1 of 1 layer",
+    )
 
 
 def test_layers_of_several_formats_have_one_verdict_each() -> None:

@@ -1,0 +1,145 @@
+"""Decide whether codes that no recipe gives fit their source, as those of methods with calibration data do.
+
+GPTQ, AWQ, SmoothQuant, SVDQuant and auto-round use inputs of the layers. A checkpoint does not hold these inputs, so
+its bytes cannot be made again. But damaged bytes can still be told from the bytes of such a method:
+
+- Under its stored scales, every code is next to the code that its source value has.
+- GPTQ moves codes further, but rounds the first column that it takes to the nearest codes. Random damage hits all
+  columns alike, so that no column stays whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fp4kit.arithmetic import ieee
+from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.identify.hypotheses import CHUNK
+from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.formats import ElementFormat
+from fp4kit.layouts import unpacked
+
+_BF16 = 2.0**-8  # largest relative error of a number that was rounded to bfloat16
+LEAST_DB = 12.0  # the smallest signal-to-noise ratio of a layer that counts as sound
+_LUCK = 0.01  # largest expected number of whole columns that random damage would leave
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Say how well the codes of a layer fit a source under the stored scales.
+
+    far: the number of codes that are more than ``steps`` codes away from the code of their source value, in the order
+        of values.
+    sqnr_db: the signal-to-noise ratio of the decoded values in decibels, with the source as the signal.
+    """
+
+    far: int
+    sqnr_db: float
+
+    @property
+    def is_sound(self) -> bool:
+        """True if no code is far from its source value, and the signal-to-noise ratio is at least LEAST_DB."""
+        return self.far == 0 and self.has_signal
+
+    @property
+    def has_signal(self) -> bool:
+        """True if the signal-to-noise ratio is at least LEAST_DB."""
+        return self.sqnr_db >= LEAST_DB
+
+
+@ieee("identify")
+def fit_of(
+    layer: StoredLayer,
+    x: npt.NDArray[np.generic],
+    columns: npt.NDArray[np.float32] | None = None,
+    rows: bool = False,
+    steps: int = 1,
+) -> Fit | None:
+    """Return how well the codes of a layer fit its source under the stored scales.
+
+    Return None if codes, block scales or the tensor scale do not have the shape, order or value that the format needs.
+
+    x: the source (N, K).
+    columns: factors by which the columns of the source are multiplied first, float32 (K,); None for no factors.
+    rows: True to multiply each row of the source by the factor that fits the decoded row best.
+    steps: the largest distance of codes that counts as near (see Fit).
+    """
+    r, scale = layer.recipe, layer.tensor_scale
+    usable = scale is None or (np.ndim(scale) == 0 and 0 < scale < np.inf)
+    in_order = layer.shape == x.shape and layer.block_scale.size * r.block_size == x.size and r.block_rows == 1
+    if r.scale is None or not usable or not in_order or layer.scale_layout != "linear":
+        return None
+    order, far, signal, noise = _order_of(r.element), 0, 0.0, 0.0
+    for part in _decoded(layer, x.shape):
+        wanted = x[part.rows].astype(np.float64) * (1.0 if columns is None else columns.astype(np.float64))
+        with np.errstate(all="ignore"):
+            values = r.element.values[part.codes].astype(np.float64) * part.factor
+            if rows:
+                sums = (np.sum(a * wanted, axis=1, keepdims=True) for a in (values, wanted))
+                wanted = wanted * np.nan_to_num(np.divide(*sums), nan=1.0)
+            quotient = np.clip(wanted / part.factor, -r.element.max, r.element.max).astype(np.float32)
+            apart = np.abs(order[part.codes] - order[r.element.encode(quotient)]) > steps
+            far += int(np.count_nonzero(apart & (part.factor != 0)))
+            signal += float(np.sum(wanted**2))
+            noise += float(np.sum((wanted - values) ** 2))
+    return Fit(far, sqnr_db(signal, noise))
+
+
+@ieee("identify")
+def is_gptq(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
+    """Return whether the codes of a sound layer (see Fit) are distributed over its columns as GPTQ's are.
+
+    They are if all codes of at least one column are nearest to the source under the stored scales, although so few
+    codes of all columns are nearest that random damage would leave no column whole. A code counts as nearest if a
+    quotient rounded to bfloat16 may have given it, because tools compute quotients in bfloat16 or in float32.
+
+    x: the source (N, K).
+    """
+    wrong = np.zeros(x.shape[1], np.int64)
+    encode, largest = layer.recipe.element.encode, layer.recipe.element.max
+    for part in _decoded(layer, x.shape):
+        with np.errstate(all="ignore"):
+            quotient = np.clip(x[part.rows].astype(np.float64) / part.factor, -largest, largest)
+        order = _order_of(layer.recipe.element)
+        low, high = (order[encode((quotient * factor).astype(np.float32))] for factor in (1 - _BF16, 1 + _BF16))
+        found = order[part.codes]
+        wrong += np.count_nonzero((found != low) & (found != high) & (part.factor != 0), axis=0)
+    expected = x.shape[1] * (1 - wrong.mean() / len(x)) ** len(x)
+    return bool(wrong.min() == 0) and bool(expected <= _LUCK)
+
+
+@dataclass(frozen=True, eq=False)
+class _Decoded:
+    """Hold some rows of a layer.
+
+    rows: the range of rows.
+    codes: the codes (rows, K), one per byte.
+    factor: the product of block scale and tensor scale of each element, float64 (rows, K).
+    """
+
+    rows: slice
+    codes: npt.NDArray[np.uint8]
+    factor: npt.NDArray[np.float64]
+
+
+def _decoded(layer: StoredLayer, shape: tuple[int, ...]) -> Iterator[_Decoded]:
+    """Yield the rows of a layer whose parts are in order, in ranges of rows that have about CHUNK elements each.
+
+    shape: the shape (N, K) of the layer.
+    """
+    r, step = layer.recipe, max(CHUNK // max(shape[1], 1), 1)
+    assert r.scale is not None
+    tensor = 1.0 if layer.tensor_scale is None else float(layer.tensor_scale)
+    for rows in (slice(start, start + step) for start in range(0, shape[0], step)):
+        codes = unpacked(np.ascontiguousarray(layer.codes[rows]), r.element.packing)
+        scales = r.scale.values[layer.block_scale.reshape(shape[0], -1)[rows]].astype(np.float64) * tensor
+        yield _Decoded(rows, codes, np.repeat(scales, r.block_size, axis=1))
+
+
+def _order_of(element: ElementFormat) -> npt.NDArray[np.int64]:
+    """Return the rank of each code of an element format in the order of values. Equal values have equal ranks."""
+    return np.unique(element.values, return_inverse=True)[1].reshape(-1).astype(np.int64)
