@@ -53,6 +53,7 @@ from fp4kit.ops.search_scales import search_scales
 from fp4kit.ops.swizzle import swizzle, unswizzle
 from fp4kit.ops.transpose import transpose
 from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.rebuild import allow_torch_load, reduced
 from fp4kit.quantized.slicing import moved_to, rows_of, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
 from fp4kit.registered import FUNCTIONS
@@ -133,6 +134,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see r
         "Quantized.to": moved_to,
         "Quantized.__getitem__": rows_of,
         "Quantized.equals": same_bits,
+        "Quantized.__reduce_ex__": reduced,
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
@@ -142,6 +144,8 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see r
         ),
     }
 )
+
+allow_torch_load()
 
 __version__ = "0.2.0"
 

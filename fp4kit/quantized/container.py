@@ -16,7 +16,7 @@ import numpy as np
 
 from fp4kit.arguments import as_flag, as_index, as_shape
 from fp4kit.arrays.imports import import_arrays
-from fp4kit.arrays.returns import ArrayLibrary, library_of, numpy_dtype
+from fp4kit.arrays.returns import TORCH, ArrayLibrary, library_of, numpy_dtype
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import check_layout
 from fp4kit.quantized import from_checkpoint
@@ -117,6 +117,12 @@ class Quantized:
         self._check("block_scale", scales, host)
         check_scale_codes("Quantized", self.block_scale, self.recipe.scale)
         self._check_tensor(covered, host)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Return how pickle and copies make this object again. For PyTorch tensors, torch.load can use it too."""
+        if library_of(self.packed) is TORCH and type(self) is Quantized:
+            return FUNCTIONS["Quantized.__reduce_ex__"](self)
+        return object.__reduce_ex__(self, protocol)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore the fields of a pickled or copied Quantized, with the checks of a new one."""

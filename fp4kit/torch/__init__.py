@@ -13,6 +13,7 @@ and CUDA graphs work, on CPU and CUDA. In compiled code, quantize, dequantize an
 PyTorch 2.13, because earlier versions do not trace objects made without their constructor.
 """
 
+from fp4kit.quantized.rebuild import allow_torch_load, rebuild_quantized  # noqa: F401  # pickles name it here
 from fp4kit.torch import trees
 from fp4kit.torch.fake_quantized import FakeQuantized
 from fp4kit.torch.functions import dequantize, fake_quantize, fake_quantize_grouped, quantize
@@ -36,3 +37,4 @@ __all__ = [
 ]
 
 trees.register()
+allow_torch_load()

@@ -1,4 +1,4 @@
-"""Register Quantized as a PyTorch pytree, and as an object that torch.load reads.
+"""Register Quantized as a PyTorch pytree.
 
 The arrays of a Quantized are the leaves of the tree, and all other fields are static. torch.export saves the static
 fields as text.
@@ -8,22 +8,19 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils import _pytree
 
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import flatten, unflatten
-from fp4kit.recipes.table import recipe as listed_recipe
 from fp4kit.recipes.to_string import from_spec, to_spec
 
 _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 
 
 def register() -> None:
-    """Register Quantized with PyTorch's tree functions, and with torch.load(weights_only=True)."""
-    _register_safe_globals()
+    """Register Quantized with PyTorch's tree functions."""
     _pytree.register_pytree_node(
         Quantized,
         _flatten,
@@ -33,17 +30,6 @@ def register() -> None:
         from_dumpable_context=_from_text,
         flatten_with_keys_fn=_with_keys,
     )
-
-
-def _register_safe_globals() -> None:
-    """Tell PyTorch that torch.load(weights_only=True) may make a Quantized with a listed recipe.
-
-    Does nothing in versions of PyTorch that cannot be told.
-    """
-    add = getattr(torch.serialization, "add_safe_globals", None)
-    if add is not None:
-        types = {type(dtype) for dtype in FLOATS}
-        add([Quantized, listed_recipe, np.dtype, *types, *(dtype.type for dtype in FLOATS)])
 
 
 def _flatten(q: Quantized) -> tuple[list[Any], Any]:

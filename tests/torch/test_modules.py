@@ -2,6 +2,9 @@
 
 import copy
 import importlib
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 from tensors import to_numpy
@@ -191,3 +194,30 @@ def test_torch_load_reads_a_quantized(tmp_path, dtype, recipe):
     q = fp4kit.quantize(torch.ones(4, 32, dtype=dtype), recipe)
     torch.save({"w": q}, tmp_path / "q.pt")
     assert torch.load(tmp_path / "q.pt", weights_only=True)["w"].equals(q)
+
+
+TORCH_FIRST = """
+import sys, torch, fp4kit
+assert torch.load(sys.argv[1])["w"].recipe.block == (1, 16) and "fp4kit.torch" not in sys.modules
+"""
+TORCH_LAST = """
+import copy, sys, fp4kit, torch
+try:
+    torch.load(sys.argv[1])
+except Exception as error:
+    assert "Unsupported global: GLOBAL fp4kit.torch.rebuild_quantized was not" in str(error)
+else:
+    raise SystemExit("it was read; so the guide is wrong")
+q = fp4kit.quantize(torch.ones(4, 32), "mxfp4")
+assert copy.copy(q).equals(q)  # as torch.save does
+assert torch.load(sys.argv[1])["w"].recipe.block == (1, 16)
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("program", [TORCH_FIRST, TORCH_LAST], ids=["torch first", "torch last"])
+def test_what_a_process_must_import_before_torch_load(tmp_path, program):
+    variant = replace(fp4kit.recipe("mxfp4"), block=(1, 16))
+    torch.save({"w": fp4kit.quantize(torch.ones(4, 32), variant)}, tmp_path / "q.pt")
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path / "q.pt")], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
