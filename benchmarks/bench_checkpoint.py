@@ -209,6 +209,8 @@ def names_run(recipe: str) -> tuple[int, float]:
 def peak(who: int) -> int:
     """Return the peak resident memory in MB of this process or of its child processes.
 
+    Return 0 if the kernel does not report the peak of this process, or if no child process has ended.
+
     who: RUSAGE_SELF for this process, or RUSAGE_CHILDREN for the largest child process that has ended.
     """
     if who == resource.RUSAGE_SELF:  # ru_maxrss includes the peak of the parent process, so VmHWM is read instead

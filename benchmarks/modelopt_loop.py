@@ -45,7 +45,7 @@ class Loop:
     def _modules(self) -> tuple[Any, ...]:
         """The modules `nn` and `config` of Model-Optimizer's quantization, after its extensions are loaded.
 
-        Empty if Model-Optimizer is not installed.
+        () if PyTorch or Model-Optimizer is not installed, or if the benchmark runs without other libraries.
         """
         names = ("nn", "config", "extensions")
         found = [peers.module(f"modelopt.torch.quantization.{name}") for name in names] if self._builds else [None]

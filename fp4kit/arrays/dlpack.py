@@ -180,7 +180,7 @@ def _dtype(dtype: _DLDataType, name: str) -> np.dtype[Any]:
 
 
 def _shape(tensor: _DLTensor) -> tuple[int, ...]:
-    """Return the shape of a DLTensor."""
+    """Return the shape of a DLTensor; () if it has no dimensions."""
     return tuple(tensor.shape[: tensor.ndim]) if tensor.ndim else ()
 
 

@@ -57,7 +57,7 @@ def hadamard_call(op: str, x: Any, size: Any, axis: int, signs: Any, inverse: An
 
 
 def matrix_call(op: str, x: Any, matrices: Any, axis: int, signs: Any, inverse: Any) -> Rotation:
-    """Return the Rotation of a call of rotate. The errors are those of rotate."""
+    """Return the Rotation of a call of rotate. Raise TypeError or ValueError as rotate does; messages begin with op."""
     (x,) = import_arrays(op, x=x)
     checks.check_float(op, x)
     (matrices,) = import_arrays(op, matrices=matrices)

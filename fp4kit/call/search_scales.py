@@ -187,7 +187,7 @@ def power_of(op: str, objective: Any) -> float:
 
 
 def check_e4m3_search(op: str, r: Recipe) -> None:
-    """Raise ValueError if the E4M3 block scales of a recipe cannot be searched.
+    """Raise ValueError if the E4M3 block scales of a recipe cannot be searched. The message begins with op.
 
     A recipe can be searched if all of this holds:
 

@@ -677,7 +677,10 @@ _MOST_DOUBTS = 5  # how many layers with doubtful scales are listed
 
 
 def _print_losses(out: Output, report: ConversionReport) -> None:
-    """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced."""
+    """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced.
+
+    Print nothing if nothing was lost. At most _MOST_DOUBTS doubts are printed; the rest are only counted.
+    """
     again = [name for name in report.inexact if name not in report.changes]
     total = report.actions.get("cast", 0) + report.actions.get("carry", 0) + len(again)
     if again:

@@ -52,7 +52,10 @@ def register(subparsers: Any) -> None:
 
 
 def _parity(args: argparse.Namespace, out: Output) -> int:
-    """Run the command parity. Return 0 if everything that was compared is equal, otherwise 1."""
+    """Run the command parity. Return 0 if everything that was compared is equal, otherwise 1.
+
+    A TypeError of fp4kit.parity is raised as a CheckpointError.
+    """
     names = ("weights", "inputs", "kv", "elements", "layers", "seconds")
     try:
         found = parity(args.train, args.rollout, **{name: getattr(args, name) for name in names})

@@ -207,7 +207,10 @@ class _Check:
         return names, missing
 
     def _x(self, name: str) -> np.ndarray | None:
-        """Return the unquantized weight of a layer; None if there is none."""
+        """Return the unquantized weight of a layer; None if there is none.
+
+        Raise ValueError if it has fewer than two axes or an unsupported dtype.
+        """
         if self.source is None or name not in self.source:
             return None
         x = array_of(f"weights: {name}", self.source[name])
@@ -218,7 +221,7 @@ class _Check:
         return x
 
     def _layer(self, name: str) -> LayerParity:
-        """Compare one layer of both sides."""
+        """Compare one layer of both sides. Raise ValueError if its shapes differ."""
         x = self._x(name)
         wholes = [self._whole(side, name) for side in self.sides]
         shapes = {_shape(w) for w in wholes if w is not None} | ({x.shape} if x is not None else set())

@@ -255,7 +255,10 @@ def _encode_rows(
     packed: np.ndarray,
     options: EncodeOptions,
 ) -> None:
-    """Do the work of encode_matrix for some rows of a matrix. All arrays hold only the parts of these rows."""
+    """Encode some rows of a matrix, as encode_matrix does, and store their codes in ``packed``.
+
+    All arrays hold only the parts of these rows.
+    """
     given = _given_scales(x, r, tensor, scales, options.hadamard)
     for rows, columns in _encode(x, r, kernels, given, packed, None, options):
         blocks = blocks_of(columns, r)

@@ -90,7 +90,10 @@ def _check(call: Call, min_elements: int | None = None) -> None:
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array."""
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array.
+
+    Raise Declined if the engine cannot decode the recipe to dtype, or if q has so few values that NumPy is as fast.
+    """
     decoding.decoder_of(q.recipe, dtype)
     if q.packed.size < coverage.MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")

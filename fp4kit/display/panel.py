@@ -125,7 +125,7 @@ def _html_row(row: Row) -> str:
 
 
 def _right(column: int) -> str:
-    """Return the HTML class attribute of a cell in this column: right-aligned, except in the first column."""
+    """Return the HTML class attribute that aligns a cell of this column to the right; "" for the first column."""
     return ' class="n"' if column else ""
 
 

@@ -84,7 +84,7 @@ def _api_call(frame: Any, number: int, arguments: Any) -> Any:
 
 
 def _shape(buffer: Any) -> tuple[int, ...]:
-    """Return the shape of an XLA buffer."""
+    """Return the shape of an XLA buffer; () for a scalar, whose dims may be a null pointer."""
     return tuple(buffer.dims[: buffer.rank]) if buffer.rank else ()
 
 

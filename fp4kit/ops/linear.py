@@ -27,7 +27,7 @@ class Operations(NamedTuple):
 def product(ops: Operations, s: LinearSettings, x: Any, w: Any) -> Any:
     """Return y = x w^T (M, N) in s.out_dtype, from x (M, K) and w (N, K), both quantized along K.
 
-    w may be a Quantized, which is used as it is. Both operands are rounded to nearest: s.rounding is not used here.
+    If w is a Quantized, it is not quantized again. Both operands are rounded to nearest: s.rounding is not used here.
     """
     columns = w if isinstance(w, Quantized) else ops.quantize(w, s.recipe_w)
     return ops.matmul(ops.quantize(x, s.recipe_x), columns, unit=s.unit, out_dtype=s.out_dtype)
@@ -47,7 +47,7 @@ def gradient_of_x(ops: Operations, s: LinearSettings, grad: Any, w: Any, seed: A
 def gradient_of_w(ops: Operations, s: LinearSettings, grad: Any, x: Any, seed: Any, dtype: Any) -> Any:
     """Return grad^T x (N, K) in dtype, from grad (M, N) and x (M, K), both quantized along M.
 
-    seed and s.rounding apply to the quantization of grad only. x is rounded to nearest. s.hadamard applies to both
+    seed and s.rounding apply to the quantization of grad only; x is rounded to nearest. s.hadamard applies to both
     operands, which are then transformed along M before they are quantized. The transform is orthogonal, so the product
     stays the same except for rounding.
     """

@@ -26,6 +26,9 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
 
     Returns:
         The Axes, with one bar per value of the format. Its height is a share of all elements.
+
+    Raises:
+        TypeError: q is not a Quantized.
     """
     if not isinstance(q, Quantized):
         raise TypeError(f"plot.histogram: q is {type(q).__name__}; needs a Quantized, the result of fp4kit.quantize")
@@ -95,7 +98,11 @@ def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
         ax: the Axes to draw on.
 
     Returns:
-        The Axes, with one bar per source. The scale is logarithmic. Hatched bars are sums of other bars.
+        The Axes, with one bar per source. The scale is logarithmic. Hatched bars are sums of other bars. A source
+        without an error has no bar and the label "none".
+
+    Raises:
+        TypeError: budget is not an ErrorBudget.
     """
     if not isinstance(budget, ErrorBudget):
         raise TypeError(f"plot.product: budget is {type(budget).__name__}; needs the result of fp4kit.error_budget")

@@ -95,7 +95,10 @@ def custom_recipe(
 
 
 def _float_scale(scale: Any, scale_rounding: str, tensor_scale: bool) -> dict[str, Any]:
-    """Return the fields of a Recipe for scales of a float type, and check the arguments of custom_recipe."""
+    """Return the fields of a Recipe for scales of a float type.
+
+    Raise TypeError or ValueError if these arguments of custom_recipe do not name a float type or do not suit it.
+    """
     if not isinstance(scale, str) or scale not in _FLOATS:
         error = ValueError if isinstance(scale, str) else TypeError
         raise error(

@@ -176,8 +176,8 @@ def code_modelopt_static(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, 
 
         code = E4M3(clamp(r * recipe.scale_max / (tensor.amax / 6), 2^-9, 448)),   r = amax / 6, or 1 if that is 0
 
-    6 stands for the largest element value, and tensor.amax is the tensor amax. The factor is the default, scale *
-    tensor.decode, which divides the elements. NaN gives a NaN code.
+    6 stands for the largest element value. A tensor amax of 0 gives the code of 448, and a NaN gives a NaN code. The
+    elements are then divided by the default factor, scale * tensor.decode.
     """
     ratio = amax / recipe.element.max
     ratio = np.where(ratio == 0, ONE, ratio) * np.float32(recipe.scale_max)

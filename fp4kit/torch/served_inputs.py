@@ -94,7 +94,10 @@ class Inputs:
 
 
 def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:
-    """Return the measured activations that a caller passes as a Collector or as a mapping."""
+    """Return the measured activations that a caller passes as a Collector or as a mapping.
+
+    Raise ValueError if the recipe has no tensor scale, and TypeError for any other `given`. Messages begin with op.
+    """
     if recipe.tensor_scaling != "tensor":
         raise ValueError(f"{op}: input_amaxes are given, but {recipe.id} has no tensor scale; leave them out")
     if isinstance(given, Collector):

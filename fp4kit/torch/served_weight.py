@@ -71,7 +71,10 @@ class ServedWeight(torch.nn.Module):
         )
 
     def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
-        """Return the served values of a plain tensor. amax: that of the whole weight; one per expert for a stack."""
+        """Return the served values of a plain tensor. An empty tensor is returned itself.
+
+        amax: the tensor amax of the whole weight, or one per expert for a stack. None leaves it to fake_quantize.
+        """
         if not w.numel():
             return w
         matrix = w.flatten(1) if self.form.kind == "convolution" else w

@@ -48,7 +48,10 @@ class _Save:
         self._leaf, self._order = leaf, order
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
-        """Rename the parameter, as a hook of Module.state_dict."""
+        """Rename the parameter in ``state`` in place, as a hook of Module.state_dict.
+
+        The parameters of the layer also get back their usual order. If ``state`` lacks the parameter, do nothing.
+        """
         held = prefix + _held(self._leaf)
         if held not in state:
             return
@@ -67,6 +70,6 @@ class _Load:
         self._leaf = leaf
 
     def __call__(self, module: Any, state: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Rename the parameter, as a hook of Module.load_state_dict."""
+        """Rename the parameter in ``state`` in place, as a hook of Module.load_state_dict; nothing if it is missing."""
         if prefix + self._leaf in state:
             state[prefix + _held(self._leaf)] = state.pop(prefix + self._leaf)

@@ -92,9 +92,9 @@ def where_twice_a_scale_wins() -> tuple[np.ndarray, np.float32, np.ndarray]:
 
 
 def nearly_equal_blocks() -> np.ndarray:
-    """Return blocks for auto-round's recipes in which the order of a sum of errors decides between two scales.
+    """Return float32 rows (6, 64) for auto-round's recipes: the order of a sum of errors decides between two scales.
 
-    For NVFP4, this needs a tensor amax of 4.
+    Rows 0 to 3 are for blocks of 16, rows 4 and 5 for blocks of 32. NVFP4 blocks need a tensor amax of 4.
     """
     tenths = np.random.default_rng(0).integers(-9, 10, (4096, 64))[[702, 1047, 1658, 1694]] / np.float32(10)
     ninths = np.random.default_rng(0).integers(-36, 37, (8192, 32))[[2380, 5723, 5687, 5687]] / np.float32(9)

@@ -225,9 +225,12 @@ def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...
 def _better_explained(found: Explanation, again: Explanation) -> Explanation:
     """Return the better of two explanations of a layer whose source has NaN or infinities.
 
-    ``found`` is returned if ``again`` does not give every byte, or needs a mishap that ``found`` does not need.
-    ``again`` is returned if ``found`` does not give every byte or has a different mishap. If both have equal mishaps,
-    the result names the recipes of both.
+    - If ``again`` does not give every byte, return ``found``.
+    - If only ``again`` gives every byte, return ``again``.
+    - If both give every byte with equal mishaps, return ``found``, with the recipes of both.
+    - If both give every byte with different mishaps, return ``again``, except if only ``found`` needs no mishap.
+
+    The sentence of ``again`` is extended to say that NaN and infinities were replaced.
 
     found: the explanation from the source as it is.
     again: the explanation from the source with NaN and infinities replaced.

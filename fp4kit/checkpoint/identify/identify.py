@@ -244,7 +244,8 @@ class CheckpointVerdict:
 def short_text(text: str, recipes: tuple[str, ...]) -> str:
     """Return a sentence with the producers of its recipes, such as "nvfp4-te (Transformer Engine) made 2 layers".
 
-    If more than two recipes agree, only the first one and the number of the others are named.
+    If more than two recipes agree, only the first one and the number of the others are named. If there are no recipes,
+    return the text unchanged.
 
     recipes: the recipes, which the text names one after another, as ``either`` joins them.
     """

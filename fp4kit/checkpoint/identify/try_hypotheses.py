@@ -159,8 +159,11 @@ def orders_by_sign(evidence: LayerEvidence, layout: Layout) -> list[CodeOrder]:
 def try_layout(evidence: LayerEvidence, layout: Layout, orders: Iterable[CodeOrder], trial: SampleVerdict) -> None:
     """Compare a sample with every combination of recipe, amax, order of codes and order of block scales, in one layout.
 
+    If the rows of the layout were moved and blocks span several rows, two variants are compared: rows that were moved
+    before they were quantized, and rows that were moved afterwards.
+
     orders: the orders of codes to try.
-    trial: where the results are recorded.
+    trial: the verdict to which the results are added, in place.
     """
     layer, sample = evidence.layer, sample_of(layout.shape, evidence.layer.recipe)
     read = layout.reading.read(layer, sample.rows, sample.columns)

@@ -418,7 +418,8 @@ def _quark_layers(value: Any, layers: _Layers) -> str:
 
     Args:
         value: the whole config. An entry of layer_quant_config, by name or glob, decides for its layers. For all other
-            layers, one entry of layer_type_quant_config or global_quant_config must fit.
+            layers, one entry of layer_type_quant_config or global_quant_config must fit. If several entries decide, one
+        that fits is enough. A layer for which no entry declares a format of weights is accepted.
         layers: the quantized layers of the checkpoint.
     """
     of_names, of_types = (value.get(key) or {} for key in ("layer_quant_config", "layer_type_quant_config"))

@@ -335,10 +335,11 @@ def check_kind_of_file(path: Path) -> None:
 
 
 def hint_on_path(path: Path) -> str:
-    """Return advice for an error message about a path that is not a model directory; "" if there is none.
+    """Return advice to append to an error message about a path that is not a model directory; "" if there is none.
 
-    There is advice for a file inside a model directory, and for a model file that is not safetensors. There is advice
-    also for the name of a model on the Hugging Face Hub, such as "org/model".
+    The advice begins with "; ". There is advice for a file inside a model directory, and for a model file of another
+    format. There is advice also for the name of a model on the Hugging Face Hub, such as "org/model", if no local
+    directory "org" exists.
     """
     suffix = path.suffix.lower()
     if path.is_file() and (suffix in (".safetensors", ".json")):

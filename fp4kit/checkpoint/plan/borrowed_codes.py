@@ -142,6 +142,8 @@ def _in_order(
 ) -> tuple[Rows, ...]:
     """Return the quantized counterpart of a weight, reordered to the row order of the weight.
 
+    A gate_up weight of alternating rows gets alternating rows. A weight without `order` keeps the order of ``rows``.
+
     Args:
         weight: a weight of ``model``, the source.
         rows: the quantized counterpart of ``weight`` in the other model, one item per layer.

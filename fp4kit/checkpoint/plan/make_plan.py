@@ -332,7 +332,8 @@ class _Planner:
     def _forms(self) -> dict[Container, dict[str, Weight]]:
         """Return container -> the selected weights to write in it; {} for unquantized output.
 
-        An AWQ layer that keeps its codes counts as a layer of Model-Optimizer's NVFP4.
+        Weights that stay unquantized are left out. An AWQ layer that keeps its codes counts as a layer of
+        Model-Optimizer's NVFP4.
         """
         found: dict[Container, dict[str, Weight]] = defaultdict(dict)
         for name, weight in self.selected.items():

@@ -280,7 +280,7 @@ def _form(weights: Iterable[Weight]) -> Container | None:
 
     Containers that ``--format`` can write take precedence, because the requirements of engines are known only for them.
     """
-    # FP8 containers of layers with different row lengths differ in their block, so they are counted by name.
+    # The block of an FP8 container may depend on the row length of its layer. So containers are counted by name.
     counts = Counter(container(weight.container.name) for weight in weights if weight.container is not None)
     usable = {form: count for form, count in counts.items() if form.format} or counts
     return max(usable, key=lambda form: usable[form], default=None)

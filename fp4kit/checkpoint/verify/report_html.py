@@ -83,7 +83,10 @@ def _head(report: VerifyReport) -> str:
 
 
 def _summary(report: VerifyReport) -> str:
-    """Return the HTML of the summary in words: layers as expected, what the SQNR means, and what was not checked."""
+    """Return the HTML of the summary in words: layers as expected, what the SQNR means, and what was not checked.
+
+    Return "" if there is nothing to say.
+    """
     lines = [*summary_of(report)]
     if median_and_worst(report) is not None:
         lines.append(DECIBELS)

@@ -54,7 +54,7 @@ ARGUMENTS: Mapping[str, np.dtype] = {
 
 
 def run_bytes(r: Recipe) -> int:
-    """Return the number of bytes that the codes of a run take."""
+    """Return the number of bytes that the packed codes of one run (RUN elements) take."""
     return r.element.packing.length(RUN)
 
 

@@ -100,7 +100,8 @@ def _skip_nonfinite_block(case: RecordedCase) -> Mask:
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
     """Return a mask that excuses blocks that compressed-tensors corrupts.
 
-    It rounds their amax up to a power of two that the input dtype cannot hold.
+    compressed-tensors rounds the amax of these blocks up to a power of two that the input dtype cannot hold. Blocks
+    that contain inf or NaN are excused too.
     """
     limit = 1.75 * 2.0 ** (15 if case.x.dtype == np.float16 else 127)
     return ~(_block_amax(case) < limit)

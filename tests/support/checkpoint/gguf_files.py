@@ -134,7 +134,7 @@ def decoded(raw: np.ndarray, kind: str) -> np.ndarray:
 
 
 def unsigned_e4m3(byte: int) -> float:
-    """Return the value of a scale byte, as ggml_ue4m3_to_fp32 does."""
+    """Return the value of a scale byte, as ggml_ue4m3_to_fp32 does: 0 for 0x7F, 480 for 0xFF, never NaN."""
     if byte == 0xFF:
         return 480.0
     return 0.0 if byte == 0x7F else float(E4M3.values[byte & 0x7F])

@@ -195,7 +195,7 @@ def _bare(a: Any) -> Any:
 
 
 def _arrays(arguments: Any) -> list[ndarray]:
-    """Return the device arrays among the arguments."""
+    """Return the device arrays among the arguments, nested ones included; [] if there are none."""
     if isinstance(arguments, ndarray):
         return [arguments]
     return [found for a in arguments for found in _arrays(a)] if isinstance(arguments, (list, tuple)) else []
