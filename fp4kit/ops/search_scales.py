@@ -36,6 +36,7 @@ def search_scales(
       computed in the recipe's own arithmetic.
     - FP8 and integer recipes without block scales (fp8-modelopt, int8-modelopt-channel, ...): one multiple of the amax
       per tensor, expert or row.
+    - Recipes of custom_recipe with blocks of one row: one multiple of the amax per block.
 
     For E4M3 scales, the result is
 

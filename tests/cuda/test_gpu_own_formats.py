@@ -1,5 +1,7 @@
 """Test formats of one's own on CuPy arrays: drawn recipes and arrays give the bytes of the CPU."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from exhaustive import exhaustive
@@ -8,7 +10,7 @@ from own_formats import UE5M3, drawn_array, drawn_recipe
 
 import fp4kit
 from fp4kit.cuda.launch.supported import unsupported
-from fp4kit.formats import E2M1, E4M3, E8M0, NF4, Codebook
+from fp4kit.formats import E2M1, E4M3, E8M0, MX4, NF4, Codebook
 
 pytestmark = ON_GPU
 
@@ -83,9 +85,39 @@ def test_groups_columns_and_both_directions(scale):
         assert_same(gpu, fp4kit.quantize(a, r))
 
 
-def test_search_is_refused_before_any_work():
-    r = fp4kit.custom_recipe("mine", NF4, "float32", 32)
-    with pytest.raises(
-        NotImplementedError, match=r"no CUDA kernel searches scales of mine, by rule 'amax' for own formats"
-    ):
+def check_search(x, r, **options):
+    """Assert that search_scales finds the amaxes of the CPU, in every bit."""
+    on_gpu = {name: cupy.asarray(a) if isinstance(a, np.ndarray) else a for name, a in options.items()}
+    assert differing(fp4kit.search_scales(cupy.asarray(x), r, **on_gpu), fp4kit.search_scales(x, r, **options)) == 0
+
+
+@pytest.mark.parametrize("seed", [*range(4), *exhaustive(range(4, 20))])
+def test_searches(seed):
+    """Drawn recipes and arrays, with each objective, and weights that differ between the blocks of a row."""
+    rng = np.random.default_rng(seed)
+    with np.errstate(all="ignore"):
+        r = drawn_supported(rng)
+        while r.block_rows > 1:
+            r = drawn_supported(rng)
+        x = drawn_array(rng, r)
+        objective = ("mse", "mae", "max", "p2.4")[seed % 4]
+        weights = rng.random(x.shape[1], np.float32) if rng.random() < 0.5 else None
+        check_search(x, r, objective=objective, weights=weights, candidates=(0.6, 1.2, 0.1))
+
+
+@pytest.mark.parametrize("scaling", ["tensor", "row"])
+def test_searches_under_tensor_scales(scaling):
+    """Each expert, or each row, has its own tensor scale above the block scales."""
+    rng = np.random.default_rng(1)
+    r = replace(fp4kit.custom_recipe("mine", NF4, E4M3, 24, tensor_scale=True), tensor_scaling=scaling)
+    x = rng.standard_normal((3, 4, 48), np.float32) * 2.0 ** rng.integers(-4, 4, (3, 1, 1)).astype(np.float32)
+    amaxes = {"tensor": np.abs(x).max((1, 2)), "row": np.abs(x).max(2)}[scaling]
+    check_search(x, r, candidates=(0.7, 1.1, 0.1))
+    check_search(x, r, candidates=(0.7, 1.1, 0.1), tensor_amax=amaxes)
+    check_search(x[:, :0], r)
+
+
+def test_searches_that_no_kernel_supports_are_refused_before_any_work():
+    r = fp4kit.custom_recipe("mine", MX4, E8M0, 16)
+    with pytest.raises(NotImplementedError, match="mine has elements MX4, whose pairs share a bit"):
         fp4kit.search_scales(cupy.ones((2, 64), np.float32), r)

@@ -14,7 +14,7 @@ from host.cache import shared
 from host.instantiations import Instantiation
 from host.libraries import recorded
 from inputs import BF16
-from kernel_calls import F16, F32, KINDS, KernelCall, call_of, dequantize, fake_quantize, quantize
+from kernel_calls import F16, F32, KINDS, KernelCall, call_of, dequantize, fake_quantize, quantize, search_amaxes
 from own_formats import UE5M3
 
 import fp4kit
@@ -36,7 +36,7 @@ ALL = [call_of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [call_of(de
 ALL += [call_of(fake_quantize, r, dtype) for r, dtype in DTYPES.items() if r.fake_rule is None][1::3]
 OWN = [fp4kit.custom_recipe("nf4", NF4, "bfloat16", 64), fp4kit.custom_recipe("powers", E2M1, E8M0, 32)]
 OWN += [fp4kit.custom_recipe("ue5m3", E2M1, UE5M3, 16, scale_rounding="up", tensor_scale=True)]
-ALL += [call_of(operation, r) for r in OWN for operation in (quantize, dequantize)]
+ALL += [call_of(operation, r) for r in OWN for operation in (quantize, dequantize)] + [call_of(search_amaxes, OWN[2])]
 ALL += [call_of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
 
 

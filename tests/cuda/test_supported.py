@@ -16,7 +16,7 @@ from fp4kit.cuda import engine
 from fp4kit.cuda.engine.search_scales import check_search
 from fp4kit.cuda.launch.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch.supported import unsupported
-from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E4M3, E8M0, MX4, NF4, ElementFormat
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E8M0, MX4, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 
@@ -89,20 +89,10 @@ def test_own_scale_formats_out_of_range_are_rejected(r):
         engine.dequantize(fp4kit.quantize(np.ones((2, 64), np.float32), r), np.dtype(np.float32))
 
 
-@pytest.mark.parametrize("scale", [E4M3, "float16"], ids=str)
-def test_searches_of_own_formats_are_rejected(scale):
-    search = search_call(
-        "search_scales",
-        np.ones((2, 64), np.float32),
-        fp4kit.custom_recipe("nf4", NF4, scale, 32),
-        -1,
-        None,
-        SearchRequest(),
-    )
-    with pytest.raises(
-        Declined, match=r"no CUDA kernel searches scales of nf4, .* for own formats; compute on the CPU"
-    ):
-        check_search(search)
+def test_searches_of_pairs_are_rejected():
+    x, r = np.ones((2, 64), np.float32), fp4kit.custom_recipe("pairs", MX4, E8M0, 16)
+    with pytest.raises(Declined, match=r"pairs has elements MX4, .* compute on the CPU"):
+        check_search(search_call("search_scales", x, r, -1, None, SearchRequest()))
 
 
 KEPT = [with_elements("nvfp4-torchao", f) for f in (E1M2, E3M0, E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, E2M3)]

@@ -1,6 +1,7 @@
-"""Search the tensor amaxes of CuPy arrays for recipes without block scales (search_scales of fp8-modelopt, ...).
+"""Search amaxes of CuPy arrays on a grid: for recipes without block scales (fp8-modelopt, ...) and with amax rules.
 
-The candidates for each tensor amax are multiples of the amax. The multiple with the smallest loss wins, where the loss
+The amaxes are tensor amaxes, or block amaxes if a recipe with an amax rule has block scales. The candidates for each
+amax are multiples of the amax. The multiple with the smallest loss wins, where the loss
 measures the errors of the fake-quantized values.
 """
 
@@ -16,44 +17,47 @@ from fp4kit.call.search_scales import Search, Terms
 from fp4kit.cuda.compile import loader
 from fp4kit.cuda.compile.instantiate import instantiation
 from fp4kit.cuda.compile.traits import TYPES, recipe_struct
-from fp4kit.cuda.engine.amax import tensor_amax
+from fp4kit.cuda.engine.amax import amax, tensor_amax
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, check_count, grid
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding
 from fp4kit.reference.search_amaxes import multiples
 
-_POINTERS = ("x", "tensor_amax", "weights", "multiples", "losses", "least", "out")
-_SIZES = ("rows", "columns", "rows_of_amax", "first", "count")
+_POINTERS = ("x", "amax", "tensor_amax", "weights", "multiples", "losses", "least", "out")
+_SIZES = ("rows", "columns", "rows_of_amax", "rows_of_tensor", "parts", "first", "count")
 _SEARCH = np.dtype([(n, "u8") for n in _POINTERS] + [(n, "i8") for n in _SIZES] + [("power", "f8")])
 MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss per row and multiple
 
 
 def search_amaxes(search: Search) -> Any:
-    """Return each tensor amax times its best multiple: float32 in the shape of the tensor amaxes.
+    """Return each amax times its best multiple: float32 in the shape of the amaxes.
 
-    If the array is empty, return a copy of the tensor amaxes, without signs.
+    If the array is empty, return a copy of the amaxes, without signs.
     """
-    call, cupy = search.call, imports.cupy()
+    call, r, cupy = search.call, search.call.recipe, imports.cupy()
     with imports.making_current(call.x.device.id):
         x = cupy.ascontiguousarray(call.moved)
-        amaxes = tensor_amax(call, x)
+        tensor = tensor_amax(call, x)
+        amaxes = tensor if r.scale is None else amax(call._replace(moved=x))
         if not x.size:
             return cupy.abs(amaxes)  # the sign bit of a given -0 is ignored
         out = cupy.empty(amaxes.shape, np.float32)
         assert search.terms.grid is not None
         factors = cupy.asarray(multiples(search.terms.grid))
-        search_matrix(x.reshape(-1, x.shape[-1]), amaxes, out, call.recipe, search.terms, factors)
+        columns = r.block_size if r.block else x.shape[-1]
+        search_matrix(x.reshape(-1, columns), amaxes, tensor, out, r, search.terms, factors)
         return out
 
 
-def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
+def search_matrix(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, terms: Terms, factors: Any) -> None:
     """Search the best multiple of each amax, and write the amax times this multiple into out.
 
     The multiples are tried in batches, so that at most MAX_LOSSES losses are in memory.
 
     Args:
-        x: contiguous (M, K).
-        amaxes: the tensor amaxes; each covers the same number of consecutive rows of x.
+        x: contiguous (M, K), where a row has one amax at most: a block if blocks have amaxes, otherwise a row.
+        amaxes: the amaxes; each covers an equal number of consecutive rows of x.
+        tensor: the tensor amaxes; each covers an equal number of consecutive rows of x. None without a tensor scale.
         out: float32 in the shape of amaxes.
         factors: the multiples, float32.
     """
@@ -61,11 +65,13 @@ def search_matrix(x: Any, amaxes: Any, out: Any, r: Recipe, terms: Terms, factor
     cupy, device, (rows, columns) = imports.cupy(), x.device.id, x.shape
     batch = min(max(MAX_LOSSES // rows, 1), factors.size)
     losses, least = cupy.empty((rows, batch), np.float64), cupy.empty(amaxes.shape, np.float64)
-    arrays = tuple(map(address, (x, amaxes, terms.weights, factors, losses, least, out)))
+    arrays = tuple(map(address, (x, amaxes, tensor, terms.weights, factors, losses, least, out)))
     rule = (r, x.dtype, terms.weights is not None, *objective_options(terms.power).items())
+    parts = 1 if terms.weights is None else terms.weights.size // columns
+    covered = rows // amaxes.size, rows if tensor is None else rows // tensor.size
     for first in range(0, factors.size, batch):
         count = min(batch, factors.size - first)
-        sizes = (rows, columns, rows // amaxes.size, first, count, float64_bits(terms.power))
+        sizes = (rows, columns, *covered, parts, first, count, float64_bits(terms.power))
         blocks = -(-rows * count // THREADS), -(-amaxes.size * 32 // THREADS)
         for kernel, work in zip(("row_losses_kernel", "least_losses_kernel"), blocks, strict=True):
             Launch(_function(kernel, *rule, device=device), grid(work, device), _SEARCH, *sizes)(*arrays)

@@ -98,13 +98,11 @@ def matrices_to_search(x: Any, out: Any, amaxes: Any, r: Recipe) -> Iterator[tup
 def check_search(search: Search) -> None:
     """Raise Declined if no CUDA kernel supports a search."""
     r, terms = search.call.recipe, search.terms
-    if r.is_custom:
-        rule = r.block_rule or r.tensor_rule
-        raise Declined(f"no CUDA kernel searches scales of {r.id}, by rule {rule!r} for own formats; {_ON_THE_CPU}")
     if search.searches_e8m0 or terms.grid is not None:
         check_formats(r)
-    if terms.grid is None:
-        _check_transform(r, terms, search.call.mask)
+    if terms.grid is not None:
+        return
+    _check_transform(r, terms, search.call.mask)
     if search.searches_e8m0 and (r.block_size % BLOCK_COLUMNS or r.block_size > MAX_BLOCK_COLUMNS):
         needed = f"needs a multiple of {BLOCK_COLUMNS}, {MAX_BLOCK_COLUMNS} at most"
         raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")

@@ -1,5 +1,5 @@
-// search_amaxes: for tensors, experts or rows without block scales, find the multiple of the amax that gives the
-// smallest loss.
+// search_amaxes: for each amax of a tensor, an expert, a row or a block, find the multiple of the amax that gives the
+// smallest loss. If there is one amax per block, the blocks are the rows of the kernels.
 //
 // The losses of elements are added in float64, from the first element of a row to the last, and then from the first row
 // to the last, as in reference/search_amaxes.py. Therefore one thread goes along a row with one multiple, and its
@@ -12,24 +12,32 @@
 // The arguments of row_losses_kernel and least_losses_kernel. "null" means that the pointer is nullptr in that case.
 struct SearchAmaxesArguments {
   const void* x;             // rows x columns elements
-  const float* tensor_amax;  // one amax per rows_of_amax rows
-  const float* weights;      // one weight per column (null without weights)
-  const float* multiples;    // the candidates: the amax is multiplied with them
-  double* losses;            // rows x count losses, for the multiples first ... first + count - 1
-  double* least;             // for each amax: the smallest loss of the multiples tried so far
-  float* out;                // for each amax: the amax times the multiple with that loss
-  i64 rows, columns, rows_of_amax, first, count;
+  const float* amax;         // the amaxes to search, one per rows_of_amax rows
+  const float* tensor_amax;  // the amaxes of the tensor scale, one per rows_of_tensor rows, if the recipe has both
+                             // block scales and a tensor scale
+  const float* weights;    // one weight per column of parts consecutive rows (null without weights)
+  const float* multiples;  // the candidates: the amax is multiplied with them
+  double* losses;          // rows x count losses, for the multiples first ... first + count - 1
+  double* least;           // for each amax: the smallest loss of the multiples tried so far
+  float* out;              // for each amax: the amax times the multiple with that loss
+  i64 rows, columns, rows_of_amax, rows_of_tensor, parts, first, count;
   double power;  // the exponent p of losses |d|^p
 };
 
 // The rule that quantizes and decodes elements under a given amax, without a fake quantizer. with_amax returns the rule
-// for an amax, and value_of returns the value of an element.
+// for an amax: the amax of a block under the tensor scale of `tensor_amax`, or without block scales the amax of the
+// tensor scale. value_of returns the value of an element.
 template <class R, bool kOwn>
 struct Values {
   Factor factor;
   typename R::DecodeRule::Scale scale;
 
-  FP4KIT_DEVICE Values with_amax(float amax) {
+  FP4KIT_DEVICE Values with_amax(float amax, const float* tensor_amax) {
+    if constexpr (R::kHasScales) {
+      const TensorScale t = tensor_scale_of<R, Float32>(tensor_amax, 0, 0, 0);
+      const u32 code = R::BlockRule::template code<R, Float32>(amax, t);
+      return {factor_of<R, Float32>(code, amax, t), R::DecodeRule::template scale<R>(code, t)};
+    }
     const TensorScale t = R::TensorRule::template scale<R, Float32>(amax);
     return {factor_of_code<R, Float32>(0u, t), R::DecodeRule::template scale<R>(0u, t)};
   }
@@ -43,7 +51,9 @@ template <class R>
 struct Values<R, true> {
   FakeScale scale;
 
-  FP4KIT_DEVICE Values with_amax(float amax) { return {R::FakeRule::template scale<R, Float32>(1.0f, amax)}; }
+  FP4KIT_DEVICE Values with_amax(float amax, const float*) {
+    return {R::FakeRule::template scale<R, Float32>(1.0f, amax)};
+  }
   FP4KIT_DEVICE_MEMBER float value_of(float x) const { return R::FakeRule::template value<R, Float32>(x, scale); }
 };
 
@@ -72,13 +82,14 @@ FP4KIT_DEVICE void put_row_losses(const SearchAmaxesArguments& a) {
   for (i64 i = first_item(whole_grid()); i < a.rows * a.count; i += item_stride(whole_grid())) {
     const i64 row = i / a.count, multiple = a.first + i % a.count;
     const auto* x = static_cast<const typename In::Bits*>(a.x) + row * a.columns;
-    const auto values =
-        Values<R, kOwn>::with_amax(amax_at(a.tensor_amax, row / a.rows_of_amax) * a.multiples[multiple]);
+    const auto values = Values<R, kOwn>::with_amax(amax_at(a.amax, row / a.rows_of_amax) * a.multiples[multiple],
+                                                   a.tensor_amax + row / a.rows_of_tensor);
+    const float* weights = a.weights + row % a.parts * a.columns;
     double total = 0.0;
     for (i64 j = 0; j < a.columns; ++j) {
       const float element = In::widen(x[j]);
       const double residual = static_cast<double>(element) - static_cast<double>(values.value_of(element));
-      const double loss = loss_of_element<kObjective, kWeighted>(residual, a.weights + j, a.power);
+      const double loss = loss_of_element<kObjective, kWeighted>(residual, weights + j, a.power);
       total = j == 0 ? loss : combined_loss<kObjective>(total, loss);
     }
     a.losses[i] = total;
@@ -117,7 +128,7 @@ FP4KIT_DEVICE void put_least(const SearchAmaxesArguments& a) {
     if (lane == 0u) {
       for (u32 i = 1u; i < 32u; ++i) least.keep_better(all[threadIdx.x + i]);
       if (least.multiple >= 0 || a.first == 0)
-        a.out[amax] = amax_at(a.tensor_amax, amax) * a.multiples[least.multiple < 0 ? 0 : least.multiple];
+        a.out[amax] = amax_at(a.amax, amax) * a.multiples[least.multiple < 0 ? 0 : least.multiple];
       a.least[amax] = least.loss;
     }
     __syncwarp();
