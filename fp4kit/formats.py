@@ -199,8 +199,8 @@ class ElementFormat:
 
     def _float_values(self, codes: np.ndarray) -> np.ndarray:
         """Return the values of float codes, as float64."""
-        # bit picture: [s] e..e m..m ; value = (-1)^s * 2^(max(e, 1) - bias - M) * ((e > 0) * 2^M + m)
-        # without zero (E8M0): value = 2^(e - bias - M) * (2^M + m)
+        # bits: [s] e..e m..m, with M bits of mantissa; value = (-1)^s * 2^(max(e, 1) - bias - M) * ((e > 0) * 2^M + m)
+        # format without a zero (E8M0): value = 2^(e - bias - M) * (2^M + m)
         mantissa = codes & (2**self.mantissa_bits - 1)
         field = (codes >> self.mantissa_bits) & (2**self.exponent_bits - 1)
         hidden = np.where((field > 0) | (not self.has_zero), 2**self.mantissa_bits, 0)

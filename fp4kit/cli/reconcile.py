@@ -62,6 +62,8 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
 def _verdict(found: Reconciliation, dry: bool) -> str:
     """Return the last line of the output: the number of layers that were repaired, or that would be.
 
+    If no layer needs repair, the line says that nothing is written.
+
     dry: True in a dry run.
     """
     if not found.repairs:

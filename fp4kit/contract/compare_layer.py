@@ -149,7 +149,10 @@ def _first(mask: np.ndarray) -> tuple[int, int]:
 
 
 def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
-    """Return the first of tensor scales, block scales, codes and values that differs, for sides of unknown steps."""
+    """Return the first of tensor scales, block scales, codes and values that differs, for sides of unknown steps.
+
+    Return "decode" if all scales and codes are equal, and "value" if a side has no codes to compare.
+    """
     if a.q is None or b.q is None:
         return "value"
     if found.tensor_scales[0]:

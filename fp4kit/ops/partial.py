@@ -141,10 +141,11 @@ def partial_cast(
 
 
 def _check_cast_arrays(is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
-    """Raise an error unless the arguments out and block_amax (here `amax`) of partial_cast are valid.
+    """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast are valid.
 
-    shape: the shape (M, K) of the matrix. is_on_device: whether the arrays are on a GPU. If so, only their shapes and
-    dtypes are checked.
+    Shapes and dtypes are checked, and on a CPU also that `out` can be written in place and block_amax has no NaN.
+
+    shape: the shape (M, K) of the matrix. is_on_device: whether the arrays are on a GPU.
     """
     out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
     if not is_on_device:

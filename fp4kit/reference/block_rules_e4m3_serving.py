@@ -156,9 +156,10 @@ def _ratio_code(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
 
 
 def zero_of_zeros(ratio: np.ndarray, tensor: TensorScale) -> np.ndarray:
-    """Return `ratio`, block scales before they are encoded, but 0 in place of all if the whole tensor is zero.
+    """Return `ratio` (block scales before they are encoded), or zeros if the amax of the tensor is 0.
 
-    In such a tensor, tensor.encode is infinite and the amaxes are 0, so their product, the block scale, is NaN.
+    In a tensor of zeros, tensor.encode is infinite and the block amaxes are 0, so their product, the block scale, is
+    NaN.
     """
     return np.where(tensor.amax == 0, ZERO, ratio)
 

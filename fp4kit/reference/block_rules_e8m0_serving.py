@@ -434,8 +434,9 @@ def code_e8m0_mslk_ceil(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, d
 def code_e8m0_mslk_even(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return the E8M0 code of 2^(floor(log2(r)) - emax), as MSLK's MX4 kernel computes it with mode even.
 
-    r is 2^(k + 1) if amax is above 1.75 * 2^k, and otherwise amax. An amax of exactly 1.75 * 2^k is not raised, unlike
-    in the rule e8m0_even. The scale is at most 2^(127 - emax), also for an infinite or NaN amax.
+    r is 2^(k + 1) if amax is above 1.75 * 2^k, with k = floor(log2(amax)), and otherwise amax. An amax of exactly
+    1.75 * 2^k is not raised, unlike in the rule e8m0_even. amax = 0 gives code 0. The scale is at most 2^(127 - emax),
+    also for an infinite or NaN amax.
     """
     return _mslk_code(amax, 0x1FFFFF, recipe)
 

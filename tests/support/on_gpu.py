@@ -103,7 +103,7 @@ def differing(gpu, cpu) -> int:
 
 
 def assert_same(gpu: fp4kit.Quantized, cpu: fp4kit.Quantized) -> None:
-    """Assert that two Quantized, on GPU and CPU, have bit-identical arrays and equal attributes."""
+    """Assert that two Quantized, on GPU and CPU, have bit-identical arrays and equal attributes except the recipe."""
     for part in ("packed", "block_scale", "tensor_scale", "tensor_amax"):
         a, b = getattr(gpu, part), getattr(cpu, part)
         assert (a is None) == (b is None), part

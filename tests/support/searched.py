@@ -15,9 +15,9 @@ STATIC = "nvfp4-modelopt-static"
 
 
 def searched_blocks(dtype, seed: int = 0) -> np.ndarray:
-    """Return a matrix of the given dtype, with blocks for which the bounds decide and blocks for which they do not.
+    """Return a matrix (96, 64) of the given dtype: the bounds of a search decide for some of its blocks only.
 
-    They have widely spread values, few distinct values, multiples of a scale, near ties, zeros, NaN and infinity.
+    Blocks have widely spread values, few distinct values, multiples of a scale, near ties, zeros, NaN and infinity.
     """
     rng = np.random.default_rng(seed)
     x = rng.standard_normal((96, 64)) * 2.0 ** rng.integers(-9, 1, (96, 1))

@@ -96,7 +96,8 @@ def keeps_codes(recipe: Recipe, low: int, high: int) -> bool:
     If False, the whole layer must be requantized. It is False if the tensor scale is not a normal float32. It is also
     False if blocks are out of range and ``recipe`` cannot give them codes under the tensor scale 2^(high - 8).
 
-    low, high: the smallest and the largest scale exponent of all nonzero blocks that share the tensor scale.
+    low, high: the smallest and the largest scale exponent of all nonzero blocks that share the tensor scale. If high
+        is below low, there are no such blocks.
     """
     if high < low or high - low <= _RANGE:
         return is_exact(low, high)

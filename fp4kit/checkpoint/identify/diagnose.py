@@ -489,7 +489,7 @@ def _permuted(evidence: LayerEvidence, plain: Layout, trial: SampleVerdict) -> E
 
 
 def _all_bytes(evidence: LayerEvidence) -> MatchCount:
-    """Return the MatchCount for an explanation that gives every byte of the layer."""
+    """Return the MatchCount for an explanation that gives every byte of the layer: all codes and scales match."""
     scales = evidence.x.size // evidence.layer.recipe.block_size
     return MatchCount(evidence.layer.codes.size, scales, evidence.layer.codes.size + scales)
 

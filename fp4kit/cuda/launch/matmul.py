@@ -100,13 +100,19 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> tuple[Any, ...] | No
 
 @lru_cache(64)
 def _table(element: str, device: int) -> Any:
-    """Return the values of all codes of an element format of at most 8 bits, float32, on a device."""
+    """Return the values of all codes of an element format of at most 8 bits, as a float32 CuPy array.
+
+    device: the number of the current device, on which the array is created.
+    """
     return imports.cupy().asarray(decoding_of(element).values.astype(np.float32))
 
 
 @lru_cache(8)
 def _scale_table(scale: Any, device: int) -> Any:
-    """Return the values of all codes of a format of block scales, without sign, float32, on a device."""
+    """Return the magnitudes of all codes of a block-scale format, as a float32 CuPy array.
+
+    device: the number of the current device, on which the array is created.
+    """
     return imports.cupy().asarray(scale_decoding_of(scale).values.astype(np.float32))
 
 

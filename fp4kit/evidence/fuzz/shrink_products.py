@@ -66,7 +66,10 @@ def _cut_operand(x: DrawnOperand, *index: slice | int) -> DrawnOperand:
 
 
 def _one_matrix(product: DrawnProduct) -> Iterator[DrawnProduct]:
-    """Yield, for a product of stacks, the products of their first and of their last matrices. Otherwise yield none."""
+    """Yield, for a product of stacks, the product of their first matrices and that of their last matrices.
+
+    Yield nothing for a product of two single matrices.
+    """
     lead = max(product.a.codes.shape[:-2], product.b.codes.shape[:-2], key=len)
     for i in (0, -1) if lead else ():
         index: tuple[slice | int, ...] = (*[i] * len(lead), _WHOLE)

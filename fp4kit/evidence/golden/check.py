@@ -142,10 +142,10 @@ def _skip_cpu_only_rows(case: RecordedCase) -> Mask:
 
 
 def _skip_nonfinite_tensor(case: RecordedCase) -> Mask:
-    """Return a mask that excuses two kinds of fouroversix tensors that contain inf or NaN.
+    """Return a mask that excuses whole fouroversix tensors that contain inf or NaN, if they are of two kinds.
 
-    In float32 tensors, the sign of a NaN scale depends on the processor. In blocks of 16x16, fouroversix's Triton
-    kernels leave out rows with inf or NaN.
+    - In float32 tensors, the sign of a NaN scale depends on the processor.
+    - In blocks of 16x16, fouroversix's Triton kernels leave out rows with inf or NaN.
     """
     undecided = case.x.dtype == np.float32 or (case.recipe.keep_infinity and case.recipe.block_rows > 1)
     return np.full(case.x.shape, undecided and not np.isfinite(_block_amax(case)).all())

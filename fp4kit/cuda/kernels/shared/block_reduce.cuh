@@ -16,8 +16,8 @@ template <class R>
 struct TileMemory<R, true> {
   static constexpr int kRows = R::kBlockRows, kColumns = kThreads / R::kBlockRows;
   float values[2][kRows][kColumns];
-  // For the fast path: one amax and two errors per warp and block. There is a barrier before each of them is written
-  // again.
+  // The partial results of the fast path. Each warp stores one amax and two errors per block here. Threads synchronize
+  // before an entry is written again.
   float parts[3][kTileWarps][kColumns];
 };
 
