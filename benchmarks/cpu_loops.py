@@ -66,7 +66,7 @@ def _part(a: np.ndarray, i: int, parts: int) -> np.ndarray:
 def two_passes(x: np.ndarray, quarter: np.ndarray | None, threads: int, pool: ThreadPoolExecutor) -> Call:
     """Return the loop "two passes" over x, an array of 8-byte words, in `threads` threads of a pool.
 
-    It writes to `quarter`, an array a quarter as long, or to a new array per call if `quarter` is None.
+    It writes to `quarter`, an array of a quarter of the length, or to a new array per call if `quarter` is None.
     """
     words = range(threads)
 

@@ -64,7 +64,7 @@ def samples_of(words: Sequence[str]) -> Samples:
 
 
 def initial(rng: np.random.Generator) -> Weights:
-    """Return random float32 weights."""
+    """Return random float32 weights: the embedding, and the matrices "first", "second" and "last" of the model."""
 
     def matrix(rows: int, columns: int, scale: float) -> np.ndarray:
         return (scale * rng.standard_normal((rows, columns)) / np.sqrt(columns)).astype(np.float32)
@@ -90,7 +90,7 @@ def served(weights: Weights, recipe: str) -> Weights:
 
 
 def forward(weights: Weights, contexts: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Return the inputs of the three matrices, and the logarithms of the probabilities (n, OUTPUTS)."""
+    """Return the inputs of the matrices first, second and last, and the log-probabilities (n, OUTPUTS)."""
     x = weights["embedding"][contexts].reshape(len(contexts), -1)
     h = np.maximum(x @ weights["first"].T, 0)
     k = np.maximum(h @ weights["second"].T, 0)

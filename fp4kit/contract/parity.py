@@ -467,9 +467,10 @@ class _Check:
 
 
 def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe | None) -> Compared:
-    """Return some rows of activations, or of keys or values, as a side quantizes them; unchanged for None.
+    """Return some rows of activations, or of keys or values, as a side quantizes them; unquantized if r is None.
 
-    Activations are transformed before they are quantized; keys and values are not, as `side` has no transform then.
+    Activations are transformed before they are quantized; keys and values are not, because `side` then has no
+    transform. The tensor amax is that of all rows of x.
     """
     if r is None:
         return Compared(side.label, Weights(None, x[rows]), Making(None), x[rows])

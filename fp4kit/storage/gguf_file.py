@@ -244,6 +244,8 @@ class _Reader:
     def _array(self, item: int, count: int, key: str) -> str:
         """Read an array of ``count`` values, and return the first 16 hexadecimal digits of their SHA-256.
 
+        Raise CheckpointError if the file is too short for so many values.
+
         ``item`` is the number of the values' type in GGUF. ``key`` is the array's key, for error messages.
         """
         size = 8 if item == STRING else struct.calcsize(_SCALARS[item])

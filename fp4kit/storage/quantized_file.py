@@ -123,7 +123,10 @@ def _digits(crc32: int) -> str:
 
 
 def _sums_entry(header: str, tensors: Mapping[str, str]) -> str:
-    """Return the metadata entry fp4kit_crc32 as JSON text. ``header`` and ``tensors`` are CRC-32 values."""
+    """Return the metadata entry fp4kit_crc32 as JSON text.
+
+    header: the CRC-32 of the header, as 8 hexadecimal digits. tensors: {tensor name: its CRC-32}, written likewise.
+    """
     return json.dumps({"header": header, "tensors": tensors})
 
 
@@ -327,7 +330,10 @@ class _Contents(NamedTuple):
     sums: Mapping[str, str] | None
 
     def read(self, entry: TensorEntry) -> np.ndarray:
-        """Return a tensor as an array. Raise CheckpointError if its CRC-32 differs from the stored one."""
+        """Return a tensor as an array. Raise CheckpointError if its CRC-32 differs from the stored one.
+
+        If the file has no checksums, the tensor is not checked.
+        """
         if self.sums is None:
             return self.reader.read(entry)
         raw = np.empty(entry.nbytes, np.uint8)

@@ -275,7 +275,7 @@ class AmaxState(Mapping[str, Any]):
             size: the number of ranks.
             experts: as in gather.
             numbers: global numbers of the rank's experts. None: N experts are distributed in order, with N * rank //
-                size as the first of a rank. gather reverses this for any N.
+                size as the first expert of a rank. gather reverses this for any N.
 
         Raises:
             ValueError: for a rank out of range, for missing experts, and for numbers that repeat or that the state

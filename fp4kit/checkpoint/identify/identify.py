@@ -339,7 +339,11 @@ def _most_votes(votes: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _verdicts(layers: Iterable[LayerPair]) -> Iterator[LayerVerdict]:
-    """Yield the verdict on each layer. After MAX_FAILURES failures in a row, faults without a name are not searched."""
+    """Yield the verdict on each layer. After MAX_FAILURES failures in a row, stop the search for faults without a name.
+
+    A failure is a layer without explanation or cause. Layers of zeros are not counted. The next explained layer
+    resumes the search.
+    """
     failed = 0
     for layer in layers:
         found = _explained(layer, unnamed=failed < MAX_FAILURES)

@@ -73,9 +73,10 @@ def _sample(checkpoint: Checkpoint) -> list[Weight]:
 
 
 def _largest_scales(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
-    """Yield the largest block scale of layers with E4M3 scales and a tensor scale, which tells how they were scaled.
+    """Yield ("largest block scale", text) for the most frequent largest block scales of sampled layers.
 
-    A tensor scale of amax / (6 x 448) gives 448, and one of amax / (6 x 256) gives 256.
+    Only layers with a tensor scale are counted; if there are none, nothing is yielded. The largest scale tells how a
+    layer was scaled: a tensor scale of amax / (6 x 448) gives 448, and one of amax / (6 x 256) gives 256.
     """
     found: Counter[float] = Counter()
     with Readers() as readers:

@@ -228,7 +228,7 @@ class Clip(NamedTuple):
 
 @cache
 def _clip_function(dtype: np.dtype, grad: np.dtype, aligned_runs: bool, small: bool, device: int) -> Any:
-    """Return the compiled grouped clip kernel as a CuPy function on a device.
+    """Return the compiled kernel grouped_clip as a CuPy function on a device.
 
     Args:
         dtype, grad: the dtypes of x and of the gradients.

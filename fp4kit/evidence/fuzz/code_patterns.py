@@ -63,7 +63,7 @@ def _signs(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
 
 
 def near_one(rng: Rng, shape: Shape, c: Codes) -> np.ndarray:
-    """Return codes of values from 1/4 to 4 of either sign, without values that the format lacks.
+    """Return codes of values from 1/4 to 4 of either sign, limited to the nonzero finite values of the format.
 
     shape: the shape of the result.
     c: the codes of the format.
