@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from exhaustive import every, exhaustive
 from on_gpu import DEVICES, ON_GPU, cupy, gpu_only
-from products import PAIRS, TINY, as_quantized, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
+from products import PAIRS, TINY, as_quantized, at_bounds, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
 
 import fp4kit
 from fp4kit.quantized.container import Quantized
@@ -92,12 +92,45 @@ def test_terms_that_lose_bits() -> None:
     for kind in ("nvfp4", "mxfp4"):
         for a, b, c in far_apart(kind, rng):
             both(a, b, c)
+    for spread in (0, 12, 26):
+        for a, b, c in at_bounds(rng, spread):
+            both(a, b, c)
     c = (rng.standard_normal((33, 37)) * 2.0 ** rng.integers(-60, 60, (33, 37))).astype(np.float32)
     for kind, other in (("e4m3", "e5m2"), ("e5m2", "e4m3")):
         a, b = drawn(rng, kind, 33, 96), drawn(rng, other, 37, 96)
         for unit in ("sm90", "sm89"):
             both(a, b, c, unit=unit)
             both(a, b, (c * 2.0**60).astype(np.float32), unit=unit)
+
+
+def test_the_first_terms_and_sums_that_lose_bits() -> None:
+    """A step is exact until a term is below 2^-35 of C, or a bit of C or a term below 2^-35 of the largest term.
+
+    The smallest term is -2^-20: both scales are 2^-9, so their exponents are -6, and both elements are 0.5. C is a
+    power of two, or has the bits of 1 + 2^-23. Other terms cancel.
+    """
+    nvfp4 = fp4kit.quantize(np.zeros((1, 64), np.float32), "nvfp4-te")
+    one = np.nextafter(np.float32(1), np.float32(2))
+    below = np.float32([np.nextafter(np.float32(2.0**e), np.float32(0)) for e in (10, 15)])
+    smallest, cancel = ({16: 1}, {16: 9}), ({0: 2, 8: 2}, {0: 2, 8: 10})
+    both_kinds = tuple(x | y for x, y in zip(smallest, cancel, strict=True))
+    tiny, ones, high, largest = (1,) * 4, (0x38,) * 4, (0x70, 0x70, 1, 1), (0x78, 0x78, 1, 1)  # codes of scales
+    for scales, elements, c, expected in (
+        ((tiny, tiny), smallest, 2.0**15, below[1]),
+        ((tiny, tiny), smallest, 2.0**16, 2.0**16),
+        ((ones, ones), cancel, one * 2.0**-12, one * 2.0**-12),
+        ((ones, ones), cancel, one * 2.0**-13, 2.0**-13),
+        ((largest, high), both_kinds, 2.0**10, below[0]),
+        ((largest, largest), both_kinds, 2.0**10, 2.0**10),
+    ):
+        operands = []
+        for codes, scale in zip(elements, scales, strict=True):
+            packed = np.zeros((1, 32), np.uint8)
+            packed[0, list(codes)] = list(codes.values())
+            operands.append(replace(nvfp4, packed=packed, block_scale=np.uint8([scale])))
+        first = np.full((1, 1), c, np.float32)
+        assert fp4kit.matmul(*operands, c=first)[0, 0] == expected
+        both(*operands, c=first)
 
 
 @pytest.mark.parametrize(("block", "unit"), [(2, "exact"), (8, "float64"), (256, "float32-blocks")])

@@ -1,40 +1,42 @@
 // matmul_fp4: products of block-scaled E2M1 operands as Blackwell's FP4 instructions add them, 64 elements of K at a
 // time. Other steps, and operands at other addresses, are multiplied by matmul.cu.
 //
-// Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product. The terms of a
-// step are integers, too: a group sum times the integer scales of its row and column, which count in units of the
-// smallest scale of that row or column in the step. Usually no term loses bits when it is shifted to the largest
-// exponent; then the step is an exact sum, which is truncated once. A thread checks by exponents that this holds. If it
-// does not, add_slowly adds the step term by term.
+// Elements are integers in units of 1/2, so the sum of a group of 16 products is an integer dot product, which integer
+// tensor cores compute. The terms of a step are integers, too: a group sum times the integer scales of its row and
+// column, which count in units of the smallest scale of that row or column in the step. Usually no term loses bits when
+// it is shifted to the largest exponent; then the step is an exact sum, which is truncated once. A thread checks by
+// exponents that this holds. If it does not, add_slowly adds the step term by term.
 #include "matmul.cuh"
 
-constexpr int kTile = 64;                      // number of rows, and of columns, of a tile of results
-constexpr int kSide = 4;                       // number of rows, and of columns, of a thread's results
-constexpr int kStep = 64;                      // number of elements of K per step
-constexpr int kGroups = kStep / 16;            // number of groups of 16 elements per step
-constexpr int kThreadsAcross = kTile / kSide;  // number of threads that share a row of a tile
-static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide x kSide results");
+constexpr int kTile = 64;                         // number of rows, and of columns, of a tile of results
+constexpr int kSide = 4;                          // number of rows, and of columns, of a thread's results
+constexpr int kStep = 64;                         // number of elements of K per step
+constexpr int kGroups = kStep / 16;               // number of groups of 16 elements per step
+constexpr int kWords = 4;                         // number of words of a group: four elements per word
+constexpr int kWarpRows = 32, kWarpColumns = 16;  // the results of a warp
+constexpr int kWarpsAcross = kTile / kWarpColumns;
+static_assert(kTile / kWarpRows * kWarpsAcross * 32 == kThreads, "the warps cover a tile");
 constexpr int kMostBits = 14;       // the largest difference of the exponents of a line's scales, if they are integers
-constexpr int kUnusable = -100000;  // the width of a line whose scales cannot be integers, so that the check fails
+constexpr int kUnusable = -100000;  // the bottom of a line whose scales cannot be integers, so that the check fails
 
-// Sixteen elements in units of 1/2, as signed bytes, four per word.
-struct alignas(16) Group {
-  i32 words[4];
+// One word of each group of a step: sixteen elements in units of 1/2, as signed bytes.
+struct alignas(16) StepWords {
+  i32 groups[kGroups];
 };
 
-// The scales of one line (a row or a column of a tile) in one step.
-struct LineScales {
-  i32 factors[kGroups];  // the integer scale of every group; 0 for zero scales, and if the scales cannot be integers
-  i32 top;               // the largest exponent of a scale that is not zero; -1000 if there is none
-  i32 width;             // the smallest exponent minus the largest one; kUnusable if the scales cannot be integers
-  double unit;           // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
+// What the check of a line's scales in one step needs. Scales of zero are left out. Without other scales, top is -1000
+// and bottom is 1000.
+struct alignas(16) Exponents {
+  double unit;  // half of the scale that a factor of 1 stands for, because elements are in units of 1/2
+  i32 top;      // the largest exponent of a scale
+  i32 bottom;   // the smallest exponent of a scale; kUnusable if the scales cannot be integers
 };
 
-// One step of the rows or the columns of a tile. The arrays hold the elements and the LineScales of every line.
+// One step of the rows or the columns of a tile.
 struct Lines {
-  Group groups[kGroups][kTile];
-  i32 factors[kGroups][kTile], tops[kTile], widths[kTile];
-  double units[kTile];
+  StepWords words[kTile][kWords];  // word w of a line is at place_of(line, w)
+  i32 factors[kGroups][kTile];     // the integer scales; 0 for zero scales, and if the scales cannot be integers
+  Exponents exponents[kTile];
 };
 
 // One step of a tile, in shared memory.
@@ -42,11 +44,17 @@ struct Step {
   Lines rows, columns;
 };
 
-// The part of one line that a thread loads per step.
+// The parts of lines that a thread loads per step.
 struct Loaded {
-  Codes codes;  // half of the step's codes
-  u32 scales;   // one scale code per group, in the first half only; otherwise 0
+  Codes codes;  // half of a line's codes
+  u32 scales;   // one scale code of a line per group
 };
+
+// Return the place of word `word` of a line. Neighbouring lines have other places, so that the threads of a warp access
+// different banks of shared memory.
+FP4KIT_DEVICE int place_of(int line, int word) {
+  return word ^ (line >> 1 & 3);
+}
 
 // Return four elements in units of 1/2, as signed bytes, from four E2M1 codes in the lower 16 bits.
 FP4KIT_DEVICE u32 integers_of(u32 codes) {
@@ -57,95 +65,139 @@ FP4KIT_DEVICE u32 integers_of(u32 codes) {
   return (positive & ~mask) | (negative & mask);
 }
 
-// Return the sum of the products of four signed bytes, plus c.
-FP4KIT_DEVICE i32 dot4(i32 a, i32 b, i32 c) {
-#ifdef __CUDA_ARCH__
-  return __dp4a(a, b, c);
-#else
-  for (int i = 0; i < 4; ++i) c += static_cast<signed char>(a >> 8 * i) * static_cast<signed char>(b >> 8 * i);
-  return c;
-#endif
+// The place of a thread in its tile. Its results are in rows row + 8 i and columns column + 8 (j / 2) + j % 2, for i
+// and j from 0 to 3.
+struct Place {
+  int row, column;
+
+  FP4KIT_DEVICE_MEMBER int row_of(int i) const { return row + 8 * i; }
+  FP4KIT_DEVICE_MEMBER int column_of(int j) const { return column + 8 * (j / 2) + j % 2; }
+};
+
+// Return the sum of group g of a row and a column of a tile, without tensor cores.
+FP4KIT_DEVICE i32 group_sum(const Step& s, int row, int column, int g) {
+  i32 sum = 0;
+  for (int word = 0; word < kWords; ++word) {
+    const i32 a = s.rows.words[row][place_of(row, word)].groups[g];
+    const i32 b = s.columns.words[column][place_of(column, word)].groups[g];
+    for (int k = 0; k < 32; k += 8) sum += static_cast<signed char>(a >> k) * static_cast<signed char>(b >> k);
+  }
+  return sum;
 }
 
-// Return the LineScales of a line from the codes of its four scales: E8M0 codes if kE8M0, otherwise E4M3 codes, whose
-// sign is ignored. The scales cannot be integers if one is NaN, if exponents differ by more than kMostBits, or if an
-// exponent is not in [-40, 40].
+// The elements of a step that a thread passes to the tensor cores: word `lane % 4` of the lines.
+struct Fragments {
+  StepWords lines[2];
+};
+
+// Load the fragments of two lines, which are eight apart. `line` is the first one.
+FP4KIT_DEVICE Fragments load_fragments(const Lines& lines, int line) {
+  const int word = threadIdx.x % 4;
+  return {lines.words[line][place_of(line, word)], lines.words[line + 8][place_of(line + 8, word)]};
+}
+
+// The sums of the products of a group, for two rows and all columns of a thread. They are in units of 1/4, and at most
+// 16 * 144.
+struct GroupSums {
+  i32 values[2][kSide];
+};
+
+// Return the sums of group g for rows i and i + 1. All threads of a warp must call this function. Before compute
+// capability 8.0, and on the host, the fragments are not used: each thread reads its rows and columns from s.
+FP4KIT_DEVICE GroupSums group_sums(const Step& s, const Fragments& rows, const Fragments& columns, const Place& place,
+                                   int i, int g) {
+  GroupSums sums = {};
+#pragma unroll
+  for (int j = 0; j < kSide; j += 2) {
+#if __CUDA_ARCH__ >= 800
+    asm("mma.sync.aligned.m16n8k16.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
+        : "=r"(sums.values[0][j]), "=r"(sums.values[0][j + 1]), "=r"(sums.values[1][j]), "=r"(sums.values[1][j + 1])
+        : "r"(rows.lines[0].groups[g]), "r"(rows.lines[1].groups[g]), "r"(columns.lines[j / 2].groups[g]), "r"(0));
+#else
+    for (int m = 0; m < 2; ++m) {
+      for (int n = j; n < j + 2; ++n) sums.values[m][n] = group_sum(s, place.row_of(i + m), place.column_of(n), g);
+    }
+#endif
+  }
+  return sums;
+}
+
+// Store the factors and exponents of a line from the codes of its four scales: E8M0 codes if kE8M0, otherwise E4M3
+// codes, whose sign is ignored. The scales cannot be integers if one is NaN, if exponents differ by more than
+// kMostBits, or if an exponent is not in [-40, 40].
 template <bool kE8M0>
-FP4KIT_DEVICE LineScales line_scales(u32 codes) {
-  LineScales s;
-  i32 exponents[kGroups], bottom = 1000;
-  s.top = -1000;
+FP4KIT_DEVICE void store_scales(Lines& lines, int line, u32 codes) {
+  i32 factors[kGroups], exponents[kGroups];
+  Exponents e = {1.0, -1000, 1000};
   bool usable = true;
 #pragma unroll
   for (int g = 0; g < kGroups; ++g) {
     const u32 code = codes >> 8 * g & 0xFFu;
     if (kE8M0) {
-      s.factors[g] = 1;
+      factors[g] = 1;
       exponents[g] = static_cast<i32>(code) - 127;
       usable = usable && code != 255u;
     } else {
       const u32 field = code >> 3 & 15u;
-      s.factors[g] = static_cast<i32>((code & 7u) + (field ? 8u : 0u));
+      factors[g] = static_cast<i32>((code & 7u) + (field ? 8u : 0u));
       exponents[g] = static_cast<i32>(maximum(field, 1u)) - 7;
       usable = usable && (code & 0x7Fu) != 0x7Fu;
     }
-    if (s.factors[g]) {
-      s.top = maximum(s.top, exponents[g]);
-      bottom = minimum(bottom, exponents[g]);
+    if (factors[g]) {
+      e.top = maximum(e.top, exponents[g]);
+      e.bottom = minimum(e.bottom, exponents[g]);
     }
   }
-  usable = usable && s.top - bottom <= kMostBits && (s.top < bottom || (bottom >= -40 && s.top <= 40));
+  const bool any = e.top >= e.bottom;
+  usable = usable && e.top - e.bottom <= kMostBits && (!any || (e.bottom >= -40 && e.top <= 40));
+  if (usable && any) e.unit = double_power(e.bottom - 1 - (kE8M0 ? 0 : 3));
 #pragma unroll
-  for (int g = 0; g < kGroups; ++g) s.factors[g] = usable && s.factors[g] ? s.factors[g] << (exponents[g] - bottom) : 0;
-  s.width = usable ? bottom - s.top : kUnusable;
-  s.unit = usable && s.top >= bottom ? double_power(bottom - 1 - (kE8M0 ? 0 : 3)) : 1.0;
-  return s;
+  for (int g = 0; g < kGroups; ++g) {
+    lines.factors[g][line] = usable && factors[g] ? factors[g] << (exponents[g] - e.bottom) : 0;
+  }
+  if (!usable) e.bottom = kUnusable;
+  lines.exponents[line] = e;
 }
 
-// Load half `half` (0 or 1) of step `step` of a line. Beyond the operand, codes are 0. Scale codes are 0 there too,
-// except that E8M0 scales beyond K repeat the last one.
-template <bool kE8M0>
-FP4KIT_DEVICE Loaded load_line(const ProductOperand& x, i64 matrix, i64 row, i64 step, int half, i64 length) {
-  Loaded l = {};
+// Load half `half` (0 or 1) of the codes of step `step` of a line. Beyond the operand, codes are 0.
+FP4KIT_DEVICE Codes load_codes(const ProductOperand& x, i64 matrix, i64 row, i64 step, int half, i64 length) {
+  Codes codes = {};
   const i64 first = step * kStep + half * (kStep / 2);
-  if (row >= x.rows) return l;
-  const i64 index = row_index(x, matrix, row);
-  if (first < length) {
-    l.codes = *reinterpret_cast<const Codes*>(x.codes + index * x.row_bytes + first / 2);
+  if (row < x.rows && first < length) {
+    codes = *reinterpret_cast<const Codes*>(x.codes + row_index(x, matrix, row) * x.row_bytes + first / 2);
   }
-  if (half == 0) {
-#pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      const i64 k = step * kStep + 16 * g;
-      // Beyond K, an E8M0 scale repeats the last one, because no E8M0 scale is zero.
-      const i64 block = (k < length ? k : length - 1) / x.block;
-      const u32 code = k < length || kE8M0 ? x.scales[index * x.row_scales + block] : 0u;
-      l.scales |= code << 8 * g;
-    }
-  }
-  return l;
+  return codes;
 }
 
-// Store in `lines` the elements that load_line loaded of half `half` of a line, and if `half` is 0 also the scales.
+// Load the four scale codes of step `step` of a line. Beyond the operand, they are 0, except that E8M0 scales beyond K
+// repeat the last one, because no E8M0 scale is zero.
 template <bool kE8M0>
-FP4KIT_DEVICE void store_line(Lines& lines, int line, int half, const Loaded& l) {
+FP4KIT_DEVICE u32 load_scales(const ProductOperand& x, i64 matrix, i64 row, i64 step, i64 length) {
+  if (row >= x.rows) return 0u;
+  const u8* scales = x.scales + row_index(x, matrix, row) * x.row_scales;
+  const u32 groups = static_cast<u32>((length + 15) / 16), per_scale = static_cast<u32>(x.block / 16);
+  u32 codes = 0;
 #pragma unroll
-  for (int g = 0; g < kGroups / 2; ++g) {
-    Group group;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const u32 codes = l.codes.words[2 * g + i / 2];
-      group.words[i] = static_cast<i32>(integers_of(i % 2 ? codes >> 16 : codes & 0xFFFFu));
-    }
-    lines.groups[half * (kGroups / 2) + g][line] = group;
+  for (u32 g = 0; g < kGroups; ++g) {
+    u32 group = static_cast<u32>(step) * kGroups + g;
+    if (!kE8M0 && group >= groups) break;
+    group = minimum(group, groups - 1);
+    const u32 block = per_scale == 1 ? group : per_scale == 2 ? group >> 1 : group / per_scale;
+    codes |= static_cast<u32>(scales[block]) << 8 * g;
   }
-  if (half == 0) {
-    const LineScales s = line_scales<kE8M0>(l.scales);
+  return codes;
+}
+
+// Store half `half` of the codes of a line as integers.
+FP4KIT_DEVICE void store_codes(Lines& lines, int line, int half, const Codes& codes) {
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) lines.factors[g][line] = s.factors[g];
-    lines.tops[line] = s.top;
-    lines.widths[line] = s.width;
-    lines.units[line] = s.unit;
+  for (int word = 0; word < kWords; ++word) {
+    i32* groups = lines.words[line][place_of(line, word)].groups;
+#pragma unroll
+    for (int g = 0; g < kGroups / 2; ++g) {
+      const u32 pair = codes.words[2 * g + word / 2];
+      groups[half * (kGroups / 2) + g] = static_cast<i32>(integers_of(word % 2 ? pair >> 16 : pair & 0xFFFFu));
+    }
   }
 }
 
@@ -180,90 +232,163 @@ FP4KIT_DEVICE_CALL double add_slowly(const ProductArguments& a, i64 matrix, i64 
   return sum_of_terms(c, terms, kGroups, largest, a.fraction_bits, a.output_bits);
 }
 
-// The sums of a thread, as exact doubles. values[i][j] belongs to row thread_row + i and column thread_column +
-// kThreadsAcross * j of the tile.
+// The sums of a thread, as exact doubles.
 struct Sums {
   double values[kSide][kSide];
 };
 
-// Add step `step`, whose elements are in s, to the sums of a thread. The tile begins at (row, column) of a matrix.
-FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, int thread_row, int thread_column,
-                            i64 matrix, i64 row, i64 column, i64 step) {
-  i64 exact[kSide][kSide] = {};
-#pragma unroll
-  for (int g = 0; g < kGroups; ++g) {
-    Group rows[kSide];
-    i32 row_factors[kSide];
-#pragma unroll
-    for (int i = 0; i < kSide; ++i) {
-      rows[i] = s.rows.groups[g][thread_row + i];
-      row_factors[i] = s.rows.factors[g][thread_row + i];
-    }
-#pragma unroll
-    for (int j = 0; j < kSide; ++j) {
-      const Group other = s.columns.groups[g][thread_column + kThreadsAcross * j];
-      const i32 factor = s.columns.factors[g][thread_column + kThreadsAcross * j];
-#pragma unroll
-      for (int i = 0; i < kSide; ++i) {
-        i32 products = 0;  // in units of 1/4: at most 16 * 144
-#pragma unroll
-        for (int w = 0; w < 4; ++w) products = dot4(rows[i].words[w], other.words[w], products);
-        exact[i][j] += static_cast<i64>(products * row_factors[i]) * factor;
-      }
-    }
-  }
-#pragma unroll
+// Return the sum of a result after a step, if no term loses bits: exact * unit + c, truncated. exact must be an integer
+// below 2^52.
+FP4KIT_DEVICE double add_exactly(double exact, double unit, double c) {
+  return double_of(double_bits_of(fma_rn(exact, unit, c)) & ~((u64{1} << 29) - 1));
+}
+
+// Add a step to the sums of rows `first` and `first` + 1 of a thread: exactly where no term loses bits, otherwise term
+// by term. The other arguments are those of add_step.
+FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Step& s, Sums& sums, const Place& place,
+                                      i64 matrix, i64 row, i64 column, i64 step) {
   for (int i = 0; i < kSide; ++i) {
-    const i32 top = s.rows.tops[thread_row + i], width = s.rows.widths[thread_row + i];
-    const double unit = s.rows.units[thread_row + i];
-#pragma unroll
     for (int j = 0; j < kSide; ++j) {
-      const int line = thread_column + kThreadsAcross * j;
+      const int m = place.row_of(i), n = place.column_of(j);
+      const Exponents x = s.rows.exponents[m], y = s.columns.exponents[n];
       const double c = sums.values[i][j];
       // Exponents of C for which no bit is lost: from the largest of the terms - (F - 23) to the smallest + F - 8.
-      const i32 lowest = top + s.columns.tops[line] - 12, range = width + s.columns.widths[line] + 39;
+      const i32 lowest = x.top + y.top - 12, highest = x.bottom + y.bottom + 27;
       const i32 exponent = static_cast<i32>(double_bits_of(c) >> 52 & 0x7FFu) - 1023;
-      const bool keeps_c = c == 0.0 || static_cast<u32>(exponent - lowest) <= static_cast<u32>(range);
-      if (range >= 12 && keeps_c) {
-        const double sum = static_cast<double>(exact[i][j]) * (unit * s.columns.units[line]) + c;
-        sums.values[i][j] = double_of(double_bits_of(sum) & ~((u64{1} << 29) - 1)) + 0.0;
+      if (highest - lowest >= 12 && (c == 0.0 || (lowest <= exponent && exponent <= highest))) {
+        i64 exact = 0;
+        for (int g = 0; g < kGroups; ++g) {
+          exact += static_cast<i64>(group_sum(s, m, n, g) * s.rows.factors[g][m]) * s.columns.factors[g][n];
+        }
+        sums.values[i][j] = add_exactly(static_cast<double>(exact), x.unit * y.unit, c);
       } else {
-        sums.values[i][j] = add_slowly(a, matrix, row + thread_row + i, column + line, step, c);
+        sums.values[i][j] = add_slowly(a, matrix, row + m, column + n, step, c);
       }
     }
   }
 }
 
+// Return true if add_exactly may be used for all results of a thread. This is the check of add_carefully for the
+// largest and the smallest exponents of the thread's rows and columns.
+FP4KIT_DEVICE bool loses_no_bits(const Step& s, const Place& place, const Sums& sums) {
+  i32 row_top = -1000, row_bottom = 1000, column_top = -1000, column_bottom = 1000;
+#pragma unroll
+  for (int i = 0; i < kSide; ++i) {
+    const Exponents& x = s.rows.exponents[place.row_of(i)];
+    const Exponents& y = s.columns.exponents[place.column_of(i)];
+    row_top = maximum(row_top, x.top);
+    row_bottom = minimum(row_bottom, x.bottom);
+    column_top = maximum(column_top, y.top);
+    column_bottom = minimum(column_bottom, y.bottom);
+  }
+  const i32 lowest = row_top + column_top - 12, highest = row_bottom + column_bottom + 27;
+  // The exponent of a sum is checked by the upper half of its bits.
+  const u32 least = static_cast<u32>(maximum(lowest + 1023, 0)) << 20;
+  const u32 range = (static_cast<u32>(maximum(minimum(highest, 1023), -1024) + 1024) << 20) - least;
+  bool keeps = highest - lowest >= 12;
+#pragma unroll
+  for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+    for (int j = 0; j < kSide; ++j) {
+      const u32 magnitude = static_cast<u32>(double_bits_of(sums.values[i][j]) >> 32) & 0x7FFFFFFFu;
+      keeps = keeps && (magnitude == 0u || magnitude - least < range);
+    }
+  }
+  return keeps;
+}
+
+// Add step `step`, whose elements are in s, to the sums of a thread. The tile begins at (row, column) of a matrix. All
+// threads of a warp must call this function.
+FP4KIT_DEVICE void add_step(const ProductArguments& a, const Step& s, Sums& sums, const Place& place, i64 matrix,
+                            i64 row, i64 column, i64 step) {
+  // Integers up to 2^51 are added to the bits of 1.5 * 2^52, so that no instruction converts them to double.
+  constexpr double kZero = 0x1.8p52;
+  const bool keeps = loses_no_bits(s, place, sums);
+  const Fragments fragments = load_fragments(s.columns, place.column / 8 * 8 + threadIdx.x % 32 / 4);
+#pragma unroll
+  for (int first = 0; first < kSide; first += 2) {
+    const Fragments row_fragments = load_fragments(s.rows, place.row_of(first));
+    i64 exact[2][kSide];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) exact[i][j] = static_cast<i64>(double_bits_of(kZero));
+    }
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const GroupSums products = group_sums(s, row_fragments, fragments, place, first, g);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const i32 factor = s.rows.factors[g][place.row_of(first + i)];
+#pragma unroll
+        for (int j = 0; j < kSide; ++j) {
+          const i32 other = s.columns.factors[g][place.column_of(j)];
+          exact[i][j] += static_cast<i64>(products.values[i][j] * factor) * other;
+        }
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const double unit = s.rows.exponents[place.row_of(first + i)].unit;
+#pragma unroll
+      for (int j = 0; j < kSide; ++j) {
+        const double sum = double_of(static_cast<u64>(exact[i][j])) - kZero, c = sums.values[first + i][j];
+        const double other = s.columns.exponents[place.column_of(j)].unit;
+        sums.values[first + i][j] = keeps ? add_exactly(sum, unit * other, c) : c;
+      }
+    }
+  }
+  if (!keeps) {
+    Sums copy = sums;  // the address of sums must not be taken, so that sums is in registers
+    add_carefully(a, s, copy, place, matrix, row, column, step);
+    sums = copy;
+  }
+}
+
 // Compute and store the results of the tile that begins at (row, column) of a matrix, as far as they are inside of it.
-// All threads of a thread block must call this function.
+// All threads of a thread block must call this function. While a step is added, the next one is stored in the other of
+// two Steps.
 template <bool kE8M0, class Out>
-FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step& s, i64 matrix, i64 row, i64 column) {
-  const int thread = threadIdx.x;
-  const int thread_row = thread / kThreadsAcross * kSide, thread_column = thread % kThreadsAcross;
-  // The line that the thread loads: two threads per row, then two per column.
-  const int line = thread / 2 % kTile, half = thread % 2;
-  const bool is_row = thread < 2 * kTile;
+FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Step* steps, i64 matrix, i64 row, i64 column) {
+  const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
+  const Place place = {warp / kWarpsAcross * kWarpRows + lane / 4, warp % kWarpsAcross * kWarpColumns + lane % 4 * 2};
+  // The codes that the thread loads: two threads per row, then two per column. The first threads also load the scales
+  // of a row, and then of a column.
+  const int line = thread / 2 % kTile, half = thread % 2, scaled = thread % kTile;
+  const bool is_row = thread < 2 * kTile, scales_row = thread < kTile, loads_scales = thread < 2 * kTile;
   const ProductOperand& x = is_row ? a.a : a.b;
-  const i64 loaded_row = (is_row ? row : column) + line, steps = (a.length + kStep - 1) / kStep;
+  const ProductOperand& y = scales_row ? a.a : a.b;
+  const i64 x_row = (is_row ? row : column) + line, y_row = (scales_row ? row : column) + scaled;
+  const i64 count = (a.length + kStep - 1) / kStep;
+  const auto load = [&](i64 step) {
+    return Loaded{load_codes(x, matrix, x_row, step, half, a.length),
+                  loads_scales ? load_scales<kE8M0>(y, matrix, y_row, step, a.length) : 0u};
+  };
+  const auto store = [&](const Loaded& loaded, i64 step) {
+    Step& s = steps[step % 2];
+    store_codes(is_row ? s.rows : s.columns, line, half, loaded.codes);
+    if (loads_scales) store_scales<kE8M0>(scales_row ? s.rows : s.columns, scaled, loaded.scales);
+  };
   Sums sums;
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
-      const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
-      sums.values[i][j] = first_sum(a, matrix, m, n);
+      sums.values[i][j] = first_sum(a, matrix, row + place.row_of(i), column + place.column_of(j));
     }
   }
-  Loaded loaded = load_line<kE8M0>(x, matrix, loaded_row, 0, half, a.length);
-  for (i64 step = 0; step < steps; ++step) {
-    store_line<kE8M0>(is_row ? s.rows : s.columns, line, half, loaded);
-    __syncthreads();
-    if (step + 1 < steps) loaded = load_line<kE8M0>(x, matrix, loaded_row, step + 1, half, a.length);
-    add_step(a, s, sums, thread_row, thread_column, matrix, row, column, step);
+  Loaded loaded = {};
+  if (count > 0) store(load(0), 0);
+  if (count > 1) loaded = load(1);
+  __syncthreads();
+  for (i64 step = 0; step < count; ++step) {
+    if (step + 1 < count) store(loaded, step + 1);
+    if (step + 2 < count) loaded = load(step + 2);
+    add_step(a, steps[step % 2], sums, place, matrix, row, column, step);
     __syncthreads();
   }
   for (int i = 0; i < kSide; ++i) {
     for (int j = 0; j < kSide; ++j) {
-      const i64 m = row + thread_row + i, n = column + thread_column + kThreadsAcross * j;
-      store_product<Out>(a, matrix, m, n, static_cast<float>(sums.values[i][j]));
+      store_product<Out>(a, matrix, row + place.row_of(i), column + place.column_of(j),
+                         static_cast<float>(sums.values[i][j]));
     }
   }
 }
@@ -273,8 +398,8 @@ using Products = ProductsOf<kGrouped>::Type;
 // Compute and store the products of all matrices. Rows of codes must begin at multiples of 16 bytes, and K must be a
 // multiple of 32. fraction_bits must be 35, output_bits 23, step 64 and promote 0. Launch with any grid.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_fp4_kernel(Products products) {
-  __shared__ Step memory[1];
+  __shared__ Step memory[2];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
-    multiply_tile<kScalesAreE8M0, Output>(a, memory[0], tile.matrix, tile.row, tile.column);
+    multiply_tile<kScalesAreE8M0, Output>(a, memory, tile.matrix, tile.row, tile.column);
   });
 }
