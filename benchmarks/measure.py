@@ -290,7 +290,7 @@ def _reported(time: Time, kind: str) -> float:
 
 
 def describe() -> dict[str, Any]:
-    """Return a record's description of device, driver, package versions, commit and date."""
+    """Return a record's description of device, driver, versions of the installed packages, commit and date."""
     import cupy
 
     properties = cupy.cuda.runtime.getDeviceProperties(0)

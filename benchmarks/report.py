@@ -234,7 +234,7 @@ def summary(record: Record, wanted: Iterable[tuple[str, str]]) -> list[tuple[str
 
 
 def _summary_cells(row: BenchmarkRow) -> tuple[str, ...]:
-    """Return the cells of a row in the README's table."""
+    """Return the cells of a row in the README's table. Without an efficiency or another library, that cell is empty."""
     peer = min(row.ratios.items(), key=lambda pair: pair[1], default=None)
     against = "" if peer is None else f"{peer[0]}: {peer[1]:.1f} times as long"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.2f}"

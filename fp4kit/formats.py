@@ -620,6 +620,8 @@ class PairedMicroexponents(Codebook):
     def nearest_under(self, x: np.ndarray, microexponent: Any) -> np.ndarray:
         """Return the codes of numbers under given microexponents, without checks: uint8, in the shape of x.
 
+        NaN gives the code of the largest magnitude, without a sign.
+
         microexponent: bool, in a shape that broadcasts to x. If it is True, numbers of 1 and more saturate.
         """
         doubled = np.fmin(np.abs(x), 2) * np.where(microexponent, x.dtype.type(4), x.dtype.type(2))

@@ -201,7 +201,7 @@ def _shown_transforms(a: str, b: str) -> tuple[str, str]:
 
 
 def _amax_text(one: Arithmetic) -> str:
-    """Return the tensor amax of an arithmetic as text."""
+    """Return the tensor amax of an arithmetic as text; "one per row" if there are several."""
     return f"{one.amax!s}" if one.amax is not None and not one.amax.ndim else "one per row"
 
 

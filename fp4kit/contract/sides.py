@@ -149,7 +149,10 @@ def side_of(label: str, given: Any) -> Side:
 
 
 def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
-    """Return the tensors of the argument `name` of parity by layer: those of a path or of a mapping; None for None."""
+    """Return the tensors of the argument `name` of parity by layer: those of a path or of a mapping; None for None.
+
+    Raise ValueError for a contract, which has no tensors, and TypeError for an argument of another type.
+    """
     if given is None:
         return None
     if isinstance(given, (str, Path)):

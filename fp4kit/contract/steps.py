@@ -246,7 +246,7 @@ def _is_missing(step: str, a: dict[str, _Result], b: dict[str, _Result]) -> bool
 def _differs(a: dict[str, _Result], b: dict[str, _Result], names: tuple[str, ...]) -> Any:
     """Return where one result differs: the first of `names` that both sides recorded. Return None if there is none.
 
-    Bits are compared, or numbers if the formats differ.
+    Bits are compared, or numbers if the formats differ; then two NaN are equal.
     """
     name = next((name for name in names if name in a and name in b), None)
     if name is None:
@@ -263,7 +263,10 @@ def _step(name: str) -> str:
 
 
 def _ties(a: dict[str, _Result], b: dict[str, _Result]) -> np.ndarray:
-    """Return where both sides have equal quotients in the middle between the values of their codes: bool (m, k)."""
+    """Return where both sides have equal quotients in the middle between the values of their codes: bool (m, k).
+
+    All entries are False if the sides recorded no quotient in a common format.
+    """
     x, y = a["code"], b["code"]
     last = next((name for name in reversed(a) if _step(name) == "quotient" and name in b), None)
     if last is None or a[last].format != b[last].format:

@@ -31,7 +31,10 @@ def orders(q: Quantized) -> Iterator[tuple[str, str, Quantized]]:
 
 
 def _scale_orders(q: Quantized) -> Iterator[tuple[str, Quantized]]:
-    """Yield (what is wrong, Quantized in the right order) for scales in another layout than q.scale_layout says."""
+    """Yield (what is wrong, Quantized in the right order) for scales in another layout than q.scale_layout says.
+
+    Only layouts that need no padding for these scales are tried. Yield nothing if q has no block scales.
+    """
     stored = q.block_scale
     if stored is None:
         return

@@ -62,7 +62,10 @@ class CandidateAmaxes:
         yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
 
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-        """Return, per tensor scale of q, the amax of x if r makes this scale from it, or else the amax it implies."""
+        """Return one tensor amax per tensor scale of q: that of x if r makes the scale from it, or else the implied amax.
+
+        If x has a NaN amax, or r needs another number of scales than q has, all are implied amaxes.
+        """
         q = self.q
         amax, implied = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
         if amax.shape != implied.shape or np.isnan(amax).any():

@@ -238,7 +238,10 @@ def _size(op: str, arrays: tuple[Any, ...], references: tuple[np.ndarray, ...]) 
 
 
 def _readings(arrays: tuple[Any, ...], shape: PageShape) -> Iterator[tuple[KVLayout, KVCache]]:
-    """Yield (layout, cache) for each layout that supports the size: the bytes of the arrays, read by that layout."""
+    """Yield (layout, cache) for each layout that supports the size and consists of as many arrays.
+
+    The cache holds the bytes of the arrays, read by that layout.
+    """
     for layout in KV_LAYOUTS.values():
         try:
             shapes = layout.array_shapes(shape).values()

@@ -211,7 +211,7 @@ def _like(array: Any, host: np.ndarray) -> Any:
 
 @ieee("from_parts")
 def _exact(op: str, scale: np.ndarray) -> np.ndarray:
-    """Return a tensor scale as float32.
+    """Return a tensor scale as float32. NaN and infinities are kept.
 
     Raise TypeError if it is not of a float dtype, and ValueError if the conversion would change a number.
     """

@@ -135,7 +135,10 @@ class SafetensorsFile:
 
 
 def _plain_words(message: str) -> str:
-    """Return an explanation of an error message of the safetensors library, for the owner of the file."""
+    """Return an explanation of an error message of the safetensors library, for the owner of the file.
+
+    An unknown message becomes a general sentence.
+    """
     matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
     return next(matching, "the safetensors library rejects it")
 

@@ -82,7 +82,10 @@ class _Inferred:
             self.values[name], self.how[name] = value, how
 
     def identified(self, verdict: CheckpointVerdict) -> None:
-        """Store the recipes that an identification names. Layers of other recipes get patterns."""
+        """Store the recipes that an identification names. Layers of other recipes get patterns.
+
+        If the identification names no recipe, store nothing.
+        """
         if verdict.recipe is None:
             return
         self.add("weights", recipe(verdict.recipe), f"identified: {verdict.short_sentence}")

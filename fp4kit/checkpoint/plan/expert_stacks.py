@@ -104,7 +104,10 @@ def expert_stacks(weights: Mapping[str, Weight], config: Mapping[str, Any]) -> d
 
 
 def _matrices(weight: Weight) -> Iterator[tuple[str, str, int, Rows]]:
-    """Yield (name of the experts' module, last part of the name, number, rows) for each expert's matrix in a weight."""
+    """Yield (name of the experts' module, last part of the name, number, rows) for each expert's matrix in a weight.
+
+    Yield nothing for a weight whose name is not that of an expert or of a stack of experts.
+    """
     rows = (0, weight.shape[-2])
     if len(weight.shape) == 2:
         match = _SEPARATE.fullmatch(weight.name)

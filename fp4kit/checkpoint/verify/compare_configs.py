@@ -73,7 +73,10 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
 
 
 def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
-    """Yield the differences of the metadata in file headers. A difference that several files share is yielded once."""
+    """Yield the differences of the metadata in file headers. A difference that several files share is yielded once.
+
+    If the checkpoints have files of different names, the merged metadata of all files is compared instead.
+    """
     one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
     if one.keys() != other.keys():
         yield from _of_objects(METADATA, "", _merged(left), _merged(right))

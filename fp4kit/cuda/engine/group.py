@@ -319,7 +319,7 @@ class Group:
         return [make(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
 
     def _launches(self, matrices: list[Matrix], values: bool) -> list[GroupedLaunch]:
-        """Return the launches that quantize arrays: one per dtype.
+        """Return the launches that quantize arrays: one per dtype. Empty arrays need none.
 
         matrices: the arrays of each call. values: True to write fake-quantized values; False to write codes.
         """
