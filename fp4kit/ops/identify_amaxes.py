@@ -62,7 +62,7 @@ class CandidateAmaxes:
         yield from amaxes_of(q.tensor_scale, r, q.dtype, self._amax_of_x_or_implied(r, hadamard))
 
     def _amax_of_x_or_implied(self, r: Recipe, hadamard: Hadamard) -> np.ndarray:
-        """Return one tensor amax per tensor scale of q: that of x if r makes the scale from it, or else the implied amax.
+        """Return an amax per tensor scale of q: that of x if r makes the scale from it, or else the implied amax.
 
         If x has a NaN amax, or r needs another number of scales than q has, all are implied amaxes.
         """
