@@ -181,7 +181,7 @@ def _small_cells(row: CpuRow) -> tuple[str, ...]:
 
 
 def _size_cells(row: CpuRow) -> tuple[str, ...]:
-    """Return the cells of a row in the table of group "sizes", in ns per element and GB/s."""
+    """Return the cells of a row in the table of group "sizes", in ns per element and GB/s; "" was not measured."""
     size = f"{row.bytes >> 20} MiB" if row.bytes < 1 << 30 else f"{row.bytes >> 30} GiB"
     elements = row.bytes / 2
     names = ("all", "all into", "one")

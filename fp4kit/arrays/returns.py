@@ -155,7 +155,10 @@ class PlanLibrary:
         return nullcontext(_unchanged) if self._library is None else self._library.call_context(self._like)
 
     def call(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        """Return function(*args, **kwargs), a call of a method of the plan, with arrays of the plan's library."""
+        """Return function(*args, **kwargs), a call of a method of the plan, with arrays of the plan's library.
+
+        If arrays of the library are immutable, they are copies, because the next call overwrites the plan's arrays.
+        """
         if self._library is None:
             return function(*args, **kwargs)
         with self.context() as give:

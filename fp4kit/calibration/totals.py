@@ -70,7 +70,7 @@ class Totals:
             self._count(xp, blocks, expert)
 
     def _count(self, xp: Any, blocks: Any, expert: Any) -> None:
-        """Count the nonzero block amaxes of one call in the histogram of their experts.
+        """Add the nonzero block amaxes of one call to the histogram of their experts.
 
         xp: the library of the arrays, numpy or cupy.
         blocks, expert: as for include.

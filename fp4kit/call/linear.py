@@ -68,7 +68,9 @@ def linear_settings(
     rounding: Any,
     hadamard: Any,
 ) -> LinearSettings:
-    """Return the LinearSettings of a call. Raise an error for an argument that is unknown or contradicts another.
+    """Return the LinearSettings of a call.
+
+    Raise TypeError or ValueError for an argument that is unknown or contradicts another.
 
     Args:
         op: the public function that error messages begin with.
@@ -163,7 +165,7 @@ def check_product(op: str, s: LinearSettings, x: Any, w: Any) -> tuple[AbstractA
 
 
 def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
-    """Raise an error unless y = x w^T and its gradients can be computed. Nothing is computed.
+    """Raise TypeError or ValueError unless y = x w^T and its gradients can be computed. Nothing is computed.
 
     x, w: AbstractArrays of x (..., K) and w (N, K). has_seed: whether the caller passed a seed, which is only allowed
     if s.backward is "quantized".
@@ -176,7 +178,7 @@ def check_linear(s: LinearSettings, x: Any, w: Any, has_seed: bool) -> None:
 
 
 def _check_gradients(s: LinearSettings, x: AbstractArray, w: AbstractArray, has_seed: bool) -> None:
-    """Raise an error unless the gradients can be computed from quantized operands.
+    """Raise TypeError or ValueError unless the gradients can be computed from quantized operands.
 
     The arguments are those of check_linear, with x (M, K).
     """

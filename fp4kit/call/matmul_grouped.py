@@ -128,7 +128,11 @@ def matrices(name: str, xs: Any, index: str = "[{}]") -> list[NamedOperand]:
 
 
 def _call(left: NamedOperand, right: NamedOperand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
-    """Return the call of one product without C. Raise an error if the unit cannot multiply the two matrices."""
+    """Return the call of one product without C.
+
+    Raise ValueError if the unit cannot multiply the two matrices, or if they are on two devices. Raise TypeError if
+    alpha is not a number.
+    """
     names = left.name, right.name
     check_one_device(OP, **{names[0]: left.operand.codes, names[1]: right.operand.codes})
     check_lengths(OP, left.operand, right.operand, names)

@@ -263,8 +263,8 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 def with_options(call: Call, options: QuantizeOptions) -> Call:
     """Return the call with its fields layout, random and mask set from the options.
 
-    Raise an error if rounding, seed or hadamard is invalid or does not fit the call. The layout is not checked here,
-    but in check_codes.
+    Raise ValueError if rounding, seed or hadamard is invalid or does not fit the call, and TypeError for a seed of a
+    wrong type. The layout is not checked here, but in check_codes.
     """
     rounding: Any = options.rounding
     is_default = options.seed is None and type(rounding) is str and rounding == "nearest"

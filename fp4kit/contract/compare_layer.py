@@ -69,7 +69,11 @@ def compare_layer(
 
 
 def _differences(a: Weights, b: Weights) -> tuple[Count, Count, Count, np.ndarray]:
-    """Return the counts of differing codes, block scales and tensor scales, and the elements that they affect."""
+    """Return the counts of differing codes, block scales and tensor scales, and the elements that they affect.
+
+    The count of a part is (0, 0) if a side lacks it or the formats differ. The elements are a mask: True where a code
+    or a block scale differs.
+    """
     none = (0, 0)
     shape = a.values.shape if a.q is None else a.q.shape  # type: ignore[union-attr]
     affected = np.zeros(shape, bool)
@@ -165,7 +169,7 @@ def _step_by_parts(found: LayerParity, a: Weights, b: Weights) -> StepName:
 def _settings(label_a: str, a: Arithmetic, label_b: str, b: Arithmetic) -> list[str]:
     """Return one text per setting in which two arithmetics differ: recipe, transform and tensor amax.
 
-    Each text ends with what would make the sides equal.
+    Each text ends with what would make the sides equal. Tensor amaxes are compared only under equal transforms.
     """
     texts = []
     if a.recipe != b.recipe:

@@ -40,7 +40,7 @@ def rows_of(w: Weights, rows: np.ndarray) -> Weights:
 
 
 def quantized_rows(q: Quantized, rows: np.ndarray) -> Quantized:
-    """Return some rows of a Quantized of two axes with linear scales."""
+    """Return some rows of a Quantized of two axes with linear scales, which have one row per row of elements."""
 
     def cut(a: Any) -> Any:
         return a if a is None or not np.ndim(a) else a[rows]
@@ -119,7 +119,10 @@ def _same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 def _fake_making(part: Weights, x: np.ndarray, tried: Sequence[Arithmetic]) -> Making:
-    """Return how values were made that quantize and dequantize do not give: by a recipe's own fake quantizer."""
+    """Return how values were made that quantize and dequantize do not give: by a recipe's own fake quantizer.
+
+    Return Making(None) if no recipe in `tried` gives them.
+    """
     for one in tried:
         if not one.recipe.fake_only and part.values is not None:
             values = np.asarray(fake_quantize(x, one.recipe, tensor_amax=one.amax))

@@ -162,7 +162,12 @@ class _Check:
             )
 
     def run(self, most: int | None, seconds: float | None, kv: Mapping[str, Any] | None) -> Parity:
-        """Compare all layers, then inputs and KV caches, and return the result."""
+        """Compare all layers, then inputs and KV caches, and return the result.
+
+        most: the largest number of layers to compare, evenly spaced; None compares all. seconds: the time after which
+        no further layer is begun, or None. The layers that were left out for lack of time are noted. kv: the keys and
+        values of the caller; None for none.
+        """
         end = None if seconds is None else time.monotonic() + seconds
         names, missing = self._names()
         chosen = names if most is None or most >= len(names) else [names[i * len(names) // most] for i in range(most)]

@@ -134,7 +134,10 @@ class Contract:
         self._check_unknown()
 
     def _check_hadamard(self) -> None:
-        """Raise an error unless hadamard is None or a supported size, and hadamard_signs None or as many signs."""
+        """Raise TypeError or ValueError unless hadamard is None or a supported size, and hadamard_signs fits it.
+
+        hadamard is stored as an int. hadamard_signs must be None, or text with one sign, + or -, per element.
+        """
         size, signs = self.hadamard, self.hadamard_signs
         if size is not None:
             size = as_index(OP, "hadamard", size)
@@ -156,7 +159,10 @@ class Contract:
             raise ValueError(f"{OP}: shared_amax has the group {alone!r}; needs two or more leaf names per group")
 
     def _check_unknown(self) -> None:
-        """Raise ValueError if unknown or inferred names no setting, or if an unknown setting has a value."""
+        """Raise ValueError if unknown or inferred names no setting, or if an unknown setting has a value.
+
+        Store both as tuples, with the unknown settings in the order of SETTINGS.
+        """
         unknown = _words("unknown", self.unknown)
         inferred = tuple(_words("a pair of inferred", pair) for pair in _entries("inferred", self.inferred))
         if any(len(pair) != 2 for pair in inferred):

@@ -158,7 +158,10 @@ def _windows(affected: np.ndarray, a: Recipe, b: Recipe) -> Iterator[tuple[slice
 
 
 def _recorded(x: np.ndarray, one: Arithmetic, rows: slice, columns: slice) -> dict[str, _Result]:
-    """Return {name: result} of the steps by which a part of x is quantized and decoded, in the order of the steps."""
+    """Return {name: result} of the steps by which a part of x is quantized and decoded, in the order of the steps.
+
+    Results without one entry per element, row, block or tensor are left out.
+    """
     part = np.ascontiguousarray(x[rows, columns])
     amax = one.amax if one.amax is None or not one.amax.ndim else one.amax[rows]
     with specification(), np.errstate(all="ignore"), traced() as steps:

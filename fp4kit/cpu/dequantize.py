@@ -29,7 +29,7 @@ TABLES_FROM = 256
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     """Return the library's index of the decoder for a recipe and an output dtype, or -1 for amax rules.
 
-    Raise Declined if the library has no decoder for the recipe.
+    Raise Declined if there is no usable library, or if it has no decoder for the recipe.
     """
     if r.is_custom:
         functions()

@@ -191,7 +191,8 @@ def partial_cast(
 def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved, float32 (..., M / block rows, K / block).
 
-    Raise Declined if the recipe has no blocks or the array is empty.
+    Raise Declined if the recipe has no blocks or one that the engine does not support, if the array is empty or small,
+    or if its elements are not aligned.
     """
     _check(call, coverage.MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
@@ -206,7 +207,8 @@ def amax(call: Call) -> np.ndarray:
 def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     """Return the largest magnitude of an array, float32 (). NaN propagates.
 
-    Raise Declined if axis is not None or the array is empty.
+    Raise Declined if axis is not None, if the array is empty, or if it is a strided array of more than two dimensions
+    or of elements that are not aligned.
     """
     functions()
     if axis is not None or not x.size:

@@ -13,7 +13,7 @@ from fp4kit.reference.rotate import hadamard_factor
 
 
 def rotate(r: Rotation) -> np.ndarray:
-    """Return the rotated array of a call. Raise Declined if the library cannot read the array."""
+    """Return the rotated array of a call. Raise Declined if no library is usable, or if it cannot read the array."""
     found = functions()
     check_array(r.x)
     x = np.ascontiguousarray(r.x).reshape(r.shape)

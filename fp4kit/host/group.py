@@ -118,6 +118,8 @@ class ClipGroup:
     def _clip(self, call: Call, amax: Any) -> Any:
         """Return the clipped gradient of one call.
 
+        An empty gradient is returned itself.
+
         amax: its clip limit; None computes the limit from call.x.
         """
         if not call.grad.size:

@@ -115,7 +115,7 @@ class Comparison:
         return f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
 
     def _facts(self) -> Iterator[tuple[str, str]]:
-        """Yield the rows of the table, each as a pair (name, text)."""
+        """Yield the rows of the table, each as a pair (name, text). Parts that were not compared have no row."""
         for name, part in (
             ("codes", self.codes),
             ("block scales", self.scales),
@@ -287,7 +287,10 @@ def _positions(fmt: ElementFormat) -> np.ndarray:
 
 
 def _max_steps(a: Quantized, b: Quantized) -> int:
-    """Return the largest distance, in steps, between codes of a and b at equal indices. NaN codes are left out."""
+    """Return the largest distance, in steps, between codes of a and b at equal indices. NaN codes are left out.
+
+    Return 0 if no pair of codes is left.
+    """
     fmt, largest = a.recipe.element, 0
     for box in boxes(a.packed.shape):
         x, y = (np.take(_positions(fmt), unpacked(part[box], fmt.packing)) for part in (a.packed, b.packed))

@@ -241,7 +241,8 @@ def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
     """Return True if the shards of cast_master_weights are in host memory, and False if they are on a GPU.
 
-    The first shard decides; True for an empty list. Raise an error if the CUDA engine cannot cast the shards.
+    The first shard decides; True for an empty list. For shards on a GPU, raise ValueError if one is not contiguous,
+    and NotImplementedError if no kernel supports the recipe's blocks or the size of a matrix.
 
     values: the shards. shapes: the shape of the weight of each shard. r: the recipe.
     """

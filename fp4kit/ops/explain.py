@@ -245,7 +245,10 @@ def _check_transform(call: Call) -> None:
 
 
 def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return index as a tuple with one non-negative integer per axis. Raise an error if x has no such element."""
+    """Return index as a tuple with one non-negative integer per axis.
+
+    Raise IndexError if x has no such element, and TypeError for an index that is not an integer.
+    """
     given = tuple(index) if isinstance(index, (tuple, list)) else (index,)
     parts = tuple(as_index(OP, "index", part) for part in given)
     if len(parts) != len(shape):

@@ -284,7 +284,10 @@ def _match(layout: str, fault: str, read: tuple[np.ndarray, ...], references: tu
 
 
 def _judged(matches: list[KVMatch]) -> list[KVMatch]:
-    """Return the matches with their field `fits` filled in."""
+    """Return the matches with their field `fits` filled in.
+
+    A match fits if its errors of keys and of values are at most FITS, and at most NEAR_BEST times the smallest.
+    """
     keys, values = (min(errors) for errors in zip(*((m.key_error, m.value_error) for m in matches), strict=True))
     limits = min(FITS, NEAR_BEST * keys), min(FITS, NEAR_BEST * values)
     return [m._replace(fits=m.key_error <= limits[0] and m.value_error <= limits[1]) for m in matches]

@@ -198,7 +198,10 @@ def _check_shape(op: str, name: str, x: Any, shape: tuple[int, ...]) -> None:
 
 
 def _quantized(x: Any, r: Recipe, scale: np.float32) -> Quantized:
-    """Return x quantized under a given tensor scale: its block scales follow from the block amaxes and the scale."""
+    """Return x quantized under a given tensor scale: its block scales follow from the block amaxes and the scale.
+
+    If the recipe has no tensor scale, `scale` must be 1, which has no effect.
+    """
     if r.tensor_rule is None:
         return quantize(x, r)
     with np.errstate(all="ignore"):

@@ -111,7 +111,11 @@ def error_against_scale(
 
 
 def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
-    """Return the first recipe. Raise ValueError if the recipes do not have block scales in one and the same format."""
+    """Return the first recipe.
+
+    Raise ValueError if there is no recipe, if the formats or blocks of two recipes differ, or if a recipe has no codes,
+    no block scales, blocks of several rows, or more than one tensor scale.
+    """
     if not recipes:
         raise ValueError(f"{op}: recipes is empty; needs at least one recipe")
     first = recipes[0]

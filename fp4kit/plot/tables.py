@@ -72,7 +72,10 @@ def block(
 
 
 def _divided(found: list[Explanation]) -> tuple[str, dict[str, list[float]]]:
-    """Return the steps that all elements share, as text, and the others as rows: {name: one number per element}."""
+    """Return the steps that all elements share, as text, and the others as rows: {name: one number per element}.
+
+    Steps that only some of the elements have are left out. The last row, "error", is result minus element.
+    """
     shared, rows = [], {}
     for name in found[0].names:
         steps = [one[name] for one in found if name in one.names]

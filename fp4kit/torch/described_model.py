@@ -58,7 +58,10 @@ def _holders(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def held(module: torch.nn.Module, leaf: str) -> torch.Tensor:
-    """Return a parameter without computing its parametrizations, for its shape, dtype and device."""
+    """Return a parameter without computing its parametrizations, for its shape, dtype and device.
+
+    A parametrized parameter that is stored as several tensors is computed after all.
+    """
     if not parametrize.is_parametrized(module, leaf):
         return module._parameters[leaf]  # type: ignore[return-value]
     parametrizations: Any = module.parametrizations
@@ -78,7 +81,10 @@ def config_of(model: torch.nn.Module) -> Mapping[str, Any] | None:
 
 
 def places_of(model: torch.nn.Module) -> list[Place]:
-    """Return the places of all parameters of a model. A parameter with several names has one place, under its first."""
+    """Return the places of all parameters of a model. A parameter with several names has one place, under its first.
+
+    A parameter that a checkpoint stores as several tensors gets its own name as the name of its tensor.
+    """
     renamed, found = renaming_of(model), {}
     for name, module, leaf in parameters_of(model):
         if (id(module), leaf) not in found:

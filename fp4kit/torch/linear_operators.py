@@ -58,7 +58,7 @@ def _checked(
 ) -> LinearSettings:
     """Check the arguments of linear by shapes, dtypes and devices, and return the settings.
 
-    Raise an error if one is wrong. Arguments are those of linear. No values are read.
+    Raise TypeError or ValueError if one is wrong. Arguments are those of linear. No values are read.
     """
     s = settings_from_text(settings)
     check_devices(OP, x=x, w=w, block_scale=block_scale, tensor_scale=tensor_scale)

@@ -94,7 +94,10 @@ def _check(place: Place, form: Form, plan: QatPlan) -> None:
 
 
 def _parameter(place: Place) -> Any:
-    """Return the parameter of a place, before any parametrization."""
+    """Return the parameter of a place, before any parametrization.
+
+    If parametrizations store it as several tensors, return the first of them.
+    """
     found = parametrize.is_parametrized(place.module, place.leaf)
     held: Any = place.module.parametrizations if found else place.module._parameters
     return (

@@ -18,7 +18,7 @@ def to_torch(array):
 
 
 def to_numpy(tensor):
-    """Return a NumPy array with the tensor's values; torch.bfloat16 becomes ml_dtypes.bfloat16."""
+    """Return a NumPy array on the tensor's memory, without its gradient; torch.bfloat16 becomes ml_dtypes.bfloat16."""
     import torch
 
     tensor = tensor.detach()

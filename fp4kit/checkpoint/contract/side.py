@@ -86,7 +86,10 @@ def _tensor(checkpoint: Checkpoint, name: str) -> np.ndarray:
 
 
 def _readers(checkpoint: Checkpoint) -> dict[str, Callable[[], Any]]:
-    """Return layer -> function that reads it, for all weights of a checkpoint, quantized or not."""
+    """Return layer -> function that reads it, for all weights of a checkpoint, quantized or not.
+
+    Layers that are only some rows of a quantized matrix are left out.
+    """
     quantized, config = QuantizedLayers(checkpoint), checkpoint.config or {}
     read = lru_cache(1)(quantized.__getitem__)  # the matrices of a stack are read one after another
     found: dict[str, Callable[[], Any]] = {}

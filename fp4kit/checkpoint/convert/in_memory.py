@@ -290,7 +290,10 @@ class TensorConverter:
                     yield from self._gathered(module, matrix, own)
 
     def _is_converted(self, name: str, array: Any) -> bool:
-        """Return whether the rules select a tensor. Raise CheckpointError if only its dtype keeps it from that."""
+        """Return whether the rules select a tensor. If not, record the reason, for the messages of flush.
+
+        Raise CheckpointError if only its dtype keeps it from being selected.
+        """
         shape, dtype = tuple(array.shape), _dtype_name(array)
         kind = _SAFETENSORS.get(dtype, "F32")
         own = self.rules.of_layer(name.removesuffix(".weight"))
@@ -337,7 +340,10 @@ class TensorConverter:
             raise CheckpointError(trouble)
 
     def _check_new(self, name: str, array: Any) -> None:
-        """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to a LoRA adapter."""
+        """Raise CheckpointError if a name came before, or if its tensor is quantized or belongs to a LoRA adapter.
+
+        Record the name, so that it is rejected when it comes again.
+        """
         if name in self._seen:
             raise CheckpointError(f"{shown(name)}: came twice; send every tensor once, or begin a new TensorConverter")
         self._seen.add(name)

@@ -105,6 +105,8 @@ def _sizes(weight: Weight, readers: Readers) -> _Floats:
 def _is_swapped(sizes: _Floats, references: Iterable[_Floats]) -> bool:
     """Return whether the columns of a layer follow a reference only if neighbors are exchanged.
 
+    Return False if the columns have equal sizes, so that their order cannot be told.
+
     sizes: the sizes of the layer's columns. references: profiles.
     """
     profile = next((found for _, found in _if_varied("", sizes)), None)

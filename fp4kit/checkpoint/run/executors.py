@@ -221,7 +221,7 @@ def pending_limit(user_executor: Executor | None, workers: int) -> int:
 def _submit(executor: Executor, run: str, call: Call[T], finished: SimpleQueue[Future[T]]) -> Future[T]:
     """Submit a call to the executor and return its future. The future is put into ``finished`` when it is done.
 
-    Raises an error if the workers have died.
+    Raises ChildProcessError if the workers have died.
 
     run: text that is unique to this run, so that dask does not reuse the result of an equal call of an earlier run.
     """

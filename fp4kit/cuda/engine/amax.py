@@ -98,7 +98,10 @@ def needs_block_kernel(r: Recipe) -> bool:
 
 
 def _block_maxima(x: Any, r: Recipe) -> Any:
-    """Return the amax of each block of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block)."""
+    """Return the amax of each block of contiguous x (..., M, K): float32 (..., ceil(M / block rows), K / block).
+
+    Raise Declined if no kernel supports the blocks of the recipe.
+    """
     partial.check_blocks(r)
     *lead, M, K = x.shape if x.ndim > 1 else (1, *x.shape)
     out = imports.cupy().zeros((*lead, -(-M // r.block_rows), K // r.block_size), np.float32)

@@ -16,7 +16,10 @@ from fp4kit.quantized.container import Quantized
 
 
 def dequantize(q: Quantized, dtype: np.dtype, out: Any = None) -> Any:
-    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array."""
+    """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array.
+
+    Raise Declined if no kernel supports the formats of the recipe.
+    """
     check_formats(q.recipe)
     cupy = imports.cupy()
     with imports.making_current(q.packed.device.id):

@@ -166,6 +166,7 @@ class Group:
         """Return the tensor amax of each array, on the GPU.
 
         These are the caller's amaxes, after a check, or otherwise arrays of zeros in which the amaxes will be computed.
+        If the recipe has no tensor scale, every entry is None.
         """
         r, cupy = self.recipe, imports.cupy()
         pairs = [(call.tensor_amax, call.moved.shape) for call in self.calls]

@@ -10,7 +10,10 @@ import numpy as np
 
 
 def change(root: Path, end: str, new: Callable[[np.ndarray], np.ndarray], dtype: type = np.float32) -> None:
-    """Replace the tensors of a checkpoint whose names end with ``end``; all bytes elsewhere stay."""
+    """Replace the tensors of a checkpoint whose names end with ``end``, in place; all bytes elsewhere stay.
+
+    new: a function that returns the new values of a tensor, given its old values as a flat array of ``dtype``.
+    """
     for path in root.glob("*.safetensors"):
         data = bytearray(path.read_bytes())
         length = int.from_bytes(data[:8], "little")

@@ -26,7 +26,7 @@ def text(value: str) -> bytes:
 def key(name: str, value: Any) -> bytes:
     """Return one key of the header and its value as GGUF stores them.
 
-    The value is a string, a number or a list of strings.
+    The value is a string, an int (stored as uint32) or a list of strings.
     """
     if isinstance(value, str):
         return text(name) + struct.pack("<I", STRING) + text(value)
