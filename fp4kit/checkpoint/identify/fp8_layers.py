@@ -70,7 +70,8 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     """Find the recipe or the rule that gives every code and scale of an FP8 layer.
 
     If none does, the sentence of the Explanation says what the layer is. It also says either that the scales are not
-    amax / 448, or which share of the codes is nearest to the source under the stored scales.
+    amax / 448, or which share of the codes is nearest to the source under the stored scales. If the codes and the
+    source differ in shape, it only says so.
 
     x: the source (N, K).
     amaxes: amaxes of groups of layers that may share the layer's scale, besides its own amax.

@@ -153,7 +153,8 @@ def _linear_scales(evidence: LayerEvidence, layout: Layout) -> np.ndarray | None
 def permuted_blocks(evidence: LayerEvidence, plain: Layout) -> Iterator[tuple[Hypothesis, str]]:
     """Yield (hypothesis, name of the mishap) for each recipe and amax whose blocks are the stored blocks, permuted.
 
-    A block is its codes and its scale. Blocks may have moved within their rows or, in a small layer, anywhere.
+    A block is its codes and its scale. Blocks may have moved within their rows or, in a small layer, anywhere. Yield
+    nothing if there are no block scales, or if their number does not fit the layer.
 
     plain: the layout in which codes are read as declared and rows are in place.
     """

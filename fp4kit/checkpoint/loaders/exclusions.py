@@ -244,8 +244,7 @@ def listed(syntax: str, quantization_config: Mapping[str, Any]) -> tuple[str, ..
     """Return the exclusion list in a ``quantization_config``, or () if it has none.
 
     If the config has lists under several keys, the key that comes first in _KEYS counts. A key with null counts as
-    absent. Raises ValueError if its value
-    is not a list of strings, because engines fail on such a value.
+    absent. Raises ValueError if its value is not a list of strings, because engines fail on such a value.
 
     syntax: as for exclusion_list; it determines the keys.
     """

@@ -230,6 +230,8 @@ def _wrong(part: Required, tensor: Tensor, lead: tuple[int, ...], size: tuple[in
 def _faults(container: str, parts: Parts, required: tuple[Required, ...]) -> Iterator[str]:
     """Yield a message for each wrong dtype or shape among the tensors that a layer has. Missing tensors are ignored.
 
+    If the codes are missing or have a wrong rank, the other tensors are not checked.
+
     parts: suffix -> (safetensors dtype, shape).
     required: the tensors that engines require; the first is the codes, which determine N and K.
     """
