@@ -14,7 +14,7 @@ struct CountChangedArguments {
 };
 
 // Return how many of this thread's values differ, and raise `largest` to the float32 bits of the largest difference
-// among them.
+// among them. Two NaN are equal. If a difference is NaN, `largest` becomes NaN.
 FP4KIT_DEVICE u32 count_changed(const CountChangedArguments& a, Grid grid, u32& largest) {
   u32 changed = 0u;
   for (i64 i = first_item(grid); i < a.count; i += item_stride(grid)) {

@@ -25,7 +25,8 @@ FP4KIT_DEVICE Run<In, kRun> load_given(const QuantizeArguments& a, i64 first) {
   return run;
 }
 
-// Return the given tensor scale of block `block` of row `row`. A row has `blocks` blocks.
+// Return the given tensor scale of block `block` of row `row`. A row has `blocks` blocks. The encode scale is 1 if
+// a.tensor_amax is null, and all scales are 1 for a recipe without a tensor scale.
 template <class R, class In>
 FP4KIT_DEVICE TensorScale given_tensor_scale(const QuantizeArguments& a, i64 row, i64 block, i64 blocks) {
   if constexpr (R::kTensorScaling == TensorScaling::none) {
