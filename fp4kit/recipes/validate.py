@@ -248,7 +248,8 @@ def _check_block_rule(r: Any) -> None:
 def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
     """Raise ValueError unless the block rule writes the scale format, and accepts integer elements if there are some.
 
-    The amax rules write E8M0, and every float format whose values are from 2^-100 to 2^100. rule: the block rule.
+    The amax rules write E8M0, and every float format whose values are from 2^-100 to 2^100 and that does not have the
+    name of another format of fp4kit. Integer elements are accepted only by amax rules. rule: the block rule.
     """
     f, bound = r.scale, MAX_MAGNITUDE_EXPONENT
     if rule.scale != rules.ANY_FORMAT:

@@ -193,8 +193,8 @@ def recipes_of(own: Recipe) -> Iterator[Recipe]:
 def _blocks_stay_whole(layout: Layout, rows: int, height: int) -> bool:
     """Return whether quantizing the rows of ``layout`` together gives the blocks of rows that each source has alone.
 
-    Return False if rows of both halves of a gated pair occur and the first half ends within a block. In this case, the
-    blocks of the second half are shifted.
+    Return False if rows of the second half of a gated pair occur and the first half ends within a block. In this case,
+    the blocks of the second half are shifted.
 
     rows: the number of rows of one half.
     height: the number of rows per block.

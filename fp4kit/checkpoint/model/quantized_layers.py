@@ -127,7 +127,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
 
 
 def _recipe(wanted: str | Recipe) -> Recipe:
-    """Return the recipe that an id names, or a Recipe unchanged."""
+    """Return the recipe that an id or alias names, or a Recipe unchanged. Raise ValueError for an unknown id."""
     return recipe(wanted)
 
 

@@ -500,7 +500,8 @@ def trouble_with_scales(weight: Weight, slab: Slab) -> str:
     """Return the reason why the scales of a quantized slab cannot be right, or "" if they can.
 
     Negative block scales and tensor scales are wrong, because they turn signs. A tensor scale of 0 is wrong unless all
-    codes are zero. NaN and infinity are not reported here (see count_nonfinite).
+    codes are zero. Factors per column (AWQ) must be positive. NaN and infinity are not reported here (see
+    count_nonfinite).
     """
     assert weight.container is not None and slab.codes is not None and slab.scales is not None
     negative = int(np.count_nonzero(scales_of(weight.container, slab.scales) < 0))

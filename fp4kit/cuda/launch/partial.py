@@ -153,7 +153,7 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
 
 
 def run_count(start: Any, end: Any) -> Any:
-    """Return the number of runs that contain the elements [start, end) of a matrix."""
+    """Return the number of runs that contain the elements [start, end) of a matrix. The range must not be empty."""
     return _ceil_div(end, RUN) - start // RUN
 
 
