@@ -99,9 +99,10 @@ class ElementFormat:
         if not self.name.isidentifier():
             raise ValueError(f"ElementFormat: name is {self.name!r}; needs an identifier, such as 'E2M1'")
         if self.exponent_bits < 0 or self.mantissa_bits < 0 or not 1 <= self.bits <= 8:
+            hint = "; for a format without a sign pass signed=False" if self.signed and self.bits == 9 else ""
             raise ValueError(
                 f"ElementFormat {self.name}: exponent_bits is {self.exponent_bits}, mantissa_bits is"
-                f" {self.mantissa_bits}; needs both >= 0, and 1 to 8 bits including the sign"
+                f" {self.mantissa_bits}; needs both >= 0, and 1 to 8 bits including the sign{hint}"
             )
         if self.specials not in ("none", "nan", "ieee"):
             raise ValueError(f"ElementFormat {self.name}: specials is {self.specials!r}; needs 'none', 'nan' or 'ieee'")
@@ -790,3 +791,9 @@ BNB_FP4 = Codebook(
 
 # The elements of MX4, for blocks of 16 under E8M0 scales.
 MX4 = PairedMicroexponents()
+
+
+def __dir__() -> list[str]:
+    """Return the names of the formats and their classes, so that completion shows no others."""
+    kinds = (ElementFormat, BlockFormat, type)
+    return [name for name, value in globals().items() if isinstance(value, kinds) and value is not NamedTuple]

@@ -154,6 +154,10 @@ class Unit:
     order: Order | None = None
     checked: str = "no"
 
+    def __repr__(self) -> str:
+        """Return Unit('id')."""
+        return f"Unit({self.id!r})"
+
     def __post_init__(self) -> None:
         for name in ("id", "checked"):
             if type(getattr(self, name)) is not str or not getattr(self, name):

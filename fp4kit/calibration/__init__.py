@@ -16,3 +16,8 @@ from fp4kit.calibration.headroom import Headroom
 from fp4kit.calibration.scales import input_global_scale, input_scale
 
 __all__ = ["Collector", "Headroom", "input_global_scale", "input_scale"]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no others."""
+    return list(__all__)

@@ -136,10 +136,27 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         names = (f"{name} {VERSIONS[name]}" if name in VERSIONS else name for name in summary.engines)
         family = support.family_of(plan.source.config)
         yield f"engines that load {plan.format_name} for {family} models: {', '.join(names)}"
+        if "transformers" in summary.engines and _fails_in_float32(plan):
+            yield (
+                "note: transformers decodes these layers to bfloat16, so the forward pass of this float32 model fails"
+                " unless you load it with dtype=torch.bfloat16"
+            )
     if summary.serve:
         yield f"serve: {summary.serve}"
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
     yield f"next: fp4kit verify {paths}"
+
+
+def _fails_in_float32(plan: Plan) -> bool:
+    """Return whether transformers loads the result as a float32 model whose quantized layers compute in bfloat16.
+
+    It does for float32 models in compressed-tensors containers with block scales.
+    """
+    config = plan.source.config
+    text = config.get("text_config")
+    dtypes = [part.get(name) for part in (config, text) if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
+    blocks = plan.format_name.startswith("compressed-tensors") and "FP8" not in plan.format_name
+    return blocks and "float32" in dtypes
 
 
 def _recipe_line(plan: Plan) -> str:

@@ -26,10 +26,11 @@ def panel(r: Recipe) -> Panel:
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
     facts = [
-        ("recipe", ", ".join([kind, *(f"also called {name}" for name in names)])),
+        ("recipe", f"{kind}, also called {', '.join(names)}" if names else kind),
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
         ("scales", _scales(r)),
         *_rules(r),
+        ("formulas", f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""),
         ("exact", r.exact),
         *((alias.id, f"{alias.source}, {alias.exact}") for alias in PRODUCER_ALIASES.values() if alias.of == r.id),
         ("source", r.source),

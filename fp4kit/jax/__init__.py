@@ -29,6 +29,11 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no others."""
+    return list(__all__)
+
+
 def _with_keys(q: Quantized) -> tuple[Any, Any]:
     """Return the arrays of a Quantized, each with its field name as a pytree key, and the static fields."""
     arrays, facts = flatten(q)

@@ -43,3 +43,8 @@ __all__ = [
     "unswizzle_scales",
     "write_codes",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no others."""
+    return list(__all__)

@@ -8,7 +8,8 @@ and variations that match there are then proved, which means compared on all byt
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,8 @@ from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.hadamard import hadamard_blocks
 from fp4kit.types import Hadamard
 
+MOST_NAMED = 3  # recipes that a verdict names
+MOST_ROWS = 10  # rows of recipes in the printed table
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
 SAMPLE = 1 << 18  # elements on which recipes are tried first, if the array has at least twice as many
@@ -58,7 +61,8 @@ class Variation(NamedTuple):
 class Identification:
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
-    It prints as the verdict and a table. Iterating over it yields the matches. If several recipes reproduce all bytes,
+    It prints as the verdict and a table with one row per result, of the best ten. Iterating over it yields all matches,
+    one per recipe. If several recipes reproduce all bytes,
     this tensor does not tell them apart.
 
     Attributes:
@@ -87,9 +91,12 @@ class Identification:
         """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes".
 
         It names the recipes that reproduce all bytes, or else the variations that do, or else the nearest recipe. If
-        there are no matches, it says that no recipe has this format.
+        more than three recipes reproduce all bytes, it names the first; `exact` has the others. If there are no
+        matches, it says that no recipe has this format.
         """
         if self.exact:
+            if len(self.exact) > MOST_NAMED:
+                return f"{self.exact[0]} or {len(self.exact) - 1} others that agree on this tensor made these bytes"
             return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
         if self.variations:
             return _variation_verdict(self.variations)
@@ -103,8 +110,8 @@ class Identification:
         return iter(self.matches)
 
     def __str__(self) -> str:
-        width = max((len(m.recipe) for m in self.matches), default=6)
         rows = [_COLUMNS, *self._rows()]
+        width = max(len(row[0]) for row in rows)
         wide = max(len(equal) for _, equal, _, _ in rows)
         lines = (f"{name:{width}}  {equal:>{wide}}  {codes:>12}  {scales:>13}" for name, equal, codes, scales in rows)
         return "\n".join([self.verdict, *lines])
@@ -118,11 +125,19 @@ class Identification:
         return Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows())).html()
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield the rows of the table, one per match: the texts of the columns _COLUMNS."""
-        for m in self.matches:
+        """Yield the rows of the table: the texts of the columns _COLUMNS.
+
+        Recipes with equal counts share a row. After MOST_ROWS rows, one row says how many recipes are left.
+        """
+        groups = [list(group) for _, group in groupby(self.matches, key=lambda m: astuple(m)[1:])]
+        for m, *others in groups[:MOST_ROWS]:
+            name = f"{m.recipe} and {len(others)} more" if others else m.recipe
             share = "all" if m.equal == m.total else f"{100 * m.fraction:.4f}%"
             of = "" if m.whole else f" of {m.total:,} bytes"
-            yield m.recipe, share + of, f"{m.codes_differ:,}", f"{m.scales_differ:,}"
+            yield name, share + of, f"{m.codes_differ:,}", f"{m.scales_differ:,}"
+        left = sum(map(len, groups[MOST_ROWS:]))
+        if left:
+            yield f"{left} more recipes", "fewer", "", ""
 
 
 def either(names: Sequence[str]) -> str:

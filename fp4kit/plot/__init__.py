@@ -24,3 +24,8 @@ __all__ = [
     "number_line",
     "product",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no others."""
+    return list(__all__)

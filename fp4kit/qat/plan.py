@@ -162,9 +162,10 @@ def make_plan(op: str, weights: Sequence[TrainedWeight], choice: Choice) -> QatP
     decisions = {weight.name: decision for weight, decision in _decisions(op, weights, choice, form)}
     selected = [weight for weight in weights if decisions[weight.name].converted]
     if not selected:
-        raise ValueError(
-            f"{op}: no parameter is left to quantize: {_reasons(decisions)}; pass include=, or correct the wildcards"
-        )
+        way_out = "pass include=, or correct the wildcards"
+        if "weight" in decisions:  # only weights of named layers are selected by default
+            way_out = "'weight' belongs to no named layer; pass include=('weight',)"
+        raise ValueError(f"{op}: no parameter is left to quantize: {_reasons(decisions)}; {way_out}")
     for weight in selected:
         _check_stack(op, weight, choice, form)
     shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"

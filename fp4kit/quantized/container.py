@@ -52,6 +52,14 @@ _OTHER_NAMES = {
 class Quantized:
     """Hold a quantized array: value = decode(code) * block_scale * tensor_scale.
 
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> q = fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4")
+        >>> q.packed.shape, q.block_scale.tolist(), q.tensor_scale
+        ((2, 16), [[127], [126]], None)
+        >>> float(q.dequantize()[1, 0]), q[0:1].shape
+        (3.0, (1, 32))
+
     recipe.decode_rule states the order of the products. Let x be the array that was quantized, and x' be x with the
     quantized axis moved last, of shape (..., K). All arrays must be of one library (NumPy, CuPy, PyTorch or JAX) and on
     one device.
@@ -79,12 +87,6 @@ class Quantized:
             are on several devices.
         ValueError: on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never gives
             NaN. Values on a device are not read.
-
-    Examples:
-        >>> import fp4kit, numpy as np
-        >>> q = fp4kit.quantize(np.float32([[6] * 32, [3] * 32]), "mxfp4")
-        >>> q.packed.shape, q.block_scale.tolist(), q.tensor_scale
-        ((2, 16), [[127], [126]], None)
     """
 
     packed: Any

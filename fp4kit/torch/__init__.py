@@ -36,5 +36,11 @@ __all__ = [
     "remove_fake_quantization",
 ]
 
+
+def __dir__() -> list[str]:
+    """Return the public names, so that completion shows no others."""
+    return list(__all__)
+
+
 trees.register()
 allow_torch_load()

@@ -93,6 +93,18 @@ def test_convert(tmp_path: Path, run: Run) -> None:
     assert (tmp_path / "out" / "config.json").exists()
 
 
+def test_convert_warns_of_float32_models_in_transformers(tmp_path: Path, run: Run) -> None:
+    """transformers decodes block-scaled layers to bfloat16, so a float32 model fails in its forward pass."""
+    synthetic.dense(tmp_path / "m")
+    config = json.loads((tmp_path / "m" / "config.json").read_text())
+    for dtype, recipe in (("float32", "nvfp4-te"), ("bfloat16", "nvfp4-te"), ("float32", "fp8-modelopt")):
+        (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+        out = run("convert", tmp_path / "m", tmp_path / f"{dtype}-{recipe}", "--recipe", recipe).out
+        assert ("load it with dtype=torch.bfloat16" in " ".join(out.split())) == (
+            (dtype, recipe) == ("float32", "nvfp4-te")
+        )
+
+
 def test_convert_ends_with_a_summary(tmp_path: Path, run: Run) -> None:
     """The last lines say recipe, activations, error, engines and the next commands."""
     synthetic.dense(tmp_path / "m")

@@ -227,7 +227,7 @@ def test_print_of_a_recipe():
     names = ("mxfp4", "mxfp4-torchao-floor", "mxfp4-mslk-floor", "mxfp4-aiter-down")
     assert str(fp4kit.recipe("mxfp4")).splitlines()[:4] == [
         "Recipe mxfp4-ocp",
-        "  recipe            in the table" + "".join(f", also called {name}" for name in names),
+        f"  recipe            in the table, also called {', '.join(names)}",
         "  elements          E2M1, 4 bits, up to 6",
         "  scales            E8M0 per 1 x 32 block",
     ]

@@ -25,7 +25,19 @@ def test_one_recipe_and_several() -> None:
     found = fp4kit.identify(fp4kit.quantize(X, "nvfp4-compressed-tensors"), X)
     assert found.verdict == "nvfp4-compressed-tensors made these bytes" and not found.variations
     found = fp4kit.identify(fp4kit.quantize(X, "mxfp4-flashinfer"), X)
-    assert found.verdict == f"{either(found.exact)} made these bytes (they agree on this tensor)"
+    others = len(found.exact) - 1
+    assert (
+        others > 2
+        and found.verdict == f"{found.exact[0]} or {others} others that agree on this tensor made these bytes"
+    )
+    few = fp4kit.Identification(tuple(found)[:2])
+    assert few.verdict == f"{either(few.exact)} made these bytes (they agree on this tensor)"
+    rows = str(found).splitlines()
+    assert rows[2].split("  ")[0] == f"{found.exact[0]} and {others} more" and len(rows) == 13
+    assert sum(int(row.split()[0]) for row in rows[12:]) < len(tuple(found)) and rows[12].split()[1:3] == [
+        "more",
+        "recipes",
+    ]
     assert len(found.exact) > 1 and str(found).splitlines()[0] == found.verdict
     assert str(found).splitlines()[1].startswith("recipe ")
 

@@ -547,12 +547,13 @@ ERRORS = {
     "no static recipe": (
         {"recipe": "nvfp4-te"},
         ValueError,
-        f"nvfp4-te cannot be searched, because its static is False; {SEARCHED}",
+        f"nvfp4-te cannot be searched, because its static is False, so quantize computes its block amaxes; {SEARCHED}",
     ),
     "4over6": (
         {"recipe": "nvfp4-te-4over6-mse-256"},
         ValueError,
-        f"nvfp4-te-4over6-mse-256 cannot be searched, because its static is False; {SEARCHED}",
+        "nvfp4-te-4over6-mse-256 cannot be searched, because its static is False, so quantize computes its block "
+        f"amaxes; {SEARCHED}",
     ),
     "no tensor scale": (
         {"recipe": replace(fp4kit.recipe("nvfp4-qwix"), static=True)},

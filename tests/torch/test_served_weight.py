@@ -325,6 +325,8 @@ def test_wildcards():
         ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("lm_haed",))
     with pytest.raises(ValueError, match=r"no parameter is left to quantize: .*\(exclude '\*'\)"):
         ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("*",))
+    with pytest.raises(ValueError, match=r"'weight' belongs to no named layer; pass include=\('weight',\)"):
+        ft.fake_quantize_model(torch.nn.Linear(32, 16), "nvfp4-te")
     with pytest.raises(TypeError, match=r"parameters is '\*'; needs a tuple of wildcards, such as"):
         ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters="*")
     with pytest.raises(
