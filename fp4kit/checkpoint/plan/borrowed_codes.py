@@ -160,7 +160,7 @@ class _Names:
     """Translate layer names of a model directory to those of a GGUF file, with the gguf package's name map.
 
     Args:
-        file: that of the two models which is a GGUF file. Its architecture selects the name map.
+        file: the one of the two models that is a GGUF file. Its architecture selects the name map.
 
     Raises:
         CheckpointError: if the gguf package is missing or does not know the architecture.
