@@ -91,12 +91,13 @@ class Identification:
         """The meaning of the ranking in one sentence, such as "mxfp4-te made these bytes".
 
         It names the recipes that reproduce all bytes, or else the variations that do, or else the nearest recipe. If
-        more than three recipes reproduce all bytes, it names the first; `exact` has the others. If there are no
+        more than three recipes reproduce all bytes, it names one; `exact` has the others. If there are no
         matches, it says that no recipe has this format.
         """
         if self.exact:
             if len(self.exact) > MOST_NAMED:
-                return f"{self.exact[0]} or {len(self.exact) - 1} others that agree on this tensor made these bytes"
+                count = len(self.exact) - 1
+                return f"{_plainest(self.exact)} or {count} others that agree on this tensor made these bytes"
             return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
         if self.variations:
             return _variation_verdict(self.variations)
@@ -130,14 +131,20 @@ class Identification:
         Recipes with equal counts share a row. After MOST_ROWS rows, one row says how many recipes are left.
         """
         groups = [list(group) for _, group in groupby(self.matches, key=lambda m: astuple(m)[1:])]
-        for m, *others in groups[:MOST_ROWS]:
-            name = f"{m.recipe} and {len(others)} more" if others else m.recipe
+        for group in groups[:MOST_ROWS]:
+            m, name = group[0], _plainest([each.recipe for each in group])
+            name += f" and {len(group) - 1} more" * (len(group) > 1)
             share = "all" if m.equal == m.total else f"{100 * m.fraction:.4f}%"
             of = "" if m.whole else f" of {m.total:,} bytes"
             yield name, share + of, f"{m.codes_differ:,}", f"{m.scales_differ:,}"
         left = sum(map(len, groups[MOST_ROWS:]))
         if left:
             yield f"{left} more recipes", "fewer", "", ""
+
+
+def _plainest(names: Sequence[str]) -> str:
+    """Return the recipe id with the fewest parts, such as nvfp4-te before nvfp4-te-2d; the first of several."""
+    return min(names, key=lambda name: name.count("-"))
 
 
 def either(names: Sequence[str]) -> str:
