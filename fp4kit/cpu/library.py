@@ -134,6 +134,17 @@ class SearchFactorsCall(ctypes.Structure):
     ]
 
 
+class SearchQuestCall(ctypes.Structure):
+    """The arguments of the C function fp4kit_search_quest. source/search_quest.h describes the fields."""
+
+    _fields_ = [
+        ("x", SourceMatrix),
+        ("out", c_void_p),
+        *((name, c_int64) for name in ("out_step", "tile_rows", "tile_columns")),
+        *((name, c_int32) for name in ("input", "block", "emax", "threads")),
+    ]
+
+
 class ProductOperand(ctypes.Structure):
     """One operand of a ProductCall. source/matmul.h describes the fields."""
 
@@ -223,6 +234,7 @@ def _load(level: str) -> Any:
         ("dequantize", c_int32, [POINTER(DecodeCall), *[c_void_p] * 4, c_int32]),
         ("search_scales", None, [POINTER(SearchScalesCall)]),
         ("search_factors", None, [POINTER(SearchFactorsCall)]),
+        ("search_quest", None, [POINTER(SearchQuestCall)]),
         ("matmul", None, [POINTER(ProductCall), c_int64, c_int32]),
         ("rotate", None, [POINTER(RotateCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),

@@ -1,6 +1,7 @@
 """Search, for each block, the multiple of its amax with the smallest error, by the compiled library.
 
-auto-round's recipes use this search.
+auto-round's recipes use this search. search_quest, for FP-Quant's method quest, computes amaxes from the elements of a
+block alone.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import numpy as np
 
 from fp4kit.cpu.dequantize import decoder_of
 from fp4kit.cpu.encode import INPUTS, Tiles, blocks_of, kernels_of, source
-from fp4kit.cpu.library import SearchFactorsCall, address, functions, threads_for
+from fp4kit.cpu.library import SearchFactorsCall, SearchQuestCall, address, functions, threads_for
 from fp4kit.recipes import Recipe, rules
 from fp4kit.reference import search_factors as specification
 from fp4kit.reference.tensor_rules import tensor_scale
@@ -61,3 +62,25 @@ def search_matrix(
             part = amax if amax is None or not step else amax.reshape(-1)[tile_rows]
             target = out[tile_rows, blocks_of(tile_columns, recipe)]
             specification.search_matrix(x[tile_rows, tile_columns], target, part, recipe, hadamard)
+
+
+def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
+    """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix does.
+
+    amax is not used. hadamard: the sign mask of a Hadamard transform to apply first; None for no transform.
+    """
+    tiles = Tiles.of(x, recipe.block_size, 1, x.strides[1] != x.itemsize or hadamard is not None)
+    for rows, columns in tiles.slabs(1):
+        cut, found = x[rows, columns], out[rows, blocks_of(columns, recipe)]
+        call = SearchQuestCall(
+            source(cut, hadamard),
+            address(found),
+            out.strides[0] // out.itemsize,
+            tiles.tile_rows,
+            tiles.tile_columns,
+            INPUTS[x.dtype],
+            recipe.block_size,
+            recipe.element.emax,
+            threads_for(cut.size),
+        )
+        functions().fp4kit_search_quest(ctypes.byref(call))

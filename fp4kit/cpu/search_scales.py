@@ -76,17 +76,24 @@ def search_matrix(
         functions().fp4kit_search_scales(ctypes.byref(call))
 
 
+# {value of Recipe.search: the function that searches one matrix}, for searches other than the sweep of all scales
+_OWN_SEARCHES: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(searches.FACTORS, search_factors.search_matrix),
+    "quest": search_factors.search_quest,
+}
+
+
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """Return a call with the block amaxes that its recipe's search chooses, as reference.search_factors.searched does.
 
     Return the call unchanged if the recipe has no search. amax: the tensor amax.
     """
-    r, is_factor_search = call.recipe, call.recipe.search in searches.FACTORS
-    if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and not is_factor_search):
+    r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
+    if not r.search or not_searched(r) or not call.x.size or (call.mask is not None and own is None):
         return searches.searched(call, amax)
     search: Callable[..., None] = partial(search_matrix, search=Search(call))
-    if is_factor_search:
-        search = partial(search_factors.search_matrix, recipe=r, hadamard=call.mask)
+    if own is not None:
+        search = partial(own, recipe=r, hadamard=call.mask)
     return call._replace(block_amax=searches.chosen_amaxes(call, amax, search))
 
 

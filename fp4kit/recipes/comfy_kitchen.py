@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fp4kit.formats import MXFP8_E4M3, NVFP4
+from fp4kit.formats import E4M3, E5M2, MXFP8_E4M3, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
@@ -13,7 +13,7 @@ _SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield comfy-kitchen's recipes: one for NVFP4, then one for MXFP8."""
+    """Yield comfy-kitchen's recipes: NVFP4, MXFP8, then FP8 with one scale per tensor, in two formats."""
     yield of_format(
         NVFP4,
         "nvfp4-comfy-kitchen",
@@ -38,3 +38,20 @@ def recipes() -> Iterator[Recipe]:
         "block of zeros keeps its sign. Not its stochastic rounding. Differs from mxfp8-modelopt only for blocks with "
         "scale byte 0, infinities or NaN",
     )
+    for element, name in ((E4M3, "fp8-comfy-kitchen"), (E5M2, "fp8-comfy-kitchen-e5m2")):
+        yield Recipe(
+            id=name,
+            element=element,
+            scale=None,
+            block=None,
+            block_rule=None,
+            tensor_scaling="tensor",
+            tensor_rule="fp8_comfy_kitchen",
+            decode_rule="fp8_comfy_kitchen",
+            round_scaled=True,
+            amax_nan="propagate",
+            source=f"{_SOURCE} quantize_per_tensor_fp8, with ComfyUI's scale amax / {element.max:g}",
+            exact="codes, scales and decoded values of the eager back end. The reciprocal of the scale is rounded to "
+            "the dtype of x, and so are its products with elements. In float16, ComfyUI limits this reciprocal to "
+            "65504; fp4kit does not",
+        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from fp4kit.formats import MXFP4, NVFP4
+from fp4kit.formats import INT4, MXFP4, NVFP4
 from fp4kit.recipes.schema import Recipe, of_format
 from fp4kit.recipes.versions import Versions
 
@@ -20,7 +20,7 @@ _BEYOND = (
 
 
 def recipes() -> Iterator[Recipe]:
-    """Yield fouroversix's recipes for NVFP4, then MXFP4, in the order of fp4kit.recipes()."""
+    """Yield fouroversix's recipes for NVFP4, NVINT4 and MXFP4, in the order of fp4kit.recipes()."""
     mse = of_format(
         NVFP4,
         "nvfp4-fouroversix",
@@ -81,6 +81,23 @@ def recipes() -> Iterator[Recipe]:
         tensor_rule="fouroversix_4",
         block_rule="fouroversix_4",
         exact=f"codes with scale rule static_4. {_BEYOND}",
+    )
+    yield Recipe(
+        id="nvint4-fouroversix",
+        element=INT4,
+        scale=NVFP4.scale,
+        block=(1, NVFP4.block_size),
+        tensor_scaling="tensor",
+        tensor_rule="fouroversix",
+        block_rule="fouroversix",
+        decode_rule="fouroversix",
+        narrow=True,
+        keep_infinity=True,
+        nan_code=0,
+        amax_nan="propagate",
+        source=f"{_SOURCE} quantize_to_nvint4",
+        exact="codes of integers from -7 to 7 in two's complement, E4M3 scales, and the decoded values. fouroversix "
+        "stores the even element in the low nibble, and scales in row-major order",
     )
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(

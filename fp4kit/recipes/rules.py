@@ -39,6 +39,7 @@ class BlockRuleTraits(NamedTuple):
         reads_amax: True if the factor depends on the block amax, not on the scale code alone.
         one_level: True if the rule does not support a tensor scale.
         may_overflow: True if the factor may be infinite, so that Recipe.keep_infinity has an effect.
+        integers: True if the rule also supports integer elements.
     """
 
     scale: str
@@ -51,6 +52,7 @@ class BlockRuleTraits(NamedTuple):
     reads_amax: bool = False
     one_level: bool = False
     may_overflow: bool = False
+    integers: bool = False
 
 
 _POWER = BlockRuleTraits("E8M0", flush=None)
@@ -86,14 +88,14 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_mlx": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_0321": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_metal_0321": _POWER,
-    # Rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen, MSLK, aiter
-    # and DeepSeek
+    # Rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen, MSLK, aiter,
+    # DeepSeek and nunchaku
     "vllm": BlockRuleTraits("E4M3", six=True),
     "vllm_cuda": BlockRuleTraits("E4M3", six=True, encode=True),
     "auto_round": BlockRuleTraits("E4M3", six=True),
     "quark": BlockRuleTraits("E4M3", "divide"),
     "quark_file": BlockRuleTraits("E4M3", "divide"),
-    "fouroversix": BlockRuleTraits("E4M3", may_overflow=True),
+    "fouroversix": BlockRuleTraits("E4M3", may_overflow=True, integers=True),
     "fouroversix_4": BlockRuleTraits("E4M3", six=True, may_overflow=True),
     "qwix": BlockRuleTraits("E4M3", one_level=True, flush=True),
     "vllm_kv": BlockRuleTraits("E4M3", six=True, encode=True),
@@ -103,6 +105,9 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "mslk": BlockRuleTraits("E4M3", encode=True),
     "mslk_fast": BlockRuleTraits("E4M3", six=True, encode=True),
     "mslk_power": BlockRuleTraits("E4M3", encode=True),
+    "nunchaku": BlockRuleTraits("E4M3", six=True, reads_amax=True, one_level=True),
+    "aiter": BlockRuleTraits("E4M3", six=True, reads_amax=True, one_level=True),
+    "deepseek": BlockRuleTraits("E4M3", "divide", six=True, one_level=True),
     "e8m0_even_finite": _POWER,
     "e8m0_even_normal": _POWER,
     "e8m0_quark_even": _POWER_OF_AMAX,
@@ -126,6 +131,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_aiter_up": _POWER,
     "e8m0_aiter_ceil": _POWER,
     "e8m0_deepseek": BlockRuleTraits("E8M0", six=True, flush=None),
+    "e8m0_deepseek_fp8": _POWER,
     # Rules for formats of one's own: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
     "amax_up": BlockRuleTraits(ANY_FORMAT),
@@ -145,6 +151,8 @@ TENSOR_RULES: dict[str, str] = {
     "compressed_tensors": "E4M3",
     "mlx": "E4M3",
     "fp8_modelopt": "float",
+    "fp8_comfy_kitchen": "float",
+    "fp8_deepseek": "float",
     "int_modelopt": "integer",
     "int4_qat": "integer",
     "vllm": "E4M3",
@@ -206,6 +214,11 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "comfy_kitchen": DecodeRule(("E4M3",), float16="comfy_kitchen_float16", bfloat16="comfy_kitchen_bfloat16"),
     "comfy_kitchen_float16": DecodeRule(("E4M3",)),
     "comfy_kitchen_bfloat16": DecodeRule(("E4M3",)),
+    "fp8_comfy_kitchen": DecodeRule(
+        (None,), float16="fp8_comfy_kitchen_float16", bfloat16="fp8_comfy_kitchen_bfloat16"
+    ),
+    "fp8_comfy_kitchen_float16": DecodeRule((None,)),
+    "fp8_comfy_kitchen_bfloat16": DecodeRule((None,)),
     "int_modelopt": DecodeRule((None,), needs_amax=True),
     "e8m0": _POWERS,
     "e8m0_flashinfer_host": DecodeRule(("E8M0",), unsigned_zero=True),
@@ -225,6 +238,9 @@ DECODE_RULES: dict[str, DecodeRule] = {
 class SearchRule(NamedTuple):
     """Describe which recipes can use a search for block amaxes, that is a value of Recipe.search.
 
+    A search usually tries several amaxes and compares errors. The search "quest" computes one amax from the standard
+    deviation of the block.
+
     Attributes:
         scale: name of the block scale format that the recipe must have.
         lanes: a number that must divide the columns of a block.
@@ -241,6 +257,7 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
     "auto_round_powers": SearchRule("E8M0", lanes=8),
     "auto_round_percents": SearchRule("E4M3", lanes=8),
     "modelopt_sweep": SearchRule("E4M3", nvfp4=True),
+    "quest": SearchRule("E8M0", lanes=32),
 }
 
 
@@ -251,11 +268,13 @@ class FakeRule(NamedTuple):
         scale: name of the block scale format that the recipe must have. None: no block scales.
         six: True if the formula assumes elements whose largest value is 6, that of E2M1.
         reads_scale_max: True if the formula uses Recipe.scale_max; otherwise it uses 448.
+        one_level: True if the rule does not support a tensor scale. Other rules for E4M3 scales need one.
     """
 
     scale: str | None
     six: bool = False
     reads_scale_max: bool = False
+    one_level: bool = False
 
 
 _NVFP4, _MX, _INTEGER = FakeRule("E4M3", six=True), FakeRule("E8M0"), FakeRule(None)
@@ -271,4 +290,5 @@ FAKE_RULES: dict[str, FakeRule] = {
     "microxcaling_even": _MX,
     "microxcaling_floor": _MX,
     "fp_quant": FakeRule("E8M0", six=True),
+    "nvfp4_fp_quant": FakeRule("E4M3", six=True, one_level=True),
 }

@@ -42,6 +42,7 @@ PRODUCER_NAMES = {
     "aiter": "AMD aiter",
     "deepseek": "DeepSeek-V4",
     "fp-quant": "FP-Quant",
+    "nunchaku": "Nunchaku (SVDQuant)",
     "qat": "Integer QAT flags",
 }
 
@@ -90,13 +91,13 @@ class Recipe:
             minus the element times the tensor's encode scale.
         lane_sums: True if 4over6 adds errors in eight lanes, as PyTorch does on a CPU. Elements whose block scale is 0
             then become zeros, as in fouroversix.
-        keep_infinity: True if an infinite factor is kept, so that its elements saturate (fouroversix's Triton kernels).
-            False: the factor becomes NaN (fouroversix on a CPU, where masks multiply infinities by 0). Only
-            fouroversix's rules can give infinite factors.
+        keep_infinity: True if an infinite factor is kept, so that its elements saturate (fouroversix's Triton kernels,
+            and its INT4). False: the factor becomes NaN (its E2M1 on a CPU, where masks multiply infinities by 0).
+            Only fouroversix's rules can give infinite factors.
         scale_max: the block scale that the block with the tensor's amax gets: 448, the largest value of E4M3, or 256
             in some 4over6 recipes.
-        search: name of the search that chooses each block amax among candidates by the resulting error. "": the block
-            amax is the largest magnitude.
+        search: name of the search that chooses each block amax: among candidates by the resulting error, or by a
+            statistic of the block ("quest"). "": the block amax is the largest magnitude.
         static: True if block amaxes come from calibration and are passed to quantize as block_amax. If block_amax is
             not passed, the largest magnitude of each block is used.
         narrow: True if integer elements are limited to [-max, max] instead of [-max - 1, max].

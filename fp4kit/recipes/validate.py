@@ -255,7 +255,7 @@ def _check_scale(r: Any, rule: rules.BlockRuleTraits) -> None:
     if rule.scale != rules.ANY_FORMAT:
         if f is None or f.name != rule.scale:
             _refuse(r, "scale", f"block_rule {r.block_rule!r} writes {rule.scale}")
-        if r.element.is_integer:
+        if r.element.is_integer and not rule.integers:
             _refuse(r, "element", f"block_rule {r.block_rule!r} needs a float format")
         return
     if f is None or f.is_integer or isinstance(f, Codebook):
@@ -398,8 +398,10 @@ def _check_fake_rule(r: Any) -> None:
         )
     if rule.six and r.element != E2M1:
         _refuse(r, "fake_rule", f"element is {r.element}; this rule needs E2M1")
-    if rule.scale == "E4M3" and r.tensor_rule is None:
+    if rule.scale == "E4M3" and r.tensor_rule is None and not rule.one_level:
         _refuse(r, "fake_rule", "tensor_rule is None; this rule needs a tensor scale")
+    if rule.one_level and r.tensor_rule is not None:
+        _refuse(r, "tensor_rule", f"fake_rule {r.fake_rule!r} does not support a tensor scale; needs None")
     if rule.scale == "E4M3" and r.scale_max != 448 and not rule.reads_scale_max:
         _refuse(r, "scale_max", f"fake_rule {r.fake_rule!r} uses 448 in its formula; needs 448")
     if r.block_rows > 1 or r.four_over_six:

@@ -1,4 +1,7 @@
-"""Define E4M3 block rules of vLLM, auto-round, Quark, fouroversix, qwix, KV caches, comfy-kitchen and MSLK.
+"""Define E4M3 block rules of serving engines, KV caches and quantizers.
+
+They are those of vLLM, auto-round, Quark, fouroversix, qwix, FlashInfer, comfy-kitchen, MSLK, Nunchaku, aiter and
+DeepSeek.
 
 A rule is a pair of functions (see block_rules.py). code_<rule> makes the scale codes of blocks from their amaxes.
 factor_<rule> makes the factors by which elements are multiplied, or divided where the docstring says so.
@@ -19,10 +22,19 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, FLT_MIN
 from fp4kit.recipes import Recipe
-from fp4kit.reference.arith import INV6, ONE, ZERO, multiply_ftz, reciprocal_approx_ftz, reciprocal_or_zero
+from fp4kit.reference.arith import (
+    INV6,
+    ONE,
+    ZERO,
+    divide_full,
+    multiply_ftz,
+    reciprocal_approx_ftz,
+    reciprocal_or_zero,
+)
 from fp4kit.reference.block_arith import decode_scale, encode_e4m3_scale, qwix_reciprocal, qwix_scale
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import TensorScale
+from fp4kit.reference.trace import show
 
 QUARK_ZERO = np.float32(2.0**-23)  # replaces a scale of 0: the machine epsilon of float32
 NAN = np.float32(np.nan)
@@ -276,7 +288,7 @@ def factor_flashinfer_kv_page(
     return np.where(scale == 0, ZERO, ONE / (scale * tensor.decode))
 
 
-# ---- comfy-kitchen and MSLK ----
+# ---- comfy-kitchen, MSLK, Nunchaku, aiter and DeepSeek ----
 
 
 def code_comfy_kitchen(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
@@ -350,3 +362,70 @@ def code_mslk_power(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype
 
 
 factor_mslk_fast = factor_mslk_power = factor_mslk
+
+
+def code_nunchaku(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return E4M3(amax * fp32(1/6)), the scale code of each block in Nunchaku.
+
+    Codes saturate at 448. A NaN amax, which only a caller can pass, counts as infinite. Source: Nunchaku gemm_w4a4.cuh
+    quantize_w4a4_fp4_from_fpsum_warp.
+    """
+    return encode_e4m3_scale(_nunchaku_scale(amax))
+
+
+def factor_nunchaku(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block in Nunchaku: rcp(min(amax * fp32(1/6), 448)).
+
+    The scale is not rounded to E4M3 before its reciprocal is taken. If the scale is 0 or subnormal, the factor is
+    infinite, and its products with zeros are NaN. For a code that amax does not give, which the caller has passed to
+    quantize, the factor is the reciprocal of the code's value.
+    """
+    return reciprocal_approx_ftz(_scale_or_given(codes, _nunchaku_scale(amax)))
+
+
+def _scale_or_given(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """Return `scale`, which is not rounded to E4M3, where it gives the scale code, and otherwise the code's value.
+
+    A code that does not follow from the scale was passed to quantize by the caller.
+    """
+    return np.where(encode_e4m3_scale(scale) == codes, scale, decode_scale(codes))
+
+
+def _nunchaku_scale(amax: np.ndarray) -> np.ndarray:
+    """Return min(amax * fp32(1/6), 448), or 448 if amax is NaN: the block scale before it is rounded to E4M3."""
+    return show("block scale before rounding", np.fmin(amax * INV6, E4M3.max))
+
+
+def code_aiter(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return E4M3(amax * fp32(1/6)), the scale code of each block in aiter's Triton kernel.
+
+    Codes saturate at 448, and NaN gives a NaN code. Source: aiter Triton _nvfp4_quant_op, compiled for an H100, where
+    the division by 6 becomes this product.
+    """
+    return encode_e4m3_scale(show("block scale before rounding", amax * INV6))
+
+
+def factor_aiter(
+    codes: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype
+) -> np.ndarray:
+    """Return the factor that multiplies the elements of each block in aiter's Triton kernel: 1 / (amax * fp32(1/6)).
+
+    The division is that of PTX div.full.f32. The divisor is not rounded to E4M3. If it is 0, the factor is infinite,
+    and its products with zeros are NaN. For a code that amax does not give, which the caller has passed to quantize,
+    the divisor is the code's value.
+    """
+    scale = _scale_or_given(codes, np.asarray(amax * INV6, np.float32))
+    return divide_full(np.ones_like(scale), scale)
+
+
+def code_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return E4M3(max(amax, 6 * 2^-9) / 6), the scale code of each block in DeepSeek-V4's compressed KV cache.
+
+    6 stands for the largest element value. So the code is at least 1, also for a block of zeros. Codes saturate at 448,
+    and NaN gives a NaN code. By the default factor, elements are divided by the value of the code. Source: DeepSeek-V4
+    inference/kernel.py.
+    """
+    largest = recipe.element.max
+    return encode_e4m3_scale(np.maximum(amax, largest * E4M3.min_subnormal) / largest)

@@ -479,3 +479,12 @@ def code_e8m0_deepseek(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dt
     """
     ratio = np.maximum(amax, E2M1.max * FLT_MIN) * INV6
     return np.minimum(exponent_up(ratio), 255).astype(np.uint8)
+
+
+def code_e8m0_deepseek_fp8(amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return the E8M0 code of max(amax, 1e-4) * fp32(1/M), rounded up to a power of two, as DeepSeek-V4 does for FP8.
+
+    M is the largest element value. inf and NaN give 255. Source: DeepSeek-V4 inference/kernel.py act_quant.
+    """
+    ratio = np.maximum(amax, np.float32(1e-4)) * (ONE / recipe.element.max)
+    return np.minimum(exponent_up(ratio), 255).astype(np.uint8)

@@ -232,6 +232,31 @@ def decode_comfy_kitchen_bfloat16(
     return _narrow_scales(values, scales, tensor, BFLOAT16)
 
 
+def decode_fp8_comfy_kitchen(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
+    """Return values * tensor.decode, as comfy-kitchen does for float32; scales are not used.
+
+    For results of 16 bits, the rules fp8_comfy_kitchen_float16 and fp8_comfy_kitchen_bfloat16 are used instead. Source:
+    comfy-kitchen backends/eager/quantization.py dequantize_per_tensor_fp8.
+    """
+    return decode_product(values, scales, tensor, recipe)
+
+
+def decode_fp8_comfy_kitchen_float16(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
+    """Return values * T(tensor.decode), where T rounds to float16. scales are not used."""
+    narrow = tensor._replace(decode=round_to(np.asarray(tensor.decode), HALF))
+    return decode_product(values, scales, narrow, recipe)
+
+
+def decode_fp8_comfy_kitchen_bfloat16(
+    values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe
+) -> np.ndarray:
+    """Return values * T(tensor.decode), where T rounds to bfloat16. scales are not used."""
+    narrow = tensor._replace(decode=round_to(np.asarray(tensor.decode), BFLOAT16))
+    return decode_product(values, scales, narrow, recipe)
+
+
 def decode_e8m0_quark(values: np.ndarray, scales: np.ndarray, tensor: TensorScale, recipe: Recipe) -> np.ndarray:
     """Return values * 2^(scales - 127), where scale code 255 is infinity, as Quark does for float32 and bfloat16.
 

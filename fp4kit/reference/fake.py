@@ -21,13 +21,15 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
-from fp4kit.reference.arith import ONE, ZERO, log2
+from fp4kit.reference.arith import ONE, ZERO, divide_full, log2
 from fp4kit.reference.block_arith import encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0
 from fp4kit.reference.blocks import block_amax
 from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.tensor_rules import TINY_AMAX, round_to
 from fp4kit.reference.trace import show
 from fp4kit.rounding import power_of_two
+
+FP_QUANT_GLOBAL = np.float32(3)  # the global scale that FP-Quant sets for NVFP4 with method abs_max
 
 
 def _amax_of(x: np.ndarray, recipe: Recipe, amax: np.ndarray | None) -> np.ndarray:
@@ -270,6 +272,28 @@ def fp_quant(
     scale = show("factor to divide by", scale.astype(np.float32))[..., None]
     codes = encode(blocks / scale, recipe.element, "rnz", "not_positive", recipe.element.sign_bit)
     return (decode(show("code", codes, recipe.element), recipe.element) * scale).reshape(x.shape)
+
+
+def nvfp4_fp_quant(
+    x: np.ndarray, recipe: Recipe, tensor_amax: np.ndarray | None, amax: np.ndarray | None, dtype: np.dtype
+) -> np.ndarray:
+    """Fake-quantize x as FP-Quant does for NVFP4 with method abs_max: y = round(x * 3 / s) * s / 3.
+
+        s = E4M3(amax * 3 / 6)
+
+    s is the scale of a block, and amax its largest magnitude. 3 is FP-Quant's global scale. Operations are rounded from
+    left to right, and divisions are those of PTX div.full.f32. round() saturates, and ties go toward zero. Every zero
+    of x gives -0. If s underflows to 0, y is a zero too, and -0 unless x is positive. If amax is infinite or NaN, the
+    whole block is NaN.
+    """
+    blocks = x.reshape(len(x), -1, recipe.block_size)
+    block = _amax_of(x, recipe, amax)
+    scale = divide_full(block * FP_QUANT_GLOBAL, recipe.element.max)
+    scale = show("factor to divide by", _e4m3(np.where(np.isfinite(block), scale, np.float32(np.nan))))[..., None]
+    scaled = divide_full(blocks * FP_QUANT_GLOBAL, scale)
+    codes = encode(scaled, recipe.element, "rnz", "not_positive", recipe.element.sign_bit)
+    values = decode(show("code", codes, recipe.element), recipe.element) * scale
+    return divide_full(values, FP_QUANT_GLOBAL).reshape(x.shape)
 
 
 FAKE_RULES: dict[str, Callable[..., np.ndarray]] = {name: globals()[name] for name in rules.FAKE_RULES}

@@ -1,5 +1,7 @@
 """Search block amaxes: choose the amax of each block among candidates, by the error of quantizing with it.
 
+The search "quest" computes the amax from the standard deviation of the block instead.
+
 If a recipe names a search (Recipe.search), it quantizes with the chosen amaxes in place of the largest magnitudes. A
 search is a function in this file:
 
@@ -23,13 +25,14 @@ from fp4kit.call.amaxes import is_per_expert, part_for_matrix
 from fp4kit.call.parse import Call
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe, rules
+from fp4kit.reference.arith import log2
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.blocks import block_amax, tiles
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.matrices import stack
 from fp4kit.reference.quantize import quantize_tile, widen
 from fp4kit.reference.search_scales import best_amaxes
-from fp4kit.reference.summation_order import sum_lanes
+from fp4kit.reference.summation_order import sum_halves, sum_lanes
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
 from fp4kit.reference.trace import untraced
 
@@ -161,6 +164,32 @@ def search_modelopt_sweep(
     nvfp4_fp8_scale_sweep.
     """
     return best_amaxes(x, np.float32(tensor.amax.reshape(())), recipe)
+
+
+QUEST_FACTOR = np.float32(2.92247856 / 6)  # the best clipping value of a normal distribution, over 6
+QUEST_OFFSET = np.float32(1e-8)
+QUEST_LANES = 32  # lanes that first add the elements of a block
+
+
+def search_quest(x: np.ndarray, amax: np.ndarray, tensor: TensorScale, recipe: Recipe, dtype: np.dtype) -> np.ndarray:
+    """Return for each block the amax that gives QuEST's scale under the rule e8m0_floor: a power of two.
+
+        std = sqrt(mean(x^2) - mean(x)^2)
+        amax = 2^(floor(log2(QUEST_FACTOR * std + 1e-8)) + emax)
+
+    emax is the exponent of the largest element value. log2 and every other operation are rounded to float32. Sums are
+    those of summation_order.sum_halves. If std or the amax is infinite or NaN, the result is NaN. That is also so if
+    rounding makes the difference negative, which happens only in blocks of nearly equal elements. The arguments are
+    those of every search (see the head of this file); amax, tensor and dtype have no effect. Source: FP-Quant, Triton
+    pseudo-quantizer of MXFP4, method quest.
+    """
+    blocks = x.reshape(len(x), -1, recipe.block_size)
+    count = np.float32(recipe.block_size)
+    mean, square = sum_halves(blocks, QUEST_LANES) / count, sum_halves(blocks * blocks, QUEST_LANES) / count
+    scale = QUEST_FACTOR * np.sqrt(square - mean * mean) + QUEST_OFFSET
+    usual = np.isfinite(scale)
+    exponent = np.floor(log2(np.where(usual, scale, np.float32(1)))).astype(np.int32)
+    return np.where(usual, np.ldexp(np.float32(1), exponent + recipe.element.emax), np.float32(np.nan))
 
 
 SEARCHES: dict[str, Callable[..., np.ndarray]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}

@@ -26,3 +26,19 @@ def sum_lanes(terms: np.ndarray) -> np.ndarray:
     for i in range(1, 8):
         error = error + lanes[..., i]
     return error
+
+
+def sum_halves(terms: np.ndarray, lanes: int) -> np.ndarray:
+    """Return the sums of float32 terms over the last axis: lanes first, then halves, as threads of a GPU add.
+
+    Term i is added to lane i % lanes, in order. Then the upper half of the lanes is added to the lower half, until one
+    lane is left. The axis is a multiple of lanes, which is a power of two.
+    """
+    rows = terms.reshape(*terms.shape[:-1], -1, lanes)
+    total = np.zeros((*rows.shape[:-2], lanes), np.float32)
+    for i in range(rows.shape[-2]):
+        total = total + rows[..., i, :]
+    while lanes > 1:
+        lanes //= 2
+        total = total[..., :lanes] + total[..., lanes:]
+    return total[..., 0]

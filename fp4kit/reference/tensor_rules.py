@@ -315,6 +315,33 @@ def tensor_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> P
     return ONE / decode_scale, decode_scale
 
 
+def tensor_fp8_comfy_kitchen(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of comfy-kitchen for FP8.
+
+        decode = amax / M
+        encode = T(1 / decode)
+
+    T rounds to dtype, the dtype of the elements, and M is the largest element value. An amax of 0, inf or NaN is not
+    treated specially: 0 gives encode = inf, inf gives encode = 0, and NaN gives NaN. Source: comfy-kitchen
+    backends/eager/quantization.py quantize_per_tensor_fp8.
+    """
+    decode_scale = np.asarray(amax / recipe.element.max, np.float32)
+    return round_to(np.asarray(ONE / decode_scale, np.float32), dtype), decode_scale
+
+
+def tensor_fp8_deepseek(amax: np.ndarray, recipe: Recipe, dtype: np.dtype) -> Pair:
+    """Return the scales (encode, decode) of a block of DeepSeek-V4's FP8 activations.
+
+        decode = max(amax, 1e-4) * fp32(1 / M)
+        encode = 1 / decode
+
+    M is the largest element value. Elements are divided by decode, instead of being multiplied by encode. NaN gives
+    NaN. Source: DeepSeek-V4 inference/kernel.py act_quant.
+    """
+    decode_scale = np.maximum(amax, np.float32(1e-4)) * (ONE / recipe.element.max)
+    return ONE / decode_scale, decode_scale
+
+
 # ---- rules for formats of one's own ----
 
 SMALLEST_SCALE = np.float32(1e-38)  # scales with a smaller magnitude count as 1e-38 when elements are encoded

@@ -150,7 +150,7 @@ IMPORTS = """
 import sys
 import numpy as np, fp4kit
 before = set(sys.modules)
-x = np.ones((32, 64), np.float32)
+x = np.ones((32, 128), np.float32)
 for name in fp4kit.recipes():
     if "int4-qat" not in name:
         fp4kit.fake_quantize(x, name)

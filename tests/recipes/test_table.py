@@ -27,7 +27,8 @@ FORMATS = {
     "mxfp4": ("E2M1", "E8M0"),
     "mxfp6": ("E2M3 E3M2", "E8M0"),
     "mxfp8": ("E4M3 E5M2", "E8M0"),
-    "fp8": ("E4M3", None),
+    "fp8": ("E4M3 E5M2", None),
+    "nvint4": ("INT4", "E4M3"),
     "int8": ("INT8", None),
     "int4": ("INT4", None),
 }
@@ -38,7 +39,7 @@ def test_ids():
     assert [r.id for r in RECIPES.values()] == list(RECIPES)
     plain = {replace(r, id="any", source="", exact="", versions=None) for r in RECIPES.values()}
     assert len(plain) == len(RECIPES)  # no two names share one rule
-    assert all(re.fullmatch(r"(nvfp4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
+    assert all(re.fullmatch(r"(nvfp4|nvint4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
 
 
 @recipes
@@ -77,7 +78,7 @@ def test_fields_agree(r):
 
 @recipes
 def test_block_sizes(r):
-    size = {"nvfp4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(r.id.split("-")[0])
+    size = {"nvfp4": 16, "nvint4": 16, "mxfp4": 32, "mxfp6": 32, "mxfp8": 32}.get(r.id.split("-")[0])
     if size:
         size = 16 if r.id == "mxfp4-sglang-kv" else size
         assert r.block == ((size, size) if r.id.endswith("-2d") else (1, size))

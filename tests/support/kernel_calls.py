@@ -305,6 +305,7 @@ SEARCHES = [
     call_of(search_amaxes, "fp8-modelopt-channel", F32, objective="p1.5", weights=WEIGHTS),
     call_of(quantize_searched, "nvfp4-auto-round-opt", tensor_amax=4.0),
     call_of(quantize_searched, "mxfp4-auto-round-opt", F32),
+    call_of(quantize_searched, "mxfp4-fp-quant-quest", F32),
     call_of(quantize_grouped, "nvfp4-modelopt-mse"),
 ]
 KINDS = [

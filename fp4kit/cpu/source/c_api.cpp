@@ -8,6 +8,7 @@
 #include "own_format.h"
 #include "rotate.h"
 #include "search_factors.h"
+#include "search_quest.h"
 #include "search_scales.h"
 #include "tensor_scale.h"
 
@@ -219,6 +220,15 @@ FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
   with_input_type(call->input, [&](auto in) {
     const FactorSearch<decltype(in)> search{*call, tables};
     auto work = [&](i64 index) { call->needs_fallback[index] = !search.search_tile(tiles.tile(index)); };
+    run_tiles(tiles.count(), call->threads, work);
+  });
+}
+
+// QuEST's search: for every block of the matrix, store the amax that follows from its standard deviation.
+FP4KIT_EXPORT void fp4kit_search_quest(const SearchQuestCall* call) {
+  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
+  with_input_type(call->input, [&](auto in) {
+    auto work = [&](i64 index) { search_quest_tile<decltype(in)>(*call, tiles.tile(index)); };
     run_tiles(tiles.count(), call->threads, work);
   });
 }

@@ -1,5 +1,7 @@
 """Search the block amaxes of CuPy arrays for recipes whose producer tries a fixed list of multiples of each amax.
 
+The search "quest", which computes each amax from the elements of a block, is launched here too.
+
 In this module, a matrix is a tuple (x, block amaxes, tensor amax): the elements, contiguous (M, K); the array to write
 the found block amaxes to; and the tensor amax.
 """
@@ -20,6 +22,7 @@ from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, check
 from fp4kit.recipes import Recipe
 from fp4kit.reference.search_factors import FACTORS
 
+OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
 _FACTORS = np.dtype([(n, "u8") for n in ("x", "tensor_amax", "block_amax")] + [(n, "i8") for n in ("rows", "columns")])
 
 
@@ -55,9 +58,11 @@ def _call(launch: Launch, arrays: tuple[Any, ...]) -> None:
 @cache
 def _function(r: Recipe, dtype: np.dtype, device: int, mask: int | None, is_aligned: bool) -> Any:
     """Return the compiled kernel. is_aligned: True if x begins at a multiple of 16 bytes."""
-    struct = f"{recipe_struct(replace(r, repacked=False), sign_mask=mask)}\n{factors_text(r)}"
-    source = instantiation("search_factors", struct, Input=TYPES[dtype], kAligned=is_aligned)
-    return loader.function(source, "search_factors_kernel", device)
+    kernel, struct = OWN_KERNELS[r.search], recipe_struct(replace(r, repacked=False), sign_mask=mask)
+    if r.search in FACTORS:
+        struct = f"{struct}\n{factors_text(r)}"
+    source = instantiation(kernel, struct, Input=TYPES[dtype], kAligned=is_aligned)
+    return loader.function(source, f"{kernel}_kernel", device)
 
 
 def factors_text(r: Recipe) -> str:

@@ -28,7 +28,7 @@ from fp4kit.cuda.compile.traits import TYPES, recipe_struct
 from fp4kit.cuda.engine.amax import tensor_amax
 from fp4kit.cuda.engine.matrices import launch_request
 from fp4kit.cuda.engine.search_amaxes import float64_bits, objective_options, search_amaxes
-from fp4kit.cuda.engine.search_factors import factor_launches, search_factors
+from fp4kit.cuda.engine.search_factors import OWN_KERNELS, factor_launches, search_factors
 from fp4kit.cuda.launch import grouped
 from fp4kit.cuda.launch.dispatch import kernel_for
 from fp4kit.cuda.launch.geometry import THREADS, Launch, address, aligned, as_aligned, check_count, grid
@@ -36,7 +36,6 @@ from fp4kit.cuda.launch.supported import check_formats
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.quantized.part_shapes import scale_shape
 from fp4kit.recipes import Recipe
-from fp4kit.reference.search_factors import FACTORS
 
 # The structs of the kernels' arguments, as search.cuh and search_full.cuh declare them. column_weights points to the
 # weights or the Hessians.
@@ -190,14 +189,14 @@ def with_searched_amaxes(call: Call) -> Call:
     if not r.search or call.has_scales:
         return call
     without = call._replace(recipe=without_search(r))
-    if r.search not in FACTORS:
+    if r.search not in OWN_KERNELS:
         _check_transform(r, DEFAULT_TERMS, call.mask)
     kernel_for(launch_request(without)._replace(calibrated=True))  # may raise Declined, so call it first
     with imports.making_current(call.x.device.id):
         x = imports.cupy().ascontiguousarray(call.moved)
         amax, block_amaxes = tensor_amax(call, x), imports.cupy().empty(scale_shape(x.shape, r), np.float32)
         matrices = matrices_to_search(x, block_amaxes, amax, r)
-        if r.search in FACTORS:
+        if r.search in OWN_KERNELS:
             search_factors(matrices, r, call.mask)
         else:
             for matrix in matrices:
@@ -220,11 +219,12 @@ def without_search(r: Recipe) -> Recipe:
 def group_launches(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None) -> list[Callable[[], None]]:
     """Return the launches of a recipe's search for the matrices in `group`, which have one dtype and device.
 
-    A search among fixed multiples takes one launch per matrix. Other searches take one launch for all matrices.
+    A search with its own kernel (OWN_KERNELS) takes one launch per matrix. The sweep of scales takes one launch for all
+    matrices.
 
     mask: the sign mask of a Hadamard transform to apply first; None for no transform.
     """
-    return list(factor_launches(group, r, mask)) if r.search in FACTORS else [search_group(group, r, mask)]
+    return list(factor_launches(group, r, mask)) if r.search in OWN_KERNELS else [search_group(group, r, mask)]
 
 
 def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | None = None) -> grouped.GroupedLaunch:

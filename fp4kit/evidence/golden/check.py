@@ -97,6 +97,15 @@ def _skip_nonfinite_block(case: RecordedCase) -> Mask:
     return ~np.isfinite(_block_amax(case))
 
 
+def _skip_nonfinite_group(case: RecordedCase) -> Mask:
+    """Return a mask that excuses groups of 32 elements that contain inf or NaN.
+
+    FP-Quant multiplies such a group by an identity matrix, where inf * 0 makes other elements NaN.
+    """
+    groups = np.abs(case.x.astype(np.float32)).reshape(len(case.x), -1, 32)
+    return np.repeat(~np.isfinite(groups.max(axis=-1)), 32, axis=1)
+
+
 def _skip_overflowing_block(case: RecordedCase) -> Mask:
     """Return a mask that excuses blocks that compressed-tensors corrupts.
 
@@ -276,6 +285,7 @@ class RecordedCase:
 
 SKIPS: dict[str, Callable[[RecordedCase], Mask]] = {
     "nan_scale": _skip_nan_scale,
+    "overflowing_scale": _skip_nan_scale,
     "nan_value": _skip_nan_value,
     "nonfinite_block": _skip_nonfinite_block,
     "overflowing_block": _skip_overflowing_block,
@@ -287,9 +297,11 @@ SKIPS: dict[str, Callable[[RecordedCase], Mask]] = {
     "infinite_quotient": _skip_infinite_quotient,
     "applied_scale": _skip_applied_scale,
     "flushed_block": _skip_flushed_block,
+    "nonfinite_group": _skip_nonfinite_group,
 }
 # Names of exceptions (keys of SKIPS) that excuse differences in block scales as well as in codes.
 SKIPPED_SCALES = (
+    "overflowing_scale",
     "nonfinite_block",
     "overflowing_block",
     "nonfinite_tensor",

@@ -78,6 +78,7 @@ def _fouroversix(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-fouroversix", "fouroversix", "nvfp4_mse_2d", block=(16, 16), skip="nonfinite_tensor")
     for name, variant in (("6", "static_6"), ("6-2d", "static_6_2d"), ("4", "static_4")):
         yield row(f"nvfp4-fouroversix-{name}", "fouroversix", f"nvfp4_{variant}", skip="nonfinite_tensor", decoded=True)
+    yield row("nvint4-fouroversix", "fouroversix_new", "nvint4", decoded=True)
     for top in ("6", "4"):
         yield row(f"mxfp4-fouroversix-{top}", "fouroversix", f"mxfp4_static_{top}", decoded=True)
     for name, variant, block in (
@@ -94,6 +95,8 @@ def _comfy_kitchen(row: Callable[..., Any]) -> Rows:
     """Yield the GoldenRow objects for recorded outputs of comfy-kitchen. ``row`` is the class GoldenRow."""
     yield row("nvfp4-comfy-kitchen", "comfy_kitchen", "nvfp4", skip="nan_value", decoded=True)
     yield row("mxfp8-comfy-kitchen", "comfy_kitchen", "mxfp8", decoded=True)
+    yield row("fp8-comfy-kitchen", "comfy_kitchen", "fp8_e4m3")
+    yield row("fp8-comfy-kitchen-e5m2", "comfy_kitchen", "fp8_e5m2")
 
 
 def _mslk(row: Callable[..., Any]) -> Rows:
@@ -124,6 +127,14 @@ def _others(row: Callable[..., Any]) -> Rows:
     yield row("nvfp4-qwix", "qwix", "nvfp4")
     for name, mode in (("aiter", "up"), ("aiter-ceil", "ceil"), ("ocp", "down"), ("torchao-even", "even")):
         yield row(f"mxfp4-{name}", "mslk_aiter", f"aiter_mxfp4_{mode}", skip="nan_scale")
+    # also named mxfp4-aiter-triton
+    fields = {"min_scale": 127, "skip": "overflowing_scale"}
+    yield row("mxfp4-torchao-even", "triton_h100", "aiter_triton_mxfp4", **fields)
+    yield row("nvfp4-aiter-triton", "triton_h100", "aiter_triton_nvfp4")
     for inputs in ("__f16", "__bf16"):
         yield row("mxfp4-fp-quant", "triton_h100", "fp_quant_mxfp4_abs_max", inputs=inputs, fake=True)
+        yield row("mxfp4-fp-quant-quest", "triton_h100", "fp_quant_mxfp4_quest", inputs=inputs, fake=True)
+        fields = {"inputs": inputs, "fake": True, "skip": "nonfinite_group"}
+        yield row("nvfp4-fp-quant", "triton_h100", "fp_quant_nvfp4_gs3", **fields)
     yield row("mxfp4-fp-quant", "fp_quant", "mxfp4_abs_max", fake=True, skip="flushed_block")
+    yield row("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest", fake=True)

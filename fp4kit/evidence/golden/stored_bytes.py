@@ -60,11 +60,14 @@ def searched_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
 def _unstored_arrays(case: Any) -> Iterator[tuple[str, Any, Any, Any]]:
     """Yield Compared tuples for recorded arrays that the producer computed but did not store.
 
-    They are scales that the producer applied, and element values that were recorded instead of codes.
+    They are scales that the producer applied or keeps as float32, and element values that were recorded instead of
+    codes.
     """
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
-            yield case.key(part), applied_scales(case.x, case.recipe), applied, np.False_
+            has_blocks = case.recipe.block_rule is not None
+            ours = applied_scales(case.x, case.recipe) if has_blocks else case.q.tensor_scale.reshape(-1)
+            yield case.key(part), ours, applied, np.False_
     if (values := case.part("values")) is not None:
         # NaN values are not compared, because E2M1 has no code for NaN.
         yield (

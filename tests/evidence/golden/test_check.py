@@ -35,6 +35,7 @@ UNRECORDED = (
     *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
     *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
     *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
+    *("nvfp4-deepseek-v4", "fp8-deepseek-v4", "mxfp8-deepseek-v4", "nvfp4-nunchaku"),
 )
 
 

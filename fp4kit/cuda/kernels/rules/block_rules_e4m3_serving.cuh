@@ -189,3 +189,50 @@ struct block_mslk_power : block_mslk {
     return encode_scale<R>(power > 0.0f && is_finite(power) ? power : 1.0f);
   }
 };
+
+// Base of the rules that multiply elements by the reciprocal of a scale before it is rounded to the scale format.
+struct by_unrounded_scale {
+  static constexpr bool kReadsAmax = true, kReadsInput = false;
+  FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
+  // Return `scale`, which is not rounded, if it gives the scale code. Otherwise the caller gave the code; return its
+  // value.
+  template <class R>
+  FP4KIT_DEVICE float scale_or_given(u32 code, float scale) {
+    return encode_scale<R>(scale) == code ? scale : decode_scale<R>(code);
+  }
+};
+
+struct block_nunchaku : by_unrounded_scale {
+  FP4KIT_DEVICE float scale(float amax) { return fminf(amax * kInv6, 448.0f); }
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(scale(amax));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return rcp_approx_ftz(scale_or_given<R>(code, scale(amax)));
+  }
+};
+
+struct block_aiter : by_unrounded_scale {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(amax * kInv6);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return divide_full(1.0f, scale_or_given<R>(code, amax * kInv6));
+  }
+};
+
+struct block_deepseek : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float max = max_of<typename R::Element>(), floor = max * min_subnormal_of<typename R::Scale>();
+    return encode_scale<R>((is_nan(amax) ? amax : fmaxf(amax, floor)) / max);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return decode_scale<R>(code) * t.decode;
+  }
+};

@@ -279,3 +279,11 @@ struct block_e8m0_deepseek : inverse_factor {
     return minimum(exponent_up((is_nan(amax) ? amax : fmaxf(amax, 6.0f * kFltMin)) * kInv6), 255u);
   }
 };
+
+struct block_e8m0_deepseek_fp8 : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float ratio = (is_nan(amax) ? amax : fmaxf(amax, 1e-4f)) * (1.0f / max_of<typename R::Element>());
+    return minimum(exponent_up(ratio), 255u);
+  }
+};

@@ -90,6 +90,17 @@ struct comfy_kitchen_narrow : decode_product {
 };
 struct decode_comfy_kitchen_float16 : comfy_kitchen_narrow<Float16> {};
 struct decode_comfy_kitchen_bfloat16 : comfy_kitchen_narrow<Bfloat16> {};
+// The rules of comfy-kitchen for FP8: for 16-bit results, the tensor scale is rounded to the type of the result.
+struct decode_fp8_comfy_kitchen : decode_tensor {};
+template <class Out>
+struct fp8_comfy_kitchen_narrow : decode_tensor {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return round_to<Out>(t.decode);
+  }
+};
+struct decode_fp8_comfy_kitchen_float16 : fp8_comfy_kitchen_narrow<Float16> {};
+struct decode_fp8_comfy_kitchen_bfloat16 : fp8_comfy_kitchen_narrow<Bfloat16> {};
 // A block scale, the tensor's amax, and the range that a tensor scale of 1 covers. An element is value * scale, rounded
 // to float16, times amax / range. If `amax` is negative, the amax is unknown, and an element is value * scale.
 struct ScaleOfAmax {

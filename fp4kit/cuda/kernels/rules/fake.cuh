@@ -213,3 +213,32 @@ struct fake_fp_quant {
     return value<R, In>(x, s);
   }
 };
+
+// The rule of FP-Quant for NVFP4 with method abs_max. The result is round(x * 3 / s) * s / 3, where ties go toward zero
+// and every zero of x becomes -0. s is the E4M3 value nearest to amax * 3 / 6, and 3 is FP-Quant's global scale.
+struct fake_nvfp4_fp_quant {
+  static constexpr bool kHasCodes = false;
+  static constexpr float kGlobal = 3.0f;
+  template <class R, class In>
+  FP4KIT_DEVICE FakeScale scale(float amax, float tensor_amax) {
+    if (!is_finite(amax)) return {nan_value(), nan_value()};
+    const float scale = divide_full(amax * kGlobal, max_of<typename R::Element>());
+    const float decode = decode_scale<R>(encode_scale<R>(scale));
+    return {decode, decode};
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float value(float x, FakeScale s) {
+    using E = typename R::Element;
+    const float scaled = divide_full(x * kGlobal, s.decode);
+    return divide_full(decode<E>(encode<E, Rounding::rnz, Sign::not_positive, E::kSignBit>(scaled)) * s.decode,
+                       kGlobal);
+  }
+  template <class R>
+  FP4KIT_DEVICE bool is_fast(u32 largest, FakeScale s) {
+    return true;
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float fast_value(float x, FakeScale s) {
+    return value<R, In>(x, s);
+  }
+};

@@ -57,6 +57,18 @@ FP4KIT_DEVICE float rcp_approx_ftz(float x) {
 float rcp_approx_ftz(float x);
 #endif
 
+// Return the power of two with which div.full.f32 multiplies both operands before it divides: 2^24 for a subnormal
+// divisor, 2^-2 for a divisor above 2^126, and otherwise 1. The divisor must not be negative.
+FP4KIT_DEVICE float division_scaling(float divisor) {
+  return divisor < kFltMin ? 0x1p24f : divisor > 0x1p126f ? 0.25f : 1.0f;
+}
+
+// Return a / b as div.full.f32 computes it on sm_90, for b >= 0. Triton divides so.
+FP4KIT_DEVICE float divide_full(float a, float b) {
+  const float scaling = division_scaling(b);
+  return a * scaling * rcp_approx_ftz(b * scaling);
+}
+
 // Return a + b rounded toward zero, for a >= 0 and b > 0. The twin is right only if a + b is exact in float64, as it is
 // for all callers.
 FP4KIT_DEVICE float add_rz(float a, float b) {

@@ -16,12 +16,6 @@ struct Candidate {
   float scale, reciprocal;
 };
 
-// Return the power of two with which div.full.f32 multiplies both operands before it divides: 2^24 for a subnormal
-// scale, 2^-2 for a scale above 2^126, and otherwise 1.
-FP4KIT_DEVICE float division_scaling(float scale) {
-  return scale < kFltMin ? 0x1p24f : scale > 0x1p126f ? 0.25f : 1.0f;
-}
-
 // Return the block amax whose scale has this code. `amax` is the tensor's amax.
 template <class R>
 FP4KIT_DEVICE float candidate_amax(u32 code, float amax) {

@@ -27,3 +27,23 @@ struct LaneSums {
     return sum;
   }
 };
+
+// The sum of terms in kLanes lanes, a power of two. Term i is added to lane i % kLanes, in order. The result adds the
+// upper half of the lanes to the lower half, until one lane is left.
+template <int kLanes>
+struct HalvedSum {
+  float lanes[kLanes] = {};
+
+  // Add a term to lane `lane`.
+  FP4KIT_DEVICE_MEMBER void add(int lane, float term) { lanes[lane] = lanes[lane] + term; }
+
+  // Return the sum of all terms. The lanes are overwritten.
+  FP4KIT_DEVICE_MEMBER float result() {
+    FP4KIT_UNROLL
+    for (int half = kLanes / 2; half > 0; half /= 2) {
+      FP4KIT_UNROLL
+      for (int j = 0; j < half; ++j) lanes[j] = lanes[j] + lanes[j + half];
+    }
+    return lanes[0];
+  }
+};

@@ -154,6 +154,22 @@ struct tensor_fp8_modelopt {
   }
 };
 
+struct tensor_fp8_comfy_kitchen {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = amax / max_of<typename R::Element>();
+    return {round_to<In>(1.0f / decode), decode, amax};
+  }
+};
+
+struct tensor_fp8_deepseek {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = (is_nan(amax) ? amax : fmaxf(amax, 1e-4f)) * (1.0f / max_of<typename R::Element>());
+    return {1.0f / decode, decode, amax};
+  }
+};
+
 struct tensor_int_modelopt {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {

@@ -27,5 +27,6 @@ WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
     "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
+    "nunchaku": "Nunchaku quantizes with CUDA kernels, which need a GPU of sm_120",
     "qat": "open training stacks have no package of their own",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,27 @@ def _mxfp8(x: np.ndarray) -> Parts:
     }
 
 
+def _fp8(x: np.ndarray, name: str) -> Parts:
+    """Quantize and dequantize x to FP8 with the scale that ComfyUI computes: amax / max, in float32.
+
+    Return {name in compare.PARTS: array} with codes, the tensor scale, and values decoded to float32 and bfloat16.
+
+    name: the name of the torch dtype, "float8_e4m3fn" or "float8_e5m2".
+    """
+    import torch
+
+    t, dtype = to_torch(x), getattr(torch, name)
+    scale = torch.amax(t.abs()).to(torch.float32) / torch.finfo(dtype).max
+    codes = _eager().quantize_per_tensor_fp8(t, scale, dtype)
+    values = {d: _eager().dequantize_per_tensor_fp8(codes, scale, d) for d in (torch.float32, torch.bfloat16)}
+    return {
+        "codes": to_numpy(codes.view(torch.uint8)),
+        "tensor_scale": to_numpy(scale),
+        "values": to_numpy(values[torch.float32]),
+        "values_bfloat16": to_numpy(values[torch.bfloat16]),
+    }
+
+
 def _swizzled(q: fp4kit.Quantized) -> Any:
     """Return the block scales of q, in linear layout, as the torch tensor that comfy-kitchen decodes: uint8 [M, N]."""
     rows = -(-q.block_scale.shape[0] // 128) * 128
@@ -102,5 +124,9 @@ ADAPTER = Adapter(
         "mxfp8-comfy-kitchen": ProducerCall(
             _mxfp8, columns=32, exempt=(ZERO_OF_ZEROS,), dependency_versions=SATURATING_CASTS, decode=_decode_mxfp8
         ),
+        **{
+            id: ProducerCall(partial(_fp8, name=name))
+            for id, name in (("fp8-comfy-kitchen", "float8_e4m3fn"), ("fp8-comfy-kitchen-e5m2", "float8_e5m2"))
+        },
     },
 )

@@ -92,7 +92,10 @@ ADAPTER = Adapter(
         "mxfp4-fouroversix-6": _call("static_6", format="mxfp4"),
         "mxfp4-fouroversix-4": _call("static_4", format="mxfp4"),
     },
-    left_out=dict.fromkeys(
-        ("nvfp4-fouroversix-triton", "nvfp4-fouroversix-triton-mae", "nvfp4-fouroversix-triton-6"), _TRITON
-    ),
+    left_out={
+        **dict.fromkeys(
+            ("nvfp4-fouroversix-triton", "nvfp4-fouroversix-triton-mae", "nvfp4-fouroversix-triton-6"), _TRITON
+        ),
+        "nvint4-fouroversix": "fouroversix 1.1.0 has no INT4 any more; recorded outputs are compared by --check",
+    },
 )

@@ -1,0 +1,47 @@
+// search_quest: for each block, compute the amax that FP-Quant's method quest gives, and store it. The results are
+// those of search_quest in reference/search_factors.py, operation by operation.
+#include "exact_path.cuh"
+#include "hadamard.cuh"
+#include "quest.cuh"
+#include "runs.cuh"
+
+// The arguments of search_quest_kernel.
+struct SearchQuestArguments {
+  const void* x;
+  const float* tensor_amax;
+  float* block_amax;
+  i64 rows, columns;
+};
+
+constexpr int kRun = 16, kLanes = 32;  // elements that are loaded together; lanes that add the elements of a block
+
+// Return QuEST's amax of the block of R::kBlock elements at x.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE float quest_amax_at(const typename In::Bits* x) {
+  static_assert(R::kBlock % kLanes == 0);
+  HalvedSum<kLanes> sum, squares;
+#pragma unroll 1
+  for (int first = 0; first < R::kBlock; first += kLanes) {
+#pragma unroll
+    for (int j = 0; j < kLanes; j += kRun) {
+      Run<In, kRun> run = read_run<In, kRun, kAligned>(x + first + j);
+      if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(run);
+      float values[kRun];
+      widen_run(run, values);
+#pragma unroll
+      for (int i = 0; i < kRun; ++i) {
+        sum.add(j + i, values[i]);
+        squares.add(j + i, values[i] * values[i]);
+      }
+    }
+  }
+  return quest_amax<R>(sum.result(), squares.result(), static_cast<float>(R::kBlock));
+}
+
+// Compute the amaxes of all blocks of a.x, and store them in a.block_amax. A thread takes one block at a time. Launch
+// with any grid.
+extern "C" __global__ void __launch_bounds__(kThreads) search_quest_kernel(SearchQuestArguments a) {
+  const i64 count = a.rows * (a.columns / R::kBlock);
+  for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid()))
+    a.block_amax[i] = quest_amax_at<R, Input, kAligned>(static_cast<const typename Input::Bits*>(a.x) + i * R::kBlock);
+}
