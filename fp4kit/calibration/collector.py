@@ -43,6 +43,9 @@ class Collector:
         histogram: True to count block amaxes, which the rule "headroom" needs. False saves time, and up to 4 KiB of
             memory per layer and expert.
 
+    Raises:
+        TypeError: if histogram is not a bool.
+
     Examples:
         >>> import numpy as np
         >>> from fp4kit.calibration import Collector

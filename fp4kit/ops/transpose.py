@@ -29,6 +29,7 @@ def transpose(q: Quantized) -> Quantized:
         those of q.
 
     Raises:
+        TypeError: q is not a Quantized.
         ValueError: the recipe has no square blocks, the axis or a length does not fit, or arrays are on several
             devices.
         NotImplementedError: on a GPU, for blocks of other sizes than 16, 32 and 64.

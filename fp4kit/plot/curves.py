@@ -73,8 +73,10 @@ def error_against_scale(
         The Axes. Its first line is the curve, the second the least error, and each further line marks a recipe.
 
     Raises:
+        TypeError: x is not an array of numbers, or a recipe is neither an id nor a Recipe.
         ValueError: x is not one block, is not finite, or consists of zeros.
-        ValueError: a recipe has no block scales or one tensor scale per row, or formats or blocks differ.
+        ValueError: a recipe is unknown, has no block scales or has one tensor scale per row; or formats or blocks
+            differ.
     """
     op = "plot.error_against_scale"
     given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)

@@ -187,6 +187,8 @@ def convert(
             - A tensor to be quantized contains NaN or infinity, and ``nonfinite`` is "error".
             - The output cannot hold a scale.
             - The source changes.
+        ValueError: no recipe has an id that is given.
+        TypeError: a recipe is neither an id nor a Recipe.
         ChildProcessError: a worker process died.
 
     An exception leaves no incomplete ``destination``.

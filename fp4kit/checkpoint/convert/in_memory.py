@@ -76,7 +76,11 @@ class Rules:
 
     @classmethod
     def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
-        """Return Rules for a recipe or its id. ``fields`` are the other fields of Rules, such as format="modelopt"."""
+        """Return Rules for a recipe or its id. ``fields`` are the other fields of Rules, such as format="modelopt".
+
+        Raises ValueError if no recipe has this id, TypeError for anything that is not a recipe, and otherwise as Rules
+        does.
+        """
         return cls(recipe(recipe_id), **fields)
 
     def __post_init__(self) -> None:

@@ -144,6 +144,8 @@ def make_plan(
     Raises:
         CheckpointError: if the source cannot be converted, no engine loads the format, a pattern matches nothing, a
             gate has no up projection, or nothing is left to convert.
+        ValueError: if no recipe has an id that is given.
+        TypeError: if a recipe is neither an id nor a Recipe.
     """
     request = Request(
         recipe(recipe_id),

@@ -220,6 +220,8 @@ def verify(
     Raises:
         CheckpointError: a directory cannot be opened, the recipe does not support the search, the activations do not
             fit the layers, or a pattern of ``recipes`` decides about no layer that is encoded again.
+        ValueError: no recipe has an id that is given.
+        TypeError: a recipe is neither an id nor a Recipe.
     """
     return execute(prepare(destination, source, recipe, options, search, ignore, activations, recipes), options)
 
