@@ -147,7 +147,7 @@ def _explained(
 
 
 def _first(mask: np.ndarray) -> tuple[int, int]:
-    """Return the index of the first True of a matrix."""
+    """Return the index of the first True of a matrix, which must have one."""
     i, j = np.unravel_index(int(mask.argmax()), mask.shape)
     return int(i), int(j)
 

@@ -243,12 +243,12 @@ class DeviceStages:
         _run(self._run_cast)
 
     def place(self) -> None:
-        """Copy the codes of all processes from `gathered` into `quantized`."""
+        """Copy the codes of all processes from `gathered` into `quantized`. With one process, cast has stored them."""
         if self._run_place is not None:
             self._run_place()
 
     def transpose(self) -> None:
-        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`."""
+        """Update `columnwise`, the columnwise copies of all matrices, from `quantized`; nothing if there are none."""
         if self._run_transpose is not None:
             self._run_transpose()
 
