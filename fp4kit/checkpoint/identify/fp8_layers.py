@@ -155,9 +155,13 @@ def _unexplained(text: str, codes: int, scales: int, total: int) -> Explanation:
 
 
 def _recipes(layer: Fp8Layer) -> Iterator[Recipe]:
-    """Yield the recipes that make E4M3 codes with float scales, one scale per tensor, row or block as in ``layer``."""
+    """Yield the recipes that make E4M3 codes with float scales, one scale per tensor, row or block as in ``layer``.
+
+    Recipes with blocks of one row are left out, because checkpoints have one scale per square block.
+    """
     for r in RECIPES.values():
-        if r.element == E4M3 and r.scale is None and not r.fake_only and r.tensor_scaling == layer.scaling:
+        is_fp8 = r.element == E4M3 and r.scale is None and not r.fake_only
+        if is_fp8 and r.tensor_scaling == layer.scaling and (r.block is None or r.block_rows > 1):
             yield r
 
 
